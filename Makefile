@@ -1,0 +1,56 @@
+# What a person, pre-commit and CI call. The environment is made on first use and again when requirements change.
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.PHONY: help env demo test test-unit test-integration test-e2e lint types bench docs lock clean
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+env: $(STAMP) ## make the environment (.venv)
+$(STAMP): requirements/all.txt pyproject.toml
+	@set -e; \
+	uv=$$(command -v uv || true); \
+	if [ -z "$$uv" ]; then $(PYTHON) -m venv .uv && .uv/bin/pip install --quiet uv && uv=.uv/bin/uv; fi; \
+	[ -x $(BIN)/python ] || $$uv venv --quiet --python $(PYTHON) $(VENV); \
+	$$uv pip sync --quiet --python $(BIN)/python requirements/all.txt; \
+	$$uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .; \
+	touch $(STAMP)
+
+demo: env ## make a small model, train it with GRPO on this machine, print accuracy before and after
+	@PATH="$(abspath $(BIN)):$$PATH" bash examples/arithmetic/demo.sh
+
+test: env test-unit test-integration test-e2e ## all tests
+test-unit: env ## pure tests, seconds
+	$(BIN)/python -m pytest tests/unit
+test-integration: env ## real processes, sockets, tiny models
+	$(BIN)/python -m pytest tests/integration
+test-e2e: env ## real runs of the command, faults included
+	$(BIN)/python -m pytest tests/e2e
+
+lint: env ## ruff (lint and format), import contracts, file size, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }
+
+types: env ## mypy
+	$(BIN)/mypy
+
+bench: env ## every benchmark, JSON on standard output
+	@for script in benchmarks/*.py; do case $$script in */_*) continue;; esac; echo "== $$script"; $(BIN)/python $$script; done
+
+docs: env ## regenerate docs/reference from the schema
+	$(BIN)/python -m rl_core.cli.reference docs/reference/rljob.md
+
+lock: ## compile requirements/all.txt from pyproject.toml
+	@uv=$$(command -v uv || echo .uv/bin/uv); \
+	$$uv pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

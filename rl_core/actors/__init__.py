@@ -1,0 +1,1 @@
+"""The trainers: one room per backend under one step order."""

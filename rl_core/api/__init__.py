@@ -1,0 +1,1 @@
+"""Torch-free types at the bottom of every layer: the job schema, records, identity, errors."""

@@ -1,0 +1,188 @@
+"""`spec.algorithm`: what is optimised, on how many prompts, and how samples are filtered."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.api.base import Spec
+
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw"]
+LossName = Literal["ppo_clip", "cispo", "gspo", "reinforce"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+"""Advantages that compare the samples of one prompt and therefore need at least two."""
+
+
+class LossSpec(Spec):
+    """The policy loss and what is added to it (algorithms.md 5, 6)."""
+
+    name: LossName = "ppo_clip"
+    """Loss from the registry."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 - clipLow."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO)."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss for negative advantages (dual-clip PPO); null = off. Only with ppo_clip."""
+    aggregation: Aggregation | None = None
+    """How token losses become one number; null = token-mean, or seq-mean-token-sum-norm for dr_grpo."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of KL(policy || reference) in the loss; 0 = no reference model is held."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
+    """Estimator of the KL term."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+    @model_validator(mode="after")
+    def _dual_clip_needs_ppo(self) -> Self:
+        if self.dual_clip is not None and self.name != "ppo_clip":
+            raise ValueError(f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
+        return self
+
+
+class ImportanceSpec(Spec):
+    """Correction of the difference between rollout and trainer log-probabilities (algorithms.md 7)."""
+
+    mode: Literal["tis", "icepop", "seq-mask"] = "tis"
+    """How weights outside [low, high] are treated."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether a weight is per token or per sequence."""
+    low: float | None = Field(None, ge=0)
+    """Lower bound; null = the mode's default."""
+    high: float | None = Field(None, gt=0)
+    """Upper bound; null = the mode's default."""
+
+
+class DynamicSamplingSpec(Spec):
+    """Groups whose rewards do not differ are replaced by other prompts (DAPO)."""
+
+    enabled: bool = False
+    """Whether uninformative groups are replaced."""
+    min_std: float = Field(0.0, ge=0)
+    """A group trains only when the deviation of its raw rewards is above this."""
+
+
+class OverlongSpec(Spec):
+    """What happens to completions that were cut."""
+
+    filter: bool = False
+    """True: cut completions train nothing and leave the statistics."""
+    keep_in_baseline: bool = False
+    """With filter: keep their reward in the group's baseline."""
+    buffer: int | None = Field(None, ge=1)
+    """Tokens before maxNewTokens in which a length penalty grows; null = no penalty."""
+    penalty: float = Field(1.0, ge=0)
+    """Penalty at the full buffer."""
+    penalty_cap: float | None = Field(None, ge=0)
+    """Largest penalty; null = unbounded."""
+    stop_properly_coefficient: float | None = Field(None, ge=0, le=1)
+    """Factor on positive rewards of cut completions; null = off."""
+
+
+class RewardScaleSpec(Spec):
+    """Linear map of raw rewards, clamped to the source range."""
+
+    source_min: float
+    """Raw reward mapped to targetMin."""
+    source_max: float
+    """Raw reward mapped to targetMax."""
+    target_min: float = 0.0
+    """Scaled reward at sourceMin."""
+    target_max: float = 1.0
+    """Scaled reward at sourceMax."""
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.source_max <= self.source_min:
+            raise ValueError(f"sourceMax must be greater than sourceMin, got {self.source_min} and {self.source_max}; swap or widen them")
+        return self
+
+
+class AlgorithmSpec(Spec):
+    """The algorithm and the shape of a step."""
+
+    name: AdvantageName = "grpo"
+    """Advantage estimator from the registry."""
+    prompts_per_step: int = Field(32, ge=1, le=65536)
+    """Prompt groups trained per step."""
+    group_size: int = Field(8, ge=1, le=1024)
+    """Completions per prompt."""
+    steps: int = Field(200, ge=1)
+    """Training steps of the run."""
+    loss: LossSpec = LossSpec()
+    """The policy loss."""
+    max_staleness: Literal[0] = 0
+    """Versions a trained token may be old; 0 = on policy."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of data order, sampling and shuffling."""
+    optimizer_steps_per_batch: int = Field(1, ge=1)
+    """Mini-batches (optimizer steps) a step's rows are cut into."""
+    update_epochs: int = Field(1, ge=1)
+    """Passes over a step's rows."""
+    recompute_log_probs: bool = False
+    """True: old log-probabilities come from the trainer before the update; false: from the rollout."""
+    importance: ImportanceSpec | None = None
+    """Correction weights; needs recomputeLogProbs."""
+    sequence_error_threshold: float | None = Field(None, gt=1)
+    """Rows whose mean exp|rollout - old| is above this train nothing; null = off; needs recomputeLogProbs."""
+    advantage_clip: float | None = Field(None, gt=0)
+    """Advantages are clamped to +- this; null = off."""
+    whiten: bool = False
+    """Whiten advantages once over the step's tokens (not for estimators that already do)."""
+    reward_scale: RewardScaleSpec | None = None
+    """Linear map of rewards before advantages; null = raw rewards."""
+    dynamic_sampling: DynamicSamplingSpec = DynamicSamplingSpec()
+    """Replacement of uninformative groups."""
+    overlong: OverlongSpec = OverlongSpec()
+    """Treatment of cut completions."""
+    max_generation_batches: int = Field(3, ge=1)
+    """Rounds of promptsPerStep groups dynamic sampling may use in a step before the run fails."""
+    max_policy_ratio: float | None = Field(None, gt=1)
+    """Skip a step's remaining mini-batches once the mean ratio exceeds this; null = off."""
+    max_policy_kl: float | None = Field(None, gt=0)
+    """Skip a step's remaining mini-batches once approx_kl exceeds this; null = off."""
+    allow_truncated_sampling: bool = False
+    """Accept top-p, top-k in training rollouts although they bias the ratio; needs recomputeLogProbs."""
+    on_drop: Literal["replace", "shrink"] = "replace"
+    """A dropped group is replaced by the next prompt, or the step shrinks."""
+    min_batch_fraction: float = Field(0.9, gt=0, le=1)
+    """Smallest share of promptsPerStep a shrunk step may have."""
+    max_dropped_groups: int = Field(0, ge=0)
+    """Groups the whole run may drop; the next one ends it (0: the first)."""
+    max_consecutive_drops: int = Field(0, ge=0)
+    """Drops in a row without a trained group that end the run; 0 = not bounded apart from maxDroppedGroups."""
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Return the loss aggregation, the estimator's default where none was written."""
+        if self.loss.aggregation is not None:
+            return self.loss.aggregation
+        return "seq-mean-token-sum-norm" if self.name == "dr_grpo" else "token-mean"
+
+    @model_validator(mode="after")
+    def _group_size(self) -> Self:
+        if self.group_size < 2 and self.name in GROUP_RELATIVE:
+            raise ValueError(
+                f"groupSize must be at least 2 for the group-relative advantage {self.name}, got {self.group_size}; raise groupSize or use reinforce_plus_plus"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recompute(self) -> Self:
+        needs = {
+            "importance": self.importance is not None,
+            "sequenceErrorThreshold": self.sequence_error_threshold is not None,
+            "allowTruncatedSampling": self.allow_truncated_sampling,
+        }
+        wanting = [field for field, used in needs.items() if used]
+        if wanting and not self.recompute_log_probs:
+            raise ValueError(f"{', '.join(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
+        if self.allow_truncated_sampling and self.importance is not None:
+            raise ValueError("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
+        return self
+
+    @model_validator(mode="after")
+    def _whiten_once(self) -> Self:
+        if self.whiten and self.name.startswith("reinforce_plus_plus"):
+            raise ValueError(f"whiten must be false for {self.name}, which already whitens, got true; remove it")
+        return self

@@ -1,0 +1,153 @@
+"""Who a process is: read once from the environment that the launch plan wrote (operator or local launcher)."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_core.api.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """The identity of one process of a job (runtime.md 2)."""
+
+    job: str
+    """Job name."""
+    namespace: str
+    """Namespace of the job; "default" in local mode."""
+    uid: str
+    """Unique id of the job object; messages of another uid are refused."""
+    epoch: int
+    """Epoch at process start; the hub's epoch wins afterwards."""
+    role: str
+    """runner, channel, actor, rollout, env or supervisor."""
+    pod: str
+    """Pod name, `<job>-<role>-<index>`."""
+    pod_index: int
+    """Index of the pod inside its role."""
+    group: str
+    """Worker group, normally the role."""
+    rank: int
+    """Rank inside the group."""
+    world_size: int
+    """Size of the group as planned; for elastic roles the hub's live set is the truth."""
+    local_rank: int = 0
+    """Index among the local devices the process sees."""
+    local_world_size: int = 1
+    """Number of local devices the process sees."""
+    attempt: int = 0
+    """Attempt given by the operator or launcher (first half of the incarnation)."""
+    restarts: int = 0
+    """Child restarts counted by the supervisor (second half of the incarnation)."""
+    hub: str = ""
+    """Address of the runner's hub, `tcp://host:port`."""
+    channel: str = ""
+    """Address of the channel server, `tcp://host:port`."""
+    curve_dir: str = ""
+    """Folder with CURVE keys; empty = no keys, loopback only."""
+    config: str = ""
+    """Path of the resolved job (JSON); empty where the job arrives at hello."""
+    visible_devices: tuple[str, ...] = ()
+    """Accelerators this process may use, as in VISIBLE_DEVICES."""
+
+    @property
+    def incarnation(self) -> tuple[int, int]:
+        """Return (attempt, restarts); a higher one replaces a lower one of the same group and rank."""
+        return (self.attempt, self.restarts)
+
+    @property
+    def name(self) -> str:
+        """Return `group:rank`."""
+        return f"{self.group}:{self.rank}"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "Identity":
+        """Return the identity written in `environ` (the process environment when None).
+
+        Raises ConfigError naming the first variable that is missing or not a number.
+        """
+        env = os.environ if environ is None else environ
+
+        def text(key: str, default: str | None = None) -> str:
+            value = env.get(key, default)
+            if value is None:
+                raise ConfigError(f"environment variable {key} must be set for a worker process, got nothing; start it through `rljob run` or the operator")
+            return value
+
+        def number(key: str, default: str | None = None) -> int:
+            value = text(key, default)
+            try:
+                return int(value)
+            except ValueError as error:
+                raise ConfigError(f"environment variable {key} must be an integer, got {value!r}") from error
+
+        attempt, _, restarts = text("RLJOB_INCARNATION", "0.0").partition(".")
+        try:
+            incarnation = (int(attempt), int(restarts or 0))
+        except ValueError as error:
+            raise ConfigError(f"environment variable RLJOB_INCARNATION must be ATTEMPT.RESTARTS, got {env.get('RLJOB_INCARNATION')!r}") from error
+        role = text("RLJOB_ROLE")
+        return cls(
+            job=text("RLJOB_NAME"),
+            namespace=text("RLJOB_NAMESPACE", "default"),
+            uid=text("RLJOB_UID"),
+            epoch=number("RLJOB_EPOCH", "0"),
+            role=role,
+            pod=text("RLJOB_POD", ""),
+            pod_index=number("RLJOB_POD_INDEX", "0"),
+            group=text("GROUP_NAME", role),
+            rank=number("RANK", "0"),
+            world_size=number("WORLD_SIZE", "1"),
+            local_rank=number("LOCAL_RANK", "0"),
+            local_world_size=number("LOCAL_WORLD_SIZE", "1"),
+            attempt=incarnation[0],
+            restarts=incarnation[1],
+            hub=text("RLJOB_HUB", ""),
+            channel=text("RLJOB_CHANNEL", ""),
+            curve_dir=text("RLJOB_CURVE_DIR", ""),
+            config=text("RLJOB_CONFIG", ""),
+            visible_devices=tuple(part for part in text("VISIBLE_DEVICES", "").split(",") if part),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """A worker's place in the tree of groups: `WorkerAddress("G", (3,)).get_name() == "G:3"`."""
+
+    root_group: str
+    """Name of the group; no ":" in it."""
+    rank_path: tuple[int, ...] | int = ()
+    """Rank in the root group, then ranks of children."""
+
+    def __post_init__(self) -> None:
+        if ":" in self.root_group:
+            raise ValueError(f"root_group must not contain ':', got {self.root_group!r}")
+        if isinstance(self.rank_path, int):
+            object.__setattr__(self, "rank_path", (self.rank_path,))
+
+    def get_name(self) -> str:
+        """Return the group and the ranks joined by ":"."""
+        path = self.rank_path if isinstance(self.rank_path, tuple) else (self.rank_path,)
+        return ":".join([self.root_group, *map(str, path)])
+
+    def child(self, rank: int) -> "WorkerAddress":
+        """Return the address of this worker's child with `rank`."""
+        path = self.rank_path if isinstance(self.rank_path, tuple) else (self.rank_path,)
+        return WorkerAddress(self.root_group, (*path, rank))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo:
+    """What a worker reports about itself at hello."""
+
+    address: WorkerAddress
+    rank: int
+    group_world_size: int
+    cluster_node_rank: int = 0
+    accelerator_type: str | None = None
+    accelerator_rank: int = -1
+    available_accelerators: tuple[str, ...] = ()
+    device_uuids: tuple[str, ...] = ()
+    node_ip: str = "127.0.0.1"
+    node_port: int = 0
+    hardware_infos: tuple[str, ...] = ()

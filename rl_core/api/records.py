@@ -1,0 +1,145 @@
+"""What crosses between rollouts, envs, the runner and the actors. Never imports torch: tensors are annotated by name only.
+
+Legend: T tokens of one message, B rows of a batch, N completions of a group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended; exactly one each, the first that matches in this order (rollouts.md 1)."""
+
+    ERROR = "error"
+    """The sample failed; diagnostics only, its reward is NaN."""
+    LENGTH = "length"
+    """The last generation hit max_new_tokens."""
+    SEQ_LIMIT = "seq_limit"
+    """The sequence ran into max_seq_len."""
+    TERMINATED = "terminated"
+    """The environment ended the episode."""
+    MAX_TURNS = "max_turns"
+    """The turn budget ended it."""
+    STOP = "stop"
+    """The model finished and there is no verdict of an environment."""
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether generation was cut."""
+        return self in (FinishReason.LENGTH, FinishReason.SEQ_LIMIT)
+
+
+class Message(TypedDict):
+    """One message of a log; the concatenated `token_ids` of a log are the model's input."""
+
+    role: str
+    """system, user, assistant, environment or tool."""
+    content: str
+    token_ids: NotRequired[Tensor]
+    """[T] int64, exactly this message's slice of the input, template tokens included."""
+    generation_logprobs: NotRequired[Tensor]
+    """[T] float32, only on assistant messages made by the policy."""
+    policy_versions: NotRequired[list[tuple[int, int, int]]]
+    """(start, end, version) ranges, contiguous from 0, covering the slice."""
+    token_loss_mask: NotRequired[Tensor]
+    """[T], 1 where a token may train."""
+
+
+class DatumSpec(TypedDict):
+    """One prompt as read from the data set; any further key travels along."""
+
+    message_log: list[Message]
+    length: int
+    """Prompt tokens."""
+    extra_env_info: dict[str, Any] | None
+    loss_multiplier: float
+    """0 = excluded from the loss."""
+    idx: int
+    """Index in the data set."""
+    task_name: NotRequired[str]
+    stop_strings: NotRequired[list[str] | None]
+    group_id: NotRequired[str]
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """One generated sample of a group."""
+
+    message_log: list[Message]
+    env_extras: dict[str, Any] | None = None
+    """Last metadata of the environment."""
+    truncated: bool = False
+    reward: float = float("nan")
+    """Sum over turns; NaN for a failed sample, never a made-up 0."""
+    finish_reason: str = FinishReason.STOP.value
+    policy_versions: tuple[int, int] = (0, 0)
+    """Lowest and highest policy version of its tokens."""
+    loss_multiplier: float = 1.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    """Sampling seed; None where the backend cannot be seeded per sample."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptGroupRecord:
+    """A prompt with its N completions: the indivisible unit of training."""
+
+    prompt_idx: int
+    prompt: list[Message]
+    """The input message log."""
+    extra_env_info: dict[str, Any] | None
+    metadata: dict[str, Any]
+    """`{"task_name": ...}`."""
+    completions: list[Completion]
+    """Length N, in the order of the generation index."""
+    rollout_metrics: dict[str, Any] = field(default_factory=dict)
+    group_id: str = ""
+    lease_token: str = ""
+    """Token of the ledger's lease; the runner admits the first record of the current one."""
+    attempt: int = 1
+    start_version: int = 0
+    """Policy version when generation began."""
+    end_version: int = 0
+
+
+class EnvironmentReturn(NamedTuple):
+    """What an environment answers for a batch of B logs."""
+
+    observations: list[dict[str, str]]
+    """[B] of {role, content}."""
+    metadata: list[dict[str, Any] | None]
+    next_stop_strings: list[list[str] | None] | None
+    rewards: Any
+    """[B] float tensor, or dict name -> [B]."""
+    terminateds: Any
+    """[B] bool tensor."""
+    answers: list[str | None] | None
+
+
+class EnvironmentInterface(ABC):
+    """Answers and scores message logs. Implemented by rl_core.envs (in env processes) and by user code."""
+
+    @abstractmethod
+    def step(self, message_log_batch: list[list[dict[str, Any]]], metadata_batch: list[dict[str, Any] | None]) -> Any:
+        """Return (or resolve to) an EnvironmentReturn of B rows; sees only role and content of messages."""
+
+    def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the batch, changed where the task asks for it, and metrics over it."""
+        return batch, {}
+
+    def seed(self, n: int) -> None:  # noqa: B027 - optional hook
+        """Seed the environment's own randomness."""
+
+    def close(self) -> None:  # noqa: B027 - optional hook
+        """Release what the environment holds."""
+
+    def health(self) -> bool:
+        """Return whether the environment can serve."""
+        return True

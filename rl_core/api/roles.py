@@ -1,0 +1,179 @@
+"""`spec.actor`, `spec.rollout`, `spec.env`: the three kinds of process."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.api.base import Spec
+
+
+class RoleSpec(Spec):
+    """What every role has."""
+
+    gpus: int = Field(0, ge=0, le=64)
+    """Accelerators per pod; 0 = CPU. Asked for but not visible ends the process with exit code 2."""
+    threads: int = Field(1, ge=1, le=256)
+    """Compute threads per process (OMP_NUM_THREADS)."""
+    env: dict[str, str] = {}
+    """Further environment variables of the role's processes; identity variables cannot be set."""
+
+    @model_validator(mode="after")
+    def _protected(self) -> Self:
+        taken = sorted(key for key in self.env if key.startswith("RLJOB_") or key in PROTECTED_ENV)
+        if taken:
+            raise ValueError(f"env must not set variables the launcher owns, got {', '.join(taken)}; remove them")
+        return self
+
+
+PROTECTED_ENV = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT GROUP_NAME WORKER_NAME "
+    "CUDA_VISIBLE_DEVICES VISIBLE_DEVICES OMP_NUM_THREADS".split()
+)
+
+
+class ScheduleSpec(Spec):
+    """The learning-rate schedule over applied optimizer steps (trainers.md 7)."""
+
+    style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Optimizer steps of linear warm-up; not together with warmupRatio."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Warm-up as a share of all optimizer steps."""
+    min_learning_rate: float | None = Field(None, ge=0)
+    """Floor of the decay; not together with minLearningRateRatio."""
+    min_learning_rate_ratio: float | None = Field(None, ge=0, le=1)
+    """Floor as a share of learningRate."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("give warmupSteps or warmupRatio, not both; remove one")
+        if self.min_learning_rate is not None and self.min_learning_rate_ratio is not None:
+            raise ValueError("give minLearningRate or minLearningRateRatio, not both; remove one")
+        return self
+
+
+class OptimizerSpec(Spec):
+    """AdamW."""
+
+    learning_rate: float = Field(1.0e-6, gt=0)
+    """Peak learning rate."""
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """Decay rates of the two moments."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay; not applied to 1-D parameters."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """Learning-rate schedule."""
+
+    @model_validator(mode="after")
+    def _floor(self) -> Self:
+        floor = self.schedule.min_learning_rate
+        if floor is not None and floor > self.learning_rate:
+            raise ValueError(f"schedule.minLearningRate must not exceed learningRate {self.learning_rate}, got {floor}; lower it")
+        return self
+
+
+class ActorSpec(RoleSpec):
+    """The trainer."""
+
+    backend: Literal["fsdp2"] = "fsdp2"
+    """Training backend."""
+    replicas: int = Field(1, ge=1, le=1024)
+    """Pods of the gang."""
+    processes_per_pod: int = Field(1, ge=1, le=64)
+    """Training processes per pod (one per accelerator on GPU)."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """The optimizer."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Packed tokens per forward and backward pass; the longest row must fit."""
+    grad_clip: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; null = not clipped."""
+    balance: bool = True
+    """Balance rows over data-parallel ranks by cost."""
+    accumulate_without_sync: bool = True
+    """Reduce gradients only with the last micro-batch of an optimizer step."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward, per decoder layer."""
+    dropout: bool = False
+    """True: dropout of the model is active in training."""
+    max_consecutive_skips: int = Field(10, ge=0)
+    """Optimizer steps in a row that may be skipped for a non-finite gradient."""
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of training processes, which all are data-parallel ranks."""
+        return self.replicas * self.processes_per_pod
+
+
+class SamplingSpec(Spec):
+    """How tokens are drawn in training rollouts."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; the trainer uses the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; below 1 needs algorithm.allowTruncatedSampling."""
+    top_k: int | None = Field(None, ge=1)
+    """Top-k; null = off; set needs algorithm.allowTruncatedSampling."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Longest generation of one turn, tokens."""
+    stop: list[str] = []
+    """Strings that end a generation; they stay in the text."""
+    stop_token_ids: list[int] = []
+    """Token ids that end a generation besides the tokenizer's eos."""
+
+
+class RolloutSpec(RoleSpec):
+    """The generators."""
+
+    engine: Literal["hf"] = "hf"
+    """Generation engine."""
+    replicas: int = Field(1, ge=1, le=1024)
+    """Pods wanted."""
+    min_replicas: int = Field(1, ge=0, le=1024)
+    """Below this many serving pods the run waits as Degraded."""
+    max_replicas: int | None = Field(None, ge=1, le=1024)
+    """Upper bound of scaling; null = replicas."""
+    sampling: SamplingSpec = SamplingSpec()
+    """Training sampling."""
+    max_sequence_length: int | None = Field(None, ge=2)
+    """Longest prompt + completion, tokens; null = the model's limit."""
+    max_batch: int = Field(128, ge=1)
+    """Sequences generated at once by one engine (rows of the KV cache)."""
+    batching: Literal["continuous", "perGroup"] = "continuous"
+    """perGroup: one prompt group = one engine batch, which makes results independent of load."""
+    compile: bool = False
+    """torch.compile the decode step."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.min_replicas > self.replicas:
+            raise ValueError(f"minReplicas must not exceed replicas {self.replicas}, got {self.min_replicas}; lower minReplicas or raise replicas")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"maxReplicas must not be below replicas {self.replicas}, got {self.max_replicas}; raise maxReplicas")
+        return self
+
+
+class EnvSpec(RoleSpec):
+    """The environments: they answer and score."""
+
+    type: str = Field("math", min_length=1)
+    """Registered environment (math, reasoning_gym, reward) or `module:Class`."""
+    replicas: int = Field(1, ge=1, le=1024)
+    """Pods wanted."""
+    max_turns: int = Field(1, ge=1)
+    """Turns of an episode."""
+    processes: int = Field(1, ge=1, le=256)
+    """Processes per pod that run the environment's code; each is replaced when it hangs or dies."""
+    reward: str | None = None
+    """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
+    options: dict[str, Any] = {}
+    """Options of the environment type, checked by its own config model."""
+
+    @model_validator(mode="after")
+    def _reward(self) -> Self:
+        if (self.type == "reward") != (self.reward is not None):
+            raise ValueError(f"reward must be given exactly when type is `reward`, got type {self.type!r} and reward {self.reward!r}; set both or neither")
+        return self

@@ -1,0 +1,180 @@
+"""The smaller blocks of `spec`: model, data, weights, checkpoint, validation, runtime, failures, trackers."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_core.api.base import Spec
+
+
+class ModelSpec(Spec):
+    """The policy's starting point."""
+
+    path: str = Field(min_length=1)
+    """Folder with Hugging Face config, safetensors and tokenizer, or `hf://repo[@revision]`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in training and rollout."""
+
+
+class DataSpec(Spec):
+    """Prompts. A file is .jsonl or .parquet; `hf://repo[@revision]/file` is fetched first; `reasoning-gym://task?size=N&seed=S` is generated."""
+
+    train: str = Field(min_length=1)
+    """Training prompts."""
+    validation: str | None = None
+    """Validation prompts; null = no validation."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text or a list of {role, content}."""
+    answer_key: str = "answer"
+    """Column with the ground truth."""
+    chat_template: str | None = None
+    """Jinja chat template for message lists; null = the tokenizer's."""
+    system_prompt: str | None = None
+    """System message put before message lists; null = none."""
+    shuffle: bool = True
+    """Shuffle each data epoch with algorithm.seed."""
+    on_overlong: Literal["drop", "refuse"] = "drop"
+    """Prompts with no room for a completion: drop and count them, or refuse the data set."""
+
+
+class ValidationSpec(Spec):
+    """Measurement on data.validation."""
+
+    every_steps: int = Field(10, ge=1)
+    """Steps between measurements; the last step is always measured."""
+    before_training: bool = True
+    """Also measure the starting weights, as step 0."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Completions per prompt (pass@k with k of this)."""
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy."""
+    max_prompts: int | None = Field(None, ge=1)
+    """First so many prompts only; null = all."""
+
+    @model_validator(mode="after")
+    def _greedy_once(self) -> Self:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(f"samplesPerPrompt must be 1 with greedy validation, got {self.samples_per_prompt}; set temperature above 0")
+        return self
+
+
+class PlacementSpec(Spec):
+    """Where processes run (runtime.md 1)."""
+
+    mode: Literal["disaggregated"] = "disaggregated"
+    """Roles have devices of their own."""
+    component_placement: dict[str, str | int] | None = None
+    """Map of component to `resources:processes`; null = roles side by side."""
+
+
+class WeightsSpec(Spec):
+    """How weights reach the rollouts (trainers.md 9)."""
+
+    syncer: Literal["bucket"] = "bucket"
+    """Full weights in buckets."""
+    transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
+    """auto: nccl between GPUs, else zmq (shared memory on one host, stream otherwise)."""
+    bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096)
+    """Size of a bucket, bytes."""
+    encrypt: bool = False
+    """Encrypt the stream (CURVE) instead of authenticating it only."""
+    content_check: bool = True
+    """After each sync compare greedy log-probabilities of one prompt with the trainer's."""
+    content_check_tolerance: float = Field(1e-3, gt=0)
+    """Largest accepted difference of a log-probability (float32; bfloat16 uses 50 times this)."""
+
+
+class CheckpointSpec(Spec):
+    """What is saved for a restart."""
+
+    every_steps: int | None = Field(50, ge=1)
+    """Steps between checkpoints; null = only at the end and on a stop."""
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints kept."""
+    keep_best: int = Field(0, ge=0)
+    """Checkpoints with the best reward kept besides."""
+    path: str | None = None
+    """Folder; null = `checkpoints` in the output folder."""
+    allow_spec_change: bool = False
+    """Resume although a field that alters the mathematics was changed."""
+
+
+class DeadlinesSpec(Spec):
+    """Bounds of every wait, seconds (runtime.md 3)."""
+
+    heartbeat: float = Field(2, gt=0)
+    """Between heartbeats."""
+    suspect: float = Field(6, gt=0)
+    """Silence after which a member gets no new work."""
+    lost: float = Field(15, gt=0)
+    """Silence after which a member is lost."""
+    hello: float = Field(60, gt=0)
+    """Until a process reaches the hub."""
+    wait_ready: float = Field(600, gt=0)
+    """Until all members are constructed."""
+    rpc: float = Field(60, gt=0)
+    """One call."""
+    group_method: float = Field(3600, gt=0)
+    """One method on a group."""
+    collective: float = Field(60, gt=0)
+    """One collective operation."""
+    weight_sync: float = Field(300, gt=0)
+    """One weight sync."""
+    rollout: float = Field(1800, gt=0)
+    """Generation of one group."""
+    channel: float = Field(600, gt=0)
+    """One channel put or get."""
+    env_step: float = Field(120, gt=0)
+    """One environment step (also one call of a reward function)."""
+    env_reset: float = Field(300, gt=0)
+    """Start of one environment process."""
+    degraded: float = Field(900, gt=0)
+    """Wait below minReplicas in a local run."""
+
+    @model_validator(mode="after")
+    def _order(self) -> Self:
+        if not self.heartbeat < self.suspect < self.lost:
+            raise ValueError(f"heartbeat < suspect < lost must hold, got {self.heartbeat}, {self.suspect}, {self.lost}; raise the later ones")
+        return self
+
+
+class RuntimeSpec(Spec):
+    """How processes behave around the loop."""
+
+    deadlines: DeadlinesSpec = DeadlinesSpec()
+    """Bounds of waits."""
+    drain_seconds: float = Field(8, gt=0)
+    """Time a process has to finish or return work after a request to stop."""
+    lease_seconds: float = Field(120, gt=0)
+    """Lease of a prompt group, renewed every third of it by the rollout that holds it."""
+
+
+class StallSpec(Spec):
+    """What happens when nothing makes progress."""
+
+    seconds: float | None = Field(None, gt=0)
+    """Silence that counts as a stall; null = max(300, 5 x median step)."""
+    action: Literal["RestartRole", "RestartJob", "FailJob"] = "RestartRole"
+    """RestartRole once, then RestartJob; or at once as written."""
+
+
+class FailurePolicySpec(Spec):
+    """Restarts."""
+
+    max_restarts: int = Field(3, ge=0)
+    """Counted restarts of the actor gang before the run fails."""
+    stall: StallSpec = StallSpec()
+    """Rule for stalls."""
+
+
+class TrackerSpec(Spec):
+    """One metrics sink besides the built-in JSONL file."""
+
+    name: Literal["tensorboard", "wandb", "mlflow"]
+    """The sink; wandb and mlflow need the extra of that name."""
+    project: str | None = None
+    """Project (wandb) or experiment (mlflow); null = rljob."""
+    uri: str | None = None
+    """Server (mlflow tracking URI, wandb base URL); null = the library's default."""
+    offline: bool = False
+    """wandb: write to the output folder only."""

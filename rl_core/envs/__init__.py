@@ -1,0 +1,1 @@
+"""Environments and rewards; user code runs only here."""

@@ -1,0 +1,1 @@
+"""Starts the processes of a launch plan on this machine."""

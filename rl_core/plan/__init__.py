@@ -1,0 +1,1 @@
+"""From a job to processes: placement, launch plan, capacity, keys."""

@@ -1,0 +1,1 @@
+"""Engines that generate and the manager that turns prompts into records."""

@@ -1,0 +1,1 @@
+"""The loop: ledger, GRPO program, status, stalls."""

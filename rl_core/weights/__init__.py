@@ -1,0 +1,1 @@
+"""Weights with a version, a manifest and an acknowledgement per receiver."""
