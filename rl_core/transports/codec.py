@@ -1,0 +1,303 @@
+"""The skeleton of a message: plain values in msgpack, everything else as extension types; arrays leave as frames.
+
+`frames` is the face. Extension types: 1 tensor index, 2 tuple, 3 record [name, fields], 4 numpy array index, 5 numpy
+scalar, 6 index of a large `bytes` value. Nothing is pickled, nothing is converted in silence: what cannot travel raises
+at the sender with its path; what does not hold on receipt raises FrameError.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+
+from rl_core.api import identity as api_identity
+from rl_core.api import records as api_records
+from rl_core.api.errors import FrameError
+from rl_core.transports import dtypes
+
+TENSOR, TUPLE, RECORD, ARRAY, SCALAR, BYTES = 1, 2, 3, 4, 5, 6
+MAX_DEPTH = 64
+LARGE_BYTES = 64 * 1024
+"""`bytes` values of this size and more travel as a frame of their own, so that they are not copied into the header."""
+_INT64 = range(-(2**63), 2**63)
+_ATOMS = frozenset({str, float, bool, type(None)})
+
+Record = TypeVar("Record", bound=type)
+Frame = tuple[int, tuple[int, ...], memoryview]
+"""(dtype code, shape, bytes) of one array."""
+
+
+class _Registry:
+    """Record types by wire name and back."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, type] = {}
+        self.by_type: dict[type, str] = {}
+
+    def add(self, cls: type, name: str) -> None:
+        known = self.by_name.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"record name {name!r} is taken by {known.__module__}.{known.__qualname__}; pass another name")
+        self.by_name[name] = cls
+        self.by_type[cls] = name
+
+
+_registry = _Registry()
+
+
+def register_record(cls: Record, name: str | None = None) -> Record:
+    """Let instances of `cls` travel and return `cls` (usable as a decorator). `name` None = its qualified name.
+
+    `cls` is a dataclass, a NamedTuple, or has `wire_fields(self) -> dict` and `from_wire(cls, fields)`. With a class
+    attribute `wire_tolerant = True` unknown fields are ignored on receipt. Raises TypeError for other classes and
+    ValueError when the name belongs to another class.
+    """
+    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or hasattr(cls, "wire_fields")):
+        raise TypeError(f"{cls!r} cannot be a record; make it a dataclass, a NamedTuple or give it wire_fields and from_wire")
+    _registry.add(cls, name or cls.__qualname__)
+    return cls
+
+
+class _Refused(Exception):
+    """A value that cannot travel; the path is gathered while the walk unwinds."""
+
+    def __init__(self, kind: type[Exception], what: str, rule: str) -> None:
+        super().__init__(rule)
+        self.kind, self.what, self.rule = kind, what, rule
+        self.path: list[str] = []
+
+    def error(self) -> Exception:
+        path = "".join(reversed(self.path)).removeprefix(".") or "the root"
+        return self.kind(f"{self.what} at {path} {self.rule}")
+
+
+_local = threading.local()
+
+
+def _pack(value: Any) -> bytes:
+    packer = getattr(_local, "packer", None)
+    if packer is None:
+        packer = _local.packer = msgpack.Packer(strict_types=True)
+    try:
+        packed: bytes = packer.pack(value)
+    except BaseException:
+        del _local.packer  # it holds half a value
+        raise
+    return packed
+
+
+class Packing:
+    """One walk over an object: `skeleton` is its msgpack form, `frames` the arrays met, in order."""
+
+    def __init__(self, value: Any) -> None:
+        self.frames: list[Frame] = []
+        self._active: list[int] = []
+        try:
+            self.skeleton = _pack(self._plain(value))
+        except _Refused as refusal:
+            raise refusal.error() from None
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text in the message is not valid unicode: {error}; replace surrogates before sending") from error
+
+    def _plain(self, node: Any) -> Any:
+        kind = type(node)
+        if kind in _ATOMS:
+            return node
+        if kind is int:
+            return self._integer(node)
+        if kind is list:
+            return self._list(node)
+        if kind is dict:
+            return self._dict(node)
+        if kind is bytes:
+            return node if len(node) < LARGE_BYTES else self._frame(BYTES, (0, (len(node),), memoryview(node)))
+        if kind is tuple:
+            return msgpack.ExtType(TUPLE, _pack(self._list(node)))
+        return self._special(node, kind)
+
+    def _special(self, node: Any, kind: type) -> Any:
+        name = _registry.by_type.get(kind)
+        if name is not None:
+            return self._record(node, name)
+        if kind is np.ndarray or kind is np.memmap:
+            return self._array(node, ARRAY, dtypes.array_bytes, "array")
+        if isinstance(node, np.generic):
+            try:
+                return msgpack.ExtType(SCALAR, dtypes.scalar_bytes(node))
+            except ValueError as error:
+                raise _Refused(ValueError, "numpy scalar", str(error)) from error
+        if dtypes.is_tensor(node):
+            return self._array(node, TENSOR, dtypes.tensor_bytes, "tensor")
+        if isinstance(node, str) and hasattr(kind, "__members__"):
+            return str(node)  # a StrEnum equals its text
+        raise _Refused(
+            TypeError,
+            f"{kind.__module__}.{kind.__qualname__}",
+            "cannot travel; send plain values, arrays, tensors or a type given to frames.register_record",
+        )
+
+    def _integer(self, node: int) -> int:
+        if node not in _INT64:
+            raise _Refused(ValueError, "integer", f"must fit into int64, got {node}; send it as text")
+        return node
+
+    def _frame(self, code: int, frame: Frame) -> msgpack.ExtType:
+        self.frames.append(frame)
+        return msgpack.ExtType(code, (len(self.frames) - 1).to_bytes(4, "little"))
+
+    def _array(self, node: Any, code: int, view: Callable[[Any], Frame], what: str) -> msgpack.ExtType:
+        try:
+            return self._frame(code, view(node))
+        except ValueError as error:
+            raise _Refused(ValueError, what, str(error)) from error
+
+    def _enter(self, node: Any) -> None:
+        if len(self._active) == MAX_DEPTH:
+            if id(node) in self._active:
+                raise _Refused(ValueError, type(node).__name__, "contains itself; a message must be a tree")
+            raise _Refused(ValueError, type(node).__name__, f"is nested deeper than {MAX_DEPTH} levels; flatten the message")
+        self._active.append(id(node))
+
+    def _list(self, node: Any) -> Any:
+        self._enter(node)
+        kinds = set(map(type, node))
+        if kinds <= _ATOMS:
+            plain = node
+        elif kinds == {int} and min(node) in _INT64 and max(node) in _INT64:
+            plain = node
+        else:
+            plain = [self._child(value, f"[{index}]") for index, value in enumerate(node)]
+        self._active.pop()
+        return list(plain) if type(plain) is tuple else plain
+
+    def _dict(self, node: dict[Any, Any]) -> dict[Any, Any]:
+        self._enter(node)
+        plain = {}
+        for key, value in node.items():
+            if type(key) is str:
+                plain[key] = self._child(value, f".{key}")
+            elif type(key) is int and key in _INT64:
+                plain[key] = self._child(value, f"[{key}]")
+            else:
+                raise _Refused(TypeError, "dict", f"has the key {key!r}; keys must be str or int64")
+        self._active.pop()
+        return plain
+
+    def _record(self, node: Any, name: str) -> msgpack.ExtType:
+        if hasattr(node, "wire_fields"):
+            fields = node.wire_fields()
+        elif hasattr(node, "_fields"):
+            fields = dict(zip(node._fields, node, strict=True))
+        else:
+            fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+        return msgpack.ExtType(RECORD, _pack([name, self._dict(fields)]))
+
+    def _child(self, value: Any, step: str) -> Any:
+        try:
+            return self._plain(value)
+        except _Refused as refusal:
+            refusal.path.append(step)
+            raise
+
+
+class Unpacking:
+    """One skeleton turned back into objects; `frames` are the received arrays as (dtype code, shape, bytes)."""
+
+    def __init__(self, frames: list[Frame], *, copy: bool) -> None:
+        self._frames = frames
+        self._copy = copy
+        self._nested = 0
+
+    def value(self, skeleton: bytes | memoryview) -> Any:
+        """Return the object. Raises FrameError whatever is wrong with the skeleton."""
+        try:
+            value = self._unpack(skeleton)
+        except FrameError:
+            raise
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError, MemoryError) as error:
+            raise FrameError(f"message skeleton is malformed: {error}") from error
+        _check_tree(value)
+        return value
+
+    def _unpack(self, data: bytes | memoryview) -> Any:
+        return msgpack.unpackb(data, ext_hook=self._extension, strict_map_key=False)
+
+    def _extension(self, code: int, data: bytes) -> Any:
+        if code == TUPLE:
+            return tuple(self._inner(data, list))
+        if code == RECORD:
+            return self._record(self._inner(data, list))
+        if code == SCALAR:
+            return dtypes.scalar_from_bytes(data)
+        if code in (TENSOR, ARRAY, BYTES):
+            return self._array(code, int.from_bytes(data, "little"))
+        raise FrameError(f"extension type {code} is unknown; sender and receiver run different versions")
+
+    def _inner(self, data: bytes, kind: type) -> Any:
+        self._nested += 1
+        if self._nested > MAX_DEPTH:
+            raise FrameError(f"message is nested deeper than {MAX_DEPTH} levels")
+        value = self._unpack(data)
+        self._nested -= 1
+        if type(value) is not kind:
+            raise FrameError(f"extension must hold a {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    def _array(self, code: int, index: int) -> Any:
+        if index >= len(self._frames):
+            raise FrameError(f"frame {index} is named but the message has {len(self._frames)}")
+        dtype, shape, buffer = self._frames[index]
+        if code == TENSOR:
+            return dtypes.tensor_view(buffer, dtype, shape, copy=self._copy)
+        if code == ARRAY:
+            return dtypes.array_view(buffer, dtype, shape, copy=self._copy)
+        return bytes(buffer)
+
+    def _record(self, parts: list[Any]) -> Any:
+        if len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not dict:
+            raise FrameError("a record must be [name, fields]")
+        name, fields = parts
+        cls = _registry.by_name.get(name)
+        if cls is None:
+            raise FrameError(f"record {name!r} is not registered here; import the module that calls register_record")
+        try:
+            return _build(cls, name, fields)
+        except (TypeError, ValueError, KeyError) as error:
+            raise FrameError(f"record {name!r} cannot be built from fields {sorted(map(str, fields))}: {error}") from error
+
+
+def _build(cls: Any, name: str, fields: dict[str, Any]) -> Any:
+    if hasattr(cls, "from_wire"):
+        return cls.from_wire(fields)
+    known = set(cls._fields) if hasattr(cls, "_fields") else {field.name for field in dataclasses.fields(cls) if field.init}
+    unknown = fields.keys() - known
+    if unknown and not getattr(cls, "wire_tolerant", False):
+        raise FrameError(f"record {name!r} has no fields {sorted(map(str, unknown))}; sender and receiver run different versions")
+    return cls(**{key: value for key, value in fields.items() if key in known})
+
+
+def _check_tree(root: Any) -> None:
+    """Raise FrameError when containers nest deeper than MAX_DEPTH or a dict has a key that is neither str nor int."""
+    level, depth = [root], 0
+    while level:
+        containers = [node for node in level if type(node) in (list, tuple, dict)]
+        if containers and depth >= MAX_DEPTH:
+            raise FrameError(f"message is nested deeper than {MAX_DEPTH} levels")
+        level = []
+        for node in containers:
+            if type(node) is dict:
+                if not set(map(type, node)) <= {str, int}:
+                    raise FrameError("dict keys must be str or int")
+                level.extend(node.values())
+            else:
+                level.extend(node)
+        depth += 1
+
+
+for _cls in (api_records.Completion, api_records.PromptGroupRecord, api_records.EnvironmentReturn):
+    register_record(_cls)
+for _cls in (api_identity.Identity, api_identity.WorkerAddress, api_identity.WorkerInfo):
+    register_record(_cls)

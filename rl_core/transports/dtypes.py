@@ -1,0 +1,123 @@
+"""Arrays and tensors as raw bytes: dtype codes 0-14 of the wire, views of memory both ways, what is refused.
+
+Used by `codec` (and by anyone who needs the wire's dtype numbers). Torch is imported only when a torch tensor is met
+(sending) or asked for (receiving). Nothing here copies unless it says so.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64", "bool",
+)  # fmt: skip
+CODES = {name: code for code, name in enumerate(NAMES)}
+ITEMSIZES = (1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 1, 2, 4, 8, 1)
+_TORCH_ONLY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
+_NUMPY_DTYPES = tuple(None if name in _TORCH_ONLY else np.dtype(name) for name in NAMES)
+
+
+class _Memory:
+    """A read-only buffer shown to numpy as writable: torch warns about read-only memory, and views are read-only by contract."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, buffer: memoryview) -> None:
+        array = np.frombuffer(buffer, np.uint8)
+        self._owner = array
+        self.__array_interface__ = {
+            "data": (array.__array_interface__["data"][0], False),
+            "shape": (array.size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether `value` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def array_bytes(array: np.ndarray) -> tuple[int, tuple[int, ...], memoryview]:
+    """Return (dtype code, shape, bytes) of a numpy array without copying.
+
+    Raises ValueError, without the path, when the array is not contiguous, not little-endian or of another dtype.
+    """
+    if not array.flags.c_contiguous:
+        raise ValueError("is not contiguous; call numpy.ascontiguousarray()")
+    code = CODES.get(array.dtype.name)
+    if code is None or array.dtype.hasobject:
+        raise ValueError(f"has dtype {array.dtype}, which cannot travel; convert it to one of {', '.join(NAMES)}")
+    if not array.dtype.isnative:
+        raise ValueError(f"has byte order {array.dtype.byteorder!r}; convert it to little-endian")
+    return code, array.shape, array.reshape(-1).view(np.uint8).data
+
+
+def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryview]:
+    """Return (dtype code, shape, bytes) of a torch tensor; host memory is not copied, device memory is fetched.
+
+    Raises ValueError, without the path, for tensors that are not plain, dense, contiguous and of a wire dtype.
+    """
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise ValueError(f"is a {type(tensor).__name__}; send a plain tensor (for a DTensor: full_tensor() or to_local())")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise ValueError(f"has layout {tensor.layout} on {tensor.device}; only dense tensors with data travel")
+    code = CODES.get(str(tensor.dtype).removeprefix("torch."))
+    if code is None:
+        raise ValueError(f"has dtype {tensor.dtype}, which cannot travel; convert it to one of {', '.join(NAMES)}")
+    if not tensor.is_contiguous() or tensor.is_neg():
+        raise ValueError("is not contiguous; call .contiguous()")
+    plain = tensor.detach().cpu()
+    if plain.numel() == 0:
+        return code, tuple(plain.shape), memoryview(b"")
+    return code, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> np.ndarray:
+    """Return the numpy array of `shape` over `buffer`; with `copy`, over memory of its own.
+
+    Raises ValueError for a dtype numpy does not have.
+    """
+    dtype = _NUMPY_DTYPES[code]
+    if dtype is None:
+        raise ValueError(f"dtype {NAMES[code]} does not exist in numpy")
+    array = np.frombuffer(buffer, dtype).reshape(shape)
+    return array.copy() if copy else array
+
+
+def tensor_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> "torch.Tensor":
+    """Return the torch tensor of `shape` over `buffer`; with `copy`, or where the memory is misaligned, over its own."""
+    import torch
+
+    dtype = getattr(torch, NAMES[code])
+    if len(buffer) == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat = np.asarray(_Memory(buffer))
+    if copy or flat.ctypes.data % ITEMSIZES[code]:
+        flat = flat.copy()
+    return torch.from_numpy(flat).view(dtype).reshape(shape)
+
+
+def scalar_bytes(scalar: np.generic) -> bytes:
+    """Return a numpy scalar as one dtype code byte and its little-endian bytes. Raises ValueError for other dtypes."""
+    code = CODES.get(scalar.dtype.name)
+    if code is None:
+        raise ValueError(f"has dtype {scalar.dtype}, which cannot travel")
+    return bytes((code,)) + scalar.tobytes()
+
+
+def scalar_from_bytes(data: bytes) -> np.generic:
+    """Return the numpy scalar of `scalar_bytes`. Raises ValueError when code and length do not fit."""
+    dtype = _NUMPY_DTYPES[data[0]] if data and data[0] < len(NAMES) else None
+    if dtype is None or len(data) != 1 + dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are not a numpy scalar")
+    scalar: np.generic = np.frombuffer(data, dtype, offset=1)[0]
+    return scalar

@@ -1,0 +1,232 @@
+"""Messages on the wire: frame 0 is a version byte and a msgpack header, frames 1..n are raw array bytes (runtime.md 4).
+
+Header keys: `k` kind, `e` epoch, `i` request id, `s` sender, `m` method, `p` skeleton, `t` table of [dtype, shape,
+nbytes, crc or nil], and, where not empty, `h` arrays that lie in shared memory as [index, segment, generation, offset]
+and `o` options of the RPC. Called by `rpc` and the channel; `encode` and `decode` are the faces for one object.
+
+The skeleton is packed into bytes before it enters the header: a router reads the header and never pays for the body.
+Decoded arrays view the received memory and are read-only by contract.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import msgpack
+from crc32c import crc32c
+
+from rl_core.api.errors import FrameError
+from rl_core.transports import dtypes
+from rl_core.transports.codec import Frame, Packing, Unpacking, register_record
+
+__all__ = [
+    "LIMITS",
+    "FrameHeader",
+    "FrameMessage",
+    "Limits",
+    "Placement",
+    "decode",
+    "decode_message",
+    "encode",
+    "encode_message",
+    "read_body",
+    "read_header",
+    "register_record",
+]
+
+VERSION = 1
+Part = Any
+"""bytes, memoryview or a zmq.Frame: whatever shows its memory through the buffer protocol."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds of one message; beyond them the sender raises ValueError and the receiver FrameError."""
+
+    header_bytes: int = 64 * 2**20
+    """Size of frame 0."""
+    tensors: int = 65_536
+    """Number of arrays."""
+    tensor_bytes: int = 4 * 2**30
+    """Size of one array."""
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an array lies in shared memory."""
+
+    segment: str
+    generation: int
+    offset: int
+
+
+@dataclass(slots=True)
+class FrameHeader:
+    """Frame 0, checked; the skeleton is not unpacked yet."""
+
+    kind: str
+    epoch: int | None
+    request_id: Any
+    sender: Any
+    method: str | None
+    skeleton: bytes
+    table: list[tuple[int, tuple[int, ...], int, int | None]]
+    placed: dict[int, Placement] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameMessage:
+    """A decoded message."""
+
+    kind: str
+    obj: Any
+    epoch: int | None
+    request_id: Any
+    sender: Any
+    method: str | None
+
+
+def encode(obj: Any, *, limits: Limits = LIMITS, checksum: bool = False) -> list[Part]:
+    """Return `obj` as message parts. Arrays are not copied: leave them unwritten until the parts are sent.
+
+    `checksum` adds a CRC32C per array. Raises TypeError (a type that cannot travel) or ValueError (not contiguous, out
+    of range, nested over 64, a cycle, over `limits`) with the path of the value.
+    """
+    return encode_message("data", obj, epoch=None, request_id=None, sender=None, limits=limits, checksum=checksum)
+
+
+def encode_message(
+    kind: str,
+    obj: Any,
+    *,
+    epoch: int | None,
+    request_id: Any,
+    sender: Any,
+    method: str | None = None,
+    options: dict[str, Any] | None = None,
+    limits: Limits = LIMITS,
+    checksum: bool = False,
+    place: Callable[[memoryview], Placement | None] | None = None,
+) -> list[Part]:
+    """Return a message as parts; `place` may put an array into shared memory and say where. Raises as `encode`."""
+    packing = Packing(obj)
+    if len(packing.frames) > limits.tensors:
+        raise ValueError(f"message must hold at most {limits.tensors} tensors, got {len(packing.frames)}; send it in pieces")
+    table, placed, buffers = [], [], []
+    for index, (code, shape, buffer) in enumerate(packing.frames):
+        if buffer.nbytes > limits.tensor_bytes:
+            raise ValueError(f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it")
+        table.append([code, shape, buffer.nbytes, crc32c(buffer) if checksum else None])
+        spot = place(buffer) if place is not None else None
+        if spot is None:
+            buffers.append(buffer)
+        else:
+            placed.append([index, spot.segment, spot.generation, spot.offset])
+    header = {"k": kind, "e": epoch, "i": request_id, "s": sender, "m": method, "p": packing.skeleton, "t": table}
+    if placed:
+        header["h"] = placed
+    if options:
+        header["o"] = options
+    head = b"\x01" + msgpack.packb(header)
+    if len(head) > limits.header_bytes:
+        raise ValueError(f"header must have at most {limits.header_bytes} bytes, got {len(head)}; send large data as arrays")
+    return [head, *buffers]
+
+
+def decode(parts: Sequence[Part], *, copy: bool = False) -> Any:
+    """Return the object of `encode`. Arrays view `parts` (read-only by contract); `copy` gives them their own memory.
+
+    Raises FrameError when anything about the parts is wrong.
+    """
+    return decode_message(parts, copy=copy).obj
+
+
+def decode_message(parts: Sequence[Part], *, copy: bool = False) -> FrameMessage:
+    """Return the full message of `encode_message`. Raises FrameError when anything about the parts is wrong."""
+    if not parts:
+        raise FrameError("message has no frames")
+    header = read_header(parts[0])
+    if header.placed:
+        raise FrameError("message names shared memory, which only a connection can resolve")
+    obj = read_body(header, parts[1:], copy=copy)
+    return FrameMessage(header.kind, obj, header.epoch, header.request_id, header.sender, header.method)
+
+
+def read_header(part: Part, *, limits: Limits = LIMITS) -> FrameHeader:
+    """Return frame 0, checked against version, `limits` and itself. Raises FrameError."""
+    raw = memoryview(part)
+    if raw.nbytes == 0 or raw.nbytes > limits.header_bytes:
+        raise FrameError(f"header must have 1 to {limits.header_bytes} bytes, got {raw.nbytes}")
+    if raw[0] != VERSION:
+        raise FrameError(f"wire version must be {VERSION}, got {raw[0]}; sender and receiver run different versions")
+    try:
+        header = msgpack.unpackb(raw[1:], use_list=True)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as error:
+        raise FrameError(f"header is malformed: {error}") from error
+    try:
+        return _checked_header(header, limits)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise FrameError(f"header does not hold: {error!r}") from error
+
+
+def _checked_header(header: dict[str, Any], limits: Limits) -> FrameHeader:
+    kind, method, skeleton, table = header["k"], header["m"], header["p"], header["t"]
+    if type(kind) is not str or type(skeleton) is not bytes or type(method) not in (str, type(None)):
+        raise FrameError("header fields k, m and p must be text, text or nil, and bytes")
+    if type(header["e"]) not in (int, type(None)) or type(table) is not list or len(table) > limits.tensors:
+        raise FrameError(f"header fields e and t must be an integer and a list of at most {limits.tensors} entries")
+    options = header.get("o", {})
+    if type(options) is not dict:
+        raise FrameError("header field o must be a map")
+    checked = [_checked_entry(entry, limits) for entry in table]
+    placed = {index: Placement(str(name), int(generation), int(offset)) for index, name, generation, offset in header.get("h", ())}
+    if any(type(index) is not int or not 0 <= index < len(table) for index in placed):
+        raise FrameError("header field h names an array that is not in the table")
+    return FrameHeader(kind, header["e"], header["i"], header["s"], method, skeleton, checked, placed, options)
+
+
+def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ...], int, int | None]:
+    code, shape, nbytes, crc = entry
+    if type(code) is not int or not 0 <= code < len(dtypes.NAMES):
+        raise FrameError(f"dtype code must be 0 to {len(dtypes.NAMES) - 1}, got {code!r}")
+    if len(shape) > 64 or any(type(size) is not int or size < 0 for size in shape):
+        raise FrameError(f"shape must be at most 64 non-negative integers, got {shape!r}")
+    expected = prod(shape) * dtypes.ITEMSIZES[code]
+    if nbytes != expected or expected > limits.tensor_bytes:
+        raise FrameError(f"array of shape {shape} and {dtypes.NAMES[code]} must have {expected} bytes, header says {nbytes!r}")
+    if type(crc) not in (int, type(None)):
+        raise FrameError(f"checksum must be an integer or nil, got {crc!r}")
+    return code, tuple(shape), nbytes, crc
+
+
+def read_body(
+    header: FrameHeader,
+    parts: Sequence[Part],
+    *,
+    copy: bool = False,
+    resolve: Callable[[Placement, int], memoryview] | None = None,
+) -> Any:
+    """Return the object of a checked header and its frames; `resolve` maps a placed array. Raises FrameError."""
+    if len(parts) != len(header.table) - len(header.placed):
+        raise FrameError(f"message must have {len(header.table) - len(header.placed)} array frames, got {len(parts)}")
+    remaining = iter(parts)
+    arrays: list[Frame] = []
+    for index, (code, shape, nbytes, crc) in enumerate(header.table):
+        spot = header.placed.get(index)
+        if spot is None:
+            buffer = memoryview(next(remaining)).cast("B")
+        elif resolve is not None:
+            buffer = resolve(spot, nbytes)
+        else:
+            raise FrameError("message names shared memory, but this connection has none")
+        if buffer.nbytes != nbytes:
+            raise FrameError(f"array frame {index} must have {nbytes} bytes, got {buffer.nbytes}")
+        if crc is not None and crc32c(buffer) != crc:
+            raise FrameError(f"array frame {index} is damaged: its CRC32C differs from the header's")
+        arrays.append((code, shape, buffer))
+    return Unpacking(arrays, copy=copy).value(header.skeleton)
