@@ -1,0 +1,71 @@
+"""Durable files: written, synced, digested. Every part that adds to a checkpoint's staging folder writes through here. Torch-free."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import blake3
+
+from rl_core.api.errors import InfrastructureError
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers that say the disk, the quota or the file size limit is used up."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` to `path` and sync it to the disk; the folder entry is synced by the store."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file that another library wrote."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder's entries, so that a rename or a new file survives a power cut."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_digest(path: Path) -> str:
+    """Return the BLAKE3 of a file's bytes in hexadecimal."""
+    digest = blake3.blake3()
+    digest.update_mmap(path)
+    return digest.hexdigest()
+
+
+def relative_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (path relative to `folder` with "/", path) of every file below it, sorted."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
+
+
+def write_failure(what: str, path: Path, error: OSError) -> InfrastructureError:
+    """Return the error for a write that failed: what, where, why, how much room is left, what to do."""
+    if error.errno not in NO_ROOM:
+        return InfrastructureError(f"{what} could not be written to {path}: {error}; check the storage")
+    return InfrastructureError(
+        f"{what} could not be written to {path}: {os.strerror(error.errno or 0)}, {_free_bytes(path)} bytes free;"
+        " free space, or lower checkpoint.keep, checkpoint.keepBest or raise checkpoint.everySteps"
+    )
+
+
+def _free_bytes(path: Path) -> str:
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            stat = os.statvfs(folder)
+            return str(stat.f_bavail * stat.f_frsize)
+    return "unknown"

@@ -1,0 +1,112 @@
+"""The manifest of a checkpoint: which files make it whole. Written last, so that its presence means completeness. Torch-free."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import DataError
+from rl_core.checkpoint.files import file_digest, relative_files
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    bytes: int
+    digest: str
+    """BLAKE3, hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    step: int
+    epoch: int
+    files: dict[str, FileEntry]
+    """Path relative to the checkpoint, "/" as separator -> size and digest."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """How tensors are cut: backend, world size."""
+    versions: dict[str, Any] = field(default_factory=dict)
+    """Versions of libraries and of the weights."""
+    spec_digest: str = ""
+    """Digest of the spec fields that alter the mathematics."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers `best()` and retention choose by."""
+
+    @classmethod
+    def of_folder(cls, folder: Path, *, step: int, epoch: int, **details: Any) -> "Manifest":
+        """Return the manifest of the files that lie in `folder`, digests computed here."""
+        files = {
+            name: FileEntry(bytes=path.stat().st_size, digest=file_digest(path))
+            for name, path in relative_files(folder)
+            if name != MANIFEST
+        }
+        return cls(step=step, epoch=epoch, files=files, **details)
+
+    def encode(self) -> bytes:
+        """Return the JSON text, keys sorted."""
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, *, where: Path) -> "Manifest":
+        """Return the manifest in `data`; DataError naming `where` when it is not one."""
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            version = fields.pop("format")
+            if version != FORMAT:
+                raise DataError(
+                    f"{where} must have format {FORMAT}, got {version!r}; read it with the version of rljob that wrote it"
+                )
+            entries: Mapping[str, Mapping[str, Any]] = fields.pop("files")
+            return cls(files={name: FileEntry(**entry) for name, entry in entries.items()}, **fields)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{where} must be a checkpoint manifest, got {data[:80]!r}: {error}; remove the folder"
+            ) from error
+
+    def damage(self, folder: Path) -> str | None:
+        """Return what is missing or of another size in `folder`, None when all files are there (sizes only, no digests)."""
+        for name, entry in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"file {name} is missing"
+            size = path.stat().st_size
+            if size != entry.bytes:
+                return f"file {name} has {size} bytes instead of {entry.bytes}"
+        return None
+
+    def verify(self, folder: Path, names: tuple[str, ...] | None = None) -> None:
+        """Compare the digests of `names` (None: of every file); DataError naming the first file that differs."""
+        damage = self.damage(folder)
+        if damage is not None:
+            raise DataError(f"checkpoint {folder} is damaged: {damage}; resume from another one")
+        for name in self.files if names is None else names:
+            digest = file_digest(folder / name)
+            if digest != self.files[name].digest:
+                raise DataError(
+                    f"checkpoint {folder} is damaged: file {name} has digest {digest} instead of {self.files[name].digest}; resume from another one"
+                )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint folder.
+
+    Raises FileNotFoundError when there is none, DataError when it cannot be read.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            f"{folder} must hold {MANIFEST}, got no such file; give the folder of a complete checkpoint"
+        ) from error
+    return Manifest.decode(data, where=path)

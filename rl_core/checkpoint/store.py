@@ -1,0 +1,289 @@
+"""Checkpoint folders: staged, published whole, found again, retired. Torch-free; the runner owns the one writer of a job.
+
+A checkpoint is complete or invisible (I7): ranks write into a hidden staging folder, the manifest is written last, one rename publishes.
+
+    begin(step, epoch) -> .step-00000050.3   ranks write and sync -> publish(): manifest, rename -> step-00000050
+
+A folder of an older epoch cannot be published once a newer epoch has begun to write (two actors over one storage during a restart).
+"""
+
+import fcntl
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_core.api.errors import ConfigError, DataError, EpochFenced
+from rl_core.checkpoint.files import sync_folder, write_failure, write_file
+from rl_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+
+logger = logging.getLogger(__name__)
+
+PUBLISHED = re.compile(r"step-(\d{8,})")
+STAGING = re.compile(r"\.step-(\d{8,})\.(\d+)")
+TRASH = ".trash-"
+FENCE = ".epoch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint; usable wherever a path is."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+class CheckpointStore:
+    """The checkpoints below one folder: newest `keep` are kept, and the `keep_best` with the best `metric`."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: int,
+        keep_best: int = 0,
+        metric: str = "reward",
+        mode: Literal["max", "min"] = "max",
+    ) -> None:
+        if keep < 1 or keep_best < 0:
+            raise ConfigError(
+                f"checkpoint.keep must be at least 1 and keepBest at least 0, got {keep} and {keep_best}; raise them"
+            )
+        if mode not in ("max", "min"):
+            raise ConfigError(f"mode must be max or min, got {mode!r}; choose one")
+        self.root = Path(root)
+        self.keep = keep
+        self.keep_best = keep_best
+        self.metric = metric
+        self.mode = mode
+        self._resumed: Path | None = None
+        self._begun: Path | None = None
+        self._reported: set[Path] = set()
+
+    # Writing ------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, epoch: int) -> Path:
+        """Return a fresh, empty staging folder; leftovers of earlier saves are removed.
+
+        Raises EpochFenced when a newer epoch writes here, InfrastructureError when the storage refuses.
+        """
+        staging = self.root / f".step-{step:08d}.{epoch}"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._raise_fence(epoch)
+                self._clean()
+                staging.mkdir()
+        except OSError as error:
+            raise write_failure(f"checkpoint of step {step}", self.root, error) from error
+        self._begun = staging
+        return staging
+
+    def publish(
+        self,
+        staging: str | os.PathLike[str] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        layout: Mapping[str, Any] | None = None,
+        versions: Mapping[str, Any] | None = None,
+        spec_digest: str = "",
+    ) -> Checkpoint:
+        """Write the manifest over the files in `staging` (None: the folder begun last), make it visible, retire old ones.
+
+        Raises EpochFenced when a newer epoch began meanwhile; InfrastructureError when the storage refuses, the staging
+        folder is then gone and every published checkpoint is untouched.
+        """
+        folder = self._staging(staging)
+        step, epoch = _parse_staging(folder)
+        manifest_fields = {
+            "layout": dict(layout or {}),
+            "versions": dict(versions or {}),
+            "metrics": dict(metrics or {}),
+        }
+        try:
+            manifest = Manifest.of_folder(folder, step=step, epoch=epoch, spec_digest=spec_digest, **manifest_fields)
+            write_file(folder / MANIFEST, manifest.encode())
+            for inner in (path for path in folder.rglob("*") if path.is_dir()):
+                sync_folder(inner)
+            sync_folder(folder)
+            with self._locked():
+                self._check_fence(epoch)
+                target = self._rename(folder, step)
+        except OSError as error:
+            self.abort(folder)
+            raise write_failure(f"checkpoint of step {step}", folder, error) from error
+        except EpochFenced:
+            self.abort(folder)
+            raise
+        self._begun = None
+        self._retire()
+        return Checkpoint(step=step, path=target, manifest=manifest)
+
+    def abort(self, staging: str | os.PathLike[str] | None = None) -> None:
+        """Remove a staging folder (None: the one begun last, if any); nothing happens when it is gone."""
+        if staging is None and self._begun is None:
+            return
+        shutil.rmtree(self._staging(staging), ignore_errors=True)
+        self._begun = None
+
+    # Reading ------------------------------------------------------------------------------------------------------
+
+    def complete_steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, ascending."""
+        return [checkpoint.step for checkpoint in self.checkpoints()]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return all complete checkpoints by ascending step; damaged folders are left out and logged once."""
+        found = [self._inspect(path) for path in self._folders(PUBLISHED)]
+        return sorted((checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint, None when there is none."""
+        return max(self.checkpoints(), key=lambda checkpoint: checkpoint.step, default=None)
+
+    def best(self) -> Checkpoint | None:
+        """Return the complete checkpoint with the best finite `metric` (the newer one on ties), None when none has it."""
+        return next(iter(self._ranking(self.checkpoints())), None)
+
+    def resolve(self, resume: str | os.PathLike[str]) -> Checkpoint | None:
+        """Return the checkpoint to resume from: `auto` the newest complete one if any, `none` nothing, else the one at a path.
+
+        It is never retired by this store. Raises ConfigError when the given path is no complete checkpoint.
+        """
+        if resume == "none":
+            return None
+        checkpoint = self.latest() if resume == "auto" else _at(Path(resume))
+        self._resumed = checkpoint.path.resolve() if checkpoint else None
+        return checkpoint
+
+    # Inside -------------------------------------------------------------------------------------------------------
+
+    def _staging(self, staging: str | os.PathLike[str] | None) -> Path:
+        if staging is None and self._begun is None:
+            raise RuntimeError("publish needs a staging folder, got none; call begin(step, epoch) first")
+        return Path(staging) if staging is not None else Path(self._begun or "")
+
+    def _folders(self, pattern: re.Pattern[str]) -> list[Path]:
+        if not self.root.is_dir():
+            return []
+        return [path for path in self.root.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
+
+    def _inspect(self, path: Path) -> Checkpoint | None:
+        try:
+            manifest = read_manifest(path)
+            damage = manifest.damage(path)
+        except (FileNotFoundError, DataError) as error:
+            damage = str(error)
+        if damage is None:
+            return Checkpoint(step=manifest.step, path=path, manifest=manifest)
+        if path not in self._reported:
+            self._reported.add(path)
+            logger.warning("checkpoint %s is not complete and is ignored: %s", path, damage)
+        return None
+
+    def _ranking(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        sign = 1.0 if self.mode == "max" else -1.0
+        scored = [c for c in checkpoints if math.isfinite(c.manifest.metrics.get(self.metric, math.nan))]
+        return sorted(scored, key=lambda c: (sign * c.manifest.metrics[self.metric], c.step), reverse=True)
+
+    def _rename(self, folder: Path, step: int) -> Path:
+        target = self.root / f"step-{step:08d}"
+        if target.exists():
+            self._to_trash(target)
+        folder.rename(target)
+        sync_folder(self.root)
+        return target
+
+    def _retire(self) -> None:
+        """Delete what retention no longer covers; a failure costs room, not the save."""
+        checkpoints = self.checkpoints()
+        kept = {c.path for c in checkpoints[-self.keep :]} | {
+            c.path for c in self._ranking(checkpoints)[: self.keep_best]
+        }
+        try:
+            for checkpoint in checkpoints:
+                if checkpoint.path not in kept and checkpoint.path.resolve() != self._resumed:
+                    self._to_trash(checkpoint.path)
+            self._empty_trash()
+        except OSError as error:
+            logger.warning("old checkpoints in %s could not be removed: %s", self.root, error)
+
+    def _to_trash(self, path: Path) -> None:
+        # Renamed before deletion: a half-deleted folder must not look like a checkpoint.
+        target = self.root / f"{TRASH}{path.name}"
+        if target.exists():
+            shutil.rmtree(target)
+        path.rename(target)
+
+    def _empty_trash(self) -> None:
+        for path in self.root.glob(f"{TRASH}*"):
+            shutil.rmtree(path)
+
+    def _clean(self) -> None:
+        """Finish or remove what a killed writer left: its staging folders and trash."""
+        for path in self._folders(STAGING):
+            step, _ = _parse_staging(path)
+            replaced = self.root / f"{TRASH}step-{step:08d}"
+            target = self.root / f"step-{step:08d}"
+            # Killed between the two renames of a replacement: the old one is in the trash, the new one is whole.
+            if replaced.exists() and not target.exists() and self._inspect(path):
+                path.rename(target)
+                sync_folder(self.root)
+            else:
+                shutil.rmtree(path)
+        self._empty_trash()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.root / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _writer_epoch(self) -> int:
+        try:
+            return int((self.root / FENCE).read_text())
+        except FileNotFoundError:
+            return -1
+
+    def _check_fence(self, epoch: int) -> None:
+        writer = self._writer_epoch()
+        if writer > epoch:
+            raise EpochFenced(
+                f"checkpoints in {self.root} are written by epoch {writer}, got epoch {epoch}; this process must stop"
+            )
+
+    def _raise_fence(self, epoch: int) -> None:
+        self._check_fence(epoch)
+        fence = self.root / FENCE
+        fresh = fence.with_suffix(".new")
+        write_file(fresh, str(epoch).encode())
+        fresh.rename(fence)
+
+
+def _parse_staging(folder: Path) -> tuple[int, int]:
+    match = STAGING.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"staging must be a folder made by begin(), got {folder}; pass what begin returned")
+    return int(match[1]), int(match[2])
+
+
+def _at(path: Path) -> Checkpoint:
+    """Return the complete checkpoint at `path`, else ConfigError."""
+    try:
+        manifest = read_manifest(path)
+        damage = manifest.damage(path)
+    except (FileNotFoundError, DataError) as error:
+        raise ConfigError(f"resume must name a complete checkpoint, got {path}: {error}") from error
+    if damage is not None:
+        raise ConfigError(f"resume must name a complete checkpoint, got {path}: {damage}; choose another one or `auto`")
+    return Checkpoint(step=manifest.step, path=path, manifest=manifest)
