@@ -40,7 +40,9 @@ class _Registry:
     def add(self, cls: type, name: str) -> None:
         known = self.by_name.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"record name {name!r} is taken by {known.__module__}.{known.__qualname__}; pass another name")
+            raise ValueError(
+                f"record name {name!r} is taken by {known.__module__}.{known.__qualname__}; pass another name"
+            )
         self.by_name[name] = cls
         self.by_type[cls] = name
 
@@ -56,7 +58,9 @@ def register_record(cls: Record, name: str | None = None) -> Record:
     ValueError when the name belongs to another class.
     """
     if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or hasattr(cls, "wire_fields")):
-        raise TypeError(f"{cls!r} cannot be a record; make it a dataclass, a NamedTuple or give it wire_fields and from_wire")
+        raise TypeError(
+            f"{cls!r} cannot be a record; make it a dataclass, a NamedTuple or give it wire_fields and from_wire"
+        )
     _registry.add(cls, name or cls.__qualname__)
     return cls
 
@@ -100,7 +104,9 @@ class Packing:
         except _Refused as refusal:
             raise refusal.error() from None
         except UnicodeEncodeError as error:
-            raise ValueError(f"a text in the message is not valid unicode: {error}; replace surrogates before sending") from error
+            raise ValueError(
+                f"a text in the message is not valid unicode: {error}; replace surrogates before sending"
+            ) from error
 
     def _plain(self, node: Any) -> Any:
         kind = type(node)
@@ -158,7 +164,9 @@ class Packing:
         if len(self._active) == MAX_DEPTH:
             if id(node) in self._active:
                 raise _Refused(ValueError, type(node).__name__, "contains itself; a message must be a tree")
-            raise _Refused(ValueError, type(node).__name__, f"is nested deeper than {MAX_DEPTH} levels; flatten the message")
+            raise _Refused(
+                ValueError, type(node).__name__, f"is nested deeper than {MAX_DEPTH} levels; flatten the message"
+            )
         self._active.append(id(node))
 
     def _list(self, node: Any) -> Any:
@@ -266,16 +274,22 @@ class Unpacking:
         try:
             return _build(cls, name, fields)
         except (TypeError, ValueError, KeyError) as error:
-            raise FrameError(f"record {name!r} cannot be built from fields {sorted(map(str, fields))}: {error}") from error
+            raise FrameError(
+                f"record {name!r} cannot be built from fields {sorted(map(str, fields))}: {error}"
+            ) from error
 
 
 def _build(cls: Any, name: str, fields: dict[str, Any]) -> Any:
     if hasattr(cls, "from_wire"):
         return cls.from_wire(fields)
-    known = set(cls._fields) if hasattr(cls, "_fields") else {field.name for field in dataclasses.fields(cls) if field.init}
+    known = (
+        set(cls._fields) if hasattr(cls, "_fields") else {field.name for field in dataclasses.fields(cls) if field.init}
+    )
     unknown = fields.keys() - known
     if unknown and not getattr(cls, "wire_tolerant", False):
-        raise FrameError(f"record {name!r} has no fields {sorted(map(str, unknown))}; sender and receiver run different versions")
+        raise FrameError(
+            f"record {name!r} has no fields {sorted(map(str, unknown))}; sender and receiver run different versions"
+        )
     return cls(**{key: value for key, value in fields.items() if key in known})
 
 

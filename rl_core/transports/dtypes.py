@@ -67,7 +67,9 @@ def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryvi
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise ValueError(f"is a {type(tensor).__name__}; send a plain tensor (for a DTensor: full_tensor() or to_local())")
+        raise ValueError(
+            f"is a {type(tensor).__name__}; send a plain tensor (for a DTensor: full_tensor() or to_local())"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ValueError(f"has layout {tensor.layout} on {tensor.device}; only dense tensors with data travel")
     code = CODES.get(str(tensor.dtype).removeprefix("torch."))

@@ -116,11 +116,15 @@ def encode_message(
     """Return a message as parts; `place` may put an array into shared memory and say where. Raises as `encode`."""
     packing = Packing(obj)
     if len(packing.frames) > limits.tensors:
-        raise ValueError(f"message must hold at most {limits.tensors} tensors, got {len(packing.frames)}; send it in pieces")
+        raise ValueError(
+            f"message must hold at most {limits.tensors} tensors, got {len(packing.frames)}; send it in pieces"
+        )
     table, placed, buffers = [], [], []
     for index, (code, shape, buffer) in enumerate(packing.frames):
         if buffer.nbytes > limits.tensor_bytes:
-            raise ValueError(f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it")
+            raise ValueError(
+                f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it"
+            )
         table.append([code, shape, buffer.nbytes, crc32c(buffer) if checksum else None])
         spot = place(buffer) if place is not None else None
         if spot is None:
@@ -134,7 +138,9 @@ def encode_message(
         header["o"] = options
     head = b"\x01" + msgpack.packb(header)
     if len(head) > limits.header_bytes:
-        raise ValueError(f"header must have at most {limits.header_bytes} bytes, got {len(head)}; send large data as arrays")
+        raise ValueError(
+            f"header must have at most {limits.header_bytes} bytes, got {len(head)}; send large data as arrays"
+        )
     return [head, *buffers]
 
 
@@ -184,7 +190,10 @@ def _checked_header(header: dict[str, Any], limits: Limits) -> FrameHeader:
     if type(options) is not dict:
         raise FrameError("header field o must be a map")
     checked = [_checked_entry(entry, limits) for entry in table]
-    placed = {index: Placement(str(name), int(generation), int(offset)) for index, name, generation, offset in header.get("h", ())}
+    placed = {
+        index: Placement(str(name), int(generation), int(offset))
+        for index, name, generation, offset in header.get("h", ())
+    }
     if any(type(index) is not int or not 0 <= index < len(table) for index in placed):
         raise FrameError("header field h names an array that is not in the table")
     return FrameHeader(kind, header["e"], header["i"], header["s"], method, skeleton, checked, placed, options)
@@ -198,7 +207,9 @@ def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ..
         raise FrameError(f"shape must be at most 64 non-negative integers, got {shape!r}")
     expected = prod(shape) * dtypes.ITEMSIZES[code]
     if nbytes != expected or expected > limits.tensor_bytes:
-        raise FrameError(f"array of shape {shape} and {dtypes.NAMES[code]} must have {expected} bytes, header says {nbytes!r}")
+        raise FrameError(
+            f"array of shape {shape} and {dtypes.NAMES[code]} must have {expected} bytes, header says {nbytes!r}"
+        )
     if type(crc) not in (int, type(None)):
         raise FrameError(f"checksum must be an integer or nil, got {crc!r}")
     return code, tuple(shape), nbytes, crc

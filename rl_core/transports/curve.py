@@ -1,0 +1,166 @@
+"""CURVE keys: one pair per role, loaded from a folder; who may connect to what (runtime.md 4, protocol.md 6).
+
+Used by rpc and bulk. A ZAP handler on the I/O thread maps the key of each new connection to its role and refuses, with a
+count, what ALLOWED does not list. A supervisor uses the key of its pod's role, so it may do what that role may do.
+"""
+
+import logging
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import zmq
+import zmq.utils.z85
+
+from rl_core.api.errors import ConfigError
+from rl_core.transports.sockets import IoThread
+
+logger = logging.getLogger(__name__)
+
+ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "hub": frozenset({"runner", "actor", "rollout", "env", "supervisor"}),
+        "channel": frozenset({"runner", "actor", "rollout", "env", "supervisor"}),
+        "env": frozenset({"rollout", "runner"}),
+        "rollout": frozenset({"runner", "actor"}),
+        "actor": frozenset({"runner", "rollout"}),
+        "weights": frozenset({"rollout"}),
+    }
+)
+"""Service -> roles that may connect. A server's service is "hub" for the runner, else its role."""
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+
+def generate_keys(roles: Iterable[str]) -> dict[str, str]:
+    """Return fresh key files: `<role>.secret` and `<role>.public` -> Z85 text, ready to be written to a folder."""
+    files = {}
+    for role in roles:
+        public, secret = zmq.curve_keypair()
+        files[f"{role}.secret"] = secret.decode()
+        files[f"{role}.public"] = public.decode()
+    return files
+
+
+class KeyRing:
+    """The secret key of one role and the public keys of all, from `folder`.
+
+    Raises ConfigError when the role's secret is missing, a file is not a key, a secret may be read by others, or a file
+    may be written by anyone but its owner. Links are followed (Kubernetes mounts keys as links).
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], role: str) -> None:
+        self.folder = Path(folder)
+        self.role = role
+        secrets = self.folder / f"{role}.secret"
+        if not secrets.is_file():
+            raise ConfigError(f"key folder {self.folder} must hold {role}.secret, got none; check RLJOB_CURVE_DIR")
+        self.secret = _read_key(secrets, private=True)
+        self.public = zmq.curve_public(self.secret)
+        self.publics = {path.stem: _read_key(path, private=False) for path in sorted(self.folder.glob("*.public"))}
+        self._roles = {key: name for name, key in self.publics.items()}
+
+    def role_of(self, public_key: bytes) -> str | None:
+        """Return the role of a Z85 public key, None when it is not of this job."""
+        return self._roles.get(public_key)
+
+    def serve(self, socket: zmq.Socket, service: str) -> None:
+        """Make `socket` a CURVE server whose connections are checked as `service`. Call on the I/O thread, before bind."""
+        if service not in ALLOWED:
+            raise ConfigError(f"service must be one of {sorted(ALLOWED)}, got {service!r}")
+        gate = _gate_of(IoThread.shared())
+        socket.curve_server = True
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.zap_domain = gate.add(self, service)
+
+    def connect(self, socket: zmq.Socket, service: str) -> None:
+        """Make `socket` a CURVE client of `service`."""
+        role = {"hub": "runner"}.get(service, service)
+        if role not in self.publics:
+            raise ConfigError(
+                f"key folder {self.folder} must hold {role}.public to reach the service {service!r}, got {sorted(self.publics)}"
+            )
+        socket.curve_serverkey = self.publics[role]
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+
+
+def _read_key(path: Path, *, private: bool) -> bytes:
+    mode = path.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"key file {path} must be writable by its owner only, got mode {stat.S_IMODE(mode):04o}; chmod go-w"
+        )
+    if private and mode & stat.S_IROTH:
+        raise ConfigError(
+            f"secret key {path} must not be readable by others, got mode {stat.S_IMODE(mode):04o}; chmod o-r"
+        )
+    key = path.read_bytes().strip()
+    try:
+        if len(key) != 40:
+            raise ValueError(f"{len(key)} characters")
+        zmq.utils.z85.decode(key)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"key file {path} must hold 40 characters of Z85, got {error}") from error
+    return key
+
+
+class _Gate:
+    """The ZAP handler of one context: answers each handshake with the peer's role or a refusal."""
+
+    def __init__(self, io: IoThread) -> None:
+        self.refused: Counter[str] = Counter()
+        self._domains: dict[bytes, tuple[KeyRing, str]] = {}
+        self._socket = io.context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP_ENDPOINT)
+        io.register(self._socket, self._answer)
+
+    def add(self, keys: KeyRing, service: str) -> bytes:
+        domain = f"{service}.{len(self._domains)}".encode()
+        self._domains[domain] = (keys, service)
+        return domain
+
+    def _answer(self) -> bool:
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        address, _, version, request, domain, _peer, _identity, mechanism, *credentials = parts
+        role, reason = self._judge(domain, mechanism, credentials)
+        status, text = (b"200", b"OK") if role is not None else (b"400", reason.encode())
+        self._socket.send_multipart([address, b"", version, request, status, text, (role or "").encode(), b""])
+        return True
+
+    def _judge(self, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> tuple[str | None, str]:
+        keys, service = self._domains.get(domain, (None, ""))
+        if keys is None or mechanism != b"CURVE" or len(credentials) != 1:
+            return None, "mechanism"
+        role = keys.role_of(zmq.utils.z85.encode(credentials[0]))
+        if role is not None and role in ALLOWED[service]:
+            return role, ""
+        self.refused[service] += 1
+        logger.warning(
+            "refused a connection to service %s: %s", service, f"role {role} is not allowed" if role else "unknown key"
+        )
+        return None, f"role {role} may not use {service}"
+
+
+_gates: dict[int, _Gate] = {}
+
+
+def _gate_of(io: IoThread) -> _Gate:
+    gate = _gates.get(id(io))
+    if gate is None:
+        gate = _gates[id(io)] = _Gate(io)
+    return gate
+
+
+def refused(service: str) -> int:
+    """Return how many connections to `service` this process refused."""
+    gate = _gates.get(id(IoThread.shared()))
+    return gate.refused[service] if gate is not None else 0

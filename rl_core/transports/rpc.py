@@ -1,0 +1,16 @@
+"""Remote calls between processes: ROUTER/DEALER, deadlines, typed errors, at most once (runtime.md 4).
+
+    server = RpcServer("tcp://127.0.0.1:0", {"add": lambda a, b: a + b}).start()
+    client = RpcClient(server.address)
+    assert client.call_sync("add", 1, 2) == 3
+
+Messages, by kind (client -> server unless noted): `hello` and `attach` open a connection, `welcome`, `who` and `refused`
+answer (server); `call`, `cancel`, `credit`; `reply`, `error`, `item`, `end`, `received` (server); `ping` (server) finds
+out who is gone; `release` (both ways) gives shared memory back to its owner. Every message carries the sender's epoch.
+"""
+
+from rl_core.transports.rpc_client import RpcClient
+from rl_core.transports.rpc_server import IncomingCall, Peer, RpcServer, inline
+from rl_core.transports.rpc_wire import current_caller
+
+__all__ = ["IncomingCall", "Peer", "RpcClient", "RpcServer", "current_caller", "inline"]

@@ -1,0 +1,93 @@
+"""What both ends of an RPC connection share: who calls, errors as data, constants. See `rpc` for the protocol."""
+
+import asyncio
+import contextvars
+import threading
+import traceback
+from typing import Any
+
+from rl_core.api.errors import DataError, InfrastructureError, RemoteError, ConfigError, RLJobError, error_types
+from rl_core.api.identity import Identity
+
+MAX_CALLS = 64
+"""Requests in flight per connection; more wait at the client inside their timeout."""
+MAX_BYTES = 256 * 2**20
+"""Payload bytes in flight per connection."""
+REMEMBERED_IDS = 1_024
+"""Finished request ids a server remembers per client, to run nothing twice."""
+STREAM_WINDOW = 16
+"""Stream items sent ahead of the consumer."""
+PROBE_SECONDS = 0.5
+"""How often a server asks ZeroMQ whether its peers are still connected."""
+LOST_SECONDS = 1.0
+"""How long a peer may be unreachable before a server gives it up."""
+RECEIPT_SECONDS = 0.2
+"""A call that runs longer is confirmed to its caller, so that a DeadlineExceeded can tell whether it was received."""
+
+_caller: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("rljob_rpc_caller", default=None)
+
+
+def current_caller() -> dict[str, Any] | None:
+    """Return who called the running handler: {job, uid, epoch, role, group, rank, incarnation}; None if anonymous.
+
+    With keys, `role` was proven by the caller's key; a supervisor, which shares its pod's key, keeps "supervisor".
+    """
+    return _caller.get()
+
+
+def describe(identity: Identity | None) -> dict[str, Any] | None:
+    """Return what a connection tells about its process; None for anonymous ones."""
+    if identity is None:
+        return None
+    return {
+        "job": identity.job,
+        "uid": identity.uid,
+        "epoch": identity.epoch,
+        "role": identity.role,
+        "group": identity.group,
+        "rank": identity.rank,
+        "incarnation": identity.incarnation,
+    }
+
+
+def name_of(caller: dict[str, Any] | None) -> str:
+    """Return `group:rank` of a described identity, or "anonymous"."""
+    return f"{caller['group']}:{caller['rank']}" if caller else "anonymous"
+
+
+def pack_error(error: BaseException) -> dict[str, Any]:
+    """Return `error` as plain data: type, message, traceback, kind."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "kind": _kind_of(error),
+    }
+
+
+def _kind_of(error: BaseException) -> str:
+    for kind, cls in (("config", ConfigError), ("data", DataError), ("infrastructure", InfrastructureError)):
+        if isinstance(error, cls):
+            return kind
+    return "deadline" if isinstance(error, TimeoutError) else "remote"
+
+
+def rebuild_error(packed: dict[str, Any], *, method: str, peer: str) -> RLJobError:
+    """Return the error of `pack_error` as its own type if that is public, else as RemoteError with the traceback."""
+    cls = error_types().get(packed["type"])
+    if cls is None:
+        return RemoteError(f"{method} at {peer} raised {packed['type']}: {packed['message']}\n{packed['traceback']}")
+    error = cls(packed["message"])
+    error.add_note(f"raised by {method} at {peer}:\n{packed['traceback']}")
+    return error
+
+
+def refuse_on_event_loop(what: str) -> None:
+    """Raise RuntimeError when the calling thread runs an event loop, which a blocking call would freeze."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        f"{what} blocks and was called on an event-loop thread ({threading.current_thread().name}); use its async face"
+    )

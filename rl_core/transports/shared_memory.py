@@ -1,0 +1,347 @@
+"""Large arrays between processes of one host: pooled segments in /dev/shm (runtime.md 4).
+
+The process that creates a segment owns it: it lends it to a holder (one connection), gets it back by a release message or
+when the holder is gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and
+keep the mapping. Names are `rljob-<uid8>-<pid>-<n>`, mode 0600; `rljob-<uid8>-<pid>-token` is locked while its process
+lives and proves to a peer that both see the same /dev/shm. A full store is not an error: the caller sends by socket.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import random
+import re
+import secrets
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.errors import FrameError
+from rl_core.transports.frames import Placement
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = Path("/dev/shm")
+THRESHOLD = 256 * 1024
+"""Arrays of this many bytes and more are worth a segment; below, the socket is as fast."""
+RESERVE = 64 * 2**20
+"""Bytes of /dev/shm left to others (NCCL, data loaders)."""
+IDLE_BYTES = 512 * 2**20
+"""Most bytes kept in segments that nobody holds."""
+_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-\d+\Z")
+_MAPPED = 256
+
+
+def short_uid(uid: str) -> str:
+    """Return the part of a job uid that names carry: its first 8 letters and digits, lower case."""
+    return re.sub(r"[^a-z0-9]", "", uid.lower())[:8] or "nojob"
+
+
+class Segment:
+    """One file of the store; `generation` rises each time it is lent, so that a late release cannot hit the next holder."""
+
+    __slots__ = ("generation", "memory", "name", "path", "size")
+
+    def __init__(self, path: Path, size: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a sparse file would end in SIGBUS when the file system is full
+            self.memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        self.path, self.name, self.size, self.generation = path, path.name, size, 0
+
+    def remove(self) -> None:
+        """Delete the file; memory goes when the last mapping does."""
+        self.path.unlink(missing_ok=True)
+        try:
+            self.memory.close()
+        except BufferError:
+            logger.debug("segment %s is still viewed; its mapping goes with the last view", self.name)
+
+
+class SegmentStore:
+    """The segments this process owns. Thread-safe. `capacity` None = all of /dev/shm but RESERVE."""
+
+    def __init__(self, uid: str = "", *, directory: Path = DIRECTORY, capacity: int | None = None) -> None:
+        self.counters: Counter[str] = Counter()
+        """`full` (placements refused), `created`, `reused`."""
+        self._directory = directory
+        self._capacity = capacity
+        self._prefix = f"rljob-{short_uid(uid)}-{os.getpid()}"
+        self._number = random.randrange(2**31)  # numbers are not reused when a pid is
+        self._idle: OrderedDict[str, Segment] = OrderedDict()
+        self._lent: dict[tuple[str, int], tuple[Segment, Hashable]] = {}
+        self._total = self._idle_bytes = 0
+        self._lock = threading.Lock()
+
+    def put(self, buffer: memoryview, holder: Hashable) -> Placement | None:
+        """Copy `buffer` into a segment lent to `holder`; None when it is small or the store is full."""
+        if buffer.nbytes < THRESHOLD:
+            return None
+        segment = self.lend(buffer.nbytes, holder)
+        if segment is None:
+            return None
+        copy_into(segment.memory, buffer)
+        return Placement(segment.name, segment.generation, 0)
+
+    def lend(self, size: int, holder: Hashable) -> Segment | None:
+        """Return a segment of at least `size` bytes lent to `holder`; None when the store is full."""
+        size = _size_class(size)
+        with self._lock:
+            segment = self._take_idle(size)
+            if segment is None:
+                segment = self._create(size)
+            if segment is None:
+                self.counters["full"] += 1
+                return None
+            segment.generation += 1
+            self._lent[segment.name, segment.generation] = (segment, holder)
+            return segment
+
+    def transfer(self, name: str, generation: int, holder: Hashable) -> bool:
+        """Make `holder` the one whose end frees the segment; False when it is not lent."""
+        with self._lock:
+            entry = self._lent.get((name, generation))
+            if entry is None:
+                return False
+            self._lent[name, generation] = (entry[0], holder)
+            return True
+
+    def release(self, name: str, generation: int, holder: Hashable) -> bool:
+        """Take a segment back from `holder`; False when it does not hold it (released before, or another generation)."""
+        with self._lock:
+            entry = self._lent.get((name, generation))
+            if entry is None or entry[1] is not holder:
+                return False
+            del self._lent[name, generation]
+            self._keep(entry[0])
+            return True
+
+    def release_holder(self, holder: Hashable) -> int:
+        """Take back all that is lent to `holder`, which is gone, and return how many segments that were."""
+        with self._lock:
+            held = [key for key, (_, owner) in self._lent.items() if owner is holder]
+            for key in held:
+                self._keep(self._lent.pop(key)[0])
+            return len(held)
+
+    def stats(self) -> dict[str, int]:
+        """Return bytes and segments held, and the counters."""
+        with self._lock:
+            return {"bytes": self._total, "lent": len(self._lent), "idle": len(self._idle), **self.counters}
+
+    def close(self) -> None:
+        """Delete every segment; readers keep what they have mapped."""
+        with self._lock:
+            for segment in [*self._idle.values(), *(segment for segment, _ in self._lent.values())]:
+                segment.remove()
+            self._idle.clear()
+            self._lent.clear()
+            self._total = self._idle_bytes = 0
+
+    def _take_idle(self, size: int) -> Segment | None:
+        for segment in reversed(self._idle.values()):  # the last one used is the warmest
+            if segment.size == size:
+                del self._idle[segment.name]
+                self._idle_bytes -= size
+                self.counters["reused"] += 1
+                return segment
+        return None
+
+    def _create(self, size: int) -> Segment | None:
+        while self._capacity is not None and self._total + size > self._capacity:
+            if not self._evict():
+                return None
+        while True:
+            space = os.statvfs(self._directory)
+            if space.f_bavail * space.f_frsize < size + (RESERVE if self._capacity is None else 0):
+                if self._evict():
+                    continue
+                return None
+            self._number += 1
+            try:
+                segment = Segment(self._directory / f"{self._prefix}-{self._number}", size)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                logger.warning("no shared memory for %d bytes: %s", size, error)
+                return None
+            self._total += size
+            self.counters["created"] += 1
+            return segment
+
+    def _keep(self, segment: Segment) -> None:
+        self._idle[segment.name] = segment
+        self._idle_bytes += segment.size
+        while self._idle_bytes > IDLE_BYTES and len(self._idle) > 1:
+            self._evict()
+
+    def _evict(self) -> bool:
+        if not self._idle:
+            return False
+        _, segment = self._idle.popitem(last=False)
+        self._idle_bytes -= segment.size
+        self._total -= segment.size
+        segment.remove()
+        return True
+
+
+def _size_class(size: int) -> int:
+    """Return `size` rounded up to one of four classes per power of two, at least THRESHOLD, whole pages."""
+    step = max(THRESHOLD, 1 << (max(size, 1) - 1).bit_length()) // 8
+    return -(-max(size, THRESHOLD) // step) * step
+
+
+def copy_into(memory: Any, buffer: memoryview) -> None:
+    """Copy `buffer` to the start of `memory` (a writable buffer), without the GIL."""
+    np.copyto(np.frombuffer(memory, np.uint8, buffer.nbytes), np.frombuffer(buffer, np.uint8))
+
+
+class SegmentReader:
+    """Segments of other processes, mapped once. Thread-safe; views run `on_release` when the last of them dies."""
+
+    def __init__(self, *, directory: Path = DIRECTORY) -> None:
+        self._directory = directory
+        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._lock = threading.Lock()
+
+    def view(self, name: str, offset: int, size: int, on_release: Callable[[], None] | None = None) -> memoryview:
+        """Return `size` bytes of segment `name`. `on_release` runs when no array uses them; it must not block.
+
+        Raises FrameError when the segment does not exist, is not ours to read or is shorter.
+        """
+        memory = self._map(name)
+        if offset < 0 or size < 0 or offset + size > len(memory):
+            raise FrameError(f"segment {name} has {len(memory)} bytes, the message wants {size} at {offset}")
+        window = np.frombuffer(memory, np.uint8, size, offset)
+        if on_release is not None:
+            self._watch(window, on_release)
+        return window.data
+
+    def _watch(self, window: np.ndarray, on_release: Callable[[], None]) -> None:
+        key = id(window)
+
+        def gone(_: Any) -> None:
+            self._watched.pop(key, None)
+            on_release()
+
+        self._watched[key] = weakref.ref(window, gone)
+
+    def _map(self, name: str) -> mmap.mmap:
+        with self._lock:
+            memory = self._maps.get(name)
+            if memory is not None:
+                self._maps.move_to_end(name)
+                return memory
+            self._forget_removed()
+            memory = self._maps[name] = self._open(name)
+            return memory
+
+    def _open(self, name: str) -> mmap.mmap:
+        if not _NAME.match(name):
+            raise FrameError(f"{name!r} is not the name of a segment")
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise FrameError(f"segment {name} cannot be opened: {error.strerror}; its owner may be gone") from error
+        try:
+            return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as error:
+            raise FrameError(f"segment {name} cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def _forget_removed(self) -> None:
+        """Drop mappings whose files their owners removed, and the oldest beyond a bound: a mapping pins its memory."""
+        for name in [name for name in self._maps if not (self._directory / name).exists()]:
+            del self._maps[name]
+        while len(self._maps) >= _MAPPED:
+            self._maps.popitem(last=False)
+
+
+class Token:
+    """Proof that two processes see the same /dev/shm as the same user; its lock tells that this process lives."""
+
+    def __init__(self, uid: str = "", *, directory: Path = DIRECTORY) -> None:
+        self._path = directory / f"rljob-{short_uid(uid)}-{os.getpid()}-token"
+        self._secret = secrets.token_bytes(32)
+        self._path.unlink(missing_ok=True)  # of a dead process with our pid
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.write(self._descriptor, self._secret)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def show(self) -> list[Any]:
+        """Return what a peer needs for `readable`: file name and digest."""
+        return [self._path.name, blake2b(self._secret).digest()]
+
+    def close(self) -> None:
+        """Delete the file and its lock."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def readable(shown: Any, *, directory: Path = DIRECTORY) -> bool:
+    """Return whether the peer that showed [file name, digest] has its segments where this process can read them."""
+    try:
+        name, digest = shown
+        if not re.fullmatch(r"rljob-[a-z0-9]+-\d+-token", name):
+            return False
+        return blake2b((directory / name).read_bytes()).digest() == digest
+    except (OSError, TypeError, ValueError):
+        return False
+
+
+def remove_orphans(uid: str, *, directory: Path = DIRECTORY) -> list[str]:
+    """Delete the segments of job `uid` whose owners are dead and return their names. For supervisors."""
+    removed = []
+    dead: dict[str, bool] = {}
+    for path in sorted(directory.glob(f"rljob-{short_uid(uid)}-*")):
+        owner = path.name.rpartition("-")[0]
+        if owner not in dead:
+            dead[owner] = not _alive(directory / f"{owner}-token", int(owner.rpartition("-")[2]))
+        if dead[owner]:
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+    return removed
+
+
+def _alive(token: Path, pid: int) -> bool:
+    try:
+        descriptor = os.open(token, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # no lock to ask: the process table of this namespace must do
+        return Path(f"/proc/{pid}").exists()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def host_token(*, directory: Path = DIRECTORY) -> str:
+    """Return a text that is equal in exactly the processes (of one user) that share this host's /dev/shm."""
+    path = directory / f"rljob-host-{os.geteuid()}"
+    if not path.exists():
+        draft = directory / f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
+        draft.write_text(secrets.token_hex(16))
+        draft.chmod(0o600)
+        try:
+            os.link(draft, path)  # whoever links first wins; the content is never half written
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return path.read_text()

@@ -1,0 +1,263 @@
+"""The I/O thread: one per process, the only thread that touches ZeroMQ sockets (runtime.md 4).
+
+Any thread hands it work with `call_soon` and `call_at`; sockets registered with it have their callback run when they are
+readable. Callbacks must not block: user code runs elsewhere (`handlers`). The thread sleeps in one poll over all sockets
+and an eventfd; nothing spins. Used by rpc, bulk, curve (ZAP) and the channel.
+"""
+
+import atexit
+import heapq
+import ipaddress
+import itertools
+import logging
+import os
+import socket as network
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import zmq
+
+from rl_core.api.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+LINGER_MS = 1_000
+RECONNECT_MS = (200, 5_000)
+"""First and longest pause between two attempts to connect."""
+_BATCH = 64
+"""Most messages taken from one socket before the others have their turn."""
+
+
+class Timer:
+    """A callback waiting for its time; `cancel` forgets it."""
+
+    __slots__ = ("callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        """Do not run the callback."""
+        self.callback = None
+
+
+class IoThread:
+    """Owns the ZeroMQ context and all sockets of the process. `IoThread.shared()` is the instance to use."""
+
+    _shared: ClassVar["IoThread | None"] = None
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 65_535)
+        self.clock = clock
+        self.heartbeat = clock()
+        """Time of the last turn of the loop, for /healthz."""
+        self._pid = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sleeping = False
+        self._stopping = False
+        self._soon: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._ready: dict[Any, Callable[[], None]] = {}
+        self._thread = threading.Thread(target=self._run, name="rljob-io", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def shared(cls) -> "IoThread":
+        """Return the I/O thread of this process, started at first use (again in a forked child)."""
+        shared = cls._shared
+        if shared is None or shared._pid != os.getpid():
+            with cls._lock:
+                shared = cls._shared
+                if shared is None or shared._pid != os.getpid():
+                    shared = cls._shared = cls()
+                    atexit.register(shared.stop)
+        return shared
+
+    def is_current(self) -> bool:
+        """Return whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Run `callback(*args)` on the thread, in the order of the calls. Takes no lock: safe in finalizers."""
+        self._soon.append((callback, args))
+        if self._sleeping:
+            self._sleeping = False
+            os.eventfd_write(self._wake, 1)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """Run `callback()` at `when` (the thread's clock, seconds) unless the returned timer is cancelled."""
+        timer = Timer(callback)
+        if self.is_current():
+            self._add_timer(when, timer)
+        else:
+            self.call_soon(self._add_timer, when, timer)
+        return timer
+
+    def register(self, socket: zmq.Socket, on_message: Callable[[], bool]) -> None:
+        """Call `on_message()` while `socket` is readable and it returns True. Only on the thread."""
+
+        def drain() -> None:
+            for _ in range(_BATCH):
+                if not on_message():
+                    return
+
+        self._ready[socket] = drain
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unregister(self, socket: zmq.Socket) -> None:
+        """Forget `socket`. Only on the thread."""
+        if self._ready.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
+    def run(self, function: Callable[[], Any], timeout: float = 10.0) -> Any:
+        """Run `function()` on the thread and return its result or raise its error; `timeout` bounds the wait."""
+        if self.is_current():
+            return function()
+        done = threading.Event()
+        outcome: dict[str, Any] = {}
+
+        def work() -> None:
+            try:
+                outcome["value"] = function()
+            except BaseException as error:
+                outcome["error"] = error
+            done.set()
+
+        self.call_soon(work)
+        if not done.wait(timeout):
+            raise TimeoutError(f"the I/O thread did not answer for {timeout} s")
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["value"]
+
+    def stop(self) -> None:
+        """Close all sockets within their linger time and end the thread; for the end of the process."""
+        if self._pid != os.getpid():
+            return
+        self._stopping = True
+        self.call_soon(lambda: None)
+        self._thread.join(2 * LINGER_MS / 1000 + 1)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self.heartbeat = self.clock()
+            for ready, _ in self._poller.poll(self._pause_ms()):
+                self._sleeping = False
+                if ready == self._wake:
+                    self._clear_wake()
+                elif (drain := self._ready.get(ready)) is not None:
+                    self._guarded(drain)
+            self._sleeping = False
+            for _ in range(len(self._soon)):
+                callback, args = self._soon.popleft()
+                self._guarded(callback, *args)
+            self._run_timers()
+        self.context.destroy(linger=LINGER_MS)
+
+    def _pause_ms(self) -> int | None:
+        self._sleeping = True  # before the look at the queue: whoever appends later sees it and wakes the thread
+        if self._soon:
+            return 0
+        while self._timers and self._timers[0][2].callback is None:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return None
+        return max(0, int((self._timers[0][0] - self.clock()) * 1000) + 1)
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+
+    def _run_timers(self) -> None:
+        now = self.clock() if self._timers else 0.0
+        while self._timers and self._timers[0][0] <= now:
+            callback = heapq.heappop(self._timers)[2].callback
+            if callback is not None:
+                self._guarded(callback)
+
+    def _add_timer(self, when: float, timer: Timer) -> None:
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+
+    def _guarded(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            callback(*args)
+        except Exception:  # a bug in one connection must not stop the others
+            logger.exception("callback %r failed on the I/O thread", callback)
+
+
+def configure(socket: zmq.Socket) -> None:
+    """Set what all sockets share: heartbeats, bounded linger, reconnection; queues are bounded by credit, not dropped."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    if socket.type == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of `tcp://host:port`. Raises ConfigError for anything else."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not colon or not host or not (port.isdigit() or port == "*"):
+        raise ConfigError(f"address must be tcp://host:port, got {address!r}")
+    return host.strip("[]"), 0 if port == "*" else int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_reach(address: str, *, has_keys: bool, verb: str) -> None:
+    """Raise ConfigError when `address` leaves the machine and there are no keys."""
+    host, _ = split_address(address)
+    if not has_keys and not is_loopback(host):
+        raise ConfigError(
+            f"without CURVE keys only loopback addresses may be used, got {verb} {address}; set RLJOB_CURVE_DIR"
+        )
+
+
+def bind(socket: zmq.Socket, address: str) -> str:
+    """Bind `tcp://host:port` (port 0 = a free one) and return the address to connect to.
+
+    Raises ConfigError naming the address when it is in use or not of this machine.
+    """
+    host, port = split_address(address)
+    numeric = network.gethostbyname(host) if host == "localhost" else host
+    try:
+        socket.bind(f"tcp://{numeric}:{port or '*'}")
+    except zmq.ZMQError as error:
+        way_out = (
+            "stop the process that listens there or choose another port"
+            if error.errno == zmq.EADDRINUSE
+            else "use an address of this machine"
+        )
+        raise ConfigError(f"cannot bind {address}: {error.strerror}; {way_out}") from error
+    bound = split_address(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())[1]
+    return f"tcp://{_own_host() if host in ('0.0.0.0', '*', '::') else host}:{bound}"
+
+
+def _own_host() -> str:
+    try:
+        return network.gethostbyname(network.gethostname())
+    except OSError:
+        return "127.0.0.1"
