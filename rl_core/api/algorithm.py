@@ -36,7 +36,9 @@ class LossSpec(Spec):
     @model_validator(mode="after")
     def _dual_clip_needs_ppo(self) -> Self:
         if self.dual_clip is not None and self.name != "ppo_clip":
-            raise ValueError(f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
+            raise ValueError(
+                f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip"
+            )
         return self
 
 
@@ -94,7 +96,9 @@ class RewardScaleSpec(Spec):
     @model_validator(mode="after")
     def _range(self) -> Self:
         if self.source_max <= self.source_min:
-            raise ValueError(f"sourceMax must be greater than sourceMin, got {self.source_min} and {self.source_max}; swap or widen them")
+            raise ValueError(
+                f"sourceMax must be greater than sourceMin, got {self.source_min} and {self.source_max}; swap or widen them"
+            )
         return self
 
 
@@ -176,9 +180,13 @@ class AlgorithmSpec(Spec):
         }
         wanting = [field for field, used in needs.items() if used]
         if wanting and not self.recompute_log_probs:
-            raise ValueError(f"{', '.join(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
+            raise ValueError(
+                f"{', '.join(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field"
+            )
         if self.allow_truncated_sampling and self.importance is not None:
-            raise ValueError("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
+            raise ValueError(
+                "importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling"
+            )
         return self
 
     @model_validator(mode="after")

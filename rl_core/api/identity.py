@@ -71,7 +71,9 @@ class Identity:
         def text(key: str, default: str | None = None) -> str:
             value = env.get(key, default)
             if value is None:
-                raise ConfigError(f"environment variable {key} must be set for a worker process, got nothing; start it through `rljob run` or the operator")
+                raise ConfigError(
+                    f"environment variable {key} must be set for a worker process, got nothing; start it through `rljob run` or the operator"
+                )
             return value
 
         def number(key: str, default: str | None = None) -> int:
@@ -85,7 +87,9 @@ class Identity:
         try:
             incarnation = (int(attempt), int(restarts or 0))
         except ValueError as error:
-            raise ConfigError(f"environment variable RLJOB_INCARNATION must be ATTEMPT.RESTARTS, got {env.get('RLJOB_INCARNATION')!r}") from error
+            raise ConfigError(
+                f"environment variable RLJOB_INCARNATION must be ATTEMPT.RESTARTS, got {env.get('RLJOB_INCARNATION')!r}"
+            ) from error
         role = text("RLJOB_ROLE")
         return cls(
             job=text("RLJOB_NAME"),

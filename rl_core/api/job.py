@@ -3,7 +3,7 @@
 import re
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.base import Spec
@@ -84,7 +84,9 @@ class RLJobSpec(Spec):
     def _lengths_fit(self) -> Self:
         limit, new = self.rollout.max_sequence_length, self.rollout.sampling.max_new_tokens
         if limit is not None and new >= limit:
-            raise ValueError(f"rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength {limit}, got {new}; lower maxNewTokens")
+            raise ValueError(
+                f"rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength {limit}, got {new}; lower maxNewTokens"
+            )
         if self.actor.micro_batch_tokens < (limit or 0):
             raise ValueError(
                 f"actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength {limit} tokens, got {self.actor.micro_batch_tokens}; raise it"
@@ -112,7 +114,9 @@ class Metadata(Spec):
     @classmethod
     def _dns_label(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):
-            raise ValueError(f"name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got {name!r}; rename the job")
+            raise ValueError(
+                f"name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got {name!r}; rename the job"
+            )
         return name
 
 

@@ -26,8 +26,20 @@ class RoleSpec(Spec):
 
 
 PROTECTED_ENV = frozenset(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT GROUP_NAME WORKER_NAME "
-    "CUDA_VISIBLE_DEVICES VISIBLE_DEVICES OMP_NUM_THREADS".split()
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_NAME",
+        "WORKER_NAME",
+        "CUDA_VISIBLE_DEVICES",
+        "VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    ]
 )
 
 
@@ -72,7 +84,9 @@ class OptimizerSpec(Spec):
     def _floor(self) -> Self:
         floor = self.schedule.min_learning_rate
         if floor is not None and floor > self.learning_rate:
-            raise ValueError(f"schedule.minLearningRate must not exceed learningRate {self.learning_rate}, got {floor}; lower it")
+            raise ValueError(
+                f"schedule.minLearningRate must not exceed learningRate {self.learning_rate}, got {floor}; lower it"
+            )
         return self
 
 
@@ -150,9 +164,13 @@ class RolloutSpec(RoleSpec):
     @model_validator(mode="after")
     def _bounds(self) -> Self:
         if self.min_replicas > self.replicas:
-            raise ValueError(f"minReplicas must not exceed replicas {self.replicas}, got {self.min_replicas}; lower minReplicas or raise replicas")
+            raise ValueError(
+                f"minReplicas must not exceed replicas {self.replicas}, got {self.min_replicas}; lower minReplicas or raise replicas"
+            )
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(f"maxReplicas must not be below replicas {self.replicas}, got {self.max_replicas}; raise maxReplicas")
+            raise ValueError(
+                f"maxReplicas must not be below replicas {self.replicas}, got {self.max_replicas}; raise maxReplicas"
+            )
         return self
 
 
@@ -175,5 +193,7 @@ class EnvSpec(RoleSpec):
     @model_validator(mode="after")
     def _reward(self) -> Self:
         if (self.type == "reward") != (self.reward is not None):
-            raise ValueError(f"reward must be given exactly when type is `reward`, got type {self.type!r} and reward {self.reward!r}; set both or neither")
+            raise ValueError(
+                f"reward must be given exactly when type is `reward`, got type {self.type!r} and reward {self.reward!r}; set both or neither"
+            )
         return self

@@ -54,7 +54,9 @@ class ValidationSpec(Spec):
     @model_validator(mode="after")
     def _greedy_once(self) -> Self:
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            raise ValueError(f"samplesPerPrompt must be 1 with greedy validation, got {self.samples_per_prompt}; set temperature above 0")
+            raise ValueError(
+                f"samplesPerPrompt must be 1 with greedy validation, got {self.samples_per_prompt}; set temperature above 0"
+            )
         return self
 
 
@@ -134,7 +136,9 @@ class DeadlinesSpec(Spec):
     @model_validator(mode="after")
     def _order(self) -> Self:
         if not self.heartbeat < self.suspect < self.lost:
-            raise ValueError(f"heartbeat < suspect < lost must hold, got {self.heartbeat}, {self.suspect}, {self.lost}; raise the later ones")
+            raise ValueError(
+                f"heartbeat < suspect < lost must hold, got {self.heartbeat}, {self.suspect}, {self.lost}; raise the later ones"
+            )
         return self
 
 

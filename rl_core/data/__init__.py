@@ -1,0 +1,1 @@
+"""Prompts as the runner reads them and the tokenizer every role shares. Torch-free."""

@@ -1,0 +1,126 @@
+"""Prompts with their tokens, as the ledger leases them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.errors import ConfigError, DataError
+from rl_core.api.records import DatumSpec
+from rl_core.api.settings import DataSpec
+from rl_core.data.source import Row, read_rows
+from rl_core.data.tokenizer import Tokenizer
+
+CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptDataset:
+    """Samples that fit, in file order; `samples[i]["idx"]` is the row's index in the file."""
+
+    samples: list[DatumSpec]
+    dropped_overlong: int
+    """Rows left out because their prompt leaves no room for a completion."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> DatumSpec:
+        """Return one sample."""
+        return self.samples[index]
+
+
+def load_prompts(
+    reference: str, data: DataSpec, tokenizer: Tokenizer, *, field: str, task_name: str, max_seq_len: int
+) -> PromptDataset:
+    """Read and tokenise the prompts behind `reference`.
+
+    A prompt of `max_seq_len` tokens or more has no room for a completion: dropped and counted, or refused (data.onOverlong).
+    Raises ConfigError when nothing is left or a column is missing everywhere, DataError naming the row otherwise.
+    """
+    rows = read_rows(reference, field=field)
+    _check_columns(rows[0], data, field=field)
+    samples, dropped = [], 0
+    for index, row in enumerate(rows):
+        log = _message_log(row, data, tokenizer, where=f"{field} row {index + 1}")
+        length = sum(len(message["token_ids"]) for message in log)
+        if length >= max_seq_len:
+            if data.on_overlong == "refuse":
+                raise DataError(
+                    f"{field} row {index + 1}: a prompt must be shorter than the sequence limit of {max_seq_len} tokens, got {length}; "
+                    "shorten it, raise rollout.maxSequenceLength or set data.onOverlong: drop"
+                )
+            dropped += 1
+            continue
+        samples.append(
+            DatumSpec(
+                message_log=log,
+                length=length,
+                extra_env_info=_env_info(row, data),
+                loss_multiplier=1.0,
+                idx=index,
+                task_name=task_name,
+            )
+        )
+    if not samples:
+        raise ConfigError(
+            f"{field} must hold a prompt shorter than {max_seq_len} tokens, got {dropped} longer ones; raise rollout.maxSequenceLength"
+        )
+    return PromptDataset(samples=samples, dropped_overlong=dropped)
+
+
+def _check_columns(row: Row, data: DataSpec, *, field: str) -> None:
+    if data.prompt_key not in row:
+        raise ConfigError(
+            f"{field} must have the column {data.prompt_key!r} (data.promptKey), got {sorted(row)}; correct data.promptKey"
+        )
+
+
+def _env_info(row: Row, data: DataSpec) -> dict[str, Any]:
+    """Return what the environment sees of the row: all columns but the prompt, the answer also as `ground_truth`."""
+    info = {key: value for key, value in row.items() if key != data.prompt_key}
+    if data.answer_key in row:
+        info["answer"] = info["ground_truth"] = row[data.answer_key]
+    return info
+
+
+def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str) -> list[Any]:
+    prompt = row.get(data.prompt_key)
+    if isinstance(prompt, str) and prompt:
+        ids = tokenizer(prompt)["input_ids"]
+        return [{"role": "user", "content": prompt, "token_ids": np.asarray(ids, dtype=np.int64)}]
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+        if data.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": data.system_prompt})
+        return _render(messages, data, tokenizer)
+    raise DataError(
+        f"{where}: column {data.prompt_key!r} must be text or a list of {{role, content}} with roles {sorted(CHAT_ROLES)}, "
+        f"got {str(prompt)[:80]!r}; correct the row"
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping) and message.get("role") in CHAT_ROLES and isinstance(message.get("content"), str)
+    )
+
+
+def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer) -> list[Any]:
+    """Render the whole conversation, tokenise it once and cut the tokens at the messages' borders.
+
+    Where a template does not render a prefix of the conversation as a prefix of the text, the last message holds all tokens.
+    """
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, template=data.chat_template)
+    ids, starts = tokenizer.encode_with_offsets(whole)
+    ends = []
+    for count in range(1, len(messages)):
+        part = tokenizer.apply_chat_template(messages[:count], template=data.chat_template)
+        ends.append(len(part) if whole.startswith(part) else 0)
+    borders = [0, *np.searchsorted(np.asarray(starts), ends).tolist(), len(ids)]
+    return [
+        {**message, "token_ids": np.asarray(ids[begin:end], dtype=np.int64)}
+        for message, begin, end in zip(messages, borders, borders[1:], strict=False)
+    ]

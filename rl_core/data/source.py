@@ -1,0 +1,89 @@
+"""Rows of a data reference: JSONL, parquet, `hf://` (fetched first), `reasoning-gym://` (generated).
+
+Every error names the file and, for JSONL, the line.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from rl_core.api.errors import ConfigError, DataError
+from rl_core.data.hub import HUB_SCHEME, fetch
+
+GENERATED_SCHEME = "reasoning-gym://"
+Row = dict[str, Any]
+
+
+def read_rows(reference: str, *, field: str) -> list[Row]:
+    """Return the rows behind `reference`; `field` (as `data.train`) names it in errors.
+
+    Raises ConfigError for a missing, empty or unknown kind of file, DataError for a malformed line.
+    """
+    if reference.startswith(GENERATED_SCHEME):
+        return _generate(reference, field=field)
+    path = fetch(reference) if reference.startswith(HUB_SCHEME) else Path(reference)
+    if not path.is_file():
+        raise ConfigError(
+            f"{field} must be an existing file, got {reference}; check the path (relative paths start at the job file)"
+        )
+    if path.suffix == ".parquet":
+        rows = _read_parquet(path, field=field)
+    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+        rows = list(_read_jsonl(path))
+    else:
+        raise ConfigError(f"{field} must end in .jsonl or .parquet, got {path.name}; convert the file")
+    if not rows:
+        raise ConfigError(f"{field} must hold at least one row, got an empty file: {path}; fill it or choose another")
+    return rows
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}:{number}: a line must be one JSON object, got {error}; correct the line"
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{path}:{number}: a line must be a JSON object, got {type(row).__name__}; correct the line"
+                )
+            yield row
+
+
+def _read_parquet(path: Path, *, field: str) -> list[Row]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise ConfigError(
+            f"{field} is a parquet file, which needs pyarrow: pip install 'rljob[actor]', or use .jsonl"
+        ) from error
+    try:
+        rows: list[Row] = read_table(path).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path}: must be a readable parquet file, got {error}; write it again") from error
+    return rows
+
+
+def _generate(reference: str, *, field: str) -> list[Row]:
+    from rl_core.data.reasoning_gym import generate_entries
+
+    task, _, query = reference.removeprefix(GENERATED_SCHEME).partition("?")
+    options: dict[str, Any] = {}
+    for key, text in parse_qsl(query):
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    size, seed = options.pop("size", 512), options.pop("seed", 0)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{field}: size of {reference} must be a positive integer, got {size!r}; write ?size=512")
+    entries = generate_entries(task, size, seed, options)
+    return [{"prompt": e["question"], "answer": e["answer"], "metadata": e["metadata"]} for e in entries]

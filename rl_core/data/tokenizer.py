@@ -1,0 +1,153 @@
+"""A Hugging Face tokenizer folder without transformers, which would bring torch (550 MB) into torch-free processes.
+
+The runner tokenises prompts, rollouts decode; both read the same files, so both see the same ids. Offers the subset of the
+transformers tokenizer interface that rljob uses, so that either can be passed to it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from rl_core.api.errors import ConfigError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+MODEL_FILES = ("config.json", "generation_config.json")
+"""What a rollout needs besides weights; sent by the runner at hello."""
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the configuration and tokenizer files of a model folder that exist, by name."""
+    names = [*TOKENIZER_FILES, *MODEL_FILES]
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def _token_text(entry: Any) -> str | None:
+    return entry.get("content") if isinstance(entry, Mapping) else entry
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chat templates."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_token_id: int,
+        pad_token_id: int,
+        chat_template: str | None,
+        specials: Mapping[str, str],
+    ) -> None:
+        """Wrap `backend`; `specials` are the named special tokens a template may use (bos_token, eos_token, ...)."""
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.chat_template = chat_template
+        self._specials = dict(specials)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """Read a tokenizer folder. Raises ConfigError when it is missing, damaged, or without an eos token."""
+        folder = Path(path)
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"model.path must hold tokenizer.json, got a folder without it: {folder}; save the tokenizer with save_pretrained"
+            )
+        return cls.from_files(read_files(folder), origin=str(folder))
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, bytes], *, origin: str = "hello") -> "Tokenizer":
+        """Build from file contents by name; `origin` names their source in errors."""
+        try:
+            backend = Backend.from_buffer(files["tokenizer.json"])
+            config = json.loads(files.get("tokenizer_config.json", b"{}"))
+            more = [json.loads(files[name]) for name in ("generation_config.json", "config.json") if name in files]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"tokenizer of {origin} must be readable, got {type(error).__name__}: {error}; save it again"
+            ) from error
+        except Exception as error:
+            raise ConfigError(f"tokenizer.json of {origin} must be valid, got: {error}; save it again") from error
+        specials = {
+            key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))
+        }
+        eos = cls._special_id(backend, specials.get("eos_token"), "eos_token_id", more)
+        if eos is None:
+            raise ConfigError(
+                f"tokenizer of {origin} must name an eos_token that is in its vocabulary, got {specials.get('eos_token')!r}; "
+                "set eos_token in tokenizer_config.json, generation cannot end without it"
+            )
+        pad = cls._special_id(backend, specials.get("pad_token"), "pad_token_id", more)
+        template = (
+            files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
+        )
+        return cls(
+            backend,
+            eos_token_id=eos,
+            pad_token_id=eos if pad is None else pad,
+            chat_template=template if isinstance(template, str) else None,
+            specials=specials,
+        )
+
+    @staticmethod
+    def _special_id(backend: Backend, text: str | None, key: str, configs: Sequence[Mapping[str, Any]]) -> int | None:
+        if text is not None and (found := backend.token_to_id(text)) is not None:
+            return int(found)
+        for config in configs:
+            value = config.get(key)
+            if isinstance(value, list) and value:
+                value = value[0]
+            if isinstance(value, int):
+                return value
+        return None
+
+    def __len__(self) -> int:
+        """Return the vocabulary size, added tokens included."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        """Return {"input_ids": ids} of `text`."""
+        return {"input_ids": list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)}
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """Return ids without special tokens and the character at which each begins."""
+        encoded = self.backend.encode(text, add_special_tokens=False)
+        return list(encoded.ids), [start for start, _ in encoded.offsets]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        """Return the text of `ids` (any iterable of integers, tensors included)."""
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, template: str | None = None
+    ) -> str:
+        """Return the rendered conversation. Raises ConfigError when there is no template or it fails."""
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        source = template or self.chat_template
+        if source is None:
+            raise ConfigError(
+                "data with message lists needs a chat template, got a tokenizer without one; set data.chatTemplate or use text prompts"
+            )
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        try:
+            return environment.from_string(source).render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._specials
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"chat template must render the prompt, got: {error}; correct data.chatTemplate"
+            ) from error

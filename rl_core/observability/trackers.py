@@ -1,0 +1,215 @@
+"""Metric sinks: JSONL and TensorBoard built in, W&B and MLflow by extra.
+
+Called by the runner once per step. A tracker that raises is disabled with a warning: a metric is never worth the run.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.settings import TrackerSpec
+
+logger = logging.getLogger(__name__)
+Metrics = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """A metrics sink; implemented below and by users' extensions."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Record the resolved job."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of one step."""
+
+    def finish(self, status: str) -> None:
+        """Flush and close; `status` is Finished or Failed."""
+
+
+class JsonlTracker:
+    """One JSON object per step, flushed line by line; a number that is not finite becomes null."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to `path`."""
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Do nothing: the output folder holds job.yaml."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write one line."""
+        line = {"step": step} | {key: _plain(value) for key, value in metrics.items()}
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def finish(self, status: str) -> None:
+        """Close the file."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def scalars(metrics: Metrics) -> dict[str, float]:
+    """Return the finite numbers of `metrics`."""
+    return {
+        key: float(value)
+        for key, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+class TensorBoardTracker:
+    """TensorBoard event files, written without torch or tensorflow."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write below `folder`."""
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ConfigError(
+                "tracker tensorboard needs the package: pip install 'rljob[actor]', or remove it from trackers"
+            ) from error
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder), flush_secs=5)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write the job as text."""
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        tensor = {"dtype": "DT_STRING", "string_val": [f"```\n{json.dumps(config, indent=1)}\n```".encode()]}
+        value = self._summary.Value(tag="job", metadata=create_summary_metadata("job", ""), tensor=tensor)
+        self._writer.add_event(self._event(step=0, summary=self._summary(value=[value])))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write the scalars of a step."""
+        import time
+
+        values = [self._summary.Value(tag=key, simple_value=value) for key, value in scalars(metrics).items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def finish(self, status: str) -> None:
+        """Close the files."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases (extra `wandb`)."""
+
+    def __init__(self, spec: TrackerSpec, *, name: str, folder: Path) -> None:
+        """Start a run called `name`."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "tracker wandb needs the package: pip install 'rljob[wandb]', or remove it from trackers"
+            ) from error
+        settings = wandb.Settings(base_url=spec.uri) if spec.uri else None
+        self._run = wandb.init(
+            project=spec.project or "rljob",
+            name=name,
+            dir=str(folder),
+            mode="offline" if spec.offline else "online",
+            settings=settings,
+        )
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Record the job as the run's config."""
+        self._run.config.update(dict(config))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log the scalars of a step."""
+        self._run.log(scalars(metrics), step=step)
+
+    def finish(self, status: str) -> None:
+        """End the run."""
+        self._run.finish(exit_code=0 if status == "Finished" else 1)
+
+
+class MlflowTracker:
+    """MLflow (extra `mlflow`)."""
+
+    def __init__(self, spec: TrackerSpec, *, name: str) -> None:
+        """Start a run called `name`."""
+        try:
+            from mlflow.tracking import MlflowClient
+        except ImportError as error:
+            raise ConfigError(
+                "tracker mlflow needs the package: pip install 'rljob[mlflow]', or remove it from trackers"
+            ) from error
+        self._client = MlflowClient(tracking_uri=spec.uri)
+        wanted = spec.project or "rljob"
+        found = self._client.get_experiment_by_name(wanted)
+        experiment = found.experiment_id if found else self._client.create_experiment(wanted)
+        self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Attach the job as job.json."""
+        self._client.log_dict(self._run_id, dict(config), "job.json")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log the scalars of a step."""
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._run_id, metrics=[Metric(key, value, now, step) for key, value in scalars(metrics).items()]
+        )
+
+    def finish(self, status: str) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run_id, status="FINISHED" if status == "Finished" else "FAILED")
+
+
+class Trackers:
+    """All sinks of a run behind one face."""
+
+    def __init__(self, sinks: Iterable[Tracker]) -> None:
+        """Hold `sinks`."""
+        self._sinks = list(sinks)
+
+    @classmethod
+    def build(cls, specs: Iterable[TrackerSpec], *, name: str, output: Path) -> "Trackers":
+        """Open metrics.jsonl in `output` and the sinks of the job. Raises ConfigError for a missing package."""
+        sinks: list[Tracker] = [JsonlTracker(output / "metrics.jsonl")]
+        for spec in specs:
+            if spec.name == "tensorboard":
+                sinks.append(TensorBoardTracker(output / "tensorboard"))
+            elif spec.name == "wandb":
+                sinks.append(WandbTracker(spec, name=name, folder=output))
+            else:
+                sinks.append(MlflowTracker(spec, name=name))
+        return cls(sinks)
+
+    def _each(self, method: str, *args: Any) -> None:
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, method)(*args)
+            except Exception:
+                logger.exception("tracker %s raised in %s and is disabled", type(sink).__name__, method)
+                self._sinks.remove(sink)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Hand the job to every sink."""
+        self._each("log_config", config)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Hand a step's metrics to every sink."""
+        self._each("log", step, metrics)
+
+    def finish(self, status: str) -> None:
+        """End every sink."""
+        self._each("finish", status)

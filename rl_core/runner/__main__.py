@@ -1,0 +1,211 @@
+"""The runner process of actor-0: builds the parts, runs the program, ends with a documented exit code."""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import ConfigError, RLJobError, exit_code
+from rl_core.api.identity import Identity
+from rl_core.api.job import RLJob
+from rl_core.channel.client import configure
+from rl_core.data.dataset import PromptDataset, load_prompts
+from rl_core.data.tokenizer import Tokenizer, read_files
+from rl_core.observability.logging import configure_logging
+from rl_core.observability.trackers import Trackers
+from rl_core.runner.base import Runner
+from rl_core.runner.control import ControlServer
+from rl_core.runner.history import write_json
+from rl_core.runner.ledger import PromptLedger
+from rl_core.runner.reasoning import ReasoningRunner
+from rl_core.runner.status import Phase
+from rl_core.transports.curve import KeyRing
+from rl_core.workers.group import Cluster, WorkerGroup
+from rl_core.workers.hub import Hub
+
+logger = logging.getLogger(__name__)
+
+ACTOR_CLASSES = {"fsdp2": "rl_core.actors.fsdp.actor:FSDPActor"}
+ROLLOUT_CLASSES = {"hf": "rl_core.rollouts.hf.worker:HFRolloutWorker"}
+ENV_CLASS = "rl_core.envs.worker:TextEnvWorker"
+ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 20, "stale": 20, "epoch": 1000}
+"""Attempts of a group per reason; data and deadline failures were already retried by the rollout."""
+
+
+def sequence_limit(job: RLJob, model_config: dict[str, Any]) -> int:
+    """Return the longest prompt + completion in tokens: the job's bound, else the model's."""
+    limit = job.spec.rollout.max_sequence_length
+    model_limit = int(model_config.get("max_position_embeddings", 0))
+    if limit is None:
+        if not model_limit:
+            raise ConfigError(
+                "rollout.maxSequenceLength must be set for a model without max_position_embeddings, got null; set it"
+            )
+        return model_limit
+    if model_limit and limit > model_limit:
+        raise ConfigError(
+            f"rollout.maxSequenceLength must not exceed the model's max_position_embeddings {model_limit}, got {limit}; lower it"
+        )
+    return limit
+
+
+def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:
+    """Return the training and validation prompts."""
+    data, task = job.spec.data, job.spec.env.type
+    train = load_prompts(data.train, data, tokenizer, field="data.train", task_name=task, max_seq_len=limit)
+    if train.dropped_overlong:
+        logger.warning(
+            "data.train: %s prompts of %s tokens or more dropped (data.onOverlong)", train.dropped_overlong, limit
+        )
+    if data.validation is None:
+        return train, None
+    return train, load_prompts(
+        data.validation, data, tokenizer, field="data.validation", task_name=task, max_seq_len=limit
+    )
+
+
+def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> tuple[Runner, Hub]:
+    """Return the runner with its parts wired, and the hub, which serves from here on."""
+    import json
+
+    model = Path(job.spec.model.path)
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"model.path must be a folder with config.json, got {model}; check the path")
+    files = read_files(model)
+    tokenizer = Tokenizer.from_files(files, origin=str(model))
+    limit = sequence_limit(job, json.loads(files["config.json"]))
+    train, validation = load_data(job, tokenizer, limit)
+    spec = job.spec
+    ledger = PromptLedger(
+        train,
+        seed=spec.algorithm.seed,
+        shuffle=spec.data.shuffle,
+        lease_seconds=2 * spec.runtime.deadlines.rollout,
+        max_attempts=ATTEMPTS,
+    )
+    trackers = Trackers.build(spec.trackers, name=job.metadata.name, output=output)
+    keys = KeyRing(Path(identity.curve_dir), "runner") if identity.curve_dir else None
+    configure(identity.channel, keys, identity)
+    hub = Hub(job=job, identity=identity, keys=keys, files=files)
+    cluster = Cluster(hub)
+    placement = {"max_seq_len": limit}
+    groups = {
+        "actor": WorkerGroup.of(ACTOR_CLASSES[spec.actor.backend], spec).launch(cluster, name="actor"),
+        "rollout": WorkerGroup.of(ROLLOUT_CLASSES[spec.rollout.engine], spec, placement).launch(
+            cluster, name="rollout"
+        ),
+        "env": WorkerGroup.of(ENV_CLASS, spec.env).launch(cluster, name="env"),
+    }
+    runner = ReasoningRunner(
+        job,
+        cluster,
+        groups,
+        ledger,
+        trackers,
+        output=output,
+        epoch=identity.epoch,
+        resume=resume,
+        train=train,
+        validation=validation,
+    )
+    hub.on_joined = runner.membership.welcome
+    hub.on_lost = lambda member, reason: _lost(runner, member, reason)
+    hub.add_handlers({"admit": runner.intake.admit, "give_back": runner.intake.give_back})
+    hub.start()
+    return runner, hub
+
+
+def _lost(runner: Runner, member: Any, reason: str) -> None:
+    """Hand a lost rollout's leases back at once; its replacement will be welcomed."""
+    runner.board.count_failure(member.role, "lost")
+    logger.warning("%s is lost: %s", member.name, reason)
+    if member.role == "rollout":
+        runner.prompts.consumer_lost(member.name, member.incarnation)
+
+
+def housekeeping(runner: Runner, ended: threading.Event) -> None:
+    """Once a second requeue overdue leases and log what the stall detector sees."""
+    told = None
+    while not ended.wait(1.0):
+        runner.intake.expire()
+        stall = runner.status()["stall"]
+        if stall is not None and stall["reason"] != told:
+            logger.warning("stall: %s: %s", stall["reason"], stall["message"])
+        told = stall["reason"] if stall else None
+
+
+def serve(runner: Runner, port: int, token: str | None) -> ControlServer:
+    """Open the control port."""
+
+    def finish(_: Any) -> dict[str, bool]:
+        runner.stop("asked by POST /finish")
+        return {"accepted": True}
+
+    def checkpoint(_: Any) -> dict[str, bool]:
+        runner.ask_checkpoint()
+        return {"accepted": True}
+
+    host = "127.0.0.1" if token is None else "0.0.0.0"
+    return ControlServer(
+        host, port, token=token, status=runner.status, actions={"POST /finish": finish, "POST /checkpoint": checkpoint}
+    )
+
+
+def read_token(curve_dir: str) -> str | None:
+    """Return the job's bearer token, None without keys."""
+    path = Path(curve_dir) / "control.token"
+    return path.read_text().strip() if curve_dir and path.is_file() else None
+
+
+def main() -> int:
+    """Run to the end; return the exit code (0 done, 2 configuration, 3 infrastructure, 4 data)."""
+    faulthandler.enable()
+    identity = Identity.from_env()
+    configure_logging(identity)
+    output = Path(os.environ["RLJOB_OUTPUT"])
+    runner: Runner | None = None
+    ended = threading.Event()
+    try:
+        job = RLJob.model_validate_json(Path(identity.config).read_text())
+        runner, hub = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
+        signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM"))
+        control = serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
+        threading.Thread(target=housekeeping, args=(runner, ended), name="housekeeping", daemon=True).start()
+        summary = runner.run()
+        logger.info("%s", summary)
+        runner.board.end(Phase.FINISHED)
+        code, outcome = 0, "Finished"
+    except (RLJobError, ExceptionGroup, OSError) as error:
+        logger.exception("the run failed")
+        code, outcome = failure_code(error), "Failed"
+        failure = {"type": type(error).__name__, "message": str(error), "exitCode": code}
+        if runner is None:
+            write_json(
+                output / "status.json", {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure}
+            )
+        else:
+            runner.board.end(Phase.FAILED, failure)
+    ended.set()
+    if runner is not None:
+        runner.trackers.finish(outcome)
+        write_json(output / "status.json", runner.status())
+        runner.close()
+    return code
+
+
+def failure_code(error: BaseException) -> int:
+    """Return the exit code for an error; of several the first with a code other than 3 decides."""
+    if isinstance(error, ExceptionGroup):
+        return next((code for inner in error.exceptions if (code := failure_code(inner)) != 3), 3)
+    return exit_code(error)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # sockets' and pools' threads hold no state worth waiting for

@@ -1,0 +1,277 @@
+"""What every runner program has: parts, bring-up, validation, checkpoints, status, an orderly end.
+
+The runner never imports torch or the model: it moves handles and numbers. A program (reasoning.py) adds the step.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import DeadlineExceeded, RLJobError
+from rl_core.api.job import RLJob
+from rl_core.channel import Channel
+from rl_core.data.dataset import PromptDataset
+from rl_core.observability.trackers import Trackers
+from rl_core.runner.checkpoints import Checkpoints
+from rl_core.runner.history import LedgerFile
+from rl_core.runner.intake import Intake
+from rl_core.runner.ledger import PromptLedger
+from rl_core.runner.membership import Membership
+from rl_core.runner.status import Phase, StatusBoard
+from rl_core.runner.sync import WeightSync
+from rl_core.runner.validation import Validation
+from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
+
+logger = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """The run was asked to finish; the loop leaves the step it is in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    status: str
+    """Finished, or Stopped when it was asked to end early."""
+    step: int
+    version: int
+    seconds: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+@dataclass(slots=True)
+class StepTimers:
+    """Seconds per part of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's wall time to `time/<name>`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - began
+
+
+class Runner:
+    """The parts of a run and what all programs do with them."""
+
+    def __init__(
+        self,
+        job: RLJob,
+        cluster: Cluster,
+        groups: dict[str, WorkerGroup],
+        ledger: PromptLedger,
+        trackers: Trackers,
+        *,
+        output: Path,
+        epoch: int = 0,
+        resume: str = "none",
+        train: PromptDataset,
+        validation: PromptDataset | None = None,
+    ) -> None:
+        """Wire the parts; `groups` holds actor, rollout and env; `resume` is auto, none or a path."""
+        self.job, self.spec = job, job.spec
+        self.cluster, self.groups, self.trackers = cluster, groups, trackers
+        self.actor = groups["actor"]
+        self.output, self.epoch, self.resume = output, epoch, resume
+        self.step = 0
+        self.version = 0
+        self.reward: float | None = None
+        self.accuracy: list[float] = []
+        self.timers = StepTimers()
+        self.prompts = Channel.create("prompts", delivery="lease", lease_seconds=self.spec.runtime.lease_seconds)
+        self.trajectories = Channel.create("trajectories")
+        self.results = Channel.create("validation")
+        self.intake = Intake(
+            ledger,
+            self.spec.algorithm,
+            put_prompt=self.prompts.put,
+            end_step=self._end_step,
+            data_ranks=self.spec.actor.world_size,
+        )
+        self.intake.on_failure = self._fail
+        self.membership = Membership(cluster, groups, deadline=self.spec.runtime.deadlines.wait_ready)
+        self.board = StatusBoard(self.spec, cluster, epoch=epoch)
+        self.board.ledger_metrics = self.intake.metrics
+        self.checkpoints = Checkpoints(self.spec, output=output, epoch=epoch)
+        probe = [int(token) for message in train[0]["message_log"] for token in message["token_ids"]]
+        self.sync = WeightSync(
+            self.spec, cluster=cluster, actor=self.actor, membership=self.membership, probe_prompt=probe
+        )
+        self.validation = None
+        if validation is not None:
+            self.validation = Validation(self.spec, validation.samples, prompts=self.prompts, results=self.results)
+        self.ledger_file: LedgerFile | None = None
+        self._guard = threading.Lock()
+        self._pending: WorkerGroupFuncResult | None = None
+        self._failure: RLJobError | None = None
+        self._stop_reason: str | None = None
+        self._checkpoint_asked = threading.Event()
+
+    # --- bring-up --------------------------------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Bring every role up, resume if asked, publish the starting weights (runtime.md 8: engines, env, actor, resume, publish)."""
+        deadline = self.spec.runtime.deadlines.wait_ready
+        self.cluster.wait_ready(["actor"], deadline)
+        self.await_result(self.actor.init_worker(), deadline)
+        checkpoint = self.checkpoints.find(self.resume)
+        if checkpoint is not None:
+            self._restore(self.checkpoints.restore(checkpoint, self.actor))
+        self.await_result(self.actor.set_global_step(self.version))
+        self.ledger_file = LedgerFile(self.output / "ledger.jsonl")
+        address = next(answer for answer in self.await_result(self.actor.publisher_address()) if answer)
+        self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)
+        self.membership.open(address, (self.prompts, self.trajectories, self.results))
+        self.cluster.wait_ready(["env"], deadline)
+        self.await_rollouts()
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step, self.version, self.reward = state["step"], state["version"], state["reward"]
+        self.accuracy = list(state["accuracy"])
+        self.intake.ledger.load_state_dict(state["ledger"])
+        self.board.set(step=self.step, policyVersion=self.version, reward=self.reward)
+        logger.info("resumed at step %s, version %s", self.step, self.version)
+
+    def await_rollouts(self) -> None:
+        """Wait, as Degraded once training began, until minReplicas rollouts serve the current version."""
+        needed = self.spec.rollout.min_replicas if self.step or self.accuracy else self.spec.rollout.replicas
+        deadlines = self.spec.runtime.deadlines
+        limit = deadlines.degraded if self.step else deadlines.wait_ready
+        if self._serving() >= max(needed, 1):
+            return
+        began = time.monotonic()
+        with self.board.during(Phase.DEGRADED if self.step else Phase.STARTING):
+            while self._serving() < max(needed, 1):
+                self.check()
+                waited = time.monotonic() - began
+                if waited > limit:
+                    raise DeadlineExceeded(
+                        f"{max(needed, 1)} rollouts must serve version {self.version} within {limit:.0f} s, got {self._serving()}: "
+                        + ", ".join(
+                            f"{m.name} {m.state} (version {m.policy_version})" for m in self.cluster.members("rollout")
+                        )
+                    )
+                with self.membership.changed:
+                    self.membership.changed.wait(timeout=0.25)
+
+    def _serving(self) -> int:
+        members = self.cluster.members("rollout")
+        return sum(m.state == "serving" and m.policy_version == self.version for m in members)
+
+    # --- waiting ---------------------------------------------------------------------------------------------------
+
+    def await_result(self, result: WorkerGroupFuncResult, timeout: float | None = None) -> list[Any]:
+        """Return the results by rank; a failure of the intake or a stop request ends the wait at once."""
+        with self._guard:
+            self._pending = result
+        try:
+            self.check()
+            return list(result.wait(timeout))
+        except (RLJobError, TimeoutError):
+            self.check()
+            raise
+        finally:
+            with self._guard:
+                self._pending = None
+
+    def check(self) -> None:
+        """Raise what ended the run from outside the loop: a failure, or Stopped while generating."""
+        if self._failure is not None:
+            raise self._failure
+        if self._stop_reason is not None and self.board.phase in (
+            Phase.GENERATING,
+            Phase.VALIDATING,
+            Phase.DEGRADED,
+            Phase.STARTING,
+        ):
+            raise Stopped(self._stop_reason)
+
+    def _fail(self, error: RLJobError) -> None:
+        self._failure = error
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        with self._guard:
+            if self._pending is not None:
+                self._pending.cancel()
+
+    def _end_step(self, step: int) -> None:
+        for _ in range(self.spec.actor.world_size):
+            self.trajectories.put({"end_of_step": step})
+
+    # --- control ---------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to end: the step being generated is left (its prompts stay pending), a step being trained is finished."""
+        self._stop_reason = reason
+        if self.board.phase in (Phase.GENERATING, Phase.VALIDATING):
+            self._interrupt()
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether the run was asked to end."""
+        return self._stop_reason is not None
+
+    def ask_checkpoint(self) -> None:
+        """Save a checkpoint at the next step boundary."""
+        self._checkpoint_asked.set()
+
+    def status(self) -> dict[str, Any]:
+        """Return `/status`."""
+        return self.board.snapshot()
+
+    # --- validation and checkpoints --------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the served weights on the validation split; empty without one."""
+        if self.validation is None:
+            return {}
+        with self.board.during(Phase.VALIDATING), self.timers.measure("validation"):
+            metrics = self.validation.measure(
+                self.version, cancelled=lambda: self.stopping or self._failure is not None
+            )
+            self.check()
+        if "val/accuracy" in metrics:
+            self.accuracy.append(metrics["val/accuracy"])
+        return metrics
+
+    def checkpoint_due(self) -> bool:
+        """Return whether the step just finished is to be saved."""
+        every = self.spec.checkpoint.every_steps
+        asked = self._checkpoint_asked.is_set()
+        self._checkpoint_asked.clear()
+        return asked or (every is not None and self.step % every == 0) or self.step == self.spec.algorithm.steps
+
+    def save_checkpoint(self) -> None:
+        """Publish a checkpoint of the last finished step, unless it exists."""
+        if self.checkpoints.last_step == self.step:
+            return
+        state = {
+            "step": self.step,
+            "version": self.version,
+            "reward": self.reward,
+            "accuracy": self.accuracy,
+            "ledger": self.intake.state_dict(),
+        }
+        with self.board.during(Phase.CHECKPOINTING), self.timers.measure("checkpoint"):
+            path = self.checkpoints.save(self.step, self.actor, state, version=self.version, reward=self.reward)
+        self.board.set(checkpoint={"lastStep": self.step, "step": self.step, "path": path, "time": time.time()})
+
+    def close(self) -> None:
+        """Stop background work."""
+        self.membership.close()
+        self.sync.close()
+        if self.ledger_file is not None:
+            self.ledger_file.close()

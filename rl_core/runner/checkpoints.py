@@ -1,0 +1,128 @@
+"""Saves and restores a run: the actors' shards, the ledger and the history files, published whole (invariant I7)."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError
+from rl_core.api.job import RLJobSpec
+from rl_core.checkpoint.store import Checkpoint, CheckpointStore
+from rl_core.runner.history import cut_back, write_json
+from rl_core.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+STATE_FILE = "runner.json"
+MATHEMATICS = (
+    "model",
+    "data",
+    "algorithm",
+    "actor.optimizer",
+    "actor.gradClip",
+    "rollout.sampling",
+    "env.type",
+    "env.maxTurns",
+)
+"""Fields that alter what a resumed run computes; algorithm.steps may grow."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, spec: RLJobSpec, *, output: Path, epoch: int) -> None:
+        """Keep checkpoints where the job says, else in `output`/checkpoints."""
+        self._spec = spec
+        self._output = output
+        self._epoch = epoch
+        root = Path(spec.checkpoint.path) if spec.checkpoint.path else output / "checkpoints"
+        self.store = CheckpointStore(root, keep=spec.checkpoint.keep, keep_best=spec.checkpoint.keep_best)
+        self.last_step: int | None = None
+
+    def find(self, resume: str) -> Checkpoint | None:
+        """Return the checkpoint to resume from (auto, none or a path), None for a fresh start."""
+        return self.store.resolve(resume)
+
+    def restore(self, checkpoint: Checkpoint, actor: WorkerGroup) -> dict[str, Any]:
+        """Load the actors' state and cut the history back to the checkpoint; return the runner's own state.
+
+        Raises ConfigError when a field that alters the mathematics has changed, DataError for a damaged state.
+        """
+        try:
+            state = json.loads((checkpoint.path / STATE_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{checkpoint.path / STATE_FILE} must be readable, got {error}; resume from an older checkpoint"
+            ) from error
+        self._refuse_change(state["mathematics"])
+        actor.load_checkpoint(str(checkpoint.path)).wait(self._spec.runtime.deadlines.group_method)
+        for name in ("ledger.jsonl", "metrics.jsonl"):
+            if moved := cut_back(self._output / name, checkpoint.step):
+                logger.info(
+                    "%s: %s lines after step %s moved to %s.lost.jsonl",
+                    name,
+                    moved,
+                    checkpoint.step,
+                    name.partition(".")[0],
+                )
+        self.last_step = checkpoint.step
+        return dict(state)
+
+    def _refuse_change(self, saved: dict[str, Any]) -> None:
+        changed = sorted(path for path, value in mathematics(self._spec).items() if saved.get(path, value) != value)
+        if changed and not self._spec.checkpoint.allow_spec_change:
+            told = "; ".join(
+                f"{path}: {saved[path]!r} (saved), {mathematics(self._spec)[path]!r} (now)" for path in changed
+            )
+            raise ConfigError(
+                f"a resumed job must compute what the saved one did, got changes in {told}; restore them, or set checkpoint.allowSpecChange: true"
+            )
+
+    def save(self, step: int, actor: WorkerGroup, state: dict[str, Any], *, version: int, reward: float | None) -> str:
+        """Write and publish the checkpoint of `step`; return its path. A failure leaves earlier checkpoints as they were."""
+        staging = self.store.begin(step, self._epoch)
+        try:
+            actor.save_checkpoint(str(staging), step).wait(self._spec.runtime.deadlines.group_method)
+            self._write_state(staging, state)
+            published = self.store.publish(
+                staging,
+                metrics={} if reward is None else {"reward": reward},
+                layout={"backend": self._spec.actor.backend, "world_size": self._spec.actor.world_size},
+                versions={"policy": version},
+                spec_digest=digest(self._spec),
+            )
+        except RLJobError:
+            self.store.abort(staging)
+            raise
+        self.last_step = step
+        return str(published.path)
+
+    def _write_state(self, staging: Path, state: dict[str, Any]) -> None:
+        try:
+            write_json(staging / STATE_FILE, state | {"mathematics": mathematics(self._spec)})
+        except OSError as error:
+            raise InfrastructureError(
+                f"checkpoint in {staging} could not be written: {error.strerror}; free space and resume"
+            ) from error
+
+
+def mathematics(spec: RLJobSpec) -> dict[str, Any]:
+    """Return the fields a resume may not change, by YAML path."""
+    whole = spec.model_dump(mode="json", by_alias=True)
+    found: dict[str, Any] = {}
+    for path in MATHEMATICS:
+        value: Any = whole
+        for part in path.split("."):
+            value = value[part]
+        found[path] = (
+            {key: item for key, item in value.items() if key not in MAY_CHANGE} if isinstance(value, dict) else value
+        )
+    return found
+
+
+MAY_CHANGE = frozenset({"steps", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"})
+
+
+def digest(spec: RLJobSpec) -> str:
+    """Return the BLAKE2b digest of the fields a resume may not change."""
+    return hashlib.blake2b(json.dumps(mathematics(spec), sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,264 @@
+"""One step's intake: gives prompt groups out, admits finished ones, replaces what is filtered or dropped.
+
+The runner's loop opens a step; data ranks (through `admit`) and rollouts (through `give_back`) call in from RPC threads while the
+loop waits for the actor. All ledger calls of a run go through here, under one lock (invariants I1, I5).
+
+    ledger --lease--> prompts channel --> rollouts --record--> trajectories --> data ranks --admit--> ledger (complete, consume)
+                                             '--give_back--> ledger (requeue or drop) --> next prompt
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
+from rl_core.runner.ledger import GroupState, Lease, PromptLedger
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepState:
+    """What one step has asked for and taken."""
+
+    step: int
+    version: int
+    target: int
+    """Groups to train; falls when onDrop is shrink."""
+    issued: int = 0
+    admitted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Entries of the admitted groups by group id."""
+    filtered: int = 0
+    stale: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the step holds its groups."""
+        return len(self.admitted) >= self.target
+
+
+class Intake:
+    """Feeds one step at a time from the ledger and admits its records."""
+
+    def __init__(
+        self,
+        ledger: PromptLedger,
+        algorithm: AlgorithmSpec,
+        *,
+        put_prompt: Callable[[dict[str, Any]], None],
+        end_step: Callable[[int], None],
+        data_ranks: int,
+    ) -> None:
+        """Put prompt items with `put_prompt`; tell the waiting data ranks with `end_step(step)` that no more groups come.
+
+        `data_ranks`: a shrunk step is cut to a multiple of it.
+        """
+        self._ledger = ledger
+        self._algorithm = algorithm
+        self._put_prompt = put_prompt
+        self._end_step = end_step
+        self._data_ranks = data_ranks
+        self._lock = threading.RLock()
+        self._step: StepState | None = None
+        self._failure: RLJobError | None = None
+        self.on_failure: Callable[[RLJobError], None] = lambda error: None
+        self.dropped_messages: list[str] = []
+
+    @property
+    def ledger(self) -> PromptLedger:
+        """Return the ledger; callers other than this class only read it."""
+        return self._ledger
+
+    def open(self, step: int, version: int) -> None:
+        """Begin `step` at policy `version`: lease its prompts and put them on the channel."""
+        with self._lock:
+            self._step = StepState(step=step, version=version, target=self._algorithm.prompts_per_step)
+            self._issue(self._step.target)
+
+    def close(self) -> StepState:
+        """End the step: consume nothing more; return what was admitted, after acknowledging nothing."""
+        with self._lock:
+            state = self._require_step()
+            self._step = None
+            return state
+
+    def acknowledge(self, step: int) -> list[tuple[str, int, int]]:
+        """Mark the step's groups as trained; return (group id, prompt index, attempt) in ledger order."""
+        with self._lock:
+            told = {group_id: self._ledger.describe(group_id) for group_id in self._ledger.outstanding()}
+            return [(group_id, *told[group_id]) for group_id in self._ledger.acknowledge(step)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger's state."""
+        with self._lock:
+            return self._ledger.state_dict()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ledger's metrics."""
+        with self._lock:
+            return self._ledger.metrics()
+
+    def expire(self) -> None:
+        """Requeue overdue leases and give their groups out again; called once a second."""
+        with self._lock:
+            for group_id in self._ledger.expire():
+                logger.warning("group %s: lease expired without a record; given out again", group_id)
+            self._refill()
+
+    # --- calls from data ranks and rollouts --------------------------------------------------------------------------
+
+    def admit(self, entries: Sequence[Mapping[str, Any]]) -> list[bool]:
+        """Return for each finished group whether it may train in the open step (protocol.md 2).
+
+        Refused: an old token, another version than the step's, a group without differing rewards under dynamic sampling, surplus.
+        """
+        with self._lock:
+            answers = [self._admit(dict(entry)) for entry in entries]
+            self._refill()
+            return answers
+
+    def _admit(self, entry: dict[str, Any]) -> bool:
+        state, token, group_id = self._step, str(entry["lease_token"]), str(entry["group_id"])
+        if state is None or state.complete:
+            return False
+        if (entry["v_min"], entry["v_max"]) != (state.version, state.version):
+            state.stale += 1
+            logger.warning(
+                "group %s: policy versions %s..%s, step wants %s",
+                group_id,
+                entry["v_min"],
+                entry["v_max"],
+                state.version,
+            )
+            self._requeue(group_id, token, "stale")
+            return False
+        if not self._ledger.complete(token, entry):
+            return False
+        if self._algorithm.dynamic_sampling.enabled and not entry["informative"]:
+            state.filtered += 1
+            self._ledger.discard([group_id], "filtered")
+            return False
+        self._ledger.consume([group_id], state.step)
+        state.admitted[group_id] = entry
+        return True
+
+    def give_back(self, group_id: str, lease_token: str, reason: str, message: str) -> None:
+        """Take back a group a rollout gave up: requeued, or dropped when its budget is used up."""
+        with self._lock:
+            logger.warning("group %s given back (%s): %s", group_id, reason, message)
+            self._requeue(group_id, lease_token, reason, message)
+            self._refill()
+
+    def _requeue(self, group_id: str, token: str, reason: Any, message: str = "") -> None:
+        before = self._ledger.counts["dropped"]
+        try:
+            self._ledger.requeue(token, reason)
+        except KeyError:
+            logger.warning("group %s: unknown lease token of an earlier run ignored", group_id)
+            return
+        if self._ledger.counts["dropped"] > before:
+            self._dropped(group_id, reason, message)
+
+    def _dropped(self, group_id: str, reason: str, message: str) -> None:
+        """Count a drop against the budgets; shrink the step when the job says so."""
+        self.dropped_messages.append(f"{group_id} ({reason}): {message}")
+        algorithm, dropped = self._algorithm, self._ledger.counts["dropped"]
+        kind = DataError if reason in ("data", "deadline") else InfrastructureError
+        if dropped > algorithm.max_dropped_groups:
+            self._fail(
+                kind(
+                    f"algorithm.maxDroppedGroups allows {algorithm.max_dropped_groups} dropped groups, got {dropped}; "
+                    f"the last: group {group_id}, {reason}: {message or 'no further message'}; mend the cause or raise the budget"
+                )
+            )
+        elif 0 < algorithm.max_consecutive_drops <= self._ledger.consecutive_drops:
+            self._fail(
+                kind(
+                    f"algorithm.maxConsecutiveDrops allows fewer than {algorithm.max_consecutive_drops} drops in a row, "
+                    f"got {self._ledger.consecutive_drops}; the last: group {group_id}, {reason}: {message}"
+                )
+            )
+        elif algorithm.on_drop == "shrink" and self._step is not None:
+            self._shrink(self._step)
+
+    def _shrink(self, state: StepState) -> None:
+        floor = self._algorithm.min_batch_fraction * self._algorithm.prompts_per_step
+        smaller = (state.target - 1) // self._data_ranks * self._data_ranks
+        if smaller < max(floor, self._data_ranks):
+            logger.warning("step %s stays at %s groups: minBatchFraction forbids %s", state.step, state.target, smaller)
+            return
+        state.target = smaller
+        if state.complete:
+            self._end_step(state.step)
+
+    # --- giving out ------------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Give out as many groups as the step still lacks."""
+        state = self._step
+        if state is None or self._failure is not None:
+            return
+        open_states = (GroupState.LEASED, GroupState.GENERATED)
+        out = sum(held in open_states for held in self._ledger.outstanding().values())
+        self._issue(state.target - len(state.admitted) - out)
+
+    def _issue(self, count: int) -> None:
+        if count <= 0:
+            return
+        state = self._require_step()
+        rounds = self._algorithm.max_generation_batches
+        if state.filtered and state.issued + count > rounds * self._algorithm.prompts_per_step:
+            self._fail(
+                SamplingExhausted(
+                    f"algorithm.maxGenerationBatches allows {rounds} rounds of {self._algorithm.prompts_per_step} groups, got "
+                    f"{len(state.admitted)} of {state.target} informative groups in step {state.step} ({state.filtered} without differing "
+                    "rewards); raise it, or make the task easier or harder"
+                )
+            )
+            return
+        for lease in self._ledger.lease(count, "runner", policy_version=state.version):
+            self._put_prompt(train_item(lease, self._algorithm.group_size))
+            state.issued += 1
+
+    def _require_step(self) -> StepState:
+        if self._step is None:
+            raise RuntimeError("no step is open; this is a bug of the runner")
+        return self._step
+
+    def _fail(self, error: RLJobError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self.on_failure(error)
+
+
+def train_item(lease: Lease, group_size: int) -> dict[str, Any]:
+    """Return the item on the `prompts` channel for a lease."""
+    return {
+        "mode": "train",
+        "sample": lease.sample,
+        "group_id": lease.group_id,
+        "lease_token": lease.token,
+        "attempt": lease.seed_attempt,
+        "policy_version": lease.policy_version,
+        "num_generations": group_size,
+        "greedy": False,
+    }
+
+
+def reward_metrics(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return `reward/{mean,std,min,max}` over the finite raw rewards of admitted groups, float64."""
+    rewards = np.asarray([reward for entry in entries for reward in entry["rewards"]], dtype=np.float64)
+    rewards = rewards[np.isfinite(rewards)]
+    if not rewards.size:
+        return {}
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }

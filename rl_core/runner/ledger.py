@@ -1,0 +1,356 @@
+"""The prompt ledger: which prompt groups are out, which were trained, which come next (invariant I1).
+
+Owned by the runner, which is its only caller and serialises calls. A group goes
+pending -> leased -> generated -> consumed -> acknowledged, or ends as dropped (budget) or discarded (surplus, filtered).
+Only the record that carries the group's current token counts, so a group is trained at most once; a checkpoint holds as
+final exactly what was final when it was taken, so a resume neither skips nor repeats a group.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, get_args
+
+RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
+SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
+"""Failures after which a sample is drawn with another seed; a redelivery after a loss repeats the same sample."""
+
+
+class GroupState(StrEnum):
+    """PENDING -> LEASED -> GENERATED -> CONSUMED -> ACKNOWLEDGED, or DROPPED, or DISCARDED."""
+
+    PENDING = "pending"
+    LEASED = "leased"
+    GENERATED = "generated"
+    CONSUMED = "consumed"
+    ACKNOWLEDGED = "acknowledged"
+    DROPPED = "dropped"
+    DISCARDED = "discarded"
+
+
+FINAL = frozenset({GroupState.ACKNOWLEDGED, GroupState.DROPPED, GroupState.DISCARDED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """A prompt group given out for generation."""
+
+    group_id: str
+    """`{data_epoch}-{index}`."""
+    token: str
+    """Unique per lease; the first record that carries the current one is taken."""
+    attempt: int
+    """1 + earlier leases of the group."""
+    sample: Any
+    """The data set's item."""
+    policy_version: int
+    """Version the group is to be generated with."""
+    seed_attempt: int = 1
+    """1 + earlier failures for data or deadline: the attempt of `sample_seed`."""
+    order: int = 0
+    """Position in the ledger's order."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group that is out or has failed before."""
+
+    position: int
+    index: int
+    state: GroupState = GroupState.PENDING
+    token: str = ""
+    owner: str = ""
+    expires: float = 0.0
+    leases: int = 0
+    step: int = -1
+    failures: dict[str, int] = field(default_factory=dict)
+    record: Any = None
+
+
+class PromptLedger:
+    """Leases prompt groups in a seeded order and keeps account of each (runtime.md 7)."""
+
+    def __init__(
+        self,
+        dataset: Sequence[Any],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        lease_seconds: float,
+        max_attempts: int | Mapping[str, int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take `dataset` in a permutation seeded by (seed, data epoch).
+
+        `max_attempts`: attempts of a group per reason, one number or a map of reason to number.
+        Raises ValueError for an empty data set or a budget below 1.
+        """
+        if not len(dataset):
+            raise ValueError("dataset must hold at least one prompt, got none; check data.train")
+        budgets = (
+            max_attempts if isinstance(max_attempts, Mapping) else dict.fromkeys(get_args(RequeueReason), max_attempts)
+        )
+        low = {reason: count for reason, count in budgets.items() if count < 1}
+        if low:
+            raise ValueError(f"max_attempts must be at least 1 for each reason, got {low}")
+        self.dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._lease_seconds = lease_seconds
+        self._budgets = dict(budgets)
+        self._clock = clock
+        self._cursor = 0
+        self._low_water = 0
+        self._groups: dict[str, _Group] = {}
+        self._final: dict[int, GroupState] = {}
+        self._pending: list[str] = []
+        self._tokens: dict[str, str] = {}
+        self._serial = itertools.count(1)
+        self._run = f"{seed:x}"
+        self._permutation: tuple[int, list[int]] = (-1, [])
+        self.counts = {"acknowledged": 0, "dropped": 0, "discarded": 0, "requeued": 0, "late": 0}
+        self.consecutive_drops = 0
+
+    # --- order -----------------------------------------------------------------------------------------------------
+
+    def _index_at(self, position: int) -> int:
+        data_epoch, offset = divmod(position, len(self.dataset))
+        if not self._shuffle:
+            return offset
+        if self._permutation[0] != data_epoch:
+            order = list(range(len(self.dataset)))
+            random.Random(f"{self._seed}:{data_epoch}").shuffle(order)
+            self._permutation = (data_epoch, order)
+        return self._permutation[1][offset]
+
+    def _group_id(self, position: int) -> str:
+        return f"{position // len(self.dataset)}-{self._index_at(position)}"
+
+    # --- life of a group -------------------------------------------------------------------------------------------
+
+    def lease(self, count: int, owner: str, *, policy_version: int = 0) -> list[Lease]:
+        """Return `count` leases for `owner`: requeued groups first, in ledger order, then new ones."""
+        self._pending.sort(key=lambda group_id: self._groups[group_id].position)
+        again, self._pending = self._pending[:count], self._pending[count:]
+        fresh = []
+        for _ in range(count - len(again)):
+            group_id = self._group_id(self._cursor)
+            self._groups[group_id] = _Group(position=self._cursor, index=self._index_at(self._cursor))
+            self._cursor += 1
+            fresh.append(group_id)
+        return [self._issue(group_id, owner, policy_version) for group_id in [*again, *fresh]]
+
+    def _issue(self, group_id: str, owner: str, policy_version: int) -> Lease:
+        group = self._groups[group_id]
+        group.state, group.owner = GroupState.LEASED, owner
+        group.leases += 1
+        group.token = f"{self._run}.{next(self._serial)}.{group_id}"
+        group.expires = self._clock() + self._lease_seconds
+        self._tokens[group.token] = group_id
+        return Lease(
+            group_id=group_id,
+            token=group.token,
+            attempt=group.leases,
+            sample=self.dataset[group.index],
+            policy_version=policy_version,
+            seed_attempt=1 + sum(group.failures.get(reason, 0) for reason in SEED_REASONS),
+            order=group.position,
+        )
+
+    def _current(self, token: str) -> tuple[str, _Group] | None:
+        """Return the group whose current token this is; None for one that was replaced or is final."""
+        if token not in self._tokens:
+            raise KeyError(f"lease token {token!r} was never given out by this ledger")
+        group_id = self._tokens[token]
+        group = self._groups.get(group_id)
+        return (group_id, group) if group is not None and group.token == token else None
+
+    def complete(self, token: str, record: Any) -> bool:
+        """Take the record of a leased group; return False (and count it) for one that comes late or again."""
+        found = self._current(token) if token in self._tokens else None
+        if found is None or found[1].state is not GroupState.LEASED:
+            self.counts["late"] += 1
+            return False
+        found[1].state, found[1].record = GroupState.GENERATED, record
+        return True
+
+    def requeue(self, token: str, reason: RequeueReason) -> bool:
+        """Give a group back; return whether it is pending again (False: nothing to do, or dropped by budget).
+
+        Takes effect once per token. From `generated` only with reason stale or epoch: a loss of the worker after its
+        record arrived loses nothing. Raises ValueError for an unknown reason or a group already consumed, KeyError for
+        a token never given out.
+        """
+        if reason not in self._budgets:
+            raise ValueError(f"reason must be one of {sorted(self._budgets)}, got {reason!r}")
+        found = self._current(token)
+        if found is None:
+            return False
+        group_id, group = found
+        if group.state is GroupState.PENDING:
+            return False
+        if group.state is GroupState.GENERATED and reason not in ("stale", "epoch"):
+            return False
+        if group.state not in (GroupState.LEASED, GroupState.GENERATED):
+            raise ValueError(
+                f"group {group_id} must be leased or generated to be requeued, got state {group.state.value}"
+            )
+        group.record, group.owner = None, ""
+        group.failures[reason] = group.failures.get(reason, 0) + 1
+        if group.failures[reason] >= self._budgets[reason]:
+            self._finish(group_id, GroupState.DROPPED)
+            self.consecutive_drops += 1
+            return False
+        group.state = GroupState.PENDING
+        self._pending.append(group_id)
+        self.counts["requeued"] += 1
+        return True
+
+    def expire(self) -> list[str]:
+        """Requeue leases past their backstop deadline (reason worker_lost); return their group ids."""
+        now = self._clock()
+        late = [
+            (group_id, group.token)
+            for group_id, group in self._groups.items()
+            if group.state is GroupState.LEASED and group.expires <= now
+        ]
+        for _, token in late:
+            self.requeue(token, "worker_lost")
+        return [group_id for group_id, _ in late]
+
+    def consume(self, group_ids: Iterable[str], step: int) -> None:
+        """Mark generated groups as taken by training step `step`."""
+        for group_id in group_ids:
+            group = self._in_state(group_id, GroupState.GENERATED)
+            group.state, group.step, group.record = GroupState.CONSUMED, step, None
+
+    def acknowledge(self, step: int) -> list[str]:
+        """Mark the groups consumed by `step` as trained; return their ids in ledger order.
+
+        Raises ValueError when the step holds no consumed group (it was acknowledged before, or never consumed).
+        """
+        taken = sorted(
+            (group.position, group_id)
+            for group_id, group in self._groups.items()
+            if group.state is GroupState.CONSUMED and group.step == step
+        )
+        if not taken:
+            raise ValueError(
+                f"step {step} must hold consumed groups to be acknowledged, got none: acknowledged before or never consumed"
+            )
+        for _, group_id in taken:
+            self._finish(group_id, GroupState.ACKNOWLEDGED)
+        self.consecutive_drops = 0
+        return [group_id for _, group_id in taken]
+
+    def discard(self, group_ids: Iterable[str], reason: str) -> None:
+        """End groups that will not be trained (surplus, filtered); `reason` names why in the error text."""
+        for group_id in group_ids:
+            group = self._group(group_id)
+            if group.state not in (GroupState.LEASED, GroupState.GENERATED):
+                raise ValueError(
+                    f"group {group_id} must be leased or generated to be discarded ({reason}), got state {group.state.value}"
+                )
+            self._finish(group_id, GroupState.DISCARDED)
+
+    def _group(self, group_id: str) -> _Group:
+        if group_id not in self._groups:
+            raise KeyError(f"group {group_id!r} is not outstanding in the ledger")
+        return self._groups[group_id]
+
+    def _in_state(self, group_id: str, state: GroupState) -> _Group:
+        group = self._group(group_id)
+        if group.state is not state:
+            raise ValueError(f"group {group_id} must be {state.value}, got state {group.state.value}")
+        return group
+
+    def _finish(self, group_id: str, state: GroupState) -> None:
+        group = self._groups.pop(group_id)
+        self._final[group.position] = state
+        self.counts[state.value] += 1
+        while self._low_water in self._final:
+            del self._final[self._low_water]
+            self._low_water += 1
+
+    # --- views -----------------------------------------------------------------------------------------------------
+
+    def describe(self, group_id: str) -> tuple[int, int]:
+        """Return (prompt index, attempt) of an outstanding group."""
+        group = self._group(group_id)
+        return group.index, group.leases
+
+    def holder(self, group_id: str) -> tuple[GroupState, str]:
+        """Return (state, owner) of an outstanding group."""
+        group = self._group(group_id)
+        return group.state, group.owner
+
+    def outstanding(self) -> dict[str, GroupState]:
+        """Return the state of each group that is not final."""
+        return {group_id: group.state for group_id, group in self._groups.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return `ledger/*` (runtime.md 7)."""
+        states = [group.state for group in self._groups.values()]
+        open_states = (GroupState.PENDING, GroupState.LEASED, GroupState.GENERATED)
+        return {
+            **{f"ledger/{state.value}": float(states.count(state)) for state in open_states},
+            "ledger/acknowledged": float(self.counts["acknowledged"]),
+            "ledger/dropped": float(self.counts["dropped"]),
+            "ledger/discarded": float(self.counts["discarded"]),
+            "ledger/requeued_total": float(self.counts["requeued"]),
+            "ledger/late_total": float(self.counts["late"]),
+        }
+
+    # --- checkpoint ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a JSON-able state: final groups stay final, everything else is pending after a resume."""
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "size": len(self.dataset),
+            "data_epoch": self._cursor // len(self.dataset),
+            "cursor": self._cursor,
+            "low_water": self._low_water,
+            "final_above": {str(position): state.value for position, state in sorted(self._final.items())},
+            "attempts": {
+                str(group.position): {"leases": group.leases, "failures": dict(group.failures)}
+                for group in self._groups.values()
+                if group.failures
+            },
+            "counts": dict(self.counts),
+            "consecutive_drops": self.consecutive_drops,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state; groups that were out are pending again, in ledger order.
+
+        Raises ValueError when seed, shuffling or the size of the data set differ from the saved ones.
+        """
+        mine = {"seed": self._seed, "shuffle": self._shuffle, "size": len(self.dataset)}
+        wrong = {key: (state[key], value) for key, value in mine.items() if state[key] != value}
+        if wrong:
+            told = ", ".join(f"{key} {saved} (saved) and {now} (now)" for key, (saved, now) in wrong.items())
+            raise ValueError(
+                f"the ledger must be resumed over the same data order, got {told}; restore them or start afresh"
+            )
+        self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])
+        self._final = {int(position): GroupState(name) for position, name in state["final_above"].items()}
+        self._groups, self._tokens, self._pending = {}, {}, []
+        for position in range(self._low_water, self._cursor):
+            if position in self._final:
+                continue
+            before = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
+            group_id = self._group_id(position)
+            self._groups[group_id] = _Group(
+                position=position,
+                index=self._index_at(position),
+                leases=int(before["leases"]),
+                failures=dict(before["failures"]),
+            )
+            self._pending.append(group_id)
+        self.counts = dict(state["counts"])
+        self.consecutive_drops = int(state["consecutive_drops"])

@@ -1,0 +1,79 @@
+"""Brings rollouts and envs into a running job, at the start and whenever one is replaced (runtime.md 3.5).
+
+A joining rollout is constructed, loads the current weights from the publisher, proves the version, and only then leases prompts.
+Joins run in threads of their own and never block the loop; a join and a weight sync exclude each other.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl_core.api.errors import RLJobError
+from rl_core.workers.group import Cluster, WorkerGroup
+from rl_core.workers.hub import Member
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """Constructs members of elastic roles as they say hello."""
+
+    def __init__(self, cluster: Cluster, groups: dict[str, WorkerGroup], *, deadline: float) -> None:
+        """Act for the elastic groups in `groups` (rollout, env); each join is bounded by `deadline` seconds."""
+        self._cluster = cluster
+        self._groups = groups
+        self._deadline = deadline
+        self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="join")
+        self.sync_lock = threading.Lock()
+        """Held by a weight sync, and by a join while it pulls weights."""
+        self._publisher: str | None = None
+        self._start_args: tuple[Any, ...] = ()
+        self._closed = False
+        self.changed = threading.Condition()
+        self.on_member: Callable[[Member], None] = lambda member: None
+
+    def open(self, publisher: str, start_args: tuple[Any, ...]) -> None:
+        """Let rollouts join: they pull from `publisher` and are started with `start_args` (the channels)."""
+        self._publisher, self._start_args = publisher, start_args
+        for member in self._cluster.members("rollout"):
+            self.welcome(member)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def welcome(self, member: Member) -> None:
+        """Begin to bring in a member that said hello (hub callback; returns at once)."""
+        if member.role in ("rollout", "env") and not self._closed:
+            self._pool.submit(self._bring_in, member)
+
+    def _bring_in(self, member: Member) -> None:
+        try:
+            self._groups[member.role].construct(member)
+            if member.role == "rollout" and self._publisher is not None:
+                self._join(member)
+            logger.info("%s is in (incarnation %s)", member.name, member.incarnation)
+        except RLJobError as error:
+            logger.warning("%s could not join: %s", member.name, error)
+        except Exception:
+            logger.exception("%s could not join", member.name)
+        with self.changed:
+            self.changed.notify_all()
+
+    def _join(self, member: Member) -> None:
+        self._call(member, "init_worker")
+        with self.sync_lock:
+            self._call(member, "join", self._publisher)
+        self._call(member, "start_rollout", *self._start_args)
+
+    def _call(self, member: Member, method: str, *args: Any) -> Any:
+        return self._cluster.call(member.name, method, *args, timeout=self._deadline)
+
+    def rejoin(self, names: list[str]) -> None:
+        """Let receivers that failed a sync pull the weights again, once, in the background."""
+        for member in self._cluster.members("rollout"):
+            if member.name in names and not self._closed:
+                self._pool.submit(self._bring_in, member)

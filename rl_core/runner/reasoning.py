@@ -1,0 +1,140 @@
+"""GRPO and its relatives, on policy: the loop of design.md section 6.
+
+One step at policy version v reads as `run_step` reads: give prompts out, receive finished groups, train, acknowledge, publish v + 1.
+"""
+
+import logging
+import time
+from typing import Any
+
+from rl_core.runner.base import Runner, RunSummary, StepTimers, Stopped
+from rl_core.runner.intake import StepState, reward_metrics
+from rl_core.runner.status import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class ReasoningRunner(Runner):
+    """Trains on single- or multi-turn completions of language models."""
+
+    def run(self) -> RunSummary:
+        """Run to the last step, or to a stop request; save, export and report in both cases."""
+        began = time.monotonic()
+        self.trackers.log_config(self.job.model_dump(mode="json", by_alias=True))
+        self.init_workers()
+        status = "Finished"
+        try:
+            if self.step == 0 and self.spec.validation.before_training and self.validation is not None:
+                self._log(self.evaluate())
+            while self.step < self.spec.algorithm.steps:
+                self.run_step()
+        except Stopped as stop:
+            status = "Stopped"
+            logger.info("stopping after step %s: %s", self.step, stop)
+        self.sync.confirm()
+        self.save_checkpoint()
+        self.await_result(self.actor.export_hf(str(self.output / "model")))
+        return RunSummary(
+            status=status,
+            step=self.step,
+            version=self.version,
+            seconds=time.monotonic() - began,
+            accuracy_before=self.accuracy[0] if self.accuracy else None,
+            accuracy_after=self.accuracy[-1] if self.accuracy else None,
+        )
+
+    def run_step(self) -> None:
+        """One step: generate -> admit -> train -> acknowledge -> publish -> validate, checkpoint, log."""
+        self.timers = StepTimers()
+        with self.timers.measure("step"):
+            self.await_rollouts()
+            received = self.generate()
+            trained = self.train()
+            taken = self.acknowledge()
+            self.publish()
+        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.intake.metrics()
+        self.board.step_took(self.timers.seconds["time/step"])
+        last = self.step == self.spec.algorithm.steps
+        if self.validation is not None and (last or self.step % self.spec.validation.every_steps == 0):
+            metrics |= self.evaluate()
+        if self.checkpoint_due():
+            self.save_checkpoint()
+        self._log(metrics | self._rates(taken))
+        if self.stopping:
+            raise Stopped("asked at a step boundary")
+
+    def generate(self) -> dict[str, float]:
+        """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*`."""
+        with self.board.during(Phase.GENERATING), self.timers.measure("rollout"):
+            self.intake.open(self.step + 1, self.version)
+            per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.world_size
+            received = self.await_result(
+                self.actor.recv_batch(self.trajectories, per_rank, self.step + 1), self.spec.runtime.deadlines.rollout
+            )
+        self.sync.confirm()
+        return dict(received[0] or {})
+
+    def train(self) -> dict[str, float]:
+        """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`."""
+        with self.board.during(Phase.TRAINING):
+            if self.spec.algorithm.recompute_log_probs or self.spec.algorithm.loss.kl_coefficient > 0:
+                with self.timers.measure("inference"):
+                    self.await_result(self.actor.compute_log_probs())
+            with self.timers.measure("train"):
+                self.await_result(self.actor.compute_advantages_and_returns())
+                metrics = self.await_result(self.actor.run_training(self.step + 1))[0]
+        return {
+            key if key.startswith(("perf/", "time/", "offload/", "onload/")) else f"train/{key}": value
+            for key, value in metrics.items()
+        }
+
+    def acknowledge(self) -> StepState:
+        """Write the step's groups to the ledger as trained; the step is final from here on."""
+        taken = self.intake.close()
+        lines = [
+            {
+                "step": taken.step,
+                "group_id": group_id,
+                "prompt_index": self.intake.ledger.dataset[index]["idx"],
+                "attempt": attempt,
+                "epoch": self.epoch,
+                "policy_version_min": taken.admitted[group_id]["v_min"],
+                "policy_version_max": taken.admitted[group_id]["v_max"],
+            }
+            for group_id, index, attempt in self.intake.acknowledge(taken.step)
+        ]
+        if self.ledger_file is not None:
+            self.ledger_file.write(lines)
+        self.step, self.version = taken.step, taken.version + 1
+        self.reward = reward_metrics(list(taken.admitted.values())).get("reward/mean")
+        return taken
+
+    def publish(self) -> None:
+        """Send the new version to the rollouts; generation resumes with it."""
+        with self.board.during(Phase.SYNCING), self.timers.measure("sync"):
+            report = self.sync.publish(self.version)
+        self.sync_metrics = report.metrics()
+        self.board.set(step=self.step, policyVersion=self.version, reward=self.reward)
+
+    def _rates(self, taken: StepState) -> dict[str, float]:
+        tokens = sum(int(entry["tokens"]) for entry in taken.admitted.values())
+        seconds = self.timers.seconds["time/step"]
+        ages = [taken.version - int(entry["v_min"]) for entry in taken.admitted.values()]
+        devices = self.spec.actor.world_size + self.spec.rollout.replicas
+        return {
+            "train/staleness_mean": sum(ages) / max(len(ages), 1),
+            "train/staleness_max": float(max(ages, default=0)),
+            "rollout/filtered_groups": float(taken.filtered),
+            "rollout/stale_groups": float(taken.stale),
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/tokens_per_second_per_device": tokens / seconds / devices,
+            **self.sync_metrics,
+        }
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        values = {"policy_version": self.version, "epoch": self.epoch, **metrics, **self.timers.seconds}
+        self.trackers.log(self.step, values)
+        self.board.set(metrics={key: value for key, value in values.items() if isinstance(value, int | float)})
+
+
+GRPORunner = ReasoningRunner

@@ -1,0 +1,206 @@
+"""What the run tells about itself: phase, step, metrics, members, waits. Read by `/status`, written by the loop and the hub."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from rl_core.api.job import RLJobSpec
+from rl_core.runner.stall import StallDetector, Wait
+from rl_core.workers.group import Cluster
+
+
+class Phase(StrEnum):
+    """STARTING -> (GENERATING -> TRAINING -> SYNCING -> VALIDATING | CHECKPOINTING)* -> FINISHED or FAILED; DEGRADED while short of rollouts."""
+
+    STARTING = "Starting"
+    GENERATING = "Generating"
+    TRAINING = "Training"
+    SYNCING = "Syncing"
+    VALIDATING = "Validating"
+    CHECKPOINTING = "Checkpointing"
+    DEGRADED = "Degraded"
+    FINISHED = "Finished"
+    FAILED = "Failed"
+
+
+def now_text() -> str:
+    """Return the present time, RFC 3339, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class StatusBoard:
+    """The run's present state; any thread may read it."""
+
+    def __init__(self, spec: RLJobSpec, cluster: Cluster, *, epoch: int) -> None:
+        """Describe the run of `spec` on `cluster` under `epoch`."""
+        self._spec = spec
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._stall = StallDetector(spec.failure_policy.stall.seconds)
+        self._phase = Phase.STARTING
+        self._phase_since = time.monotonic()
+        self._loop_progress = 0
+        self._facts: dict[str, Any] = {
+            "schema": 1,
+            "epoch": epoch,
+            "step": 0,
+            "totalSteps": spec.algorithm.steps,
+            "policyVersion": 0,
+            "reward": None,
+            "metrics": {},
+            "checkpoint": {},
+            "failures": {},
+            "failure": None,
+            "startTime": now_text(),
+            "lastProgress": now_text(),
+            "appliedGeneration": 0,
+        }
+        self.ledger_metrics: Callable[[], Mapping[str, float]] = dict
+        self.channels: Callable[[], list[dict[str, Any]]] = list
+
+    @property
+    def phase(self) -> Phase:
+        """Return the present phase."""
+        return self._phase
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Be in `phase` while the block runs, then in the one before."""
+        before = self._enter(phase)
+        try:
+            yield
+        finally:
+            self._enter(before)
+
+    def _enter(self, phase: Phase) -> Phase:
+        with self._lock:
+            before, self._phase, self._phase_since = self._phase, phase, time.monotonic()
+            self._loop_progress += 1
+            if Phase.DEGRADED in (before, phase):
+                self._stall.reset()
+            return before
+
+    def set(self, **facts: Any) -> None:
+        """Change facts, names as in `/status`."""
+        with self._lock:
+            self._facts.update(facts, lastProgress=now_text())
+            self._loop_progress += 1
+
+    def count_failure(self, role: str, kind: str) -> None:
+        """Count a failure of a role (`failures_total{role,kind}`)."""
+        with self._lock:
+            failures = self._facts["failures"]
+            failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
+
+    def end(self, phase: Phase, failure: Mapping[str, Any] | None = None) -> None:
+        """Enter a final phase."""
+        self._enter(phase)
+        self.set(failure=dict(failure) if failure else None, completionTime=now_text())
+
+    def step_took(self, seconds: float) -> None:
+        """Remember a step's duration for the stall bound."""
+        self._stall.step_took(seconds)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return `/status` (runtime.md 8.5, protocol.md 3)."""
+        members = list(self._cluster.members())
+        with self._lock:
+            progress = self._loop_progress + sum(sum(m.progress.values()) for m in members)
+            finished = self._phase in (Phase.FINISHED, Phase.FAILED)
+            stall = (
+                None
+                if finished
+                else self._stall.report(progress, self._waits(members), missing_pods=self._missing(members))
+            )
+            facts = dict(self._facts)
+        return facts | {
+            "phase": self._phase.value,
+            "roles": [self._role(role, members) for role in ("actor", "rollout", "env")],
+            "members": [
+                {
+                    "pod": m.pod,
+                    "name": m.name,
+                    "role": m.role,
+                    "index": m.rank,
+                    "state": m.state,
+                    "policyVersion": m.policy_version,
+                    "deviceUuids": list(m.device_uuids),
+                }
+                for m in members
+            ],
+            "waits": [
+                {"who": w.who, "on": w.on, "what": w.what, "seconds": round(w.since_seconds, 1)}
+                for w in self._waits(members)
+            ],
+            "ledger": dict(self.ledger_metrics()),
+            "channels": self.channels(),
+            "stall": stall,
+        }
+
+    def _role(self, role: str, members: list[Any]) -> dict[str, Any]:
+        alive = [m for m in members if m.role == role and m.state != "lost"]
+        ready = [m for m in alive if m.state in ("ready", "serving", "updating")]
+        versions: dict[str, int] = {}
+        for member in alive:
+            versions[str(member.policy_version)] = versions.get(str(member.policy_version), 0) + 1
+        current = self._facts["policyVersion"]
+        lag = max((current - m.policy_version for m in ready), default=0) if role == "rollout" else 0
+        return {
+            "name": role,
+            "desired": self._desired(role),
+            "ready": len(ready),
+            "lost": sum(m.role == role and m.state == "lost" for m in members),
+            "versions": versions if role == "rollout" else {},
+            "lag": max(lag, 0),
+        }
+
+    def _desired(self, role: str) -> int:
+        return {
+            "actor": self._spec.actor.world_size,
+            "rollout": self._spec.rollout.replicas,
+            "env": self._spec.env.replicas,
+        }[role]
+
+    def _missing(self, members: list[Any]) -> list[str]:
+        if self._phase not in (Phase.STARTING, Phase.DEGRADED):
+            return []
+        here = {m.name for m in members if m.state != "lost"}
+        return [
+            f"{role}:{i}"
+            for role in ("actor", "rollout", "env")
+            for i in range(self._desired(role))
+            if f"{role}:{i}" not in here
+        ]
+
+    def _waits(self, members: list[Any]) -> list[Wait]:
+        """Return the waits-for graph: members' declared waits and the runner's own phase."""
+        edges = [
+            Wait(
+                who=m.name,
+                on=str(m.wait["on"]),
+                what=str(m.wait["what"]),
+                since_seconds=float(m.wait.get("since_seconds", 0.0)),
+            )
+            for m in members
+            if m.wait and m.state != "lost"
+        ]
+        on = {
+            Phase.GENERATING: "rollout",
+            Phase.VALIDATING: "rollout",
+            Phase.TRAINING: "actor",
+            Phase.SYNCING: "rollout",
+        }.get(self._phase)
+        if on is not None:
+            edges.append(
+                Wait(
+                    who="runner",
+                    on=on,
+                    what=self._phase.value.lower(),
+                    since_seconds=time.monotonic() - self._phase_since,
+                )
+            )
+        return edges
