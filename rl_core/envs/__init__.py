@@ -1,1 +1,1 @@
-"""Environments and rewards; user code runs only here."""
+"""Environments: they answer and score message logs; user code runs in child processes of the env worker only."""

@@ -1,0 +1,112 @@
+"""What every environment shares: the interface, its configuration base and the making of an `EnvironmentReturn`.
+
+Arrays: built-in environments answer with `rewards` and `terminateds` as torch tensors (float32, bool, shape [B]) in a
+process that has imported torch, and as numpy arrays of the same type elsewhere, so that env processes never load torch.
+Rewards that hold a None (not applicable: the sample is masked) stay a list.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+
+from rl_core.api.base import Spec
+from rl_core.api.errors import ConfigError
+from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+
+__all__ = [
+    "EnvConfig",
+    "EnvironmentInterface",
+    "EnvironmentReturn",
+    "Log",
+    "bool_array",
+    "float_array",
+    "last_assistant_text",
+    "parse_config",
+    "prompt_text",
+    "single_turn_return",
+]
+
+Log = Sequence[Mapping[str, Any]]
+"""One message log; only `role` and `content` are looked at."""
+
+Model = TypeVar("Model", bound=Spec)
+
+
+class EnvConfig(Spec):
+    """Base of the configuration models of environments: camelCase in YAML, unknown fields are errors."""
+
+
+def parse_config(model: type[Model], cfg: Any, *, where: str = "env.options") -> Model:
+    """Return `cfg` (an instance, a mapping or None) as `model`.
+
+    Raises ConfigError with every problem as `field: rule, got value`.
+    """
+    if isinstance(cfg, model):
+        return cfg
+    try:
+        return model.model_validate({} if cfg is None else dict(cfg))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_problems(error, model, where))) from error
+
+
+def _problems(error: ValidationError, model: type[Spec], where: str) -> list[str]:
+    known = ", ".join(sorted(field.alias or name for name, field in model.model_fields.items()))
+    problems = []
+    for item in error.errors(include_url=False):
+        path = ".".join([where, *map(str, item["loc"])])
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{path}: unknown field, got {item['input']!r}; known fields are {known or 'none'}")
+        elif item["type"] == "missing":
+            problems.append(f"{path}: is required, got nothing; add it")
+        else:
+            problems.append(f"{path}: {item['msg']}, got {item['input']!r}; correct it")
+    return problems
+
+
+def last_assistant_text(log: Log) -> str:
+    """Return the content of the last assistant message, "" where there is none."""
+    return next((str(m["content"]) for m in reversed(log) if m["role"] == "assistant"), "")
+
+
+def prompt_text(log: Log) -> str:
+    """Return the contents before the first assistant message, joined by newlines."""
+    texts: list[str] = []
+    for message in log:
+        if message["role"] == "assistant":
+            break
+        texts.append(str(message["content"]))
+    return "\n".join(texts)
+
+
+def float_array(values: Sequence[float]) -> Any:
+    """Return `values` as float32 [B]: a torch tensor where torch is loaded, else numpy."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"].tensor(list(values), dtype=sys.modules["torch"].float32)
+    return np.asarray(values, dtype=np.float32)
+
+
+def bool_array(values: Sequence[bool]) -> Any:
+    """Return `values` as bool [B]: a torch tensor where torch is loaded, else numpy."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"].tensor(list(values), dtype=sys.modules["torch"].bool)
+    return np.asarray(values, dtype=np.bool_)
+
+
+def single_turn_return(
+    rewards: Sequence[float | None],
+    metadata: Sequence[dict[str, Any] | None],
+    answers: list[str | None] | None = None,
+) -> EnvironmentReturn:
+    """Return the answer of an environment that scores one completion and ends: no text, no stops, all terminated."""
+    scored = [reward for reward in rewards if reward is not None]
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": ""} for _ in rewards],
+        metadata=list(metadata),
+        next_stop_strings=None,
+        rewards=float_array(scored) if len(scored) == len(rewards) else list(rewards),
+        terminateds=bool_array([True] * len(rewards)),
+        answers=answers,
+    )

@@ -1,0 +1,282 @@
+"""The child processes of one env worker and how rows reach them.
+
+Batching. Rows of all concurrent calls wait in one queue; a free process takes as many rows of one task as are its share,
+so that one call of user code scores many rows. A row that failed together with others is tried once more, alone:
+
+    a batch raises               -> each of its rows is tried alone; one that raises alone is a RolloutDataFailure
+    a batch passes its deadline  -> process killed and replaced, each row tried alone; alone again: RolloutTimeout,
+                                    and RolloutDataFailure when the same sample does it a second time
+    a batch's process dies       -> likewise; alone again: InfrastructureError, the third time RolloutDataFailure
+
+A row called alone fails at once, and a sample with such a failure is not put into a batch again until it succeeds. So one
+bad row fails no other. The cost is bounded: a row is in at most two calls, and a row without an answer `patience` seconds
+(twice envStep and a start) after its arrival is answered with RolloutTimeout wherever it stands.
+
+Stickiness. Rows of a key go to the process that served the key before, until its episode terminates or the process is
+replaced. The state of an episode lives in the metadata an environment returns; what it keeps in the process is a cache.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InfrastructureError,
+    RLJobError,
+    RolloutDataFailure,
+    RolloutTimeout,
+    error_types,
+)
+from rl_core.envs.process import EnvProcess, EnvSource
+from rl_core.envs.waiting import REMEMBERED, Row, Suspects, WaitingRow, pop_batch
+
+MAX_BATCH = 256
+"""Rows of one call of user code."""
+START_PATIENCE_SECONDS = 30.0
+RETRY_START_SECONDS = (0.1, 0.5, 2.0, 5.0)
+
+logger = logging.getLogger(__name__)
+Event = Callable[[str, int, int], None]
+"""f("started" | "ended", pid, index of the process in the pool)."""
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A place for one process: STARTING -> IDLE <-> BUSY -> STARTING (replaced)."""
+
+    index: int
+    process: EnvProcess | None = None
+    own: deque[WaitingRow] = field(default_factory=deque)
+    """Rows whose key this process served before."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    busy_since: float | None = None
+    starts: int = 0
+
+
+class EnvPool:
+    """Runs an environment in `processes` children; every row is answered, by a result or by a typed error."""
+
+    def __init__(
+        self,
+        source: EnvSource,
+        *,
+        processes: int = 1,
+        step_deadline: float,
+        start_deadline: float,
+        on_event: Event | None = None,  # None where nobody keeps a list of processes
+    ) -> None:
+        self._source = source
+        self._step_deadline, self._start_deadline = step_deadline, start_deadline
+        self._on_event = on_event
+        self._slots = [_Slot(index) for index in range(processes)]
+        self._shared: deque[WaitingRow] = deque()
+        self._sticky: OrderedDict[str, tuple[_Slot, int]] = OrderedDict()
+        self._suspects = Suspects()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds after which a row is answered in any case: two steps and a start."""
+        return 2 * self._step_deadline + min(self._start_deadline, START_PATIENCE_SECONDS)
+
+    async def start(self) -> None:
+        """Start all processes. Raises what the first failing one raised: ConfigError, DeadlineExceeded, Infrastructure."""
+        results = await asyncio.gather(*(self._start_process(slot) for slot in self._slots), return_exceptions=True)
+        failure = next((result for result in results if isinstance(result, BaseException)), None)
+        if failure is not None:
+            await self.close()
+            raise failure
+        self._tasks = [asyncio.create_task(self._serve(slot), name=f"env process {slot.index}") for slot in self._slots]
+
+    async def close(self) -> None:
+        """Kill all processes; rows that wait are answered with InfrastructureError."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._fail_queued("the env worker was closed")
+        for slot in self._slots:
+            await self._end_process(slot)
+
+    def status(self) -> dict[str, Any]:
+        """Return the processes (pid, seconds in the present call, starts), the number of queued rows and the counters."""
+        now = time.monotonic()
+        processes = [
+            {
+                "pid": slot.process.pid if slot.process else None,
+                "busy_seconds": None if slot.busy_since is None else round(now - slot.busy_since, 3),
+                "starts": slot.starts,
+            }
+            for slot in self._slots
+        ]
+        queued = len(self._shared) + sum(len(slot.own) for slot in self._slots)
+        return {"processes": processes, "queued": queued, "counters": dict(self.counters)}
+
+    async def step_rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Return one answer per row, in order; a row's failure is {"error": {type, message}} and fails no other row."""
+        waiting = [self._waiting(row) for row in rows]
+        if not waiting:
+            return []
+        self.counters["rows"] += len(waiting)
+        self._enqueue(waiting)
+        try:
+            await asyncio.wait([entry.answer for entry in waiting], timeout=self.patience)
+            for entry in waiting:
+                if entry.open:
+                    entry.fail(RolloutTimeout, self._no_answer())
+        finally:
+            for entry in waiting:
+                entry.answer.cancel()  # a caller that gave up leaves no row behind; answered rows are not touched
+        return [entry.answer.result() for entry in waiting]
+
+    def _waiting(self, row: Row) -> WaitingRow:
+        key = row.get("key") or ""
+        messages = [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
+        return WaitingRow(
+            payload={"messages": messages, "metadata": row.get("metadata")},
+            key=key,
+            task=row.get("task_name"),
+            alone=key in self._suspects,
+            answer=asyncio.get_running_loop().create_future(),
+        )
+
+    def _enqueue(self, rows: Iterable[WaitingRow]) -> None:
+        for row in rows:
+            slot, starts = self._sticky.get(row.key, (None, 0))
+            served_before = slot is not None and slot.process is not None and slot.starts == starts
+            (slot.own if slot is not None and served_before else self._shared).append(row)
+        for slot in self._slots:
+            slot.wake.set()
+
+    def _no_answer(self) -> str:
+        busy = sum(1 for slot in self._slots if slot.busy_since is not None)
+        return (
+            f"{self._source.label} must answer a row within {self.patience:g} s (twice runtime.deadlines.envStep and a "
+            f"start), got nothing while {busy} of {len(self._slots)} processes were busy; raise env.processes or envStep"
+        )
+
+    async def _serve(self, slot: _Slot) -> None:
+        """Serve rows with one process after another until cancelled."""
+        failures = 0
+        while True:
+            if slot.process is None:
+                try:
+                    await self._start_process(slot)
+                except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
+                    logger.error("env process %d could not be replaced: %s", slot.index, error)
+                    if all(other.process is None for other in self._slots):
+                        self._fail_queued(f"no process could be started: {error}")
+                    await asyncio.sleep(RETRY_START_SECONDS[min(failures, len(RETRY_START_SECONDS) - 1)])
+                    failures += 1
+                    continue
+            failures = 0
+            batch = await self._take(slot)
+            if batch:
+                await self._call(slot, batch)
+
+    async def _take(self, slot: _Slot) -> list[WaitingRow]:
+        """Wait for rows and return a batch of one task; nothing when the process ended while idle (it is put away)."""
+        process = slot.process
+        assert process is not None, "bug: a slot without a process takes rows"
+        while process.alive:
+            batch = pop_batch(slot.own, MAX_BATCH) or pop_batch(self._shared, self._share())
+            if batch:
+                slot.busy_since = time.monotonic()
+                return batch
+            slot.wake.clear()
+            await process.ended_or(slot.wake)
+        logger.warning("env process %d (pid %d) ended while idle; it is replaced", slot.index, process.pid)
+        self.counters["deaths"] += 1
+        await self._end_process(slot)
+        return []
+
+    def _share(self) -> int:
+        idle = sum(1 for slot in self._slots if slot.process is not None and slot.busy_since is None)
+        return min(MAX_BATCH, -(-len(self._shared) // max(1, idle)))
+
+    async def _call(self, slot: _Slot, batch: list[WaitingRow]) -> None:
+        """Have the slot's process answer `batch`, and settle its rows whatever happens."""
+        process = slot.process
+        assert process is not None, "bug: a slot without a process calls"
+        self.counters["calls"] += 1
+        try:
+            answer = await process.call([row.payload for row in batch], deadline=self._step_deadline)
+        except RolloutTimeout as error:
+            self._broke(slot, batch, "timeouts", str(error), self._suspects.timed_out)
+        except InfrastructureError as error:
+            self._broke(slot, batch, "deaths", str(error), self._suspects.died)
+        except (TypeError, ValueError) as error:
+            self._failed(batch, RolloutDataFailure, f"{self._source.label}: metadata cannot travel to the process: {error}")
+        else:
+            if "error" in answer:
+                kind = error_types().get(answer["error"]["type"], RolloutDataFailure)
+                self._failed(batch, kind, answer["error"]["message"])
+            else:
+                self._succeeded(slot, batch, answer["rows"])
+        finally:
+            slot.busy_since = None
+            if not process.alive:
+                await self._end_process(slot)
+
+    def _succeeded(self, slot: _Slot, batch: list[WaitingRow], answers: list[Row]) -> None:
+        for row, answer in zip(batch, answers, strict=True):
+            self._suspects.clear(row.key)
+            self._sticky.pop(row.key, None)
+            if row.key and not answer["terminated"]:
+                self._sticky[row.key] = (slot, slot.starts)
+                if len(self._sticky) > REMEMBERED:
+                    self._sticky.popitem(last=False)
+            row.resolve(answer)
+
+    def _failed(self, batch: list[WaitingRow], kind: type[RLJobError], message: str) -> None:
+        """Settle rows whose call was answered with an error: one row fails, several are tried alone."""
+        if len(batch) > 1:
+            self._try_alone(batch)
+            return
+        self.counters["data_failures"] += 1
+        batch[0].fail(kind, message)
+
+    def _broke(
+        self, slot: _Slot, batch: list[WaitingRow], counter: str, message: str, strike: Callable[[WaitingRow, str], None]
+    ) -> None:
+        """Settle rows whose call cost the process: one row fails, several are tried alone."""
+        self.counters[counter] += 1
+        logger.warning("env process %d is replaced: %s", slot.index, message)
+        if len(batch) > 1:
+            self._try_alone(batch)
+        else:
+            strike(batch[0], message)
+
+    def _try_alone(self, batch: list[WaitingRow]) -> None:
+        for row in batch:
+            row.alone = True
+        self._enqueue(row for row in batch if row.open)
+
+    async def _start_process(self, slot: _Slot) -> None:
+        slot.process = await EnvProcess.start(self._source, deadline=self._start_deadline)
+        slot.starts += 1
+        self.counters["starts"] += 1
+        if self._on_event is not None:
+            self._on_event("started", slot.process.pid, slot.index)
+
+    async def _end_process(self, slot: _Slot) -> None:
+        """Put the slot's process away; rows that waited for it wait for any."""
+        process, slot.process = slot.process, None
+        if process is not None:
+            await process.kill()
+            if self._on_event is not None:
+                self._on_event("ended", process.pid, slot.index)
+        orphans, slot.own = list(slot.own), deque()
+        self._enqueue(orphans)
+
+    def _fail_queued(self, message: str) -> None:
+        for queue in (self._shared, *(slot.own for slot in self._slots)):
+            while queue:
+                queue.popleft().fail(InfrastructureError, f"{self._source.label}: {message}")

@@ -1,0 +1,78 @@
+"""`reasoning_gym`: one turn, scored by the task's own function (a number in [0, 1], partial credit where it gives it).
+
+The rows' metadata say which task and entry they are (`rl_core.data.reasoning_gym.generate_entries`; the data reference
+`reasoning-gym://task` puts it under `metadata`), so that one environment serves any mixture of tasks.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.api.errors import ConfigError, RolloutDataFailure
+from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.data.reasoning_gym import scorer, task_names
+from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, single_turn_return
+from rl_core.envs.registry import describe
+
+
+class ReasoningGymConfig(EnvConfig):
+    """Options of `reasoning_gym`."""
+
+    answer_tag: str | None = None
+    """The answer is the text inside the last <tag>...</tag>, without one it is missing; null = the whole completion."""
+    min_score: float | None = None
+    """Scores below it become 0 (some tasks give a little for any text); null = the task's score as it is."""
+
+
+class ReasoningGymEnvironment(EnvironmentInterface):
+    """Scores the last assistant text of each log; always terminates."""
+
+    config_model = ReasoningGymConfig
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.config = parse_config(ReasoningGymConfig, cfg)
+        task_names()
+        tag = self.config.answer_tag
+        self._tag = None if tag is None else re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
+
+    def step(
+        self, message_log_batch: Sequence[Log], metadata_batch: Sequence[dict[str, Any] | None]
+    ) -> EnvironmentReturn:
+        """Return rewards [B]. Raises RolloutDataFailure for metadata without an entry and for a crash of the scorer."""
+        answers = [self._answer(last_assistant_text(log)) for log in message_log_batch]
+        rewards = [
+            self._score(row, answer, metadata)
+            for row, (answer, metadata) in enumerate(zip(answers, metadata_batch, strict=True))
+        ]
+        return single_turn_return(rewards, metadata_batch, answers)
+
+    def _answer(self, completion: str) -> str | None:
+        if self._tag is None:
+            return completion.strip() or None
+        found = self._tag.findall(completion)
+        return found[-1].strip() if found else None
+
+    def _score(self, row: int, answer: str | None, metadata: dict[str, Any] | None) -> float:
+        problem = _problem(metadata)
+        if problem is None:
+            raise RolloutDataFailure(
+                f"environment reasoning_gym, row {row}: metadata must hold task and entry, got keys "
+                f"{sorted(metadata or {})}; take the prompts from reasoning-gym://TASK?size=N"
+            )
+        try:
+            score = float(scorer(problem["task"], problem.get("config"))(answer, problem["entry"]))
+        except ConfigError as error:
+            raise RolloutDataFailure(f"environment reasoning_gym, row {row}: {error}") from error
+        except Exception as error:  # 100 scorers of a library
+            raise RolloutDataFailure(
+                f"environment reasoning_gym, row {row}: the scorer of {problem['task']} failed on {answer!r}: {describe(error)}"
+            ) from error
+        least = self.config.min_score
+        return 0.0 if least is not None and score < least else score
+
+
+def _problem(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    for candidate in (metadata, (metadata or {}).get("metadata")):
+        if isinstance(candidate, dict) and "task" in candidate and "entry" in candidate:
+            return candidate
+    return None

@@ -1,0 +1,95 @@
+"""`reward`: a user function scores the completions: f(prompts, completions, **columns) -> list[float | None].
+
+`prompts` and `completions` are texts. The columns are the keys of the rows' metadata (the data file's columns), as lists
+of length B with None where a row has no such key, and `messages`, the logs as lists of {role, content}. A function
+without `**columns` gets only those it names. None in the result = not applicable: the sample is masked.
+"""
+
+import inspect
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from rl_core.api.errors import RolloutDataFailure
+from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, prompt_text, single_turn_return
+from rl_core.envs.registry import describe, load_reward
+from rl_core.envs.scores import check_scores
+
+Metadata = Sequence[dict[str, Any] | None]
+
+
+class RewardConfig(EnvConfig):
+    """Options of `reward`."""
+
+    reward: str = Field(min_length=1)
+    """`module:function` or a registered reward; `env.reward` in a job."""
+
+
+class RewardEnvironment(EnvironmentInterface):
+    """Scores by a user function, one turn; an exception, a NaN or a wrong length raises RolloutDataFailure, never 0."""
+
+    config_model = RewardConfig
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.config = parse_config(RewardConfig, cfg)
+        self._function = load_reward(self.config.reward)
+        self._parameters = _named_parameters(self._function)
+
+    def step(
+        self, message_log_batch: Sequence[Log], metadata_batch: Metadata
+    ) -> EnvironmentReturn | Awaitable[EnvironmentReturn]:
+        """Return rewards [B], or an awaitable of them when the function is asynchronous."""
+        completions = [last_assistant_text(log) for log in message_log_batch]
+        prompts = [prompt_text(log) for log in message_log_batch]
+        columns = self._columns(message_log_batch, metadata_batch)
+        try:
+            scores = self._function(prompts, completions, **columns)
+        except Exception as error:  # user code may raise anything
+            raise self._failure(error) from error
+        if inspect.isawaitable(scores):
+            return self._later(scores, metadata_batch)
+        return self._answer(scores, metadata_batch)
+
+    async def _later(self, scores: Awaitable[Any], metadata_batch: Metadata) -> EnvironmentReturn:
+        try:
+            result = await scores
+        except Exception as error:  # user code may raise anything
+            raise self._failure(error) from error
+        return self._answer(result, metadata_batch)
+
+    def _answer(self, scores: Any, metadata_batch: Metadata) -> EnvironmentReturn:
+        rewards = check_scores(scores, len(metadata_batch), what=f"reward {self.config.reward}")
+        return single_turn_return(rewards, metadata_batch)
+
+    def _columns(self, logs: Sequence[Log], metadata_batch: Metadata) -> dict[str, list[Any]]:
+        names = list(dict.fromkeys(key for metadata in metadata_batch for key in metadata or ()))
+        columns = {name: [(metadata or {}).get(name) for metadata in metadata_batch] for name in names}
+        columns["messages"] = [[{"role": m["role"], "content": m["content"]} for m in log] for log in logs]
+        if self._parameters is None:
+            return {name: column for name, column in columns.items() if name not in ("prompts", "completions")}
+        missing = [name for name, required in self._parameters.items() if required and name not in columns]
+        if missing:
+            raise RolloutDataFailure(
+                f"reward {self.config.reward} needs the column {missing[0]!r}, got columns {sorted(columns)}; "
+                "add it to the data or give the parameter a default"
+            )
+        return {name: columns[name] for name in self._parameters if name in columns}
+
+    def _failure(self, error: Exception) -> RolloutDataFailure:
+        if isinstance(error, RolloutDataFailure):
+            return error
+        return RolloutDataFailure(f"reward {self.config.reward} must return a score, it raised {describe(error)}; correct it")
+
+
+def _named_parameters(function: Any) -> dict[str, bool] | None:
+    """Return the columns `function` names and whether each is required; None when it takes any."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {parameter.name: parameter.default is parameter.empty for parameter in named}

@@ -1,0 +1,64 @@
+"""Rows of the env workers' RPC from what an environment returned, as plain values.
+
+A row: {observation: {role, content}, metadata, stop_strings, reward, terminated, answer}; `reward` is a number, a dict
+name -> number, or None (not applicable).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_core.api.errors import RolloutDataFailure
+from rl_core.envs.scores import check_scores
+
+FIELDS = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
+Row = dict[str, Any]
+
+
+def rows_of(result: Any, rows: int, *, what: str) -> list[Row]:
+    """Return `rows` rows of an EnvironmentReturn (or a tuple of its six fields).
+
+    Raises RolloutDataFailure naming `what`, the field and the row where a length, a type or a number is wrong.
+    """
+    observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
+    columns = {
+        "observation": [_observation(o, row, what) for row, o in enumerate(_column(observations, rows, "observations", what))],
+        "metadata": _column(metadata, rows, "metadata", what, optional=True),
+        "stop_strings": _column(stops, rows, "next_stop_strings", what, optional=True),
+        "reward": _rewards(rewards, rows, what),
+        "terminated": [bool(flag) for flag in _column(terminateds, rows, "terminateds", what)],
+        "answer": _column(answers, rows, "answers", what, optional=True),
+    }
+    return [{name: column[row] for name, column in columns.items()} for row in range(rows)]
+
+
+def _fields(result: Any, what: str) -> Sequence[Any]:
+    if all(hasattr(result, name) for name in FIELDS):
+        return [getattr(result, name) for name in FIELDS]
+    if isinstance(result, tuple | list) and len(result) == len(FIELDS):
+        return result
+    raise RolloutDataFailure(f"{what}: step must return an EnvironmentReturn, got {type(result).__name__}; return one")
+
+
+def _column(values: Any, rows: int, name: str, what: str, *, optional: bool = False) -> list[Any]:
+    if values is None and optional:
+        return [None] * rows
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise RolloutDataFailure(f"{what}: {name} must be a list of {rows}, got {type(values).__name__}; return one per row")
+    if len(values) != rows:
+        raise RolloutDataFailure(f"{what}: {name} must have one entry per row ({rows}), got {len(values)}; return one per row")
+    return list(values)
+
+
+def _observation(value: Any, row: int, what: str) -> dict[str, str]:
+    if isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str):
+        return {"role": value["role"], "content": value["content"]}
+    raise RolloutDataFailure(f"{what}, row {row}: an observation must be {{role, content}} of text, got {value!r}; return that")
+
+
+def _rewards(rewards: Any, rows: int, what: str) -> list[Any]:
+    if not isinstance(rewards, Mapping):
+        return list(check_scores(rewards, rows, what=f"{what}: rewards"))
+    columns = {str(name): check_scores(values, rows, what=f"{what}: rewards[{name!r}]") for name, values in rewards.items()}
+    return [{name: column[row] for name, column in columns.items()} for row in range(rows)]

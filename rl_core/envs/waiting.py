@@ -1,0 +1,97 @@
+"""Rows that wait for a process of the pool, and the memory of samples that broke one."""
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.api.errors import InfrastructureError, RLJobError, RolloutDataFailure, RolloutTimeout
+
+REMEMBERED = 65_536
+"""Samples remembered per pool; the oldest is forgotten first."""
+TIMEOUTS_OF_A_SAMPLE = 2
+DEATHS_OF_A_SAMPLE = 3
+"""At this number of failures of its own a sample is bad data; a process may also die of something else once or twice."""
+
+Row = dict[str, Any]
+
+
+def error_row(error: BaseException) -> Row:
+    """Return the row that stands for a failure."""
+    return {"error": {"type": type(error).__name__, "message": str(error)}}
+
+
+@dataclass(eq=False, slots=True)
+class WaitingRow:
+    """A row and the future of its answer: WAITING -> in a call -> (WAITING alone -> in a call) -> answered."""
+
+    payload: Row
+    """{messages, metadata}, as the child gets it."""
+    key: str
+    """Sample id; "" where the caller gave none."""
+    task: str | None
+    alone: bool
+    """Under suspicion: not to be called together with other rows."""
+    answer: asyncio.Future[Row]
+
+    @property
+    def open(self) -> bool:
+        """Return whether somebody still waits for the answer."""
+        return not self.answer.done()
+
+    def resolve(self, row: Row) -> None:
+        """Answer the row, unless it is answered or given up."""
+        if self.open:
+            self.answer.set_result(row)
+
+    def fail(self, kind: type[RLJobError], message: str) -> None:
+        """Answer the row with an error that names its sample."""
+        self.resolve(error_row(kind(f"sample {self.key}: {message}" if self.key else message)))
+
+
+def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:
+    """Take up to `limit` open rows of one task from the head of `queue`; a row under suspicion comes alone."""
+    batch: list[WaitingRow] = []
+    while queue and len(batch) < limit:
+        head = queue[0]
+        if head.open and batch and (head.alone or batch[0].alone or head.task != batch[0].task):
+            break
+        queue.popleft()
+        if head.open:
+            batch.append(head)
+    return batch
+
+
+class Suspects:
+    """Samples that, called alone, made their process hang or die, and how often."""
+
+    def __init__(self) -> None:
+        self._strikes: OrderedDict[str, Counter[str]] = OrderedDict()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._strikes
+
+    def clear(self, key: str) -> None:
+        """Forget a sample that succeeded."""
+        self._strikes.pop(key, None)
+
+    def timed_out(self, row: WaitingRow, message: str) -> None:
+        """Answer a row whose call, alone, passed its deadline."""
+        self._strike(row, message, "timeout", TIMEOUTS_OF_A_SAMPLE, RolloutTimeout)
+
+    def died(self, row: WaitingRow, message: str) -> None:
+        """Answer a row whose call, alone, ended its process."""
+        self._strike(row, message, "death", DEATHS_OF_A_SAMPLE, InfrastructureError)
+
+    def _strike(self, row: WaitingRow, message: str, what: str, limit: int, kind: type[RLJobError]) -> None:
+        count = 1
+        if row.key:
+            strikes = self._strikes.setdefault(row.key, Counter())
+            strikes[what] += 1
+            count = strikes[what]
+            if len(self._strikes) > REMEMBERED:
+                self._strikes.popitem(last=False)
+        if count >= limit:
+            row.fail(RolloutDataFailure, f"{message}; it did so {count} times with this sample")
+        else:
+            row.fail(kind, message)
