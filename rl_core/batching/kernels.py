@@ -1,0 +1,131 @@
+"""The two inner loops that Python is too slow for: first-fit over bins and largest differencing over parts.
+
+Each kernel is one plain function over numpy arrays. Small inputs run it as it stands (milliseconds, and numba is not
+even imported); large ones run it compiled by numba, cached on disk. Both give equal results, bit for bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+COMPILE_ABOVE = 512
+"""Items above which a kernel is compiled; so many take a few milliseconds of plain Python."""
+
+
+def run(kernel: Callable[..., Ints], items: Ints | Floats, *arguments: Any) -> Ints:
+    """Return `kernel(items, *arguments)`, compiled when there are more than COMPILE_ABOVE items."""
+    return (compiled(kernel) if len(items) > COMPILE_ABOVE else kernel)(items, *arguments)
+
+
+@cache
+def compiled(kernel: Callable[..., Ints]) -> Callable[..., Ints]:
+    """Return `kernel` compiled by numba: cached on disk, or for this process where no cache folder can be written."""
+    import numba
+
+    try:
+        return numba.njit(cache=True)(kernel)  # type: ignore[no-any-return]
+    except (
+        RuntimeError
+    ):  # numba's "no locator available": neither the package's nor the user's cache folder is writable
+        return numba.njit(kernel)  # type: ignore[no-any-return]
+
+
+def first_fit(lengths: Ints, capacity: int) -> Ints:
+    """Return the bin of each item when every item, in order, goes to the first bin with room for it. O(n log n).
+
+    `lengths` [n], all in [1, capacity]. `room` is a tournament tree over the n bins that could exist: a node holds the
+    largest room below it, so that the first bin with enough room is found by one descent.
+    """
+    count = len(lengths)
+    leaves = 1
+    while leaves < count:
+        leaves *= 2
+    room = np.full(2 * leaves, capacity)
+    bins = np.empty(count, np.int64)
+    for item in range(count):
+        length = lengths[item]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        bins[item] = node - leaves
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            largest = max(room[2 * node], room[2 * node + 1])
+            if room[node] == largest:
+                break
+            room[node] = largest
+    return bins
+
+
+def largest_differencing(costs: Floats, order: Ints, parts: int, chunk: int) -> Ints:
+    """Return the part (an arbitrary number in [0, n)) of each item by Karmarkar-Karp largest differencing.
+
+    `costs` [n] >= 0; `order` [n] sorts the items by (-cost, index); `parts` >= 2. A state is a partition of some items into
+    `parts` bags, sorted by (-sum, smallest member); a bag is known by its smallest member. The first states hold `chunk`
+    consecutive items of `order`, one per bag: 1, or `parts` when all parts must have equal size. Then the two states of
+    largest difference (first bag - last bag; ties: smallest member) are joined, first bag onto last, until one is left.
+    Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982); k-way: Korf, IJCAI 2009.
+    """
+    count = len(costs)
+    states = count // chunk
+    total = costs.copy()  # of the bag known by this item
+    following = np.full(count, -1)  # next member of the same bag
+    last = np.arange(count)  # last member of the bag known by this item
+    bags = np.full((states, parts), -1)
+    used = np.full(states, chunk)
+    heap = [(0.0, 0, 0) for _ in range(states)]
+    for state in range(states):
+        bags[state, :chunk] = order[state * chunk : (state + 1) * chunk]
+        smallest = total[bags[state, chunk - 1]] if chunk == parts else 0.0
+        heap[state] = (smallest - total[bags[state, 0]], bags[state, :chunk].min(), state)
+    heapq.heapify(heap)
+
+    while len(heap) > 1:
+        _, lowest, left = heapq.heappop(heap)
+        _, other_lowest, right = heap[0]
+        filled = used[left]
+        for slot in range(used[right]):
+            bag, onto = bags[right, slot], parts - 1 - slot
+            if onto >= used[left]:
+                bags[left, filled] = bag
+                filled += 1
+                continue
+            kept, joined = min(bag, bags[left, onto]), max(bag, bags[left, onto])
+            following[last[kept]] = joined
+            last[kept] = last[joined]
+            total[kept] += total[joined]
+            bags[left, onto] = kept
+        used[left] = filled
+        for slot in range(1, filled):  # insertion sort by (-sum, smallest member)
+            bag = bags[left, slot]
+            to = slot
+            while to > 0:
+                before = bags[left, to - 1]
+                if total[before] > total[bag] or (total[before] == total[bag] and before < bag):
+                    break
+                bags[left, to] = before
+                to -= 1
+            bags[left, to] = bag
+        smallest = total[bags[left, parts - 1]] if filled == parts else 0.0
+        heapq.heapreplace(heap, (smallest - total[bags[left, 0]], min(lowest, other_lowest), left))
+
+    part_of = np.empty(count, np.int64)
+    survivor = heap[0][2]
+    for bag in bags[survivor, : used[survivor]]:
+        item = bag
+        while item >= 0:
+            part_of[item] = bag
+            item = following[item]
+    return part_of
