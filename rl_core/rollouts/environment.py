@@ -1,0 +1,224 @@
+"""The env pods as one environment: `RemoteEnvironment`, called by `multi_turn` inside rollout processes.
+
+One-row steps of one moment of the event loop travel as one `step_rows` call per pod. A sample stays on its pod (its
+episode lives there); a new sample goes to the pod with the fewest rows in flight. A lost pod fails its samples as
+infrastructure: the manager runs them again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl_core.api.errors import (
+    DataError,
+    DeadlineExceeded,
+    InfrastructureError,
+    RemoteError,
+    RLJobError,
+    RolloutDataFailure,
+    RolloutTimeout,
+    error_types,
+)
+from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+
+CALL_MARGIN_S = 10.0
+"""Seconds an env worker gets beyond the step's own deadline, so that its own verdict arrives first."""
+
+
+class EnvClient(Protocol):
+    """What a connection to one env worker must do. Implemented by `transports.rpc.RpcClient`."""
+
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
+        """Return the answer of `method`."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """One step that waits for its call: what is sent, and who waits."""
+
+    key: str
+    payload: dict[str, Any]
+    answer: asyncio.Future[Any]
+
+
+class RemoteEnvironment(EnvironmentInterface):
+    """Steps rows on env workers. `addresses` is a list, or a callable that returns the live list at each call."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str] | Callable[[], Sequence[str]],
+        keys: Any = None,
+        *,
+        step_seconds: float = 120.0,
+        connect: Callable[[str], EnvClient] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """`connect` opens a client (None = an RpcClient with `keys`); `reward_weights` sum rewards given by name."""
+        self._addresses = addresses if callable(addresses) else lambda: addresses
+        self._connect = connect or (lambda address: _rpc_client(address, keys))
+        self._timeout = step_seconds + CALL_MARGIN_S
+        self.reward_weights = dict(reward_weights or {})
+        self._clients: dict[str, EnvClient] = {}
+        self._homes: dict[str, str] = {}
+        self._in_flight: dict[str, int] = {}
+        self._waiting: list[_Row] = []
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def step(
+        self,
+        message_log_batch: Sequence[Sequence[Mapping[str, Any]]],
+        metadata_batch: Sequence[dict[str, Any] | None],
+        *,
+        keys: Sequence[str] | None = None,
+        task_names: Sequence[str | None] | None = None,
+    ) -> EnvironmentReturn:
+        """Return the answers of the rows. Raises the first failed row's typed error, InfrastructureError for a lost pod.
+
+        `keys` (sample ids) keep an episode on its pod; None = each log is its own episode.
+        """
+        count = len(message_log_batch)
+        names = keys or [f"log-{id(log)}" for log in message_log_batch]
+        tasks = task_names or [None] * count
+        rows = [
+            self._enqueue(name, {"key": name, "messages": _plain(log), "metadata": metadata, "task_name": task})
+            for name, log, metadata, task in zip(names, message_log_batch, metadata_batch, tasks, strict=True)
+        ]
+        answers = await asyncio.gather(*rows)
+        return EnvironmentReturn(
+            observations=[answer["observation"] for answer in answers],
+            metadata=[answer["metadata"] for answer in answers],
+            next_stop_strings=[answer.get("stop_strings") for answer in answers],
+            rewards=_columns([answer["reward"] for answer in answers]),
+            terminateds=[bool(answer["terminated"]) for answer in answers],
+            answers=[answer.get("answer") for answer in answers],
+        )
+
+    def release(self, key: str) -> None:
+        """Forget where the sample `key` lives: its episode is over."""
+        self._homes.pop(key, None)
+
+    def close(self) -> None:
+        """Cancel calls in flight and close the connections; idempotent."""
+        for call in list(self._calls):
+            call.cancel()
+        for client in self._clients.values():
+            closing = getattr(client, "close", None)
+            if closing is not None:
+                closing()
+        self._clients.clear()
+
+    def _enqueue(self, key: str, payload: dict[str, Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send)
+        row = _Row(key, payload, loop.create_future())
+        self._waiting.append(row)
+        return row.answer
+
+    def _send(self) -> None:
+        """Send what this moment of the loop has collected, one call per pod."""
+        rows, self._waiting = self._waiting, []
+        by_pod: dict[str, list[_Row]] = {}
+        for row in rows:
+            if row.answer.done():
+                continue
+            try:
+                by_pod.setdefault(self._home(row.key), []).append(row)
+            except InfrastructureError as error:
+                row.answer.set_exception(error)
+        for address, group in by_pod.items():
+            task = asyncio.ensure_future(self._call(address, group))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+
+    def _home(self, key: str) -> str:
+        """Return the pod of the sample, chosen at its first step, and count the row as in flight there."""
+        live = list(self._addresses())
+        address = self._homes.get(key)
+        if address is not None and address not in live:
+            self._homes.pop(key)
+            raise InfrastructureError(f"env worker {address} is lost with the episode of sample {key}; it is run again")
+        if address is None:
+            if not live:
+                raise InfrastructureError("no env worker is ready, got an empty list; wait for one to join")
+            address = min(live, key=lambda one: self._in_flight.get(one, 0))
+            self._homes[key] = address
+        self._in_flight[address] = self._in_flight.get(address, 0) + 1
+        return address
+
+    async def _call(self, address: str, rows: list[_Row]) -> None:
+        try:
+            if address not in self._clients:
+                self._clients[address] = self._connect(address)
+            payload = [row.payload for row in rows]
+            answers = await self._clients[address].call("step_rows", payload, timeout=self._timeout)
+            if len(answers) != len(rows):
+                raise RolloutDataFailure(f"step_rows must answer {len(rows)} rows, got {len(answers)}")
+        except asyncio.CancelledError:
+            self._settle(rows, [InfrastructureError(f"connection to env worker {address} was closed")] * len(rows))
+            raise
+        except Exception as error:  # noqa: BLE001 - task boundary: every waiting row must hear of any failure
+            failure = _call_failure(address, error)
+            for row in rows:
+                self._homes.pop(row.key, None)
+            self._settle(rows, [failure] * len(rows))
+        else:
+            self._settle(rows, answers)
+        finally:
+            self._in_flight[address] -= len(rows)
+
+    @staticmethod
+    def _settle(rows: Sequence[_Row], answers: Sequence[Any]) -> None:
+        for row, answer in zip(rows, answers, strict=True):
+            if row.answer.done():
+                continue
+            if isinstance(answer, BaseException):
+                row.answer.set_exception(answer)
+            elif "error" in answer:
+                row.answer.set_exception(_row_failure(row.key, answer["error"]))
+            else:
+                row.answer.set_result(answer)
+
+
+def _plain(log: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [{"role": str(message["role"]), "content": str(message["content"])} for message in log]
+
+
+def _columns(rewards: list[Any]) -> Any:
+    """Return rewards by name as columns when rows are maps, else the list. All rows of a call are of one task's kind."""
+    maps = [reward for reward in rewards if isinstance(reward, Mapping)]
+    if not maps:
+        return rewards
+    if len(maps) < len(rewards):
+        raise RolloutDataFailure("rewards of one environment must be all numbers or all maps, got both in one step")
+    return {name: [reward.get(name) for reward in maps] for name in dict.fromkeys(n for m in maps for n in m)}
+
+
+def _row_failure(key: str, error: Mapping[str, str]) -> RLJobError:
+    kind = error_types().get(error["type"], RolloutDataFailure)
+    text = f"environment step of sample {key}: {error['message']}"
+    if issubclass(kind, DeadlineExceeded):
+        return RolloutTimeout(text)
+    return kind(text)
+
+
+def _call_failure(address: str, error: Exception) -> RLJobError:
+    """Return the typed failure of a whole call: deadlines and data as such, all else as a lost pod."""
+    text = f"env worker {address}: {type(error).__name__}: {error}"
+    if isinstance(error, DeadlineExceeded):
+        failure: RLJobError = RolloutTimeout(text)
+    elif isinstance(error, DataError | RemoteError):
+        failure = RolloutDataFailure(text)
+    else:
+        failure = InfrastructureError(text)
+    failure.__cause__ = error
+    return failure
+
+
+def _rpc_client(address: str, keys: Any) -> EnvClient:
+    from rl_core.transports.rpc import RpcClient
+
+    return RpcClient(address, keys)

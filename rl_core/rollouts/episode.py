@@ -1,0 +1,141 @@
+"""The state of one sample while it runs: its log, counts, reward and how it ended. Used by `multi_turn` only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.api.records import Completion, FinishReason
+from rl_core.rollouts.base import as_token_tensor
+
+
+class Episode:
+    """RUNNING -> over (terminated, truncated) or out of turns; then `completion()` and `metrics()`."""
+
+    def __init__(self, sample: Mapping[str, Any], *, seed: int, key: str) -> None:
+        """Copy what the sample may change; `key` is the sample id `{group_id}_g{i}`."""
+        self.key = key
+        self.seed = seed
+        self.prompt_idx = sample["idx"]
+        self.task_name = sample.get("task_name")
+        self.log = [_copy_message(message) for message in sample["message_log"]]
+        info = sample.get("extra_env_info")
+        self.env_info = None if info is None else copy.deepcopy(info)
+        self.stop_strings = sample.get("stop_strings")
+        self.loss_multiplier = float(sample.get("loss_multiplier", 1.0))
+        self.reward: float = 0.0
+        self.masked = False
+        self.reward_components: dict[str, float] = {}
+        self.summed_components: dict[str, float] = {}
+        self.terminated = False
+        self.truncated = False
+        self.cut: str | None = None
+        self.max_turns_reached = False
+        self.turn_input_tokens: list[int] = []
+        self.turn_gen_tokens: list[int] = []
+        self.env_tokens = 0
+        self.worker_tokens: dict[int, int] = {}
+        self.versions: list[int] = []
+
+    @property
+    def over(self) -> bool:
+        """Return whether the environment or a limit ended the episode."""
+        return self.terminated or self.truncated
+
+    def add_response(self, assistant: dict[str, Any], input_length: int, generated: Mapping[str, Any]) -> None:
+        """Append the policy's message; a cut generation makes the sample truncated, but it is still scored."""
+        self.log.append(assistant)
+        self.turn_input_tokens.append(input_length)
+        self.turn_gen_tokens.append(len(assistant["token_ids"]))
+        worker = generated["gen_leader_worker_idx"]
+        self.worker_tokens[worker] = self.worker_tokens.get(worker, 0) + generated["gen_tokens"]
+        self.versions += [version for _, _, version in assistant["policy_versions"]]
+        if generated["truncated"]:
+            self.truncated = True
+            limited = generated["finish_reason"] == FinishReason.SEQ_LIMIT.value
+            self.cut = (FinishReason.SEQ_LIMIT if limited else FinishReason.LENGTH).value
+
+    def add_reward(self, reward: float | None) -> None:
+        """Add this turn's reward; None = not applicable, which masks the sample."""
+        if reward is None:
+            self.masked = True
+        else:
+            self.reward += reward
+        for name, value in self.reward_components.items():
+            self.summed_components[name] = self.summed_components.get(name, 0.0) + value
+
+    def add_observation(self, observation: Mapping[str, str], ids: Tensor, room: int, *, terminated: bool) -> None:
+        """Append the observation, cut to `room` tokens; full or cut = truncated, unless the environment ended it."""
+        self.terminated = terminated
+        if len(ids) >= room:
+            ids = ids[: max(0, room)]
+            if not terminated and not self.truncated:
+                self.truncated, self.cut = True, FinishReason.SEQ_LIMIT.value
+        self.env_tokens += len(ids)
+        self.log.append({"role": observation["role"], "content": observation["content"], "token_ids": ids})
+
+    def advance(self, metadata: dict[str, Any] | None, stop_strings: list[list[str] | None] | None) -> None:
+        """Take the environment's metadata and stop strings for the next turn, where it gave any."""
+        if metadata is not None:
+            self.env_info = metadata
+        if stop_strings is not None and stop_strings[0] is not None:
+            self.stop_strings = stop_strings[0]
+
+    @property
+    def finish_reason(self) -> str:
+        """Return the first reason that matches (rollouts.md 1)."""
+        if self.cut is not None:
+            return self.cut
+        if self.terminated:
+            return FinishReason.TERMINATED.value
+        return (FinishReason.MAX_TURNS if self.max_turns_reached else FinishReason.STOP).value
+
+    def completion(self, *, default_version: int) -> Completion:
+        """Return the sample; its versions are those of its tokens, `default_version` where it has none."""
+        versions = self.versions or [default_version]
+        return Completion(
+            message_log=self.log,  # type: ignore[arg-type]
+            env_extras=self.env_info,
+            truncated=self.truncated,
+            reward=float("nan") if self.masked else self.reward,
+            finish_reason=self.finish_reason,
+            policy_versions=(min(versions), max(versions)),
+            loss_multiplier=0.0 if self.masked else self.loss_multiplier,
+            metrics={"turns": len(self.turn_gen_tokens), "gen_tokens": sum(self.turn_gen_tokens)}
+            | {f"reward/{name}": value for name, value in self.summed_components.items()},
+            seed=self.seed,
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the raw numbers of the sample, aggregated per group."""
+        totals = [a + b for a, b in zip(self.turn_input_tokens, self.turn_gen_tokens, strict=True)]
+        return {
+            "turn_count": len(self.turn_gen_tokens),
+            "assistant_tokens": sum(self.turn_gen_tokens),
+            "env_tokens": self.env_tokens,
+            "max_turns_reached": self.max_turns_reached,
+            "turn_gen_tokens": self.turn_gen_tokens,
+            "turn_input_tokens": self.turn_input_tokens,
+            "turn_total_tokens": totals,
+            "per_worker_token_counts": self.worker_tokens,
+        }
+
+
+def _copy_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy; arrays become tensors with storage of their own."""
+    copied: dict[str, Any] = {}
+    for key, value in message.items():
+        if key == "token_ids":
+            ids = as_token_tensor(value)
+            copied[key] = ids.clone()
+        elif isinstance(value, str):
+            copied[key] = value
+        elif hasattr(value, "dtype"):
+            copied[key] = torch.as_tensor(value).clone()
+        else:
+            copied[key] = copy.deepcopy(value)
+    return copied

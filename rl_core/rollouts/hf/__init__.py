@@ -1,0 +1,1 @@
+"""Generation with Hugging Face models over a static KV cache."""

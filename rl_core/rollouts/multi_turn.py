@@ -1,0 +1,291 @@
+"""One prompt group by turns of policy and environment: `AsyncRolloutImpl`, called by the manager.
+
+A sample: prompt -> generate -> environment -> observation -> generate ... until the environment ends it, generation is
+cut, or the turns are used up. All samples of a group run at once; the first failure cancels its siblings.
+Invariants: generated ids are stored as sampled and never encoded again; nothing is shared between samples; a failure is
+raised, never turned into a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.api.errors import (
+    DeadlineExceeded,
+    GenerationUnavailable,
+    RolloutConfigError,
+    RolloutDataFailure,
+)
+from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, PromptGroupRecord
+from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, as_token_tensor, sample_seed
+from rl_core.rollouts.episode import Episode
+from rl_core.rollouts.retry import FailureKind, classify_failure, deadline
+from rl_core.rollouts.scoring import calculate_rewards, one_reward
+from rl_core.rollouts.statistics import add_counts, percentile, prefixed, summarize
+
+__all__ = ["AsyncRolloutImpl", "calculate_rewards", "percentile", "summarize"]
+
+TIMERS = "timing/rollout"
+_SAMPLING: ContextVar[dict[str, Any] | None] = ContextVar("sampling of the running sample", default=None)
+
+
+class AsyncRolloutImpl:
+    """Runs prompt groups against a generation backend and text environments."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        task_to_env: Mapping[Any, Any],
+        num_generations_per_prompt: int,
+        max_seq_len: int,
+        policy_generation: GenerationInterface,
+        max_rollout_turns: int = 999999,
+        *,
+        seed: int = 0,
+        env_step_seconds: float = 120.0,
+        greedy: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """`seed` is algorithm.seed; `env_step_seconds` bounds one environment step; `greedy` takes the likeliest token.
+
+        Raises RolloutConfigError for a bad setting or a keyword that is not honoured.
+        """
+        if max_rollout_turns < 1:
+            raise RolloutConfigError(f"max_rollout_turns must be >= 1, got {max_rollout_turns}; raise it")
+        if kwargs:
+            raise RolloutConfigError(f"AsyncRolloutImpl does not know {', '.join(sorted(kwargs))}; remove them")
+        self.tokenizer = tokenizer
+        self.task_to_env = task_to_env
+        self.num_generations_per_prompt = num_generations_per_prompt
+        self.max_seq_len = max_seq_len
+        self.policy_generation = policy_generation
+        self.max_rollout_turns = max_rollout_turns
+        self.seed = seed
+        self.env_step_seconds = env_step_seconds
+        self.greedy = greedy
+
+    async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
+        """Return the group of `input_sample`; raises the first failure after all siblings have ended."""
+        started = time.perf_counter()
+        start_version = self.policy_generation.policy_version
+        results = await self._gather(input_sample)
+        ran = time.perf_counter()
+        completions = [completion for completion, _ in results]
+        metrics = self._aggregate_rollout_metrics(completions, [metrics for _, metrics in results])
+        ended = time.perf_counter()
+        metrics[f"{TIMERS}/total"] = ended - started
+        metrics[f"{TIMERS}/run_rollouts"] = ran - started
+        metrics[f"{TIMERS}/aggregate_metrics"] = ended - ran
+        return PromptGroupRecord(
+            prompt_idx=input_sample["idx"],
+            prompt=input_sample["message_log"],
+            extra_env_info=input_sample.get("extra_env_info"),
+            metadata={"task_name": input_sample.get("task_name")},
+            completions=completions,
+            rollout_metrics=metrics,
+            group_id=_group_id(input_sample),
+            attempt=input_sample.get("attempt", 1),
+            start_version=start_version,
+            end_version=self.policy_generation.policy_version,
+        )
+
+    async def _gather(self, input_sample: Mapping[str, Any]) -> list[tuple[Completion, dict[str, Any]]]:
+        tasks = [
+            asyncio.ensure_future(self._run_single_rollout(input_sample, index))
+            for index in range(self.num_generations_per_prompt)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _run_single_rollout(
+        self, input_sample: Mapping[str, Any], traj_idx: int
+    ) -> tuple[Completion, dict[str, Any]]:
+        """Return generation `traj_idx` of the group and its metrics.
+
+        Raises GenerationUnavailable or RolloutDataFailure with prompt_idx and traj_idx where generation fails,
+        RolloutTimeout for a late environment, and the environment's own errors unchanged.
+        """
+        group_id, attempt = _group_id(input_sample), input_sample.get("attempt", 1)
+        seed = sample_seed(self.seed, group_id, traj_idx, attempt)
+        episode = Episode(input_sample, seed=seed, key=f"{group_id}_g{traj_idx}")
+        try:
+            for turn in range(self.max_rollout_turns):
+                _SAMPLING.set(self._sampling(group_id, attempt, turn, seed))
+                await self._turn(episode, traj_idx)
+                if episode.over:
+                    break
+            else:
+                episode.max_turns_reached = True
+        finally:
+            self._release(episode)
+        return episode.completion(default_version=self.policy_generation.policy_version), episode.metrics()
+
+    def _sampling(self, group_id: str, attempt: int, turn: int, seed: int) -> dict[str, Any]:
+        """Return what the backend gets besides ids: the seed, and which rows form one engine batch where it asks."""
+        found: dict[str, Any] = {"seeds": [seed]}
+        if getattr(self.policy_generation, "batches_by_group", False) and turn == 0:
+            found["batch_keys"] = [(f"{group_id}#{attempt}", self.num_generations_per_prompt)]
+        return found
+
+    async def _turn(self, episode: Episode, traj_idx: int) -> None:
+        where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
+        try:
+            response = await self._generate_response(episode.log, episode.stop_strings)
+        except Exception as error:
+            raise _generation_failure(error, where) from error
+        assistant, lengths, generated = response
+        input_length = int(lengths[0])
+        episode.add_response(assistant, input_length, generated)
+        returned = await self._env_step(episode)
+        episode.reward_components, reward = one_reward(returned.rewards, self._env(episode), where)
+        episode.add_reward(reward)
+        room = self.max_seq_len - input_length - len(assistant["token_ids"])
+        observation = returned.observations[0]
+        ids = self._tokenize(observation["content"])
+        episode.add_observation(observation, ids, room, terminated=bool(returned.terminateds[0]))
+        episode.advance(returned.metadata[0], returned.next_stop_strings)
+
+    async def _generate_response(
+        self, message_log: Sequence[Mapping[str, Any]], stop_strings: list[str] | None
+    ) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
+        """Return (assistant message, input lengths [1] int32, generation metrics) for the log as it stands."""
+        input_ids = torch.cat([as_token_tensor(message["token_ids"]) for message in message_log])
+        length = len(input_ids)
+        if length >= self.max_seq_len:
+            raise RolloutDataFailure(
+                f"prompt must be shorter than max_seq_len {self.max_seq_len}, got {length} tokens; drop it at reading"
+            )
+        lengths = torch.tensor([length], dtype=torch.int32)
+        data = BatchedDataDict(
+            {
+                "input_ids": input_ids.unsqueeze(0),
+                "input_lengths": lengths,
+                "stop_strings": [stop_strings],
+                **(_SAMPLING.get() or {}),
+            }
+        )
+        output: BatchedDataDict | None = None
+        async for item in self.policy_generation.generate_async(data, greedy=self.greedy):
+            output = item[1]
+        if output is None:
+            raise RolloutDataFailure("generate_async must yield one row, got none; this is a bug of the backend")
+        return self._assistant(output, length), lengths, self._generation_metrics(output, length)
+
+    def _assistant(self, output: Mapping[str, Any], start: int) -> dict[str, Any]:
+        end = int(output["unpadded_sequence_lengths"][0])
+        ids = as_token_tensor(output["output_ids"][0, start:end])
+        logprobs = torch.as_tensor(output["logprobs"][0, start:end]).to(torch.float32)
+        if not bool(torch.isfinite(logprobs).all()):
+            raise RolloutDataFailure(f"log-probabilities must be finite, got {logprobs.tolist()[:8]} ...")
+        versions = output["policy_versions"][0] if "policy_versions" in output else None
+        if versions is None:
+            versions = [(0, len(ids), self.policy_generation.policy_version)] if len(ids) else []
+        return {
+            "role": "assistant",
+            "content": self.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
+            "token_ids": ids,
+            "generation_logprobs": logprobs,
+            "policy_versions": [tuple(part) for part in versions],
+        }
+
+    def _generation_metrics(self, output: Mapping[str, Any], start: int) -> dict[str, Any]:
+        truncated = bool(output["truncated"][0]) if "truncated" in output else False
+        reasons = output.get("finish_reasons")
+        default = FinishReason.LENGTH.value if truncated else FinishReason.STOP.value
+        worker = output.get("gen_leader_worker_idx")
+        return {
+            "gen_leader_worker_idx": int(worker[0]) if worker is not None else 0,
+            "gen_tokens": int(output["unpadded_sequence_lengths"][0]) - start,
+            "truncated": truncated,
+            "finish_reason": str(reasons[0]) if reasons else default,
+        }
+
+    async def _env_step(self, episode: Episode) -> EnvironmentReturn:
+        batch = BatchedDataDict(
+            {
+                "message_log": [episode.log],
+                "extra_env_info": [episode.env_info],
+                "task_name": [episode.task_name],
+                "sample_key": [episode.key],
+            }
+        )
+        async with deadline(self.env_step_seconds, f"environment step of sample {episode.key}"):
+            returned = calculate_rewards(batch, self.task_to_env)
+            return await returned if inspect.isawaitable(returned) else returned
+
+    def _env(self, episode: Episode) -> Any:
+        return self.task_to_env.get(episode.task_name)
+
+    def _release(self, episode: Episode) -> None:
+        release = getattr(self._env(episode), "release", None)
+        if release is not None:
+            release(episode.key)
+
+    def _tokenize(self, text: str) -> Tensor:
+        """Return the ids of `text` without special tokens; empty text gives empty int64."""
+        if not text:
+            return torch.zeros(0, dtype=torch.int64)
+        encoded = self.tokenizer(text, add_special_tokens=False)
+        return as_token_tensor(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded.input_ids)
+
+    def _aggregate_rollout_metrics(
+        self, completions: Sequence[Completion], all_sample_metrics: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the group's metrics by name (rollouts.md 3); masked samples (NaN reward) leave `total_reward`."""
+        rows, n = all_sample_metrics, max(len(all_sample_metrics), 1)
+
+        def column(key: str) -> list[Any]:
+            return [row[key] for row in rows]
+
+        rewards = [c.reward for c in completions if not math.isnan(c.reward)]
+        generated = column("assistant_tokens")
+        longest = [max(row["turn_gen_tokens"], default=0) for row in rows]
+        metrics = prefixed("total_reward", rewards)
+        metrics |= prefixed("turns_per_sample", column("turn_count"), percentiles=(95, 99))
+        metrics["total_turns"] = sum(column("turn_count"))
+        metrics |= prefixed("total_tokens_per_sample", [row["assistant_tokens"] + row["env_tokens"] for row in rows])
+        metrics |= prefixed("gen_tokens_per_sample", generated)
+        metrics |= prefixed("env_tokens_per_sample", column("env_tokens"))
+        metrics["mean_gen_tokens_per_sample"] = sum(generated) / n
+        metrics["max_gen_tokens_per_turn/max"] = max(longest, default=0)
+        metrics["max_gen_tokens_per_turn/mean"] = sum(longest) / n
+        metrics["max_gen_tokens_per_turn/p95"] = percentile(longest, 95)
+        reasons = [completion.finish_reason for completion in completions]
+        metrics["truncation_rate"] = sum(c.truncated for c in completions) / n
+        metrics["natural_termination_rate"] = reasons.count(FinishReason.TERMINATED.value) / n
+        metrics["max_turns_reached_rate"] = sum(column("max_turns_reached")) / n
+        for reason in FinishReason:
+            metrics[f"finish_reason/{reason.value}_rate"] = reasons.count(reason.value) / n
+        metrics["per_worker_token_counts"] = add_counts(column("per_worker_token_counts"))
+        for kind in ("gen", "input", "total"):
+            metrics[f"histogram/{kind}_tokens_length"] = [x for row in rows for x in row[f"turn_{kind}_tokens"]]
+        return metrics
+
+
+def _group_id(sample: Mapping[str, Any]) -> str:
+    given = sample.get("group_id")
+    return str(sample["idx"]) if given is None else str(given)
+
+
+def _generation_failure(error: Exception, where: str) -> Exception:
+    """Return the typed failure of a generation, with the sample's place in its text."""
+    text = f"generation failed for {where}: {type(error).__name__}: {error}"
+    if isinstance(error, DeadlineExceeded | RolloutConfigError):
+        return type(error)(text)
+    if classify_failure(error) is FailureKind.INFRASTRUCTURE:
+        return GenerationUnavailable(text)
+    return RolloutDataFailure(text)

@@ -1,0 +1,179 @@
+"""Environment steps over a batch: one call per task, answers in the rows' order, rewards checked (rollouts.md 2)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.api.errors import RolloutConfigError, RolloutDataFailure
+from rl_core.api.records import EnvironmentReturn
+from rl_core.rollouts.environment import RemoteEnvironment
+
+
+async def calculate_rewards(batch: Mapping[str, Any], task_to_env: Mapping[str, Any]) -> EnvironmentReturn:
+    """Return the environments' answers for `batch` (`message_log`, `task_name`, `extra_env_info`), in its order.
+
+    Exactly one `step` per distinct task name, concurrently. Rewards are a float32 tensor [B], a map of such, or a list
+    where a row has None (not applicable). Raises ValueError for an unknown task, AssertionError when tasks mix maps and
+    numbers, RolloutDataFailure for a wrong number of rows.
+    """
+    names = list(batch["task_name"])
+    rows_of: dict[Any, list[int]] = {}
+    for index, name in enumerate(names):
+        rows_of.setdefault(name, []).append(index)
+    unknown = [name for name in rows_of if name not in task_to_env]
+    if unknown:
+        raise ValueError(
+            f"task_name must be one of {sorted(map(str, task_to_env))}, got {unknown[0]!r}; add its environment"
+        )
+    if not names:
+        return EnvironmentReturn([], [], [], torch.zeros(0), torch.zeros(0, dtype=torch.bool), [])
+    steps = [_step(name, task_to_env[name], batch, rows) for name, rows in rows_of.items()]
+    returned = await _all(steps)
+    if len(returned) == 1:
+        return _normalise(returned[0])
+    return _merge(returned, list(rows_of.values()), len(names))
+
+
+async def _all(steps: list[Any]) -> list[EnvironmentReturn]:
+    """Return all answers; waits for every step before the first failure is raised."""
+    if len(steps) == 1:
+        return [await steps[0]]
+    results: list[Any] = await asyncio.gather(*steps, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+async def _step(name: Any, env: Any, batch: Mapping[str, Any], rows: Sequence[int]) -> EnvironmentReturn:
+    logs = [[{"role": m["role"], "content": m["content"]} for m in batch["message_log"][row]] for row in rows]
+    infos = batch.get("extra_env_info")
+    metadata = [None if infos is None else infos[row] for row in rows]
+    if isinstance(env, RemoteEnvironment):
+        keys = [batch["sample_key"][row] for row in rows] if "sample_key" in batch else None
+        returned = await env.step(logs, metadata, keys=keys, task_names=[name] * len(rows))
+    elif inspect.iscoroutinefunction(env.step):
+        returned = await env.step(logs, metadata)
+    else:
+        returned = await asyncio.to_thread(env.step, logs, metadata)
+        if inspect.isawaitable(returned):
+            returned = await returned
+    returned = EnvironmentReturn(*returned)
+    _check_rows(name, returned, len(rows))
+    return returned
+
+
+def _check_rows(name: Any, returned: EnvironmentReturn, rows: int) -> None:
+    columns = returned.rewards if isinstance(returned.rewards, Mapping) else {"rewards": returned.rewards}
+    fields = {
+        "observations": returned.observations,
+        "metadata": returned.metadata,
+        "terminateds": returned.terminateds,
+        "next_stop_strings": returned.next_stop_strings,
+        "answers": returned.answers,
+        **columns,
+    }
+    for field, values in fields.items():
+        if values is not None and len(values) != rows:
+            raise RolloutDataFailure(f"environment {name!r} must answer {rows} rows, got {len(values)} in {field}")
+
+
+def _normalise(returned: EnvironmentReturn) -> EnvironmentReturn:
+    rows = len(returned.observations)
+    return EnvironmentReturn(
+        observations=list(returned.observations),
+        metadata=list(returned.metadata),
+        next_stop_strings=_filled(returned.next_stop_strings, rows),
+        rewards=_map_columns(returned.rewards, _floats),
+        terminateds=torch.as_tensor(returned.terminateds, dtype=torch.bool),
+        answers=_filled(returned.answers, rows),
+    )
+
+
+def _merge(returned: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int]], count: int) -> EnvironmentReturn:
+    """Return the answers of several tasks in the order of the batch."""
+    parts = [_normalise(one) for one in returned]
+    kinds = {isinstance(part.rewards, Mapping) for part in parts}
+    if len(kinds) > 1:
+        raise AssertionError(
+            "rewards of all tasks of a batch must be numbers or all maps by name, got both; align the environments"
+        )
+
+    def column(values: Sequence[Sequence[Any]]) -> list[Any]:
+        out: list[Any] = [None] * count
+        for rows, part in zip(rows_of, values, strict=True):
+            for row, value in zip(rows, part, strict=True):
+                out[row] = value
+        return out
+
+    rewards: Any
+    if kinds == {True}:
+        found = dict.fromkeys(name for part in parts for name in part.rewards)
+        blank = [[None] * len(rows) for rows in rows_of]
+        columns = {n: [p.rewards.get(n, b) for p, b in zip(parts, blank, strict=True)] for n in found}
+        rewards = {name: _floats(column([list(v) for v in values])) for name, values in columns.items()}
+    else:
+        rewards = _floats(column([list(part.rewards) for part in parts]))
+    return EnvironmentReturn(
+        observations=column([part.observations for part in parts]),
+        metadata=column([part.metadata for part in parts]),
+        next_stop_strings=column([part.next_stop_strings or [] for part in parts]),
+        rewards=rewards,
+        terminateds=torch.as_tensor(column([part.terminateds.tolist() for part in parts]), dtype=torch.bool),
+        answers=column([part.answers or [] for part in parts]),
+    )
+
+
+def _filled(values: list[Any] | None, rows: int) -> list[Any]:
+    return [None] * rows if values is None else list(values)
+
+
+def _map_columns(rewards: Any, convert: Any) -> Any:
+    if isinstance(rewards, Mapping):
+        return {name: convert(values) for name, values in rewards.items()}
+    return convert(rewards)
+
+
+def _floats(values: Any) -> Any:
+    """Return float32 [B], or the list unchanged where a row has None."""
+    if isinstance(values, list) and any(value is None for value in values):
+        return [None if value is None else float(value) for value in values]
+    return torch.as_tensor(values, dtype=torch.float32)
+
+
+def one_reward(rewards: Any, env: Any, where: str) -> tuple[dict[str, float], float | None]:
+    """Return (components by name, reward) of the first row; the reward is None where it does not apply.
+
+    Components are summed with the environment's `reward_weights`. Raises RolloutConfigError without weights,
+    RolloutDataFailure for a reward that is not finite.
+    """
+    if not isinstance(rewards, Mapping):
+        return {}, _finite(rewards[0], "reward", where)
+    weights: Mapping[str, float] = getattr(env, "reward_weights", None) or {}
+    missing = sorted(set(rewards) - set(weights))
+    if missing:
+        raise RolloutConfigError(
+            f"rewards by name need reward_weights on the environment, got none for {', '.join(missing)}; set a weight per name"
+        )
+    named = {name: _finite(values[0], f"reward {name}", where) for name, values in rewards.items()}
+    components = {name: value for name, value in named.items() if value is not None}
+    if not components:
+        return {}, None
+    return components, math.fsum(weights[name] * value for name, value in components.items())
+
+
+def _finite(value: Any, what: str, where: str) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise RolloutDataFailure(
+            f"{what} must be finite, got {number} for {where}; a failed score is an error, not a reward"
+        )
+    return number
