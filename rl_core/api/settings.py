@@ -65,8 +65,7 @@ class PlacementSpec(Spec):
 
     mode: Literal["disaggregated"] = "disaggregated"
     """Roles have devices of their own."""
-    component_placement: dict[str, str | int] | None = None
-    """Map of component to `resources:processes`; null = roles side by side."""
+
 
 
 class WeightsSpec(Spec):

@@ -1,6 +1,7 @@
 """The runner process of actor-0: builds the parts, runs the program, ends with a documented exit code."""
 
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from rl_core.runner.base import Runner
 from rl_core.runner.control import ControlServer
 from rl_core.runner.history import write_json
 from rl_core.runner.ledger import PromptLedger
+from rl_core.runner.limits import sequence_limit
 from rl_core.runner.reasoning import ReasoningRunner
 from rl_core.runner.status import Phase
 from rl_core.transports.curve import KeyRing
@@ -34,23 +36,6 @@ ROLLOUT_CLASSES = {"hf": "rl_core.rollouts.hf.worker:HFRolloutWorker"}
 ENV_CLASS = "rl_core.envs.worker:TextEnvWorker"
 ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 20, "stale": 20, "epoch": 1000}
 """Attempts of a group per reason; data and deadline failures were already retried by the rollout."""
-
-
-def sequence_limit(job: RLJob, model_config: dict[str, Any]) -> int:
-    """Return the longest prompt + completion in tokens: the job's bound, else the model's."""
-    limit = job.spec.rollout.max_sequence_length
-    model_limit = int(model_config.get("max_position_embeddings", 0))
-    if limit is None:
-        if not model_limit:
-            raise ConfigError(
-                "rollout.maxSequenceLength must be set for a model without max_position_embeddings, got null; set it"
-            )
-        return model_limit
-    if model_limit and limit > model_limit:
-        raise ConfigError(
-            f"rollout.maxSequenceLength must not exceed the model's max_position_embeddings {model_limit}, got {limit}; lower it"
-        )
-    return limit
 
 
 def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:
@@ -70,14 +55,12 @@ def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDatas
 
 def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> tuple[Runner, Hub]:
     """Return the runner with its parts wired, and the hub, which serves from here on."""
-    import json
-
     model = Path(job.spec.model.path)
     if not (model / "config.json").is_file():
         raise ConfigError(f"model.path must be a folder with config.json, got {model}; check the path")
     files = read_files(model)
     tokenizer = Tokenizer.from_files(files, origin=str(model))
-    limit = sequence_limit(job, json.loads(files["config.json"]))
+    limit = sequence_limit(job.spec, json.loads(files["config.json"]))
     train, validation = load_data(job, tokenizer, limit)
     spec = job.spec
     ledger = PromptLedger(
@@ -173,7 +156,7 @@ def main() -> int:
         job = RLJob.model_validate_json(Path(identity.config).read_text())
         runner, hub = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
         signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM"))
-        control = serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
+        serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
         threading.Thread(target=housekeeping, args=(runner, ended), name="housekeeping", daemon=True).start()
         summary = runner.run()
         logger.info("%s", summary)

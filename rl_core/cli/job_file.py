@@ -1,0 +1,87 @@
+"""Reads a job file: YAML, overrides, paths made absolute, hub references fetched."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJob
+from rl_core.cli.problems import find_problems
+from rl_core.data.hub import HUB_SCHEME, fetch
+from rl_core.data.source import GENERATED_SCHEME
+
+PATH_FIELDS = (("model", "path"), ("data", "train"), ("data", "validation"), ("checkpoint", "path"))
+
+
+class JobProblems(ConfigError):
+    """A job with problems; `problems` holds one line each."""
+
+    def __init__(self, file: Path, problems: Sequence[str]) -> None:
+        super().__init__(
+            f"{file}: {len(problems)} problem{'s' if len(problems) != 1 else ''}\n"
+            + "\n".join(f"  {line}" for line in problems)
+        )
+        self.problems = list(problems)
+
+
+def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Return the YAML document of `file` with `PATH=VALUE` overrides applied. Raises ConfigError naming file and line."""
+    if not file.is_file():
+        raise ConfigError(f"the job file must exist, got {file}; check the path")
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
+        ) from error
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{file}: must hold one mapping with apiVersion, kind, metadata and spec, got {type(document).__name__}"
+        )
+    for setting in settings:
+        _override(document, setting)
+    return document
+
+
+def _override(document: dict[str, Any], setting: str) -> None:
+    path, separator, text = setting.partition("=")
+    parts = path.split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"--set must read path=value, as algorithm.steps=100, got {setting!r}; correct it")
+    if parts[0] not in ("spec", "metadata", "apiVersion", "kind"):
+        parts = ["spec", *parts]
+    holder = document
+    for part in parts[:-1]:
+        holder = holder.setdefault(part, {})
+        if not isinstance(holder, dict):
+            raise ConfigError(f"--set {path}: {part} must be a mapping, got {holder!r}; correct the path")
+    try:
+        holder[parts[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {path}: the value must be YAML, got {text!r}; quote it") from error
+
+
+def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
+    """Return the validated job with paths absolute (relative ones start at the job file). Raises JobProblems."""
+    document = read_document(file, settings)
+    job, problems = find_problems(document)
+    if job is None:
+        raise JobProblems(file, problems)
+    spec = job.spec.model_dump(mode="json", by_alias=True)
+    for block, field in PATH_FIELDS:
+        value = spec[block][field]
+        if value is not None and not value.startswith((HUB_SCHEME, GENERATED_SCHEME)):
+            spec[block][field] = str((file.parent / Path(value).expanduser()).resolve())
+    return RLJob.model_validate(job.model_dump(mode="json", by_alias=True) | {"spec": spec})
+
+
+def fetch_references(job: RLJob) -> RLJob:
+    """Return the job with `hf://` references replaced by the local paths of what was fetched."""
+    whole = job.model_dump(mode="json", by_alias=True)
+    for block, field in PATH_FIELDS[:3]:
+        value = whole["spec"][block][field]
+        if value is not None and value.startswith(HUB_SCHEME):
+            whole["spec"][block][field] = str(fetch(value))
+    return RLJob.model_validate(whole)

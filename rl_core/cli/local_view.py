@@ -1,0 +1,135 @@
+"""`rljob status|top|logs` of a local run, read from its output folder."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from rl_core.api.errors import ConfigError
+
+REFRESH_S = 1.0
+FINAL = frozenset({"Finished", "Failed"})
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return the last status of the run in `folder`. Raises ConfigError when there is none."""
+    path = folder / "status.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} must be the output folder of a run, got one without status.json; pass the folder printed by rljob run"
+        )
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def show_status(folder: Path) -> int:
+    """Print the status as JSON; return 0."""
+    sys.stdout.write(json.dumps(read_status(folder), indent=2) + "\n")
+    return 0
+
+
+def show_top(folder: Path, *, once: bool) -> int:
+    """Print the tables, live until the run ends; return 0."""
+    console = Console()
+    status = read_status(folder)
+    if once or not console.is_terminal:
+        console.print(render(status))
+        return 0
+    with Live(render(status), console=console, refresh_per_second=4) as live:
+        try:
+            while status.get("phase") not in FINAL:
+                time.sleep(REFRESH_S)
+                status = read_status(folder)
+                live.update(render(status))
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def render(status: dict[str, Any]) -> Group:
+    """Return the run as tables: the run, its members, who waits for whom."""
+    return Group(
+        *(table for table in (run_table(status), member_table(status), wait_table(status)) if table is not None)
+    )
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+
+def run_table(status: dict[str, Any]) -> Table:
+    """Return the row that `kubectl get rljobs` shows."""
+    metrics = status.get("metrics", {})
+    rollout = next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
+    table = Table("PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "EPOCH", "TOK/S", "S/STEP")
+    table.add_row(
+        status.get("phase", "-"),
+        f"{status.get('step', 0)}/{status.get('totalSteps', '?')}",
+        _number(status.get("reward")),
+        _number(metrics.get("val/accuracy")),
+        str(status.get("policyVersion", "-")),
+        str(rollout.get("lag", "-")),
+        f"{rollout.get('ready', '-')}/{rollout.get('desired', '-')}",
+        str(status.get("epoch", 0)),
+        _number(metrics.get("perf/tokens_per_second"), 0),
+        _number(metrics.get("time/step"), 2),
+    )
+    return table
+
+
+def member_table(status: dict[str, Any]) -> Table | None:
+    """Return a row per member, None before any joined."""
+    if not status.get("members"):
+        return None
+    table = Table("MEMBER", "POD", "STATE", "VERSION")
+    for member in status["members"]:
+        table.add_row(member["name"], member["pod"], member["state"], str(member["policyVersion"]))
+    return table
+
+
+def wait_table(status: dict[str, Any]) -> Table | None:
+    """Return the waits-for graph and the stall, None when nobody waits."""
+    if not status.get("waits") and not status.get("stall"):
+        return None
+    stall = status.get("stall")
+    table = Table("WHO", "WAITS FOR", "WHAT", "SECONDS", title=f"stall: {stall['message']}" if stall else None)
+    for wait in status.get("waits", []):
+        table.add_row(wait["who"], wait["on"], wait["what"], _number(wait["seconds"], 1))
+    return table
+
+
+def show_logs(folder: Path, *, role: str | None, index: int | None, follow: bool) -> int:
+    """Print matching log files, each line with its file's name; return 0. Raises ConfigError when none match."""
+    pattern = f"{role or '*'}-{'*' if index is None else index}.log"
+    files = sorted((folder / "logs").glob(pattern))
+    if not files:
+        raise ConfigError(
+            f"no log matches {folder}/logs/{pattern}; known: {', '.join(p.name for p in sorted((folder / 'logs').glob('*')))}"
+        )
+    try:
+        for line in _lines(files, follow=follow):
+            sys.stdout.write(line)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _lines(files: list[Path], *, follow: bool) -> Iterator[str]:
+    opened = [(path.stem, path.open(encoding="utf-8", errors="replace")) for path in files]
+    while True:
+        quiet = True
+        for name, file in opened:
+            for line in file:
+                quiet = False
+                yield f"{name}: {line if line.endswith(chr(10)) else line + chr(10)}"
+        if not follow:
+            return
+        if quiet:
+            sys.stdout.flush()
+            time.sleep(0.3)

@@ -1,0 +1,48 @@
+"""`rljob plan`: what a job would start, as tables."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_core.cli.validate import prepare
+from rl_core.plan.capacity import CapacityReport, ModelFacts, estimate
+from rl_core.plan.launch import LaunchPlan, build_launch_plan
+
+GIB = 1024**3
+
+
+def show_plan(file: Path, settings: Sequence[str]) -> int:
+    """Print processes and memory of a job; return 0."""
+    job = prepare(file, settings)
+    plan = build_launch_plan(
+        job, name=job.metadata.name, namespace=job.metadata.namespace or "default", uid=job.metadata.uid or "plan"
+    )
+    console = Console()
+    console.print(process_table(plan))
+    console.print(memory_table(estimate(job.spec, ModelFacts.from_config(job.spec.model.path))))
+    console.print(f"digest {plan.digest}", style="dim")
+    return 0
+
+
+def process_table(plan: LaunchPlan) -> Table:
+    """Return one row per process of the plan."""
+    table = Table("POD", "PROCESS", "GROUP", "RANK", "DEVICES", "THREADS", "COMMAND", title=f"{len(plan.pods)} pods")
+    for pod in plan.pods:
+        for container in pod.containers:
+            for process in container.processes:
+                devices = ",".join(process.visible_devices) or "cpu"
+                threads = process.env.get("OMP_NUM_THREADS", "")
+                command = " ".join(process.command)
+                table.add_row(pod.name, process.name, process.group, str(process.rank), devices, threads, command)
+    return table
+
+
+def memory_table(report: CapacityReport) -> Table:
+    """Return one row per role and phase of the estimate."""
+    table = Table("ROLE", "PHASE", "DEVICE GiB", "HOST GiB", "LARGEST PART", title="memory per process (estimate)")
+    for row in report.rows:
+        largest = max(row.parts, key=lambda part: row.parts[part]) if row.parts else ""
+        table.add_row(row.role, row.phase, f"{row.device / GIB:.2f}", f"{row.host / GIB:.2f}", largest)
+    return table

@@ -1,0 +1,122 @@
+"""Every problem of a job at once, each as `path: rule, got value, do this`."""
+
+import copy
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rl_core.api.job import RLJob
+
+MAX_PASSES = 6
+PLACEHOLDER = "placeholder"
+
+
+def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
+    """Return (job, []) for a valid document, else (None, problems).
+
+    Cross-field rules are only checked by pydantic once their parts are right; so wrong parts are replaced by their defaults
+    and the document is checked again, until nothing new is found.
+    """
+    problems: dict[str, None] = {}
+    attempt = copy.deepcopy(document)
+    for number in range(MAX_PASSES):
+        try:
+            job = RLJob.model_validate(attempt)
+            return (job if number == 0 else None), list(problems)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        before = len(problems)
+        problems.update(dict.fromkeys(describe(detail, document) for detail in details))
+        if len(problems) == before or not isinstance(attempt, dict):
+            break
+        _mend(attempt, details)
+    return None, list(problems)
+
+
+def describe(detail: ErrorDetails, document: Any) -> str:
+    """Return one line for one validation error."""
+    path = ".".join(str(part) for part in detail["loc"]) or "job"
+    got = _show(detail["input"])
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return f"{path}: is not a known field, got {got}, {_suggest(detail['loc'])}"
+    if kind == "missing":
+        return f"{path}: must be given, got nothing, add it"
+    if kind == "value_error":
+        return f"{path}: {str(detail['msg']).removeprefix('Value error, ')}"
+    if kind == "model_type":
+        return f"{path}: must be a mapping of fields, got {got}, indent its fields below it"
+    rule = str(detail["msg"]).replace("Input should be", "must be").replace("should have", "must have")
+    return f"{path}: {rule[0].lower() + rule[1:]}, got {got}, {_way_out(kind)}"
+
+
+def _way_out(kind: str) -> str:
+    if kind.endswith("_type") or kind.endswith("_parsing"):
+        return "write a value of that type"
+    if kind in ("literal_error", "enum"):
+        return "choose one of these"
+    return "change the value"
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _suggest(loc: tuple[int | str, ...]) -> str:
+    known = _fields_at(loc[:-1])
+    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"remove it or use one of: {', '.join(sorted(known))}" if known else "remove it"
+
+
+def _fields_at(loc: Iterable[int | str]) -> list[str]:
+    """Return the field names (aliases) of the model at a path of the schema."""
+    model: Any = RLJob
+    for part in loc:
+        fields: Mapping[str, Any] = getattr(model, "model_fields", {})
+        found = next((field for name, field in fields.items() if (field.alias or name) == part), None)
+        if found is None:
+            return []
+        model = _model_of(found.annotation)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return []
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _model_of(annotation: Any) -> Any:
+    """Return the model class inside `X | None` or list[X]."""
+    for inner in getattr(annotation, "__args__", ()):
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            return inner
+    return annotation
+
+
+def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
+    """Replace what is wrong by its default (or a placeholder where one is required), so that the rest can be checked."""
+    for detail in details:
+        *parents, last = detail["loc"] or ("",)
+        holder: Any = document
+        for part in parents:
+            holder = holder[part] if isinstance(holder, dict) and part in holder else None
+        if not isinstance(holder, dict):
+            continue
+        if detail["type"] == "missing":
+            holder[cast(str, last)] = {} if _fields_at(detail["loc"]) else REQUIRED.get(str(last), PLACEHOLDER)
+        elif str(last) in REQUIRED and detail["type"] != "extra_forbidden":
+            holder[cast(str, last)] = REQUIRED[str(last)]
+        else:
+            holder.pop(last, None)
+
+
+REQUIRED = {
+    "apiVersion": "rljob.dev/v1alpha1",
+    "kind": "RLJob",
+    "name": PLACEHOLDER,
+    "path": PLACEHOLDER,
+    "train": PLACEHOLDER,
+}

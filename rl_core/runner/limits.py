@@ -1,0 +1,27 @@
+"""How long a sequence may get: the job's bound within the model's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJobSpec
+
+
+def sequence_limit(spec: RLJobSpec, model_config: Mapping[str, Any]) -> int:
+    """Return the longest prompt + completion in tokens. Raises ConfigError when it is unknown or does not fit the model or micro-batch."""
+    limit, model_limit = spec.rollout.max_sequence_length, int(model_config.get("max_position_embeddings") or 0)
+    if limit is None and not model_limit:
+        raise ConfigError(
+            "rollout.maxSequenceLength must be set for a model without max_position_embeddings, got null; set it"
+        )
+    if limit is not None and model_limit and limit > model_limit:
+        raise ConfigError(
+            f"rollout.maxSequenceLength must not exceed the model's max_position_embeddings {model_limit}, got {limit}; lower it"
+        )
+    chosen = limit or model_limit
+    if chosen > spec.actor.micro_batch_tokens:
+        raise ConfigError(
+            f"actor.microBatchTokens must hold the longest sequence of {chosen} tokens, got {spec.actor.micro_batch_tokens}; "
+            "raise it or set rollout.maxSequenceLength"
+        )
+    return chosen
