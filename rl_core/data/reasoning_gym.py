@@ -7,6 +7,7 @@ compare tuples, and a list in their place would score a right answer as wrong).
 
 import io
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import lru_cache
@@ -54,7 +55,9 @@ def task_names() -> list[str]:
 
 def _package() -> Any:
     try:
-        import reasoning_gym
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a library it uses, each time nothing compiled is cached
+            import reasoning_gym
     except ImportError as error:
         raise ConfigError("reasoning-gym tasks need the package reasoning-gym: pip install 'rljob[env]'") from error
     return reasoning_gym

@@ -42,14 +42,14 @@ class EnvConfig(Spec):
 def parse_config(model: type[Model], cfg: Any, *, where: str = "env.options") -> Model:
     """Return `cfg` (an instance, a mapping or None) as `model`.
 
-    Raises ConfigError with every problem as `field: rule, got value`.
+    Raises ConfigError with one line `field: rule, got value` per problem.
     """
     if isinstance(cfg, model):
         return cfg
     try:
         return model.model_validate({} if cfg is None else dict(cfg))
     except ValidationError as error:
-        raise ConfigError("; ".join(_problems(error, model, where))) from error
+        raise ConfigError("\n".join(_problems(error, model, where))) from error
 
 
 def _problems(error: ValidationError, model: type[Spec], where: str) -> list[str]:

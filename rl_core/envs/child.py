@@ -7,12 +7,9 @@ ends with the stream, and is killed by the kernel when its worker dies.
 """
 
 import asyncio
-import ctypes
 import inspect
 import logging
-import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -22,8 +19,8 @@ from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.envs import wire
 from rl_core.envs.registry import describe, load_extensions, make_env
 from rl_core.envs.rows import rows_of
+from rl_core.workers.processes import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 MAX_TRACEBACKS = 20
 """Tracebacks of user code written to the log by one process; the answers name the cause of every failure."""
 
@@ -40,8 +37,8 @@ def main() -> int:
         start = wire.receive_blocking(sock)
         try:
             server = Server(start)
-        except ConfigError as error:
-            sock.sendall(wire.pack({"error": {"type": "ConfigError", "message": str(error)}}))
+        except Exception as error:  # noqa: BLE001 - building runs user code
+            sock.sendall(wire.pack({"error": {"type": "ConfigError", "message": _why_not_built(error, start["label"])}}))
             return 2
         sock.sendall(wire.pack({"ready": True}))
         while True:
@@ -50,11 +47,11 @@ def main() -> int:
         return 0
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which started it, dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)
+def _why_not_built(error: Exception, label: str) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    logger.error("%s could not be built", label, exc_info=error)
+    return f"env.type: {label} could not be built: {describe(error)}; correct it"
 
 
 class Server:
@@ -71,11 +68,8 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         load_extensions(start["extensions"])
         self._env = make_env(start["type"], start["options"])
-        self._env_seed(start["seed"])
-
-    def _env_seed(self, seed: int) -> None:
         if callable(getattr(self._env, "seed", None)):
-            self._env.seed(seed)
+            self._env.seed(start["seed"])
 
     def answer(self, request: dict[str, Any]) -> bytes:
         """Return the packed answer to one request; whatever the environment does wrong becomes an error in it."""
@@ -86,7 +80,7 @@ class Server:
             if inspect.isawaitable(result):
                 result = self._wait(result)
             return wire.pack({"rows": rows_of(result, len(rows), what=self._name)})
-        except BaseException as error:  # user code may raise anything, and sys.exit() must not end the process unnamed
+        except BaseException as error:  # noqa: BLE001 - user code raises anything, and its sys.exit() is a data failure
             return wire.pack({"error": self._describe(error)})
 
     def _wait(self, awaitable: Any) -> Any:

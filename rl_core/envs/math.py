@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from decimal import Decimal, DivisionByZero, InvalidOperation, localcontext
+from decimal import Context, Decimal, localcontext
 from typing import Any, Literal
 
 from pydantic import Field
@@ -110,28 +110,26 @@ def compare_exact(completion: str, truth: str) -> Verdict:
 
 def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> Verdict:
     """Compare the last number of the final answer (decimals, a/b, thousands commas). Raises ValueError."""
-    expected = _last_number(truth)
-    if expected is None:
-        raise ValueError(f"ground_truth must hold a number for comparator numeric, got {truth!r}; use another comparator")
-    found = _last_number(final_answer(completion))
-    if found is None:
-        return False, None
-    with localcontext() as context:
-        context.traps[InvalidOperation] = False
+    with localcontext(Context(prec=50, traps=[])):  # out of range becomes infinite or not a number, never an exception
+        expected = _last_number(truth)
+        if expected is None:
+            raise ValueError(
+                f"ground_truth must hold a number for comparator numeric, got {truth!r}; use another comparator"
+            )
+        found = _last_number(final_answer(completion))
+        if found is None:
+            return False, None
         bound = Decimal(str(tolerance)) * max(Decimal(1), abs(expected[0]))
         return bool(abs(found[0] - expected[0]) <= bound), found[1]
 
 
 def _last_number(text: str) -> tuple[Decimal, str] | None:
-    """Return the last number in `text` as value and text; None where there is none or it is out of range."""
+    """Return the last number in `text` as value and text; None where there is none or it is not finite."""
     matches = NUMBER.findall(text)
     if not matches:
         return None
     over, _, under = matches[-1].replace(",", "").partition("/")
-    try:
-        value = Decimal(over) / Decimal(under) if under else Decimal(over)
-    except (InvalidOperation, DivisionByZero):
-        return None
+    value = Decimal(over) / Decimal(under) if under else Decimal(over)
     return (value, matches[-1]) if value.is_finite() else None
 
 
@@ -166,7 +164,7 @@ class MathVerify:
             import math_verify
         except ImportError as error:
             raise ConfigError(
-                "env.options.comparator math_verify needs the package math-verify: pip install 'rljob[env]', "
+                "env.options.comparator: math_verify needs the package math-verify: pip install 'rljob[env]', "
                 "or use comparator numeric or exact"
             ) from error
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own wall-clock limits are off

@@ -213,7 +213,9 @@ class EnvPool:
         except InfrastructureError as error:
             self._broke(slot, batch, "deaths", str(error), self._suspects.died)
         except (TypeError, ValueError) as error:
-            self._failed(batch, RolloutDataFailure, f"{self._source.label}: metadata cannot travel to the process: {error}")
+            self._failed(
+                batch, RolloutDataFailure, f"{self._source.label}: metadata cannot travel to the process: {error}"
+            )
         else:
             if "error" in answer:
                 kind = error_types().get(answer["error"]["type"], RolloutDataFailure)
@@ -244,7 +246,12 @@ class EnvPool:
         batch[0].fail(kind, message)
 
     def _broke(
-        self, slot: _Slot, batch: list[WaitingRow], counter: str, message: str, strike: Callable[[WaitingRow, str], None]
+        self,
+        slot: _Slot,
+        batch: list[WaitingRow],
+        counter: str,
+        message: str,
+        strike: Callable[[WaitingRow, str], None],
     ) -> None:
         """Settle rows whose call cost the process: one row fails, several are tried alone."""
         self.counters[counter] += 1

@@ -76,7 +76,11 @@ class EnvProcess:
     """A child that has built its environment. One call at a time."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, label: str
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        label: str,
     ) -> None:
         self._process = process
         self._reader, self._writer = reader, writer
@@ -174,7 +178,9 @@ class EnvProcess:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise InfrastructureError(await self._obituary()) from error
         except FrameError as error:
-            raise InfrastructureError(f"{self._label}: process {self.pid} answered with a malformed message: {error}") from error
+            raise InfrastructureError(
+                f"{self._label}: process {self.pid} answered with a malformed message: {error}"
+            ) from error
         finally:
             answer.cancel()
             with suppress(asyncio.CancelledError, Exception):
@@ -195,7 +201,7 @@ class EnvProcess:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
             how = f"ended with exit code {code}"
-        return f"{self._label}: process {self.pid} {how} during a call; see the env log for its last output"
+        return f"{self._label}: process {self.pid} {how} before it answered; see the env log for its last output"
 
     async def kill(self) -> None:
         """Kill the child and what it started, and reap it."""

@@ -52,12 +52,12 @@ def make_env(name: str, cfg: Any = None) -> EnvironmentInterface:
     """
     cls = _registered.get(name)
     if cls is None and name in BUILT_IN:
-        cls = import_reference(BUILT_IN[name], field=f"env.type {name}")
+        cls = import_reference(BUILT_IN[name], field="env.type")
     if cls is None and ":" in name:
         return _make_user_env(name, {} if cfg is None else cfg)
     if cls is None:
         raise ConfigError(
-            f"env.type must be one of {', '.join(known_envs())} or module:Class, got {name!r}; "
+            f"env.type: must be one of {', '.join(known_envs())} or module:Class, got {name!r}; "
             "correct it, or list the module that registers it in spec.extensions"
         )
     env: EnvironmentInterface = cls(cfg)
@@ -68,7 +68,7 @@ def _make_user_env(reference: str, options: Any) -> EnvironmentInterface:
     cls = import_reference(reference, field="env.type")
     if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
         raise ConfigError(
-            f"env.type must name a class with a method step(message_log_batch, metadata_batch), got {cls!r}; "
+            f"env.type: must name a class with a method step(message_log_batch, metadata_batch), got {cls!r}; "
             "subclass rl_core.envs.base.EnvironmentInterface"
         )
     model = getattr(cls, "config_model", None)
@@ -76,7 +76,7 @@ def _make_user_env(reference: str, options: Any) -> EnvironmentInterface:
         from rl_core.envs.base import parse_config
 
         options = parse_config(model, options)
-    plain = cls.__init__ is object.__init__
+    plain = "__init__" not in {name for base in cls.__mro__[:-1] for name in vars(base)}
     if plain and options:
         raise ConfigError(
             f"env.options: {reference} takes no options, got {sorted(options)}; remove them or give it __init__(self, options)"
@@ -84,7 +84,9 @@ def _make_user_env(reference: str, options: Any) -> EnvironmentInterface:
     try:
         env: EnvironmentInterface = cls() if plain else cls(options)
     except Exception as error:  # user code may raise anything
-        raise ConfigError(f"env.type: {reference} could not be built: {describe(error)}; correct its __init__") from error
+        raise ConfigError(
+            f"env.type: {reference} could not be built: {describe(error)}; correct its __init__"
+        ) from error
     return env
 
 
@@ -97,7 +99,7 @@ def load_reward(reference: str) -> RewardFunction:
         return _registered_reward(reference)
     function = import_reference(reference, field="env.reward")
     if not callable(function):
-        raise ConfigError(f"env.reward must name a function, got {reference!r}, which is a {type(function).__name__}")
+        raise ConfigError(f"env.reward: must name a function, got {reference!r}, which is a {type(function).__name__}")
     return function  # type: ignore[no-any-return]
 
 
@@ -107,7 +109,7 @@ def _registered_reward(name: str) -> RewardFunction:
     try:
         return resolve("reward", name)
     except ValueError as error:
-        raise ConfigError(f"env.reward: {error}; correct it") from error
+        raise ConfigError(f"env.reward: {error}") from error
 
 
 def load_extensions(modules: Sequence[str]) -> None:
@@ -125,12 +127,15 @@ def import_reference(reference: str, *, field: str) -> Any:
     """
     module_name, _, path = reference.partition(":")
     if not module_name or not path:
-        raise ConfigError(f"{field} must have the form module:name, got {reference!r}; correct it")
+        raise ConfigError(f"{field}: must have the form module:name, got {reference!r}; correct it")
     target: Any = _import(module_name, field=field)
     for part in path.split("."):
         if not hasattr(target, part):
-            names = ", ".join(sorted(name for name in vars(target) if not name.startswith("_"))) or "nothing public"
-            raise ConfigError(f"{field} must exist, got {reference!r}: {module_name} has no {part!r}; it defines {names}")
+            found = sorted(name for name, value in vars(target).items() if callable(value) and not name.startswith("_"))
+            names = ", ".join(found) or "nothing that can be called"
+            raise ConfigError(
+                f"{field}: must exist, got {reference!r}: {module_name} has no {part!r}; it defines {names}"
+            )
         target = getattr(target, part)
     return target
 
@@ -141,19 +146,24 @@ def _import(name: str, *, field: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError(
-                f"{field} must be importable, got {name!r}, which was not found; put {name.partition('.')[0]}.py beside "
+                f"{field}: must be importable, got {name!r}, which was not found; put {name.partition('.')[0]}.py beside "
                 "the job file or install its package"
             ) from error
-        raise ConfigError(f"{field} must be importable, got {name!r}: {describe(error)}; install what it needs") from error
+        raise ConfigError(
+            f"{field}: must be importable, got {name!r}: {describe(error)}; install what it needs"
+        ) from error
     except BaseException as error:  # the import runs user code, which may even exit
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(f"{field} must be importable, got {name!r}: {describe(error)}; correct the module") from error
+        raise ConfigError(
+            f"{field}: must be importable, got {name!r}: {describe(error)}; correct the module"
+        ) from error
 
 
 def describe(error: BaseException) -> str:
     """Return type, text and the last line of code of `error`, as `ValueError: no digits (score.py:7 in score)`."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    message = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError):
         return text
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]

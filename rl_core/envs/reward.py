@@ -80,7 +80,9 @@ class RewardEnvironment(EnvironmentInterface):
     def _failure(self, error: Exception) -> RolloutDataFailure:
         if isinstance(error, RolloutDataFailure):
             return error
-        return RolloutDataFailure(f"reward {self.config.reward} must return a score, it raised {describe(error)}; correct it")
+        return RolloutDataFailure(
+            f"reward {self.config.reward} must return a score, it raised {describe(error)}; correct it"
+        )
 
 
 def _named_parameters(function: Any) -> dict[str, bool] | None:

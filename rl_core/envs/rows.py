@@ -21,7 +21,9 @@ def rows_of(result: Any, rows: int, *, what: str) -> list[Row]:
     """
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
     columns = {
-        "observation": [_observation(o, row, what) for row, o in enumerate(_column(observations, rows, "observations", what))],
+        "observation": [
+            _observation(o, row, what) for row, o in enumerate(_column(observations, rows, "observations", what))
+        ],
         "metadata": _column(metadata, rows, "metadata", what, optional=True),
         "stop_strings": _column(stops, rows, "next_stop_strings", what, optional=True),
         "reward": _rewards(rewards, rows, what),
@@ -45,20 +47,28 @@ def _column(values: Any, rows: int, name: str, what: str, *, optional: bool = Fa
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise RolloutDataFailure(f"{what}: {name} must be a list of {rows}, got {type(values).__name__}; return one per row")
+        raise RolloutDataFailure(
+            f"{what}: {name} must be a list of {rows}, got {type(values).__name__}; return one per row"
+        )
     if len(values) != rows:
-        raise RolloutDataFailure(f"{what}: {name} must have one entry per row ({rows}), got {len(values)}; return one per row")
+        raise RolloutDataFailure(
+            f"{what}: {name} must have one entry per row ({rows}), got {len(values)}; return one per row"
+        )
     return list(values)
 
 
 def _observation(value: Any, row: int, what: str) -> dict[str, str]:
     if isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str):
         return {"role": value["role"], "content": value["content"]}
-    raise RolloutDataFailure(f"{what}, row {row}: an observation must be {{role, content}} of text, got {value!r}; return that")
+    raise RolloutDataFailure(
+        f"{what}, row {row}: an observation must be {{role, content}} of text, got {value!r}; return that"
+    )
 
 
 def _rewards(rewards: Any, rows: int, what: str) -> list[Any]:
     if not isinstance(rewards, Mapping):
         return list(check_scores(rewards, rows, what=f"{what}: rewards"))
-    columns = {str(name): check_scores(values, rows, what=f"{what}: rewards[{name!r}]") for name, values in rewards.items()}
+    columns = {
+        str(name): check_scores(values, rows, what=f"{what}: rewards[{name!r}]") for name, values in rewards.items()
+    }
     return [{name: column[row] for name, column in columns.items()} for row in range(rows)]

@@ -10,9 +10,13 @@ def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
     """Return `scores` as numbers or None, length `rows`. Raises RolloutDataFailure naming `what`, row and value."""
     values = scores.tolist() if hasattr(scores, "tolist") else scores
     if not isinstance(values, list | tuple):
-        raise RolloutDataFailure(f"{what} must return a list of {rows} scores, got {type(scores).__name__}; return one per row")
+        raise RolloutDataFailure(
+            f"{what} must return a list of {rows} scores, got {type(scores).__name__}; return one per row"
+        )
     if len(values) != rows:
-        raise RolloutDataFailure(f"{what} must return one score per completion ({rows}), got {len(values)}; return one per row")
+        raise RolloutDataFailure(
+            f"{what} must return one score per completion ({rows}), got {len(values)}; return one per row"
+        )
     return [_score(value, row, what) for row, value in enumerate(values)]
 
 
@@ -24,5 +28,7 @@ def _score(value: Any, row: int, what: str) -> float | None:
     except (TypeError, ValueError) as error:
         raise RolloutDataFailure(f"{what}, row {row}: a score must be a number or None, got {value!r}") from error
     if not isfinite(number):
-        raise RolloutDataFailure(f"{what}, row {row}: a score must be finite, got {number}; return None where it does not apply")
+        raise RolloutDataFailure(
+            f"{what}, row {row}: a score must be finite, got {number}; return None where it does not apply"
+        )
     return number

@@ -26,7 +26,9 @@ def pack(message: Any) -> bytes:
 def _sizes(raw: bytes) -> list[int]:
     sizes = [size for (size,) in struct.iter_unpack("<Q", raw)]
     if sum(sizes) > MAX_BYTES:
-        raise FrameError(f"a message between env worker and child must have at most {MAX_BYTES} bytes, got {sum(sizes)}")
+        raise FrameError(
+            f"a message between env worker and child must have at most {MAX_BYTES} bytes, got {sum(sizes)}"
+        )
     return sizes
 
 

@@ -1,0 +1,37 @@
+"""What `rljob validate` asks about `spec.env`: can this environment be built here? User code is tried in a child process."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
+from rl_core.api.job import RLJobSpec
+from rl_core.envs.process import EnvProcess, EnvSource
+
+
+def check_env(spec: RLJobSpec, *, search_path: Sequence[str] = (), deadline: float | None = None) -> list[str]:
+    """Return the problems of building `spec.env`, each as `path: rule, got value; way out`; empty when it builds.
+
+    `search_path`: folders of user code (the job file's). `deadline` in seconds; None = runtime.deadlines.envReset.
+    """
+    seconds = spec.runtime.deadlines.env_reset if deadline is None else deadline
+    try:
+        source = EnvSource.from_spec(
+            spec.env,
+            seed=spec.algorithm.seed,
+            extensions=spec.extensions,
+            search_path=list(search_path),
+        )
+        asyncio.run(_build_once(source, seconds))
+    except (ConfigError, DeadlineExceeded, InfrastructureError) as error:
+        return [_located(line) for line in str(error).splitlines()]
+    return []
+
+
+async def _build_once(source: EnvSource, seconds: float) -> None:
+    child = await EnvProcess.start(source, deadline=seconds)
+    await child.kill()
+
+
+def _located(problem: str) -> str:
+    """Return the problem with the path of its field in front."""
+    return f"spec.{problem}" if problem.startswith(("env.", "extensions:")) else f"spec.env.type: {problem}"

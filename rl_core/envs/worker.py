@@ -1,0 +1,94 @@
+"""The env worker: serves an environment's steps to rollouts by RPC. User code runs in its child processes, never here."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_core.api.errors import InfrastructureError
+from rl_core.api.roles import EnvSpec
+from rl_core.api.settings import DeadlinesSpec
+from rl_core.envs.background import BackgroundPool
+from rl_core.envs.pool import EnvPool
+from rl_core.envs.process import EnvSource
+from rl_core.observability import events
+from rl_core.workers.worker import Worker
+
+CODE_PATH = "RLJOB_CODE_PATH"
+"""Folders with the job's own code (os.pathsep between them); the launcher sets the job file's folder."""
+
+
+def code_path(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the folders user code is imported from besides the installed packages and PYTHONPATH."""
+    text = (os.environ if environ is None else environ).get(CODE_PATH, "")
+    return [folder for folder in text.split(os.pathsep) if folder]
+
+
+class TextEnvWorker(Worker):
+    """Steps message logs in a pool of `env.processes` child processes; ready when all of them have built the environment."""
+
+    def __init__(
+        self,
+        cfg: EnvSpec | Mapping[str, Any] | None = None,
+        *,
+        deadlines: DeadlinesSpec | Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the pool of `cfg` (`spec.env`; None = the job's).
+
+        Raises ConfigError when the environment cannot be built, DeadlineExceeded when it takes longer than envReset.
+        """
+        spec = self.job.spec if self.job is not None else None
+        env = cfg if cfg is not None else (spec.env if spec is not None else EnvSpec())
+        env = env if isinstance(env, EnvSpec) else EnvSpec.model_validate(dict(env))
+        bounds = (
+            deadlines if deadlines is not None else (spec.runtime.deadlines if spec is not None else DeadlinesSpec())
+        )
+        bounds = bounds if isinstance(bounds, DeadlinesSpec) else DeadlinesSpec.model_validate(dict(bounds))
+        source = EnvSource.from_spec(
+            env,
+            seed=spec.algorithm.seed if spec is not None else 0,
+            extensions=spec.extensions if spec is not None else None,
+            search_path=code_path(),
+        )
+        pool = EnvPool(
+            source,
+            processes=env.processes,
+            step_deadline=bounds.env_step,
+            start_deadline=bounds.env_reset,
+            on_event=self._tell,
+        )
+        self._pool: BackgroundPool | None = BackgroundPool(pool)
+
+    async def step_rows(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return one answer per row, in order, as plain values; rows fail separately and never with a made-up reward.
+
+        Row: {key: sample id, messages: [{role, content}], metadata, task_name}. Answer: {observation, metadata,
+        stop_strings, reward (number, map or None = not applicable), terminated, answer}, or {error: {type, message}}
+        with a type of rl_core.api.errors.
+        """
+        if self._pool is None:
+            raise InfrastructureError("the env worker is closed; call another")
+        answers = await self._pool.step_rows(list(rows))
+        self.record_progress("env_steps", len(answers))
+        for name, count in self._pool.pool.counters.items() if self._pool is not None else ():
+            self.record_metric(f"env/{name}_total", count)
+        return answers
+
+    async def status(self) -> dict[str, Any]:
+        """Return processes, queue and counters of the pool."""
+        return {} if self._pool is None else self._pool.pool.status()
+
+    async def health(self) -> bool:
+        """Return whether at least one process can serve."""
+        return self._pool is not None and any(process["pid"] for process in self._pool.pool.status()["processes"])
+
+    def close(self) -> None:
+        """Kill the child processes."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _tell(self, event: str, pid: int, index: int) -> None:
+        if event == "started":
+            events.report("started", name=f"env-child-{index}", pid=pid, rank=self.rank, process="env-child")
+        else:
+            events.report("ended", name=f"env-child-{index}", pid=pid, code=None, reason="")

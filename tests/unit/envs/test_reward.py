@@ -1,0 +1,125 @@
+"""`reward`: how a user function is called, and that nothing it does wrong becomes a score."""
+
+import inspect
+import math
+import sys
+import types
+
+import pytest
+
+from rl_core.api.errors import ConfigError, RolloutDataFailure
+from rl_core.envs.reward import RewardEnvironment
+
+
+def log(prompt, completion):
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+@pytest.fixture
+def user(monkeypatch):
+    """A module of the user's; tests put functions into it."""
+    module = types.ModuleType("user_rewards")
+    monkeypatch.setitem(sys.modules, "user_rewards", module)
+    return module
+
+
+def env(user, function):
+    user.score = function
+    return RewardEnvironment({"reward": "user_rewards:score"})
+
+
+async def step(environment, logs, metadata):
+    returned = environment.step(logs, metadata)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+LOGS = [log("1+1=", "2"), log("2+2=", "5")]
+COLUMNS = [{"answer": "2", "level": 1}, {"answer": "4"}]
+
+
+async def test_prompts_completions_and_columns_arrive_as_lists_with_none_for_missing(user):
+    seen = {}
+
+    def score(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [1.0, 0.0]
+
+    returned = await step(env(user, score), LOGS, COLUMNS)
+    assert [float(r) for r in returned.rewards] == [1.0, 0.0]
+    assert seen == {
+        "prompts": ["1+1=", "2+2="],
+        "completions": ["2", "5"],
+        "answer": ["2", "4"],
+        "level": [1, None],
+        "messages": LOGS,
+    }
+
+
+async def test_a_function_without_keywords_gets_only_what_it_names(user):
+    returned = await step(env(user, lambda p, c, answer: [float(a == b) for a, b in zip(c, answer)]), LOGS, COLUMNS)
+    assert [float(r) for r in returned.rewards] == [1.0, 0.0]
+    assert all(returned.terminateds)
+
+
+async def test_a_required_column_the_data_lacks_is_named(user):
+    with pytest.raises(RolloutDataFailure, match="needs the column 'solution', got columns"):
+        await step(env(user, lambda p, c, solution: [1, 1]), LOGS, COLUMNS)
+
+
+async def test_asynchronous_functions_are_awaited(user):
+    async def score(prompts, completions, **columns):
+        return [1, 2]
+
+    assert [float(r) for r in (await step(env(user, score), LOGS, COLUMNS)).rewards] == [1.0, 2.0]
+
+
+async def test_none_means_not_applicable_and_stays_none(user):
+    assert (await step(env(user, lambda p, c, **k: [None, 1.0]), LOGS, COLUMNS)).rewards == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ([1.0], r"one score per completion \(2\), got 1"),
+        ([1.0, math.nan], "row 1: a score must be finite, got nan"),
+        ([1.0, math.inf], "row 1: a score must be finite, got inf"),
+        ([1.0, "good"], "row 1: a score must be a number or None, got 'good'"),
+        (None, "must return a list of 2 scores, got NoneType"),
+        (1.0, "must return a list of 2 scores, got float"),
+    ],
+    ids=["length", "nan", "inf", "text", "none", "number"],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_wrong_result_is_a_data_failure_naming_function_row_and_value(user, result, text, asynchronous):
+    async def later(prompts, completions, **columns):
+        return result
+
+    function = later if asynchronous else lambda p, c, **k: result
+    with pytest.raises(RolloutDataFailure, match=text) as failure:
+        await step(env(user, function), LOGS, COLUMNS)
+    assert "user_rewards:score" in str(failure.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_an_exception_is_a_data_failure_naming_its_line(user, asynchronous):
+    async def later(prompts, completions, **columns):
+        raise KeyError("answr")
+
+    def now(prompts, completions, **columns):
+        raise KeyError("answr")
+
+    with pytest.raises(
+        RolloutDataFailure, match=r"user_rewards:score.*KeyError: 'answr' \(test_reward\.py:\d+ in"
+    ) as failure:
+        await step(env(user, later if asynchronous else now), LOGS, COLUMNS)
+    assert isinstance(failure.value.__cause__, KeyError)
+
+
+async def test_registered_rewards_are_known_by_name():
+    returned = await step(RewardEnvironment({"reward": "exact"}), LOGS, COLUMNS)
+    assert [float(r) for r in returned.rewards] == [1.0, 0.0]
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="exact.*got 'exakt'"):
+        RewardEnvironment({"reward": "exakt"})
