@@ -1,0 +1,96 @@
+"""REINFORCE++: token rewards summed to the end of the row, with KL in the reward and one batch-wide whitening.
+
+Legend: B rows, T tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.advantages.groups import (
+    checked_group_ids,
+    checked_rewards,
+    group_metrics,
+    group_statistics,
+    reward_metrics,
+    token_metrics,
+)
+from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
+from rl_core.algorithms.advantages.whitening import whiten as whiten_values
+from rl_core.algorithms.checks import require_bool, require_choice, require_rows, require_same_shape
+from rl_core.algorithms.kl import kl_penalty
+from rl_core.algorithms.stats import Stat
+
+BASELINES = ("none", "group_mean")
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    group_ids: Tensor | None = None,
+    valid: Tensor | None = None,
+    baseline: str = "none",
+    log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k1",
+    whiten: bool = True,
+    reduce: Reduce | None = None,
+) -> AdvantageResult:
+    """Return the sum of rewards at and after each trainable token, whitened over all ranks' tokens, [B, T] float32.
+
+    The reward [B] stands at the row's last trainable token; `kl_coefficient` times the per-token KL is taken off each
+    token. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
+    whitening. Source: Hu, "REINFORCE++" (2025).
+    Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL coefficient without log-probabilities.
+    """
+    require_choice("baseline", baseline, BASELINES)
+    require_bool(mask=mask)
+    clean, valid = checked_rewards(rewards, valid, mask=mask, group_ids=group_ids)
+    metrics = reward_metrics(clean, valid)
+    if baseline == "group_mean":
+        clean, found = _minus_group_mean(clean, group_ids, valid)
+        metrics |= found
+    trainable = mask & valid.unsqueeze(1)
+    token_rewards = _terminal(clean, trainable)
+    if kl_coefficient:
+        token_rewards = token_rewards - kl_coefficient * _token_kl(log_probs, ref_log_probs, trainable, kl_estimator)
+    returns = torch.where(trainable, suffix_sums(token_rewards), 0.0).float()
+    advantages = whiten_values(returns, trainable, reduce=reduce) if whiten else returns
+    metrics |= token_metrics("advantages", advantages, trainable) | token_metrics("returns", returns, trainable)
+    return AdvantageResult(advantages, returns, metrics)
+
+
+def place_terminal_reward(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Return [B, T] float32 with each row's reward [B] at its last trainable token, 0 elsewhere and in empty rows."""
+    require_bool(mask=mask)
+    require_rows("rewards", rewards, mask=mask)
+    return _terminal(rewards.detach(), mask).float()
+
+
+def suffix_sums(values: Tensor) -> Tensor:
+    """Return the sum of `values` [B, T] at and after each token."""
+    return values.flip(1).cumsum(1).flip(1)
+
+
+def _terminal(rewards: Tensor, mask: Tensor) -> Tensor:
+    last = mask & (suffix_sums(mask.long()) == 1)
+    return torch.where(last, rewards.unsqueeze(1), 0.0)
+
+
+def _minus_group_mean(rewards: Tensor, group_ids: Tensor | None, valid: Tensor) -> tuple[Tensor, dict[str, Stat]]:
+    if group_ids is None:
+        raise ValueError('baseline "group_mean" needs group_ids, got None; pass them or use baseline "none"')
+    statistics = group_statistics(rewards, checked_group_ids(group_ids), valid)
+    return torch.where(valid, rewards - statistics.mean, 0.0), group_metrics(statistics)
+
+
+def _token_kl(log_probs: Tensor | None, ref_log_probs: Tensor | None, mask: Tensor, estimator: str) -> Tensor:
+    if log_probs is None or ref_log_probs is None:
+        missing = "log_probs" if log_probs is None else "ref_log_probs"
+        raise ValueError(
+            f"kl_coefficient needs log_probs and ref_log_probs, got {missing} None; pass both or set it to 0"
+        )
+    require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    kept = [torch.where(mask, values.detach(), 0.0) for values in (log_probs, ref_log_probs)]
+    return torch.where(mask, kl_penalty(*kept, estimator=estimator).double(), 0.0)

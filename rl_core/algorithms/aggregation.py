@@ -1,0 +1,123 @@
+"""From per-token values to one number that does not depend on how the step was cut (invariant I9).
+
+The actor counts the step's tokens and sequences once over all micro-batches and data-parallel ranks and passes the
+counts in; every micro-batch then returns its share, and shares are added.
+
+Legend: B rows (completions), T tokens; rows are the first dimension of every tensor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_bool, require_choice, require_same_shape
+from rl_core.algorithms.stats import Stat, finish_stats, merge_stats
+
+__all__ = [
+    "AGGREGATIONS",
+    "LossNormalizers",
+    "Stat",
+    "aggregate",
+    "count_normalizers",
+    "finish_stats",
+    "masked_mean",
+    "masked_mean_ratio",
+    "merge_stats",
+]
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True, slots=True)
+class LossNormalizers:
+    """Counts of one optimizer step, over all of its micro-batches and data-parallel ranks."""
+
+    tokens: float
+    """Trainable tokens."""
+    sequences: float
+    """Rows with at least one trainable token."""
+
+
+def count_normalizers(mask: Tensor, *, reduce: Callable[[Tensor], Tensor] | None = None) -> LossNormalizers:
+    """Return the counts of `mask` [B, T] bool, summed over ranks by `reduce` (one call; None = this rank is all).
+
+    Runs once per optimizer step, after every filter and before the step is cut into micro-batches.
+    """
+    require_bool(mask=mask)
+    trainable = _rows(mask)
+    counts = torch.stack((trainable.sum(), trainable.any(dim=1).sum())).double()
+    tokens, sequences = (reduce(counts) if reduce else counts).tolist()
+    return LossNormalizers(tokens=tokens, sequences=sequences)
+
+
+def aggregate(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    mode: str = "token-mean",
+    normalizers: LossNormalizers | None = None,
+    max_tokens: int | None = None,
+) -> Tensor:
+    """Return this batch's share of the step's aggregated `values` [B, T], 0-d, attached to the graph.
+
+    Shares of micro-batches and ranks are summed. `normalizers=None` counts the given mask. `max_tokens` (the configured
+    response length) belongs to `seq-mean-token-sum-norm`. An all-masked batch gives 0 with zero gradients.
+    Raises TypeError for half-precision values, ValueError for an unknown mode or a missing `max_tokens`.
+    """
+    _check(values, mask, mode, max_tokens)
+    trainable = _rows(mask)
+    kept = torch.where(trainable, _rows(values), 0)
+    if mode == "seq-mean-token-mean":
+        row_tokens = trainable.sum(dim=1).clamp(min=1)
+        total = (kept.sum(dim=1, dtype=torch.float64) / row_tokens).sum()
+    else:
+        total = kept.sum(dtype=torch.float64)
+    return (total / _divisor(trainable, mode, normalizers, max_tokens)).to(values.dtype)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of `values` where `mask`, 0-d; 0 (attached to the graph) where nothing is."""
+    return aggregate(values, mask)
+
+
+def masked_mean_ratio(values: Tensor, mask: Tensor, ratio: Tensor) -> Tensor:
+    """Return the masked mean of values / ratio; embodied rows give their share of trainable steps as `ratio`.
+
+    `ratio` broadcasts against `values` and may be 0 or NaN where nothing of it is used.
+    """
+    require_bool(mask=mask)
+    require_same_shape(values=values, mask=mask)
+    safe = torch.where(mask, ratio, torch.ones((), dtype=values.dtype, device=values.device))
+    return aggregate(torch.where(mask, values, 0) / safe, mask)
+
+
+def _check(values: Tensor, mask: Tensor, mode: str, max_tokens: int | None) -> None:
+    require_bool(mask=mask)
+    require_same_shape(values=values, mask=mask)
+    if values.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"values must be float32 or float64, got {values.dtype}; convert it with .float()")
+    require_choice("aggregation mode", mode, AGGREGATIONS)
+    if mode == "seq-mean-token-sum-norm" and (max_tokens is None or max_tokens <= 0):
+        raise ValueError(
+            f"max_tokens must be a positive count for seq-mean-token-sum-norm, got {max_tokens}; "
+            "pass the configured response limit"
+        )
+
+
+def _divisor(
+    trainable: Tensor, mode: str, normalizers: LossNormalizers | None, max_tokens: int | None
+) -> Tensor | float:
+    """Return what the sum is divided by; a count of 0 divides by 1."""
+    if mode == "token-mean":
+        return trainable.sum().clamp(min=1) if normalizers is None else normalizers.tokens or 1.0
+    scale = float(max_tokens or 1) if mode == "seq-mean-token-sum-norm" else 1.0
+    if normalizers is None:
+        return trainable.any(dim=1).sum().clamp(min=1) * scale
+    return (normalizers.sequences or 1.0) * scale
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` as [B, rest]; a [B] tensor holds one entry per row."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(-1)

@@ -1,0 +1,19 @@
+"""Losses: policy losses, the critic's, further terms, and the correction of train/rollout mismatch."""
+
+from rl_core.algorithms.losses.compute import compute_policy_loss
+from rl_core.algorithms.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss
+from rl_core.algorithms.losses.terms import combine_losses, entropy_term, sft_loss
+from rl_core.algorithms.losses.types import LossInputs, LossResult
+
+__all__ = [
+    "LossInputs",
+    "LossResult",
+    "cispo_loss",
+    "combine_losses",
+    "compute_policy_loss",
+    "entropy_term",
+    "gspo_loss",
+    "ppo_clip_loss",
+    "reinforce_loss",
+    "sft_loss",
+]

@@ -1,0 +1,180 @@
+"""The autograd functions under `logprobs`: softmax statistics of P rows of V logits, a block of rows at a time.
+
+Only the log-normaliser (and entropy) of a row is kept for the backward pass, which makes the row's softmax again. No
+float32 tensor larger than a block exists. With g the gradient at the log-probability of label y, e the one at the
+entropy H, and p the softmax of a row x, the row's gradient is g (onehot(y) - p) - e p (log p + H).
+
+Legend: P scored positions, V vocabulary, H hidden size.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CPU_BLOCK_ELEMENTS = 1 << 20
+"""Floats of a block on a CPU: 4 MiB stay in the cache over the passes of a softmax, which is 2-3 times faster."""
+_LOWEST_LOG_PROB = -1e4
+"""exp of it is 0 in float32, and 0 times it is 0, unlike with -inf."""
+
+
+class ScoresFromLogits(torch.autograd.Function):
+    """(log_probs [P], entropies [P] or None) of `labels` [P] under `logits` [N, V] at rows `positions` [P]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, positions: Tensor, temperature: float, chunk_size: int, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score the rows block by block."""
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.block_rows = temperature, _block_rows(logits, chunk_size)
+        scores = _Scores(labels, entropy)
+        for part in _parts(len(labels), ctx.block_rows):
+            scores.fill(part, _scaled(logits.index_select(0, positions[part]), temperature))
+        ctx.save_for_backward(logits, labels, positions, scores.normalizers, scores.entropies)
+        return scores.log_probs, scores.entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of `logits`, in their dtype."""
+        logits, labels, positions, normalizers, entropies = ctx.saved_tensors
+        if log_prob_grads is None and entropy_grads is None:
+            return (None,) * 6
+        gradient = torch.zeros_like(logits)
+        row_gradient = _RowGradient(labels, normalizers, entropies, log_prob_grads, entropy_grads, ctx.temperature)
+        for part in _parts(len(labels), ctx.block_rows):
+            block = _scaled(logits.index_select(0, positions[part]), ctx.temperature)
+            gradient.index_copy_(0, positions[part], row_gradient(part, block).to(logits.dtype))
+        return gradient, None, None, None, None, None
+
+
+class ScoresFromHidden(torch.autograd.Function):
+    """(log_probs [P], entropies [P] or None) of `labels` [P] under the logits `hidden` [P, H] @ `weight` [V, H].T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk_size: int, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Project and score chunk by chunk."""
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        scores = _Scores(labels, entropy)
+        with torch.autocast(hidden.device.type, enabled=False):  # as in the backward pass
+            for chunk in _parts(len(labels), chunk_size):
+                logits = hidden[chunk] @ weight.T
+                for part in _parts(len(logits), _block_rows(logits, chunk_size)):
+                    scores.fill(_inner(chunk, part), _scaled(logits[part], temperature))
+        ctx.save_for_backward(hidden, weight, labels, scores.normalizers, scores.entropies)
+        return scores.log_probs, scores.entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden` and `weight`, in their dtype."""
+        hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if log_prob_grads is None and entropy_grads is None:
+            return (None,) * 6
+        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        row_gradient = _RowGradient(labels, normalizers, entropies, log_prob_grads, entropy_grads, ctx.temperature)
+        for chunk in _parts(len(labels), ctx.chunk_size):
+            logits = hidden[chunk] @ weight.T
+            for part in _parts(len(logits), _block_rows(logits, ctx.chunk_size)):
+                logits[part] = row_gradient(_inner(chunk, part), _scaled(logits[part], ctx.temperature))
+            if hidden_gradient is not None:
+                torch.mm(logits, weight, out=hidden_gradient[chunk])
+            if weight_gradient is not None:
+                _add_product(weight_gradient, logits.T, hidden[chunk])
+        return hidden_gradient, _cast(weight_gradient, weight.dtype), None, None, None, None
+
+
+class _Scores:
+    """Results of P rows, filled block by block."""
+
+    def __init__(self, labels: Tensor, entropy: bool) -> None:
+        self.labels = labels
+        self.log_probs = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        self.normalizers = torch.empty_like(self.log_probs)
+        self.entropies = torch.empty_like(self.log_probs) if entropy else None
+
+    def fill(self, part: slice, block: Tensor) -> None:
+        """Score float32 `block` [n, V], which is overwritten."""
+        chosen = block.gather(1, self.labels[part].unsqueeze(1)).squeeze(1)
+        if self.entropies is None:
+            normalizer = block.logsumexp(dim=1)
+        else:
+            peak = block.amax(dim=1, keepdim=True)
+            weights = block.sub_(peak).clamp_(min=_LOWEST_LOG_PROB).exp()
+            total = weights.sum(dim=1)
+            normalizer = total.log()
+            self.entropies[part] = normalizer - weights.mul_(block).sum(dim=1) / total
+            normalizer = normalizer + peak.squeeze(1)
+        self.normalizers[part] = normalizer
+        self.log_probs[part] = chosen - normalizer
+
+
+class _RowGradient:
+    """The gradient at a block of scaled logits, given the gradients at the scores of all P rows."""
+
+    def __init__(
+        self,
+        labels: Tensor,
+        normalizers: Tensor,
+        entropies: Tensor | None,
+        log_prob_grads: Tensor | None,
+        entropy_grads: Tensor | None,
+        temperature: float,
+    ) -> None:
+        self.labels, self.normalizers, self.entropies = labels, normalizers, entropies
+        self.log_prob_grads = torch.zeros_like(normalizers) if log_prob_grads is None else log_prob_grads / temperature
+        self.entropy_grads = None if entropy_grads is None else entropy_grads / temperature
+
+    def __call__(self, part: slice, block: Tensor) -> Tensor:
+        """Return the gradient at the unscaled logits in the place of float32 `block` [n, V]."""
+        at_label = self.log_prob_grads[part].unsqueeze(1)
+        log_p = block.sub_(self.normalizers[part].unsqueeze(1))
+        if self.entropy_grads is None or self.entropies is None:
+            gradient = log_p.exp_().mul_(-at_label)
+        else:
+            at_entropy = self.entropy_grads[part].unsqueeze(1)
+            p = log_p.clamp_(min=_LOWEST_LOG_PROB).exp()
+            factor = log_p.add_(self.entropies[part].unsqueeze(1)).mul_(-at_entropy).sub_(at_label)
+            gradient = factor.mul_(p)
+        return gradient.scatter_add_(1, self.labels[part].unsqueeze(1), at_label)
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def _inner(chunk: slice, part: slice) -> slice:
+    return slice(chunk.start + part.start, chunk.start + part.stop)
+
+
+def _block_rows(logits: Tensor, chunk_size: int) -> int:
+    """Return how many rows are worked on at a time: `chunk_size`, on a CPU no more than fit the cache."""
+    if logits.device.type != "cpu":
+        return chunk_size
+    return min(chunk_size, max(1, _CPU_BLOCK_ELEMENTS // logits.shape[-1]))
+
+
+def _scaled(block: Tensor, temperature: float) -> Tensor:
+    """Return a `block` of our own as float32 logits / temperature; a float32 block is changed in place."""
+    block = block.float()
+    return block if temperature == 1.0 else block.div_(temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

@@ -1,0 +1,122 @@
+"""`Stat`: a metric as numerator and denominator, so that parts of a step add up to the whole step's value.
+
+Every loss and advantage reports Stats; the actor merges them over micro-batches, then over ranks, and forms ratios last.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.checks import require_choice
+
+StatKind = Literal["mean", "sum", "max", "min"]
+_KINDS = ("mean", "sum", "max", "min")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stat:
+    """One metric: `float(stat)` finishes it. `total` and `count` are kept as float64 0-d tensors without gradient."""
+
+    kind: StatKind
+    """mean = total / count; sum, max and min = total."""
+    total: Tensor
+    count: Tensor
+    """How many values went in; a max or min of none is dropped when merged."""
+
+    def __post_init__(self) -> None:
+        require_choice("Stat.kind", self.kind, _KINDS)
+        for field in ("total", "count"):
+            value = torch.as_tensor(getattr(self, field), dtype=torch.float64).detach()
+            object.__setattr__(self, field, value.reshape(()))
+
+    def __float__(self) -> float:
+        return _finish(self.kind, float(self.total), float(self.count))
+
+
+def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
+    """Return the Stats of all `parts` together; a max or min without data is left out.
+
+    Raises ValueError when one name has two kinds.
+    """
+    gathered: dict[str, list[Stat]] = {}
+    for part in parts:
+        for name, stat in part.items():
+            gathered.setdefault(name, []).append(stat)
+    merged = {name: _merge(name, stats) for name, stats in gathered.items()}
+    return _without_empty_extremes(merged)
+
+
+def finish_stats(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Return the finished numbers by name with a single device transfer; a max or min without data is left out."""
+    if not stats:
+        return {}
+    table = torch.stack([torch.stack((stat.total, stat.count)) for stat in stats.values()]).tolist()
+    finished = zip(stats.items(), table, strict=True)
+    return {
+        name: _finish(stat.kind, total, count) for (name, stat), (total, count) in finished if _has_data(stat, count)
+    }
+
+
+def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
+    """Return the mean of `values` where `mask`; `count` is the number of true entries, when it is known already."""
+    total = torch.where(mask, values.detach(), 0).sum(dtype=torch.float64)
+    return Stat("mean", total, mask.sum() if count is None else count)
+
+
+def sum_stat(total: Tensor | float) -> Stat:
+    """Return a quantity that adds up over parts."""
+    return Stat("sum", torch.as_tensor(total), torch.ones(()))
+
+
+def extreme_stat(kind: Literal["max", "min"], values: Tensor, mask: Tensor) -> Stat:
+    """Return the largest or smallest of `values` where `mask`; without any, an infinity of count 0."""
+    fill = float("-inf") if kind == "max" else float("inf")
+    kept = torch.where(mask, values.detach(), fill).reshape(-1)
+    kept = torch.cat((kept, kept.new_full((1,), fill)))
+    return Stat(kind, kept.max() if kind == "max" else kept.min(), mask.sum())
+
+
+def extreme_stats(
+    values: Tensor, mask: Tensor, *, prefix: str, kinds: tuple[str, ...] = ("max", "min")
+) -> dict[str, Stat]:
+    """Return `{prefix}max` and `{prefix}min`, or nothing where `mask` is all false.
+
+    On an accelerator emptiness is not asked, which would wait for the device; merging drops the empty ones there.
+    """
+    if mask.device.type == "cpu" and not mask.any():
+        return {}
+    return {f"{prefix}{kind}": extreme_stat(kind, values, mask) for kind in kinds}  # type: ignore[arg-type]
+
+
+def _finish(kind: str, total: float, count: float) -> float:
+    if kind == "mean":
+        return total / count if count else 0.0
+    return total
+
+
+def _has_data(stat: Stat, count: float) -> bool:
+    return count > 0 or stat.kind in ("mean", "sum")
+
+
+def _merge(name: str, stats: list[Stat]) -> Stat:
+    kinds = {stat.kind for stat in stats}
+    if len(kinds) > 1:
+        raise ValueError(f"metric {name!r} must have one kind in all parts, got {', '.join(sorted(kinds))}")
+    kind = stats[0].kind
+    if len(stats) == 1:
+        return stats[0]
+    totals = torch.stack([stat.total for stat in stats])
+    total = totals.max() if kind == "max" else totals.min() if kind == "min" else totals.sum()
+    return Stat(kind, total, torch.stack([stat.count for stat in stats]).sum())
+
+
+def _without_empty_extremes(stats: dict[str, Stat]) -> dict[str, Stat]:
+    extremes = [name for name, stat in stats.items() if stat.kind in ("max", "min")]
+    if not extremes:
+        return stats
+    counts = torch.stack([stats[name].count for name in extremes]).tolist()
+    empty = {name for name, count in zip(extremes, counts, strict=True) if count == 0}
+    return {name: stat for name, stat in stats.items() if name not in empty}
