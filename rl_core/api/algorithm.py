@@ -1,10 +1,11 @@
 """`spec.algorithm`: what is optimised, on how many prompts, and how samples are filtered."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rl_core.api.base import Spec
+from rl_core.api.base import Spec, rule
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw"]
 LossName = Literal["ppo_clip", "cispo", "gspo", "reinforce"]
@@ -33,13 +34,10 @@ class LossSpec(Spec):
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
 
-    @model_validator(mode="after")
-    def _dual_clip_needs_ppo(self) -> Self:
+    @rule
+    def _dual_clip_needs_ppo(self) -> Iterator[str]:
         if self.dual_clip is not None and self.name != "ppo_clip":
-            raise ValueError(
-                f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip"
-            )
-        return self
+            yield (f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
 
 
 class ImportanceSpec(Spec):
@@ -93,13 +91,12 @@ class RewardScaleSpec(Spec):
     target_max: float = 1.0
     """Scaled reward at sourceMax."""
 
-    @model_validator(mode="after")
-    def _range(self) -> Self:
+    @rule
+    def _range(self) -> Iterator[str]:
         if self.source_max <= self.source_min:
-            raise ValueError(
+            yield (
                 f"sourceMax must be greater than sourceMin, got {self.source_min} and {self.source_max}; swap or widen them"
             )
-        return self
 
 
 class AlgorithmSpec(Spec):
@@ -163,16 +160,15 @@ class AlgorithmSpec(Spec):
             return self.loss.aggregation
         return "seq-mean-token-sum-norm" if self.name == "dr_grpo" else "token-mean"
 
-    @model_validator(mode="after")
-    def _group_size(self) -> Self:
+    @rule
+    def _group_size(self) -> Iterator[str]:
         if self.group_size < 2 and self.name in GROUP_RELATIVE:
-            raise ValueError(
+            yield (
                 f"groupSize must be at least 2 for the group-relative advantage {self.name}, got {self.group_size}; raise groupSize or use reinforce_plus_plus"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _recompute(self) -> Self:
+    @rule
+    def _recompute(self) -> Iterator[str]:
         needs = {
             "importance": self.importance is not None,
             "sequenceErrorThreshold": self.sequence_error_threshold is not None,
@@ -180,17 +176,11 @@ class AlgorithmSpec(Spec):
         }
         wanting = [field for field, used in needs.items() if used]
         if wanting and not self.recompute_log_probs:
-            raise ValueError(
-                f"{', '.join(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field"
-            )
+            yield (f"{', '.join(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
         if self.allow_truncated_sampling and self.importance is not None:
-            raise ValueError(
-                "importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling"
-            )
-        return self
+            yield ("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
 
-    @model_validator(mode="after")
-    def _whiten_once(self) -> Self:
+    @rule
+    def _whiten_once(self) -> Iterator[str]:
         if self.whiten and self.name.startswith("reinforce_plus_plus"):
-            raise ValueError(f"whiten must be false for {self.name}, which already whitens, got true; remove it")
-        return self
+            yield (f"whiten must be false for {self.name}, which already whitens, got true; remove it")

@@ -1,7 +1,22 @@
-"""The base of every schema class: camelCase in YAML, snake_case in Python, unknown fields are errors, frozen."""
+"""The base of every schema class: camelCase in YAML, snake_case in Python, unknown fields are errors, frozen.
 
-from pydantic import BaseModel, ConfigDict
+Rules over several fields are generators marked `@rule`; all rules of a class are checked together, so that a user sees every
+broken one at once.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.alias_generators import to_camel
+
+Rule = TypeVar("Rule", bound=Callable[[Any], Iterator[str]])
+
+
+def rule(function: Rule) -> Rule:
+    """Mark a method of a Spec that yields one message per violation (field, rule, value got, way out)."""
+    function.is_rule = True  # type: ignore[attr-defined]
+    return function
 
 
 class Spec(BaseModel):
@@ -18,3 +33,16 @@ class Spec(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        broken = [message for check in _rules_of(type(self)) for message in check(self)]
+        if broken:
+            raise ValueError("\n".join(broken))
+        return self
+
+
+def _rules_of(cls: type[Spec]) -> list[Callable[[Any], Iterator[str]]]:
+    return [
+        member for base in reversed(cls.__mro__) for member in vars(base).values() if getattr(member, "is_rule", False)
+    ]

@@ -1,12 +1,13 @@
 """The RLJob schema: one pydantic family that validates `rljob run`, generates the CRD and is what every worker receives."""
 
 import re
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from rl_core.api.algorithm import AlgorithmSpec
-from rl_core.api.base import Spec
+from rl_core.api.base import Spec, rule
 from rl_core.api.roles import ActorSpec, EnvSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
@@ -56,42 +57,39 @@ class RLJobSpec(Spec):
     extensions: list[str] = []
     """Modules imported by every worker, whose register() is called."""
 
-    @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
+    @rule
+    def _batch_divides(self) -> Iterator[str]:
         ranks, prompts = self.actor.world_size, self.algorithm.prompts_per_step
         if prompts % ranks:
-            raise ValueError(
+            yield (
                 f"algorithm.promptsPerStep must be divisible by the actor's data-parallel size {ranks}, got {prompts}; change promptsPerStep or actor.replicas"
             )
         rows, parts = prompts * self.algorithm.group_size, ranks * self.algorithm.optimizer_steps_per_batch
         if rows % parts:
-            raise ValueError(
+            yield (
                 f"algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = {parts}, got {rows}; change optimizerStepsPerBatch"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _sampling_is_exact(self) -> Self:
+    @rule
+    def _sampling_is_exact(self) -> Iterator[str]:
         sampling = self.rollout.sampling
         truncated = sampling.top_p < 1 or sampling.top_k is not None
         if truncated and not self.algorithm.allow_truncated_sampling:
-            raise ValueError(
+            yield (
                 f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p}, topK {sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Self:
+    @rule
+    def _lengths_fit(self) -> Iterator[str]:
         limit, new = self.rollout.max_sequence_length, self.rollout.sampling.max_new_tokens
         if limit is not None and new >= limit:
-            raise ValueError(
+            yield (
                 f"rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength {limit}, got {new}; lower maxNewTokens"
             )
         if self.actor.micro_batch_tokens < (limit or 0):
-            raise ValueError(
+            yield (
                 f"actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength {limit} tokens, got {self.actor.micro_batch_tokens}; raise it"
             )
-        return self
 
 
 class Metadata(Spec):

@@ -1,10 +1,11 @@
 """`spec.actor`, `spec.rollout`, `spec.env`: the three kinds of process."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rl_core.api.base import Spec
+from rl_core.api.base import Spec, rule
 
 
 class RoleSpec(Spec):
@@ -17,12 +18,11 @@ class RoleSpec(Spec):
     env: dict[str, str] = {}
     """Further environment variables of the role's processes; identity variables cannot be set."""
 
-    @model_validator(mode="after")
-    def _protected(self) -> Self:
+    @rule
+    def _protected(self) -> Iterator[str]:
         taken = sorted(key for key in self.env if key.startswith("RLJOB_") or key in PROTECTED_ENV)
         if taken:
-            raise ValueError(f"env must not set variables the launcher owns, got {', '.join(taken)}; remove them")
-        return self
+            yield (f"env must not set variables the launcher owns, got {', '.join(taken)}; remove them")
 
 
 PROTECTED_ENV = frozenset(
@@ -57,13 +57,12 @@ class ScheduleSpec(Spec):
     min_learning_rate_ratio: float | None = Field(None, ge=0, le=1)
     """Floor as a share of learningRate."""
 
-    @model_validator(mode="after")
-    def _one_of(self) -> Self:
+    @rule
+    def _one_of(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give warmupSteps or warmupRatio, not both; remove one")
+            yield ("give warmupSteps or warmupRatio, not both; remove one")
         if self.min_learning_rate is not None and self.min_learning_rate_ratio is not None:
-            raise ValueError("give minLearningRate or minLearningRateRatio, not both; remove one")
-        return self
+            yield ("give minLearningRate or minLearningRateRatio, not both; remove one")
 
 
 class OptimizerSpec(Spec):
@@ -80,14 +79,11 @@ class OptimizerSpec(Spec):
     schedule: ScheduleSpec = ScheduleSpec()
     """Learning-rate schedule."""
 
-    @model_validator(mode="after")
-    def _floor(self) -> Self:
+    @rule
+    def _floor(self) -> Iterator[str]:
         floor = self.schedule.min_learning_rate
         if floor is not None and floor > self.learning_rate:
-            raise ValueError(
-                f"schedule.minLearningRate must not exceed learningRate {self.learning_rate}, got {floor}; lower it"
-            )
-        return self
+            yield (f"schedule.minLearningRate must not exceed learningRate {self.learning_rate}, got {floor}; lower it")
 
 
 class ActorSpec(RoleSpec):
@@ -161,17 +157,16 @@ class RolloutSpec(RoleSpec):
     compile: bool = False
     """torch.compile the decode step."""
 
-    @model_validator(mode="after")
-    def _bounds(self) -> Self:
+    @rule
+    def _bounds(self) -> Iterator[str]:
         if self.min_replicas > self.replicas:
-            raise ValueError(
+            yield (
                 f"minReplicas must not exceed replicas {self.replicas}, got {self.min_replicas}; lower minReplicas or raise replicas"
             )
         if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(
+            yield (
                 f"maxReplicas must not be below replicas {self.replicas}, got {self.max_replicas}; raise maxReplicas"
             )
-        return self
 
 
 class EnvSpec(RoleSpec):
@@ -190,10 +185,9 @@ class EnvSpec(RoleSpec):
     options: dict[str, Any] = {}
     """Options of the environment type, checked by its own config model."""
 
-    @model_validator(mode="after")
-    def _reward(self) -> Self:
+    @rule
+    def _reward(self) -> Iterator[str]:
         if (self.type == "reward") != (self.reward is not None):
-            raise ValueError(
+            yield (
                 f"reward must be given exactly when type is `reward`, got type {self.type!r} and reward {self.reward!r}; set both or neither"
             )
-        return self

@@ -1,10 +1,11 @@
 """The smaller blocks of `spec`: model, data, weights, checkpoint, validation, runtime, failures, trackers."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rl_core.api.base import Spec
+from rl_core.api.base import Spec, rule
 
 
 class ModelSpec(Spec):
@@ -51,13 +52,12 @@ class ValidationSpec(Spec):
     max_prompts: int | None = Field(None, ge=1)
     """First so many prompts only; null = all."""
 
-    @model_validator(mode="after")
-    def _greedy_once(self) -> Self:
+    @rule
+    def _greedy_once(self) -> Iterator[str]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
-            raise ValueError(
+            yield (
                 f"samplesPerPrompt must be 1 with greedy validation, got {self.samples_per_prompt}; set temperature above 0"
             )
-        return self
 
 
 class PlacementSpec(Spec):
@@ -65,7 +65,6 @@ class PlacementSpec(Spec):
 
     mode: Literal["disaggregated"] = "disaggregated"
     """Roles have devices of their own."""
-
 
 
 class WeightsSpec(Spec):
@@ -132,13 +131,12 @@ class DeadlinesSpec(Spec):
     degraded: float = Field(900, gt=0)
     """Wait below minReplicas in a local run."""
 
-    @model_validator(mode="after")
-    def _order(self) -> Self:
+    @rule
+    def _order(self) -> Iterator[str]:
         if not self.heartbeat < self.suspect < self.lost:
-            raise ValueError(
+            yield (
                 f"heartbeat < suspect < lost must hold, got {self.heartbeat}, {self.suspect}, {self.lost}; raise the later ones"
             )
-        return self
 
 
 class RuntimeSpec(Spec):

@@ -29,15 +29,23 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
         except ValidationError as error:
             details = error.errors(include_url=False)
         before = len(problems)
-        problems.update(dict.fromkeys(describe(detail, document) for detail in details))
-        if len(problems) == before or not isinstance(attempt, dict):
+        problems.update(dict.fromkeys(line for detail in details for line in describe(detail)))
+        whole = any(detail["loc"] == ("spec",) and detail["type"] == "value_error" for detail in details)
+        if len(problems) == before or whole or not isinstance(attempt, dict):
             break
         _mend(attempt, details)
     return None, list(problems)
 
 
-def describe(detail: ErrorDetails, document: Any) -> str:
-    """Return one line for one validation error."""
+def describe(detail: ErrorDetails) -> list[str]:
+    """Return the lines for one validation error: one, or one per broken rule of a block."""
+    if detail["type"] == "value_error":
+        path = ".".join(str(part) for part in detail["loc"]) or "job"
+        return [f"{path}: {line}" for line in str(detail["msg"]).removeprefix("Value error, ").splitlines()]
+    return [_describe_field(detail)]
+
+
+def _describe_field(detail: ErrorDetails) -> str:
     path = ".".join(str(part) for part in detail["loc"]) or "job"
     got = _show(detail["input"])
     kind = detail["type"]
@@ -45,8 +53,6 @@ def describe(detail: ErrorDetails, document: Any) -> str:
         return f"{path}: is not a known field, got {got}, {_suggest(detail['loc'])}"
     if kind == "missing":
         return f"{path}: must be given, got nothing, add it"
-    if kind == "value_error":
-        return f"{path}: {str(detail['msg']).removeprefix('Value error, ')}"
     if kind == "model_type":
         return f"{path}: must be a mapping of fields, got {got}, indent its fields below it"
     rule = str(detail["msg"]).replace("Input should be", "must be").replace("should have", "must have")
@@ -54,7 +60,7 @@ def describe(detail: ErrorDetails, document: Any) -> str:
 
 
 def _way_out(kind: str) -> str:
-    if kind.endswith("_type") or kind.endswith("_parsing"):
+    if kind.endswith(("_type", "_parsing")):
         return "write a value of that type"
     if kind in ("literal_error", "enum"):
         return "choose one of these"
@@ -106,17 +112,17 @@ def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
         if not isinstance(holder, dict):
             continue
         if detail["type"] == "missing":
-            holder[cast(str, last)] = {} if _fields_at(detail["loc"]) else REQUIRED.get(str(last), PLACEHOLDER)
-        elif str(last) in REQUIRED and detail["type"] != "extra_forbidden":
-            holder[cast(str, last)] = REQUIRED[str(last)]
+            holder[cast(str, last)] = {} if _fields_at(detail["loc"]) else REQUIRED.get(detail["loc"], PLACEHOLDER)
+        elif detail["loc"] in REQUIRED:
+            holder[cast(str, last)] = REQUIRED[detail["loc"]]
         else:
             holder.pop(last, None)
 
 
-REQUIRED = {
-    "apiVersion": "rljob.dev/v1alpha1",
-    "kind": "RLJob",
-    "name": PLACEHOLDER,
-    "path": PLACEHOLDER,
-    "train": PLACEHOLDER,
+REQUIRED: dict[tuple[int | str, ...], str] = {
+    ("apiVersion",): "rljob.dev/v1alpha1",
+    ("kind",): "RLJob",
+    ("metadata", "name"): PLACEHOLDER,
+    ("spec", "model", "path"): PLACEHOLDER,
+    ("spec", "data", "train"): PLACEHOLDER,
 }

@@ -85,7 +85,7 @@ def explain(edges: list[Wait], missing_pods: list[str]) -> tuple[str, str]:
         "; ".join(f"{e.who} waits for {e.on} ({e.what}, {e.since_seconds:.0f} s)" for e in edges)
         or "nobody declares a wait"
     )
-    waiting = {e.who for e in edges}
+    waiting = {e.who for e in edges} | {e.who.partition(":")[0] for e in edges}
     sinks = [e for e in edges if e.on not in waiting]
     if any("full" in e.what for e in sinks):
         return "ChannelFull", told

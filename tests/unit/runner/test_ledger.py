@@ -20,7 +20,12 @@ class FakeClock:
 
 def make(size=10, *, seed=0, shuffle=True, attempts=3, clock=None, lease_seconds=60.0):
     return PromptLedger(
-        list(range(size)), seed=seed, shuffle=shuffle, lease_seconds=lease_seconds, max_attempts=attempts, clock=clock or FakeClock()
+        list(range(size)),
+        seed=seed,
+        shuffle=shuffle,
+        lease_seconds=lease_seconds,
+        max_attempts=attempts,
+        clock=clock or FakeClock(),
     )
 
 

@@ -1,0 +1,117 @@
+"""What a person sees while `rljob run` runs: a live bar and table on a terminal, otherwise a line per step."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from rl_core.cli.local_view import run_table, wait_table
+
+QUIET_WAIT_S = 10.0
+"""Waits are shown once they last this long."""
+LINE_INTERVAL_S = 0.2
+
+
+class Progress:
+    """Shows a run; `update` takes each new status."""
+
+    def __init__(self, folder: Path, *, total: int, live: bool) -> None:
+        """Show the run in `folder` of `total` steps; `live` False or no terminal: lines."""
+        self._metrics = folder / "metrics.jsonl"
+        self._total = total
+        self._console = Console()
+        self._live: Live | None = None
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("starting", total=total)
+        self._ended = threading.Event()
+        self._reader: threading.Thread | None = None
+        self._phase = ""
+        if live and self._console.is_terminal:
+            self._live = Live(self._bar, console=self._console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.__enter__()
+        else:
+            self._reader = threading.Thread(target=self._follow, name="progress", daemon=True)
+            self._reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def update(self, status: dict[str, Any]) -> None:
+        """Show a new status."""
+        phase = str(status.get("phase", ""))
+        if self._live is None:
+            if phase in ("Degraded", "Failed") and phase != self._phase:
+                self.say(f"{phase}: step {status.get('step', 0)}")
+            self._phase = phase
+            return
+        self._bar.update(self._task, completed=int(status.get("step", 0)), description=phase)
+        waits = [wait for wait in status.get("waits", []) if wait["seconds"] >= QUIET_WAIT_S]
+        tables = [run_table(status), wait_table(status | {"waits": waits})]
+        self._live.update(Group(self._bar, *[table for table in tables if table is not None]))
+
+    def finish(self) -> None:
+        """Show what is still unshown."""
+        self._ended.set()
+        if self._reader is not None:
+            self._reader.join(timeout=2)
+
+    def _follow(self) -> None:
+        """Print a line per step as metrics.jsonl grows; a file cut back by a restart is read from its new end."""
+        position = self._metrics.stat().st_size if self._metrics.exists() else 0
+        last = False
+        while not last:
+            last = self._ended.wait(LINE_INTERVAL_S)
+            if not self._metrics.exists():
+                continue
+            with self._metrics.open(encoding="utf-8") as file:
+                size = file.seek(0, 2)
+                file.seek(min(position, size))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            position = min(position, size) + len(whole.encode())
+            for line in whole.splitlines():
+                self.say(step_line(json.loads(line), self._total))
+        sys.stdout.flush()
+
+
+def step_line(metrics: dict[str, Any], total: int) -> str:
+    """Return one readable line of a step's metrics."""
+    parts = [time.strftime("%H:%M:%S"), f"step {metrics['step']}/{total}"]
+    shown = (
+        ("reward/mean", "reward", 3),
+        ("val/accuracy", "val", 3),
+        ("train/grad_norm", "grad", 3),
+        ("perf/tokens_per_second", "tok/s", 0),
+    )
+    for key, name, digits in shown:
+        if isinstance(metrics.get(key), int | float):
+            parts.append(f"{name} {metrics[key]:.{digits}f}")
+    if isinstance(metrics.get("time/step"), int | float):
+        parts.append(f"{metrics['time/step']:.2f} s")
+    return "  ".join(parts)

@@ -1,0 +1,190 @@
+"""`rljob run`: checks the job, starts the plan's processes on this machine, shows progress, ends them in order.
+
+Ctrl-C: the run checkpoints and ends within seconds; a second Ctrl-C ends everything at once.
+"""
+
+import json
+import os
+import secrets
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJob
+from rl_core.cli.progress import Progress
+from rl_core.cli.validate import prepare
+from rl_core.launch.local import LocalCluster
+from rl_core.launch.ports import free_ports
+from rl_core.plan.keys import MASTER_BYTES, key_files, write_key_folder
+from rl_core.plan.launch import LaunchPlan, build_launch_plan
+
+HOST = "127.0.0.1"
+RUN_FOLDER = ".rljob"
+"""Keys, pod plans and the resolved job of the present run, inside the output folder."""
+
+
+def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume: str, progress: bool) -> int:
+    """Run the job to its end; return the exit code (0 success, 2 bad input, 3 or 4 failure, 130 interrupted)."""
+    job = prepare(file, settings)
+    folder = (output or Path("outputs") / job.metadata.name).resolve()
+    check_devices(job)
+    check_output(folder, resume)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    plan_for = prepare_folder(job, folder)
+    first_epoch = next_epoch(folder)
+    cluster = LocalCluster(
+        plan_for(first_epoch),
+        workdir=folder,
+        plan_for=plan_for,
+        policy=job.spec.failure_policy,
+        resume=resume_argument(resume),
+    )
+    with Progress(folder, total=job.spec.algorithm.steps, live=progress) as display:
+        display.say(f"{job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps -> {folder}")
+        code = cluster.run(on_status=display.update, on_interrupt=display.say)
+        display.finish()
+    return report(job, folder, code)
+
+
+def resume_argument(resume: str) -> str:
+    """Return auto, none or the absolute path of a checkpoint."""
+    return resume if resume in ("auto", "none") else str(Path(resume).resolve())
+
+
+def check_devices(job: RLJob) -> None:
+    """Raise ConfigError when the job asks for more accelerators than this machine shows; training on CPU by accident is refused."""
+    spec = job.spec
+    wanted = sum(role.gpus * role.replicas for role in (spec.actor, spec.rollout, spec.env))
+    if not wanted:
+        return
+    visible = count_devices()
+    if visible < wanted:
+        raise ConfigError(
+            f"the job asks for {wanted} accelerators, got {visible} visible on this machine; lower gpus or set it to 0 for CPU"
+        )
+
+
+def count_devices() -> int:
+    """Return the number of NVIDIA devices, 0 without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
+
+
+def check_output(folder: Path, resume: str) -> None:
+    """Raise ConfigError when the folder holds a run that a fresh start would mix with, or a resume has nothing to find."""
+    taken = folder / "metrics.jsonl"
+    if resume == "none" and taken.exists():
+        step = read_step(folder)
+        raise ConfigError(
+            f"{folder} holds a run (at step {step}); continue it with --resume auto, or choose another folder with --output"
+        )
+    if resume not in ("auto", "none") and not (Path(resume) / "manifest.json").is_file():
+        raise ConfigError(
+            f"--resume must be auto, none or a complete checkpoint folder, got {resume}; it holds no manifest.json"
+        )
+
+
+def read_step(folder: Path) -> int | str:
+    """Return the last step told by the folder's status, "?" when there is none."""
+    try:
+        return int(json.loads((folder / "status.json").read_text()).get("step", 0))
+    except (OSError, ValueError):
+        return "?"
+
+
+def next_epoch(folder: Path) -> int:
+    """Return 0 for a fresh folder, else one above the epoch of the run in it, so that its messages and files are fenced."""
+    try:
+        return int(json.loads((folder / "status.json").read_text())["epoch"]) + 1
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":
+    """Write job.yaml, the keys and what the processes read; return the plan by epoch."""
+    private = folder / RUN_FOLDER
+    private.mkdir(parents=True, exist_ok=True)
+    resolved = job.model_dump(mode="json", by_alias=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False))
+    config = private / "job.json"
+    config.write_text(json.dumps(resolved))
+    uid = uuid.uuid4().hex
+    write_key_folder(private / "keys", key_files(secrets.token_bytes(MASTER_BYTES), uid))
+    return PlanFor(job, uid=uid, config=config)
+
+
+class PlanFor:
+    """The launch plan by epoch, on this machine's free ports, which stay the same over a run so that pods can reconnect."""
+
+    def __init__(self, job: RLJob, *, uid: str, config: Path) -> None:
+        self._job, self._uid, self._config = job, uid, config
+        self._ports = free_ports()
+
+    def __call__(self, epoch: int) -> LaunchPlan:
+        """Return the plan of `epoch`."""
+        return build_launch_plan(
+            self._job,
+            name=self._job.metadata.name,
+            namespace=self._job.metadata.namespace or "default",
+            uid=self._uid,
+            epoch=epoch,
+            ports=self._ports,
+            host=HOST,
+            config=str(self._config),
+        )
+
+
+def report(job: RLJob, folder: Path, code: int) -> int:
+    """Print how the run ended and where its results are; return the exit code."""
+    status = json.loads((folder / "status.json").read_text()) if (folder / "status.json").is_file() else {}
+    if code == 0:
+        sys.stdout.write(success_text(folder, status))
+        return 0
+    failure = status.get("failure") or {}
+    message = failure.get("message") or "no cause was recorded"
+    kind = {2: "bad input", 4: "bad data", 130: "interrupted"}.get(code, "failure")
+    sys.stderr.write(
+        f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {status.get('step', 0)}: {message}\n"
+    )
+    sys.stderr.write(f"rljob: logs in {folder / 'logs'}; continue with --output {folder} --resume auto\n")
+    return code
+
+
+def success_text(folder: Path, status: dict[str, Any]) -> str:
+    """Return the closing lines of a run that ended well."""
+    accuracy = [line["val/accuracy"] for line in read_metrics(folder) if "val/accuracy" in line]
+    lines = [
+        f"step {status.get('step')}/{status.get('totalSteps')}, policy version {status.get('policyVersion')}, epoch {status.get('epoch')}"
+    ]
+    if accuracy:
+        lines.append(f"validation accuracy: {accuracy[0]:.3f} before, {accuracy[-1]:.3f} after")
+    lines += [
+        f"model: {folder / 'model'}",
+        f"metrics: {folder / 'metrics.jsonl'}",
+        f"curves: tensorboard --logdir {folder / 'tensorboard'}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, torn ones left out."""
+    found = []
+    path = folder / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,77 @@
+"""`rljob validate` tells every problem at once, each with path, rule, value and way out."""
+
+import copy
+
+import pytest
+
+from rl_core.cli.problems import find_problems
+
+GOOD = {
+    "apiVersion": "rljob.dev/v1alpha1",
+    "kind": "RLJob",
+    "metadata": {"name": "a"},
+    "spec": {"model": {"path": "m"}, "data": {"train": "t.jsonl"}},
+}
+
+
+def job(**spec):
+    document = copy.deepcopy(GOOD)
+    document["spec"] |= spec
+    return document
+
+
+def test_a_good_job_has_no_problems():
+    found, problems = find_problems(GOOD)
+    assert found is not None and problems == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"algorithm": {"groupSize": 1}}, ["spec.algorithm", "groupSize must be at least 2", "got 1"]),
+        (
+            {"algorithm": {"promptsPerStep": 3}, "actor": {"replicas": 2}},
+            ["divisible by the actor's data-parallel size 2", "got 3"],
+        ),
+        ({"rollout": {"replicas": 1, "minReplicas": 2}}, ["minReplicas must not exceed replicas 1", "got 2", "lower"]),
+        ({"data": {"trian": "x", "train": "y"}}, ["spec.data.trian", "not a known field", "did you mean train?"]),
+        ({"algorithm": {"steps": "many"}}, ["spec.algorithm.steps", "valid integer", "got 'many'"]),
+        ({"algorithm": {"name": "ppo2"}}, ["spec.algorithm.name", "'grpo'", "got 'ppo2'"]),
+        ({"rollout": {"sampling": {"topP": 0.9}}}, ["topP", "bias the policy ratio"]),
+        (
+            {"rollout": {"sampling": {"temperature": 0}}},
+            ["spec.rollout.sampling.temperature", "greater than 0", "got 0"],
+        ),
+        ({"actor": {"env": {"RANK": "1"}}}, ["env must not set variables the launcher owns", "RANK"]),
+        ({"actor": {"backend": "deepspeed"}}, ["spec.actor.backend", "fsdp2"]),
+        ({"env": {"type": "reward"}}, ["reward must be given exactly when type is `reward`"]),
+        ({"algorithm": {"importance": {}}}, ["needs recomputeLogProbs: true"]),
+        ({"actor": {"optimizer": {"learningRate": float("nan")}}}, ["spec.actor.optimizer.learningRate", "finite"]),
+        ({"model": {}}, ["spec.model.path", "must be given"]),
+    ],
+)
+def test_a_problem_names_path_rule_value_and_way_out(spec, words):
+    found, problems = find_problems(job(**spec))
+    assert found is None and len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems[0]
+
+
+def test_independent_problems_are_told_together_with_cross_field_ones():
+    spec = {
+        "data": {"train": "t", "nonsense": 1},
+        "algorithm": {"groupSize": 1, "steps": -1},
+        "rollout": {"replicas": 1, "minReplicas": 3},
+        "actor": {"replicas": 5},
+    }
+    text = "\n".join(find_problems(job(**spec))[1])
+    for word in ("nonsense", "groupSize", "steps", "minReplicas", "data-parallel size 5"):
+        assert word in text, f"{word} is not in:\n{text}"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{}, {"kind": "RLJob"}, {"spec": 3, "metadata": []}, GOOD | {"kind": "Job"}, GOOD | {"metadata": {"name": "A_b"}}],
+)
+def test_a_broken_outline_is_told_not_raised(document):
+    found, problems = find_problems(document)
+    assert found is None and problems
