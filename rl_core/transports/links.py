@@ -75,7 +75,11 @@ class Link:
     def discard(self, header: FrameHeader) -> None:
         """Give back the arrays of a message that nobody will read."""
         for placement in header.placed.values():
-            self._give_back([placement.segment, placement.generation])
+            self.give_back(placement)
+
+    def give_back(self, placement: Placement) -> None:
+        """Give back memory that was lent to this side and that nobody maps."""
+        self._give_back([placement.segment, placement.generation])
 
     def retract(self, parts: list[Any]) -> None:
         """Free the arrays of an encoded message that was not sent."""

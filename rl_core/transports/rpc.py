@@ -5,7 +5,7 @@
     assert client.call_sync("add", 1, 2) == 3
 
 Messages, by kind (client -> server unless noted): `hello` and `attach` open a connection, `welcome`, `who` and `refused`
-answer (server); `call`, `cancel`, `credit`; `reply`, `error`, `item`, `end`, `received` (server); `ping` (server) finds
+answer (server); `call`, `cancel`, `credit`, `bye`; `reply`, `error`, `item`, `end`, `received` (server); `ping` (server) finds
 out who is gone; `release` (both ways) gives shared memory back to its owner. Every message carries the sender's epoch.
 """
 

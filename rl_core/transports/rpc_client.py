@@ -129,6 +129,7 @@ class RpcClient:
         *,
         service: str | None = None,
         share_memory: bool = True,
+        lend_arguments: bool = True,
         on_welcome: Callable[[bool], None] | None = None,
     ) -> None:
         sockets.check_reach(address, has_keys=keys is not None, verb="connect")
@@ -142,7 +143,7 @@ class RpcClient:
         self._service = service or _service_at(address, identity)
         if keys is not None and not self._service:
             raise ConfigError(f"the service at {address} must be named to know its key, got None; pass service=")
-        self._share_memory = share_memory
+        self._share_memory, self._lend_arguments = share_memory, lend_arguments
         self._on_welcome = on_welcome
         self._io = IoThread.shared()
         self._ids = itertools.count(1)
@@ -241,6 +242,19 @@ class RpcClient:
         **kwargs: Any,
     ) -> "concurrent.futures.Future[Any]":
         """Return a future of what `method` returns; cancelling it cancels the handler. Its callbacks run on the I/O thread."""
+        return self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent)
+
+    def start_call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        idempotent: bool = False,
+        convert: Callable[[Any], Any] = lambda value: value,
+    ) -> "concurrent.futures.Future[Any]":
+        """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` on the I/O thread."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def sink(_: str, answer: Answer) -> None:
@@ -248,8 +262,8 @@ class RpcClient:
                 answer.discard()
                 return
             try:
-                future.set_result(answer.load())
-            except Exception as error:  # the future carries it to whoever asks
+                future.set_result(convert(answer.load()))
+            except Exception as error:
                 future.set_exception(error)
 
         call = self._submit(method, args, kwargs, timeout, idempotent, sink)
@@ -278,6 +292,7 @@ class RpcClient:
             while True:
                 kind, answer = await arrived.get()
                 if kind == "end":
+                    call.abandoned = True  # it ended: nothing is left to cancel
                     return
                 value = answer.load()
                 taken += 1
@@ -288,6 +303,14 @@ class RpcClient:
             while not arrived.empty():
                 arrived.get_nowait()[1].discard()
             self._io.call_soon(self._abandon, call)
+
+    def borrow(self, placement: frames.Placement, nbytes: int) -> memoryview:
+        """Return memory that the server lent by name; it is given back when the last array over it dies."""
+        return self._link.resolve(placement, nbytes)
+
+    def give_back(self, placement: frames.Placement) -> None:
+        """Give back what the server lent by name and nobody borrowed."""
+        self._link.give_back(placement)
 
     def set_epoch(self, epoch: int) -> None:
         """Send `epoch` from now on and refuse answers of older ones."""
@@ -315,7 +338,7 @@ class RpcClient:
         seconds = DEFAULT_TIMEOUT if timeout is None else timeout
         number = next(self._ids)
         options = {"timeout": seconds, "idempotent": idempotent} if idempotent else {"timeout": seconds}
-        place = self._link.place if self._link.lends else None
+        place = self._link.place if self._link.lends and self._lend_arguments else None
         parts = frames.encode_message(
             "call",
             [list(args), kwargs],
@@ -354,6 +377,7 @@ class RpcClient:
     def _shut(self) -> None:
         if self._state is _State.CLOSED:
             return
+        self._send("bye", None)
         self._state = _State.CLOSED
         self._fail_all(lambda call: InfrastructureError(f"{call.method} at {self.peer}: the client was closed"))
         if self._expiry is not None:
@@ -551,7 +575,9 @@ class RpcClient:
             del self._sent[call.id]
             self._bytes -= call.nbytes
             self._flush()
-        elif not call.sent:
+        elif call.sent:  # answered, but the answer came too late to be taken: the server may have to undo something
+            self._send("cancel", None, call.id)
+        else:
             self._queue = deque(other for other in self._queue if other is not call)
             self._link.retract(call.parts)
 

@@ -108,7 +108,7 @@ class IncomingCall:
             server._io.call_soon(server._deliver, self, parts, True)
 
     def _encode(self, kind: str, value: Any) -> list[Any]:
-        place = self.peer.link.place if self.peer.link.lends else None
+        place = self.peer.link.place if self.peer.link.lends and self._server._lend_replies else None
         return frames.encode_message(
             kind, value, epoch=self._server.epoch, request_id=self.id, sender=None, place=place
         )
@@ -119,7 +119,8 @@ class RpcServer:
 
     `keys` None: loopback only. `allowed` maps a caller's role to the methods it may call (roles absent may call none; None
     = no restriction). `service` (None = by the identity's role) names the entry of curve.ALLOWED. Methods in `unfenced`
-    answer callers of older epochs too (the hub's hello). `on_peer_lost` runs on the I/O thread.
+    answer callers of older epochs too (the hub's hello). `lend_replies`: large arrays of answers may travel in segments of this
+    process. `on_peer`, `on_peer_lost` and `on_late_cancel` (a caller gave up a call that was answered) run on the I/O thread.
     Raises ConfigError on `start` when the address cannot be bound.
     """
 
@@ -136,7 +137,10 @@ class RpcServer:
         service: str | None = None,
         unfenced: frozenset[str] = frozenset(),
         share_memory: bool = True,
+        lend_replies: bool = True,
+        on_peer: Callable[[Peer], None] | None = None,
         on_peer_lost: Callable[[Peer], None] | None = None,
+        on_late_cancel: Callable[[Peer, int], None] | None = None,
     ) -> None:
         sockets.check_reach(bind, has_keys=keys is not None, verb="bind")
         self.counters: Counter[str] = Counter()
@@ -150,7 +154,8 @@ class RpcServer:
         role = keys.role if keys is not None else ""
         self.service = service or {"runner": "hub"}.get(role, role)
         self._share_memory = share_memory
-        self._on_peer_lost = on_peer_lost
+        self._lend_replies = lend_replies
+        self._on_peer, self._on_peer_lost, self._on_late_cancel = on_peer, on_peer_lost, on_late_cancel
         self._runner = HandlerRunner(max_concurrency=max_concurrency, executor=executor)
         self._io = IoThread.shared()
         self._socket: zmq.Socket | None = None
@@ -187,6 +192,10 @@ class RpcServer:
         self._runner.close()
 
     # --- everything below runs on the I/O thread ---
+
+    def peers(self) -> list[Peer]:
+        """Return the connected clients; only on the I/O thread."""
+        return list(self._peers.values())
 
     def _open(self) -> None:
         socket = self._io.context.socket(zmq.ROUTER)
@@ -248,6 +257,8 @@ class RpcServer:
                 call.running.window.grant(int(frames.read_body(header, parts[2:])))
         elif header.kind == "release":
             peer.link.take_back(frames.read_body(header, parts[2:]))
+        elif header.kind == "bye":
+            self._forget(peer)
         elif header.kind == "attach":
             peer.link.lends = self._share_memory and frames.read_body(header, parts[2:]) is True
 
@@ -280,6 +291,8 @@ class RpcServer:
             "finished": [number for number in hello["pending"] if number in peer.finished],
         }
         self._send(peer, "welcome", answer)
+        if self._on_peer is not None:
+            self._on_peer(peer)
         self._start_probe()
 
     def _call(self, peer: Peer, header: FrameHeader, parts: list[Any]) -> None:
@@ -352,6 +365,8 @@ class RpcServer:
     def _cancel(self, peer: Peer, number: int) -> None:
         call = peer.calls.get(number)
         if call is None:
+            if self._on_late_cancel is not None:
+                self._on_late_cancel(peer, number)
             return
         call.cancelled = True
         if call.on_cancel is not None:

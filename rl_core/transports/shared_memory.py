@@ -1,7 +1,7 @@
 """Large arrays between processes of one host: pooled segments in /dev/shm (runtime.md 4).
 
-The process that creates a segment owns it: it lends it to a holder (one connection), gets it back by a release message or
-when the holder is gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and
+The process that creates a segment owns it: it lends it to holders (connections), gets it back by their release messages or
+when they are gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and
 keep the mapping. Names are `rljob-<uid8>-<pid>-<n>`, mode 0600; `rljob-<uid8>-<pid>-token` is locked while its process
 lives and proves to a peer that both see the same /dev/shm. A full store is not an error: the caller sends by socket.
 """
@@ -81,7 +81,7 @@ class SegmentStore:
         self._prefix = f"rljob-{short_uid(uid)}-{os.getpid()}"
         self._number = random.randrange(2**31)  # numbers are not reused when a pid is
         self._idle: OrderedDict[str, Segment] = OrderedDict()
-        self._lent: dict[tuple[str, int], tuple[Segment, Hashable]] = {}
+        self._lent: dict[tuple[str, int], tuple[Segment, Counter[Hashable]]] = {}
         self._total = self._idle_bytes = 0
         self._lock = threading.Lock()
 
@@ -106,35 +106,42 @@ class SegmentStore:
                 self.counters["full"] += 1
                 return None
             segment.generation += 1
-            self._lent[segment.name, segment.generation] = (segment, holder)
+            self._lent[segment.name, segment.generation] = (segment, Counter({holder: 1}))
             return segment
 
-    def transfer(self, name: str, generation: int, holder: Hashable) -> bool:
-        """Make `holder` the one whose end frees the segment; False when it is not lent."""
+    def share(self, name: str, generation: int, holder: Hashable) -> bool:
+        """Add a holder to a lent segment (one more time, if it holds it already); False when it is not lent."""
         with self._lock:
             entry = self._lent.get((name, generation))
             if entry is None:
                 return False
-            self._lent[name, generation] = (entry[0], holder)
+            entry[1][holder] += 1
             return True
 
     def release(self, name: str, generation: int, holder: Hashable) -> bool:
-        """Take a segment back from `holder`; False when it does not hold it (released before, or another generation)."""
+        """End one hold; the last one makes the segment free. False when `holder` does not hold that generation."""
         with self._lock:
             entry = self._lent.get((name, generation))
-            if entry is None or entry[1] is not holder:
+            if entry is None or entry[1][holder] <= 0:
                 return False
-            del self._lent[name, generation]
-            self._keep(entry[0])
+            entry[1][holder] -= 1
+            self._drop_if_free((name, generation))
             return True
 
     def release_holder(self, holder: Hashable) -> int:
-        """Take back all that is lent to `holder`, which is gone, and return how many segments that were."""
+        """End all holds of `holder`, which is gone, and return how many segments it held."""
         with self._lock:
-            held = [key for key, (_, owner) in self._lent.items() if owner is holder]
+            held = [key for key, (_, holders) in self._lent.items() if holders[holder] > 0]
             for key in held:
-                self._keep(self._lent.pop(key)[0])
+                self._lent[key][1][holder] = 0
+                self._drop_if_free(key)
             return len(held)
+
+    def _drop_if_free(self, key: tuple[str, int]) -> None:
+        segment, holders = self._lent[key]
+        if not any(holders.values()):
+            del self._lent[key]
+            self._keep(segment)
 
     def stats(self) -> dict[str, int]:
         """Return bytes and segments held, and the counters."""

@@ -1,0 +1,389 @@
+"""A process's connection to the channel server; `configure` sets the one that Channel uses.
+
+Small items go in one message. Large ones ask the server for room first (`reserve`), are copied into its segments by a copy
+thread, and are handed over; `_Lanes` keeps the program order of puts per key meanwhile. Receipts of `get` ride on the next
+take or leave a little later; leases are renewed by the I/O thread while their Delivery lives.
+"""
+
+import concurrent.futures
+import functools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.identity import Identity
+from rl_core.channel import payload
+from rl_core.channel.backend import Taken, TakeRequest
+from rl_core.channel.model import ChannelOptions, Key
+from rl_core.transports import frames, rpc_wire
+from rl_core.transports.curve import KeyRing
+from rl_core.transports.frames import Placement
+from rl_core.transports.links import SharedMemory
+from rl_core.transports.rpc import RpcClient
+from rl_core.transports.shared_memory import copy_into
+from rl_core.transports.sockets import IoThread, Timer
+
+logger = logging.getLogger(__name__)
+
+Future = concurrent.futures.Future
+MARGIN = 5.0
+"""Seconds the transport waits beyond the server's own deadline, whose error tells more."""
+CONFIRM_SECONDS = 0.005
+"""How long receipts wait for a take to ride on."""
+
+
+class ChannelClient:
+    """One per process. `identity` None = anonymous, legal without keys only."""
+
+    def __init__(self, address: str, keys: KeyRing | None = None, identity: Identity | None = None) -> None:
+        self.rpc = RpcClient(address, keys, identity, service="channel", lend_arguments=False)
+        self.copier = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="rljob-channel-copy")
+        self.lanes = _Lanes()
+        self.receipts = _Receipts(self.rpc)
+        self.leases = _Leases(self.rpc)
+
+    def backend(self, name: str, options: ChannelOptions) -> "RemoteBackend":
+        """Return the backend of a channel known to exist."""
+        return RemoteBackend(self, name, options)
+
+    def create(self, name: str, options: ChannelOptions) -> "Future[RemoteBackend]":
+        """Create the channel or connect to its equal. The future raises ConfigError when it differs."""
+        return self.rpc.start_call(
+            "create", (name, options), {}, idempotent=True, convert=functools.partial(self.backend, name)
+        )
+
+    def connect(self, name: str, timeout: float) -> "Future[RemoteBackend]":
+        """Wait until the channel exists."""
+        convert = functools.partial(self.backend, name)
+        return self.rpc.start_call(
+            "connect", (name, timeout), {}, timeout=timeout + MARGIN, idempotent=True, convert=convert
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Send `epoch` from now on."""
+        self.rpc.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Close the connection; the server returns what this process holds."""
+        self.leases.close()
+        self.receipts.flush()
+        self.rpc.close()
+        self.copier.shutdown(wait=False, cancel_futures=True)
+
+
+class RemoteBackend:
+    """Implements `backend.Backend` over a channel server."""
+
+    def __init__(self, client: ChannelClient, name: str, options: ChannelOptions) -> None:
+        self.options = options
+        self._client = client
+        self._rpc = client.rpc
+        self._name = name
+
+    def put(self, item: Any, *, key: Key, weight: float, timeout: float, nowait: bool) -> "Future[None]":
+        """Return a future that is done when the server has accepted `item`."""
+        parts = payload.encode(item)
+        target = _Target(self._name, key, weight, timeout, nowait)
+        if self._rpc.shares_memory and any(map(payload.worth_a_segment, parts)):
+            put = _LargePut(self._client, parts, target)
+            self._client.lanes.enter_large(put)
+            return put.future
+        args = (self._name, key, weight, [payload.inline(part) for part in parts], timeout)
+        send = functools.partial(self._rpc.start_call, "put", args, {"nowait": nowait}, timeout=timeout + MARGIN)
+        return self._client.lanes.enter_small(target.lane, send)
+
+    def take(self, request: TakeRequest) -> "Future[list[Taken]]":
+        """Return a future of what was taken."""
+        receipts = self._client.receipts.collect()
+        args = (self._name, request.key, request.kind, request.timeout, receipts)
+        options = {"target": request.target, "allow_oversize": request.allow_oversize, "nowait": request.nowait}
+        future = self._rpc.start_call("take", args, options, timeout=request.timeout + MARGIN, convert=_rows)
+        if receipts:
+            future.add_done_callback(lambda done: self._client.receipts.restore(receipts, done))
+        return future
+
+    def load(self, taken: Taken) -> Any:
+        """Decode the item; large arrays view the server's segments."""
+        parts = [
+            self._rpc.borrow(Placement(*part[:2], 0), part[2]) if isinstance(part, list) else part
+            for part in taken.payload
+        ]
+        return frames.decode(parts)
+
+    def confirm(self, tokens: list[str]) -> None:
+        """Tell the server, with the next take or a little later, that items arrived."""
+        self._client.receipts.add(self._name, tokens)
+
+    def give_back(self, taken: list[Taken], *, lost: bool = False) -> None:
+        """Return items nobody got, and the memory they lie in."""
+        for entry in taken:
+            for spot in payload.placements(entry.payload):
+                self._rpc.give_back(spot)
+            self._rpc.start_call("nack", (self._name, entry.token, 0.0, lost), {})
+
+    def watch(self, delivery: Any) -> None:
+        """Renew the lease while the object lives."""
+        self._client.leases.add(self._name, delivery, self.options.lease_seconds)
+
+    def control(self, verb: str, *args: Any) -> "Future[Any]":
+        """Start one of the verbs of `backend.Backend`."""
+        call = functools.partial(self._rpc.start_call, verb)
+        if verb == "ack":
+            self._client.leases.forget(args[0])
+            return call((self._name, *args), {})
+        if verb == "nack":
+            self._client.leases.forget(args[0])
+            return call((self._name, *args), {})
+        if verb == "extend":
+            return call((self._name, [args[0]], args[1]), {}, convert=lambda stale: not stale)
+        if verb == "dead":
+            return call((self._name, *args), {}, idempotent=True, convert=_rows)
+        if verb == "close":
+            key, error = args
+            return call((self._name, key, None if error is None else rpc_wire.pack_error(error)), {}, idempotent=True)
+        return call((self._name, *args), {}, idempotent=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where and how an item is put."""
+
+    channel: str
+    key: Key
+    weight: float
+    timeout: float
+    nowait: bool
+
+    @property
+    def lane(self) -> tuple[str, Key]:
+        """Return what puts must keep their order in."""
+        return self.channel, self.key
+
+
+class _LargePut:
+    """reserve -> copy -> hand over. The lane is held until the hand-over is sent."""
+
+    def __init__(self, client: ChannelClient, parts: list[Any], target: _Target) -> None:
+        self.future: Future[None] = Future()
+        self.target = target
+        self._client = client
+        self._parts = parts
+
+    def start(self) -> None:
+        """Ask for room; the rest follows from the answer."""
+        target = self.target
+        sizes = [memoryview(part).nbytes for part in self._parts]
+        args = (target.channel, target.key, sizes, target.timeout)
+        granted = self._client.rpc.start_call(
+            "reserve", args, {"nowait": target.nowait}, timeout=target.timeout + MARGIN
+        )
+        self.future.add_done_callback(lambda done: granted.cancel() if done.cancelled() else None)
+        granted.add_done_callback(self._granted)
+
+    def _granted(self, granted: "Future[Any]") -> None:
+        if granted.cancelled() or granted.exception() is not None:
+            self._client.lanes.leave(self.target.lane)
+            if not granted.cancelled() and self.future.set_running_or_notify_cancel():
+                self.future.set_exception(granted.exception())
+            return
+        self._client.copier.submit(self._write, *granted.result())
+
+    def _write(self, ticket: int, segments: list[Any]) -> None:
+        rpc, target = self._client.rpc, self.target
+        try:
+            parts = [self._fill(part, segment) for part, segment in zip(self._parts, segments, strict=True)]
+            if self.future.cancelled():
+                rpc.start_call("abort", (ticket,), {}, idempotent=True)
+                return
+            args = (target.channel, target.key, target.weight, parts, target.timeout, ticket)
+            _chain(rpc.start_call("put", args, {}, timeout=target.timeout + MARGIN), self.future)
+        except Exception as error:  # the future carries it; the room must not stay taken
+            rpc.start_call("abort", (ticket,), {}, idempotent=True)
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+        finally:
+            self._client.lanes.leave(target.lane)
+
+    def _fill(self, part: Any, segment: list[Any] | None) -> payload.Part:
+        if segment is None:
+            return payload.inline(part)
+        copy_into(SharedMemory.shared().reader.view(segment[0], 0, segment[2]), memoryview(part).cast("B"))
+        return segment
+
+
+class _Lanes:
+    """Program order of puts per (channel, key): while a large put is being written, later ones wait behind it."""
+
+    def __init__(self) -> None:
+        self._busy: dict[tuple[str, Key], deque[_LargePut | tuple[Future[None], Callable[[], Future[None]]]]] = {}
+        self._lock = threading.Lock()
+
+    def enter_small(self, lane: tuple[str, Key], send: "Callable[[], Future[None]]") -> "Future[None]":
+        """Send at once, or when the lane is free."""
+        with self._lock:
+            queue = self._busy.get(lane)
+            if queue is None:
+                return send()
+            future: Future[None] = Future()
+            queue.append((future, send))
+            return future
+
+    def enter_large(self, put: _LargePut) -> None:
+        """Start `put` at once, or when the lane is free; it holds the lane until `leave`."""
+        with self._lock:
+            queue = self._busy.get(put.target.lane)
+            if queue is not None:
+                queue.append(put)
+                return
+            self._busy[put.target.lane] = deque()
+        put.start()
+
+    def leave(self, lane: tuple[str, Key]) -> None:
+        """Let the next puts of the lane go, up to and including the next large one."""
+        with self._lock:
+            queue = self._busy[lane]
+            while queue:
+                waiting = queue.popleft()
+                if isinstance(waiting, _LargePut):
+                    break
+                future, send = waiting
+                if not future.cancelled():
+                    _chain(send(), future)
+            else:
+                del self._busy[lane]
+                return
+        waiting.start()
+
+
+class _Receipts:
+    """Tokens of received items on their way to the server. Thread-safe."""
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
+        self._io = IoThread.shared()
+        self._pending: dict[str, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, channel: str, tokens: list[str]) -> None:
+        """Confirm `tokens` with the next take, at the latest after CONFIRM_SECONDS."""
+        if not tokens:
+            return
+        with self._lock:
+            first = not self._pending
+            self._pending.setdefault(channel, []).extend(tokens)
+        if first:
+            self._io.call_at(self._io.clock() + CONFIRM_SECONDS, self.flush)
+
+    def collect(self) -> dict[str, list[str]]:
+        """Return what waits, to ride on a take."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+            return pending
+
+    def restore(self, receipts: dict[str, list[str]], take: "Future[Any]") -> None:
+        """Send receipts again whose take may not have arrived; the server ignores what it knows."""
+        if take.cancelled() or take.exception() is not None:
+            for channel, tokens in receipts.items():
+                self.add(channel, tokens)
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if pending := self.collect():
+            self._rpc.start_call("confirm", (pending,), {}, idempotent=True)
+
+
+class _Leases:
+    """Deliveries that live in this process; their leases are renewed every third of their length."""
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
+        self._io = IoThread.shared()
+        self._held: dict[str, tuple[str, weakref.ref[Any]]] = {}
+        self._interval = float("inf")
+        self._timer: Timer | None = None
+        self._closed = False
+
+    def add(self, channel: str, delivery: Any, lease_seconds: float) -> None:
+        """Renew `delivery` from now on."""
+        self._held[delivery.token] = (channel, weakref.ref(delivery))
+        self._io.call_soon(self._arm, lease_seconds / 3)
+
+    def forget(self, token: str) -> None:
+        """Renew no more: acknowledged or given back."""
+        self._held.pop(token, None)
+
+    def close(self) -> None:
+        """Renew nothing any more."""
+        self._closed = True
+        self._held.clear()
+
+    def _arm(self, interval: float) -> None:
+        if self._timer is None or interval < self._interval:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._interval = interval
+            self._timer = self._io.call_at(self._io.clock() + interval, self._renew)
+
+    def _renew(self) -> None:
+        interval, self._timer, self._interval = self._interval, None, float("inf")
+        by_channel: dict[str, list[str]] = {}
+        for token, (channel, delivery) in list(self._held.items()):
+            if delivery() is None:
+                self._held.pop(token, None)
+            else:
+                by_channel.setdefault(channel, []).append(token)
+        for channel, tokens in by_channel.items():
+            self._rpc.start_call("extend", (channel, tokens, None), {}, idempotent=True, convert=self._drop_stale)
+        if by_channel and not self._closed:
+            self._arm(interval)
+
+    def _drop_stale(self, stale: list[str]) -> None:
+        for token in stale:
+            logger.warning("a lease ended before its delivery was acknowledged; another consumer has the item")
+            self._held.pop(token, None)
+
+
+def _rows(rows: list[Any]) -> list[Taken]:
+    return [Taken(*row) for row in rows]
+
+
+def _chain(inner: "Future[Any]", outer: "Future[Any]") -> None:
+    """Let `outer` end as `inner` does, and cancel `inner` with it."""
+
+    def copy(done: "Future[Any]") -> None:
+        if done.cancelled() or not outer.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is not None:
+            outer.set_exception(error)
+        else:
+            outer.set_result(done.result())
+
+    inner.add_done_callback(copy)
+    outer.add_done_callback(lambda done: inner.cancel() if done.cancelled() else None)
+
+
+_current: ChannelClient | None = None
+
+
+def configure(address: str, keys: KeyRing | None = None, identity: Identity | None = None) -> ChannelClient:
+    """Set and return the client that Channel uses in this process, in place of an earlier one, which is closed."""
+    global _current
+    earlier, _current = _current, ChannelClient(address, keys, identity)
+    if earlier is not None:
+        earlier.close()
+    return _current
+
+
+def current() -> ChannelClient:
+    """Return the configured client. Raises ConfigError when there is none."""
+    if _current is None:
+        raise ConfigError(
+            "this process has no channel server; call rl_core.channel.client.configure(address) or create the channel with local=True"
+        )
+    return _current

@@ -1,0 +1,424 @@
+"""The rules of a channel without any I/O: keyed FIFO queues, waiting puts and takes, leases, closing (runtime.md 5).
+
+`server` and `local` drive it: they call the verbs from one thread (or under one lock), pass the present time, and are told
+of results by callbacks. Payloads are opaque. Invariants: items of a key stand in the order of their first acceptance;
+while takes wait on a key its queue is empty; a take is one transaction, its items go back in order when it fails.
+"""
+
+import heapq
+import itertools
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
+from rl_core.channel.model import ChannelOptions, Client, Delivered, Item, Key, KeyQueue, Put, Take
+
+
+class ChannelCore:
+    """One channel. Every verb takes `now` (seconds on one clock) first; `tick` does what time brings.
+
+    `on_drop(payload)` is called once for each payload that leaves the channel for good.
+    """
+
+    def __init__(
+        self, name: str, options: ChannelOptions, *, on_drop: Callable[[Any], None] = lambda payload: None
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.counters: Counter[str] = Counter()
+        """puts, gets, redelivered, expired, dead, stale_acks."""
+        self.put_wait_seconds = 0.0
+        self.bytes = 0
+        self.dead: dict[str, Item] = {}
+        self.producers: dict[Hashable, str] = {}
+        """Registered producers that are alive and not done."""
+        self._lost_producers: list[str] = []
+        self._on_drop = on_drop
+        self._keys: dict[Key, KeyQueue] = {}
+        self._out: dict[str, Delivered] = {}
+        self._delayed: list[tuple[float, int, Item]] = []
+        self._closed = False
+        self._error: Exception | None = None
+        self._numbers = itertools.count()
+        self._tokens = itertools.count()
+        self._prefix = secrets.token_hex(4)
+
+    # --- putting ---
+
+    def put(self, now: float, put: Put, *, nowait: bool = False) -> None:
+        """Admit `put` in order: `on_room` when there is room, `on_error` on deadline or close. ChannelFull with `nowait`."""
+        queue = self._queue(put.key)
+        if self._is_closed(queue):
+            put.on_error(self._refused(put.key, queue))
+        elif self.options.max_bytes is not None and put.nbytes > self.options.max_bytes:
+            put.on_error(
+                ValueError(
+                    f"item has {put.nbytes} bytes, channel {self.name!r} holds at most {self.options.max_bytes}; raise max_bytes"
+                )
+            )
+        elif nowait and (queue.puts or not self._has_room(queue, put.nbytes)):
+            put.on_error(ChannelFull(f"channel {self.name!r} key {put.key!r} is full: {self._depth_text(queue)}"))
+        else:
+            queue.puts.append(put)
+            self._pump(now, put.key, queue)
+
+    def store(self, now: float, put: Put, payload: Any, weight: float) -> None:
+        """Accept the payload of an admitted put. Raises ChannelClosed when the key was closed meanwhile."""
+        queue = self._queue(put.key)
+        if not put.admitted or not put.open:
+            raise ChannelClosed(f"the room for this item in channel {self.name!r} key {put.key!r} was given up")
+        put.open = False
+        queue.reserved -= 1
+        if self._is_closed(queue):
+            self.bytes -= put.nbytes
+            raise self._refused(put.key, queue)
+        queue.items.append(Item(next(self._numbers), put.key, payload, put.nbytes, weight, now))
+        self.counters["puts"] += 1
+        self.put_wait_seconds += now - put.since
+        self._pump(now, put.key, queue)
+
+    def cancel_put(self, now: float, put: Put) -> None:
+        """Forget a waiting put, or give up the room of an admitted one."""
+        if not put.open:
+            return
+        put.open = False
+        queue = self._queue(put.key)
+        if put.admitted:
+            queue.reserved -= 1
+            self.bytes -= put.nbytes
+        else:
+            queue.puts.remove(put)
+        self._pump_all(now)
+
+    # --- taking ---
+
+    def take(self, now: float, take: Take, *, nowait: bool = False) -> None:
+        """Serve `take` in order: `on_items` when it is complete, `on_error` on deadline or close. ChannelEmpty with `nowait`."""
+        queue = self._queue(take.key)
+        queue.takes.append(take)
+        self._pump(now, take.key, queue)
+        if nowait and take.open:
+            self._withdraw(take, queue)
+            take.on_error(ChannelEmpty(f"channel {self.name!r} key {take.key!r} is empty: {self._depth_text(queue)}"))
+            self._pump(now, take.key, queue)
+
+    def cancel_take(self, now: float, take: Take) -> None:
+        """Forget a waiting take, or return what a finished one has not confirmed, to the head, uncounted."""
+        queue = self._queue(take.key)
+        if take.open:
+            self._withdraw(take, queue)
+        for delivered in list(take.delivered):
+            self._return(now, delivered, lost=False)
+        self._pump_all(now)
+
+    def confirm(self, now: float, tokens: Iterable[str]) -> None:
+        """Delete what `get` delivered: the consumer has it."""
+        for token in tokens:
+            delivered = self._out.get(token)
+            if delivered is not None and delivered.expires is None:
+                self._delete(delivered)
+        self._pump_all(now)
+
+    def ack(self, now: float, token: str) -> bool:
+        """Delete a leased or dead item; False (counted) when the token is stale."""
+        dead = self.dead.pop(token, None)
+        if dead is not None:
+            self._on_drop(dead.payload)
+            return True
+        delivered = self._current(token)
+        if delivered is None:
+            return False
+        self._delete(delivered)
+        self._pump_all(now)
+        return True
+
+    def nack(self, now: float, token: str, *, delay: float = 0.0, lost: bool = False) -> bool:
+        """Return a leased or dead item to its place after `delay` seconds; `lost` counts as a lost consumer."""
+        dead = self.dead.pop(token, None)
+        if dead is not None:
+            dead.attempt = 1
+            self.bytes += dead.nbytes
+            self._back(now, [dead], delay)
+            return True
+        delivered = self._current(token)
+        if delivered is None:
+            return False
+        self._return(now, delivered, lost=lost, delay=delay)
+        self._pump_all(now)
+        return True
+
+    def extend(self, now: float, tokens: Iterable[str], seconds: float | None = None) -> list[str]:
+        """Let leases run for `seconds` (None = lease_seconds) from now, never shorter; return the stale tokens."""
+        stale = []
+        for token in tokens:
+            delivered = self._out.get(token)
+            if delivered is None or delivered.expires is None:
+                stale.append(token)
+            else:
+                delivered.expires = max(
+                    delivered.expires, now + (self.options.lease_seconds if seconds is None else seconds)
+                )
+        return stale
+
+    # --- clients and the end ---
+
+    def register_producer(self, client: Client) -> None:
+        """Add a producer; the channel closes when all have finished. Raises ChannelClosed afterwards."""
+        if self._closed:
+            raise ChannelClosed(f"channel {self.name!r} is closed; no producer can join")
+        self.producers[client] = client.name
+
+    def done_producing(self, now: float, client: Client) -> None:
+        """Mark a producer as finished."""
+        if self.producers.pop(client, None) is not None:
+            self._close_if_done(now)
+
+    def client_lost(self, now: float, client: Client) -> None:
+        """Return all that `client` holds, forget its waits; a lost producer counts as finished with an error."""
+        for queue in self._keys.values():
+            for take in [take for take in queue.takes if take.client is client]:
+                self._withdraw(take, queue)
+            for put in [put for put in queue.puts if put.client is client]:
+                put.open = False
+                queue.puts.remove(put)
+        for delivered in [delivered for delivered in self._out.values() if delivered.client is client]:
+            self._return(now, delivered, lost=True)
+        if client in self.producers:
+            self._lost_producers.append(self.producers.pop(client))
+            self._close_if_done(now)
+        self._pump_all(now)
+
+    def close(self, now: float, key: Key | None = None, error: Exception | None = None) -> None:
+        """Refuse later puts of `key` (None = all); stored items are still delivered, then takes end. The first error counts."""
+        if key is None and not self._closed:
+            self._closed, self._error = True, error
+        elif key is not None and not self._queue(key).closed:
+            queue = self._queue(key)
+            queue.closed, queue.error = True, error
+        for name, queue in self._keys.items():
+            if self._is_closed(queue):
+                for put in list(queue.puts):
+                    put.open = False
+                    put.on_error(self._refused(name, queue))
+                queue.puts.clear()
+        self._pump_all(now)
+
+    # --- time ---
+
+    def tick(self, now: float) -> None:
+        """Do what is due: expired leases, delayed returns, deadlines of waiting puts and takes."""
+        for delivered in [entry for entry in self._out.values() if entry.expires is not None and entry.expires <= now]:
+            self.counters["expired"] += 1
+            self._return(now, delivered, lost=True)
+        while self._delayed and self._delayed[0][0] <= now:
+            item = heapq.heappop(self._delayed)[2]
+            queue = self._queue(item.key)
+            queue.delayed -= 1
+            queue.insert([item])
+        for key, queue in self._keys.items():
+            for put in [put for put in queue.puts if put.deadline <= now]:
+                put.open = False
+                queue.puts.remove(put)
+                put.on_error(DeadlineExceeded(self._waited("put on", key, queue, now - put.since)))
+            for take in [take for take in queue.takes if take.deadline <= now]:
+                self._withdraw(take, queue)
+                take.on_error(DeadlineExceeded(self._waited(f"{take.kind} from", key, queue, now - take.since)))
+        self._pump_all(now)
+
+    def next_due(self) -> float:
+        """Return when `tick` has something to do; infinity = never as things stand."""
+        due = [entry.expires for entry in self._out.values() if entry.expires is not None]
+        due.extend(wait.deadline for queue in self._keys.values() for wait in (*queue.puts, *queue.takes))
+        if self._delayed:
+            due.append(self._delayed[0][0])
+        return min(due, default=math.inf)
+
+    # --- looking ---
+
+    def depth(self, key: Key) -> int:
+        """Return the stored items of `key`; 0 for an unknown key. Items on lease or held by a batch do not count."""
+        queue = self._keys.get(key)
+        return len(queue.items) if queue is not None else 0
+
+    def is_full(self, key: Key) -> bool:
+        """Return whether a put of one byte would wait; False for an unknown key."""
+        queue = self._keys.get(key)
+        return queue is not None and not self._has_room(queue, 1)
+
+    def dead_items(self, key: Key) -> list[tuple[str, Item]]:
+        """Return (token, item) of the dead list of `key`."""
+        return [(token, item) for token, item in self.dead.items() if item.key == key]
+
+    def stats(self, now: float) -> dict[str, Any]:
+        """Return depth, bytes and age per key, and the counters; never payloads."""
+        keys = {
+            key: {
+                "depth": len(queue.items),
+                "bytes": sum(item.nbytes for item in queue.items),
+                "oldest_age_seconds": now - queue.items[0].stored_at if queue.items else 0.0,
+                "waiters": len(queue.takes),
+            }
+            for key, queue in self._keys.items()
+        }
+        return {
+            "name": self.name,
+            "keys": keys,
+            "bytes": self.bytes,
+            "leases": sum(entry.expires is not None for entry in self._out.values()),
+            "dead_items": len(self.dead),
+            "producers": list(self.producers.values()),
+            "closed": self._closed,
+            "put_wait_seconds": self.put_wait_seconds,
+            **{name: self.counters[name] for name in ("puts", "gets", "redelivered", "expired", "dead", "stale_acks")},
+        }
+
+    # --- inside ---
+
+    def _queue(self, key: Key) -> KeyQueue:
+        queue = self._keys.get(key)
+        if queue is None:
+            queue = self._keys[key] = KeyQueue()
+        return queue
+
+    def _is_closed(self, queue: KeyQueue) -> bool:
+        return self._closed or queue.closed
+
+    def _has_room(self, queue: KeyQueue, nbytes: int) -> bool:
+        options = self.options
+        if options.maxsize and len(queue.items) + queue.reserved >= options.maxsize:
+            return False
+        return options.max_bytes is None or self.bytes + nbytes <= options.max_bytes
+
+    def _pump_all(self, now: float) -> None:
+        for key, queue in list(self._keys.items()):
+            if queue.takes or queue.puts:
+                self._pump(now, key, queue)
+
+    def _pump(self, now: float, key: Key, queue: KeyQueue) -> None:
+        """Let waiting puts in and waiting takes out until neither moves."""
+        moved = True
+        while moved:
+            moved = False
+            while queue.puts and self._has_room(queue, queue.puts[0].nbytes):
+                put = queue.puts.popleft()
+                put.admitted = True
+                queue.reserved += 1
+                self.bytes += put.nbytes
+                put.on_room()
+                moved = True
+            while queue.takes and self._serve(now, key, queue, queue.takes[0]):
+                moved = True
+
+    def _serve(self, now: float, key: Key, queue: KeyQueue, take: Take) -> bool:
+        """Give the first waiting take what there is; True when that ended it or took something."""
+        before = len(take.held)
+        if self._complete(queue, take) or (take.held and self._is_closed(queue)):
+            queue.takes.popleft()
+            self._hand_out(now, take)
+            return True
+        if self._is_closed(queue) and self._drained_for(take.client, queue, key):
+            queue.takes.popleft()
+            take.open = False
+            take.on_error(self._end(key, queue))
+            return True
+        return len(take.held) > before
+
+    def _complete(self, queue: KeyQueue, take: Take) -> bool:
+        if take.kind != "batch":
+            if queue.items:
+                take.held.append(queue.items.popleft())
+            return bool(take.held)
+        while queue.items:
+            head = queue.items[0]
+            if take.weight + head.weight > take.target:
+                if take.allow_oversize and not take.held:
+                    take.held.append(queue.items.popleft())
+                return True
+            take.held.append(queue.items.popleft())
+            if take.weight >= take.target:
+                return True
+        return False
+
+    def _hand_out(self, now: float, take: Take) -> None:
+        expires = now + self.options.lease_seconds if take.kind == "lease" else None
+        for item in take.held:
+            delivered = Delivered(f"{self._prefix}-{next(self._tokens)}", item, take.client, take, expires)
+            self._out[delivered.token] = delivered
+            take.delivered.append(delivered)
+            self.counters["gets"] += 1
+        take.held = []
+        take.open = False
+        take.on_items(list(take.delivered))
+
+    def _drained_for(self, client: Client, queue: KeyQueue, key: Key) -> bool:
+        """Whether nothing can come back any more; what the asking client itself holds does not keep it waiting."""
+        if queue.items or queue.delayed:
+            return False
+        return not any(entry.item.key == key and entry.client is not client for entry in self._out.values())
+
+    def _withdraw(self, take: Take, queue: KeyQueue) -> None:
+        take.open = False
+        queue.takes.remove(take)
+        queue.insert(take.held)
+        take.held = []
+
+    def _current(self, token: str) -> Delivered | None:
+        delivered = self._out.get(token)
+        if delivered is None:
+            self.counters["stale_acks"] += 1
+        return delivered
+
+    def _forget(self, delivered: Delivered) -> None:
+        del self._out[delivered.token]
+        delivered.take.delivered.remove(delivered)
+
+    def _delete(self, delivered: Delivered) -> None:
+        self._forget(delivered)
+        self.bytes -= delivered.item.nbytes
+        self._on_drop(delivered.item.payload)
+
+    def _return(self, now: float, delivered: Delivered, *, lost: bool, delay: float = 0.0) -> None:
+        self._forget(delivered)
+        item = delivered.item
+        if lost:
+            item.attempt += 1
+            if item.attempt > self.options.max_attempts:
+                self.counters["dead"] += 1
+                self.bytes -= item.nbytes
+                self.dead[delivered.token] = item
+                return
+        self.counters["redelivered"] += 1
+        self._back(now, [item], delay)
+
+    def _back(self, now: float, items: list[Item], delay: float) -> None:
+        for item in items:
+            queue = self._queue(item.key)
+            if delay > 0:
+                queue.delayed += 1
+                heapq.heappush(self._delayed, (now + delay, item.number, item))
+            else:
+                queue.insert([item])
+
+    def _close_if_done(self, now: float) -> None:
+        if not self.producers:
+            lost = ", ".join(self._lost_producers)
+            self.close(now, error=ProducerLost(f"channel {self.name!r} lost its producers {lost}") if lost else None)
+
+    def _end(self, key: Key, queue: KeyQueue) -> Exception:
+        error = queue.error if queue.closed else self._error
+        return error or ChannelClosed(f"channel {self.name!r} key {key!r} is closed and drained")
+
+    def _refused(self, key: Key, queue: KeyQueue) -> ChannelClosed:
+        error = queue.error if queue.closed else self._error
+        return ChannelClosed(f"channel {self.name!r} key {key!r} is closed{f': {error}' if error else ''}")
+
+    def _depth_text(self, queue: KeyQueue) -> str:
+        out = sum(1 for entry in self._out.values())
+        producers = ", ".join(self.producers.values()) or "none registered"
+        return f"depth {len(queue.items)}, {self.bytes} bytes, {out} items with consumers, live producers: {producers}"
+
+    def _waited(self, what: str, key: Key, queue: KeyQueue, seconds: float) -> str:
+        return f"{what} channel {self.name!r} key {key!r} waited {seconds:.1f} s: {self._depth_text(queue)}"

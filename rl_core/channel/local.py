@@ -1,0 +1,172 @@
+"""A channel inside one process: items by reference, the same rules, no sockets (runtime.md 5).
+
+`LocalBackend` drives one `ChannelCore` under a lock; deadlines are kept by a timer of the I/O thread.
+"""
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rl_core.api.errors import ChannelClosed
+from rl_core.channel.backend import Taken, TakeRequest
+from rl_core.channel.core import ChannelCore
+from rl_core.channel.model import ChannelOptions, Delivered, Put, Take
+from rl_core.transports.sockets import IoThread, Timer
+
+Future = concurrent.futures.Future
+
+
+class _Process:
+    """The one client of a local channel."""
+
+    name = "this process"
+
+
+class LocalBackend:
+    """Implements `backend.Backend` in memory."""
+
+    def __init__(self, name: str, options: ChannelOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options = options
+        self._core = ChannelCore(name, options)
+        self._clock = clock
+        self._client = _Process()
+        self._lock = threading.RLock()
+        self._timer: Timer | None = None
+        self._due = float("inf")
+
+    def put(self, item: Any, *, key: Any, weight: float, timeout: float, nowait: bool) -> "Future[None]":
+        """Return a future that is done when `item` is accepted."""
+        future: Future[None] = Future()
+        now = self._clock()
+
+        def store() -> None:
+            if _claim(future):
+                try:
+                    self._core.store(self._clock(), put, item, weight)
+                except ChannelClosed as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            else:
+                self._core.cancel_put(self._clock(), put)
+
+        put = Put(self._client, key, 0, store, lambda error: _fail(future, error), now + timeout, now)
+        with self._lock:
+            self._core.put(now, put, nowait=nowait)
+            self._arm()
+        self._on_cancel(future, lambda: self._core.cancel_put(self._clock(), put))
+        return future
+
+    def take(self, request: TakeRequest) -> "Future[list[Taken]]":
+        """Return a future of what was taken."""
+        future: Future[list[Taken]] = Future()
+        now = self._clock()
+
+        def hand_over(delivered: list[Delivered]) -> None:
+            if _claim(future):
+                future.set_result(
+                    [
+                        Taken(entry.token, entry.item.attempt, entry.item.weight, entry.item.payload)
+                        for entry in delivered
+                    ]
+                )
+            else:
+                self._core.cancel_take(self._clock(), take)
+
+        take = Take(
+            self._client, request.key, request.kind, hand_over, lambda error: _fail(future, error), now + request.timeout, now,
+            target=request.target, allow_oversize=request.allow_oversize,
+        )  # fmt: skip
+        with self._lock:
+            self._core.take(now, take, nowait=request.nowait)
+            self._arm()
+        self._on_cancel(future, lambda: self._core.cancel_take(self._clock(), take))
+        return future
+
+    def load(self, taken: Taken) -> Any:
+        """Return the item itself: it never left the process."""
+        return taken.payload
+
+    def confirm(self, tokens: list[str]) -> None:
+        """Delete what `get` delivered."""
+        with self._lock:
+            self._core.confirm(self._clock(), tokens)
+
+    def give_back(self, taken: list[Taken], *, lost: bool = False) -> None:
+        """Return items nobody got."""
+        with self._lock:
+            for entry in taken:
+                self._core.nack(self._clock(), entry.token, lost=lost)
+
+    def control(self, verb: str, *args: Any) -> "Future[Any]":
+        """Return a finished future of one of the verbs of `backend.Backend`."""
+        future: Future[Any] = Future()
+        try:
+            with self._lock:
+                future.set_result(self._verb(verb, self._clock(), *args))
+                self._arm()
+        except (ValueError, ChannelClosed) as error:
+            future.set_exception(error)
+        return future
+
+    def watch(self, delivery: Any) -> None:
+        """Leases inside one process are not renewed: whoever needs longer calls `extend`."""
+
+    def _verb(self, verb: str, now: float, *args: Any) -> Any:
+        core = self._core
+        self._core.tick(now)
+        if verb == "ack":
+            return core.ack(now, args[0])
+        if verb == "nack":
+            return core.nack(now, args[0], delay=args[1])
+        if verb == "extend":
+            return not core.extend(now, [args[0]], args[1])
+        if verb == "depth":
+            return core.depth(args[0])
+        if verb == "full":
+            return core.is_full(args[0])
+        if verb == "stats":
+            return core.stats(now)
+        if verb == "register":
+            return core.register_producer(self._client)
+        if verb == "done":
+            return core.done_producing(now, self._client)
+        if verb == "close":
+            return core.close(now, *args)
+        if verb == "dead":
+            return [Taken(token, item.attempt, item.weight, item.payload) for token, item in core.dead_items(args[0])]
+        raise ValueError(f"bug: channels have no verb {verb!r}")
+
+    def _on_cancel(self, future: "Future[Any]", undo: Callable[[], None]) -> None:
+        def done(finished: "Future[Any]") -> None:
+            if finished.cancelled():
+                with self._lock:
+                    undo()
+
+        future.add_done_callback(done)
+
+    def _arm(self) -> None:
+        due = self._core.next_due()
+        if due < self._due:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._due = due
+            io = IoThread.shared()
+            self._timer = io.call_at(io.clock() + due - self._clock(), self._tick)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._timer, self._due = None, float("inf")
+            self._core.tick(self._clock())
+            self._arm()
+
+
+def _claim(future: "Future[Any]") -> bool:
+    return future.set_running_or_notify_cancel()
+
+
+def _fail(future: "Future[Any]", error: Exception) -> None:
+    if _claim(future):
+        future.set_exception(error)

@@ -1,0 +1,53 @@
+"""How an item travels to and from the channel server: its parts inline, or in segments the server owns.
+
+A part on the wire is `bytes` (small), a uint8 array (large, by socket) or `[segment, generation, nbytes]`. The server
+never decodes a payload. Used by `client` and `server`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from rl_core.api.errors import FrameError
+from rl_core.transports import frames, shared_memory
+from rl_core.transports.codec import LARGE_BYTES
+from rl_core.transports.frames import Placement
+
+Part = bytes | np.ndarray | list[Any]
+
+
+def inline(part: Any) -> Part:
+    """Return a part that travels by socket."""
+    view = memoryview(part).cast("B")
+    return bytes(view) if view.nbytes < LARGE_BYTES else np.frombuffer(view, np.uint8)
+
+
+def worth_a_segment(part: Any) -> bool:
+    """Return whether a part should go through shared memory where it can."""
+    return memoryview(part).nbytes >= shared_memory.THRESHOLD
+
+
+def size(part: Any) -> int:
+    """Return the bytes of a part as received. Raises FrameError for anything else."""
+    if isinstance(part, bytes):
+        return len(part)
+    if isinstance(part, np.ndarray) and part.dtype == np.uint8 and part.ndim == 1:
+        return part.nbytes
+    if (
+        isinstance(part, list)
+        and len(part) == 3
+        and isinstance(part[0], str)
+        and all(isinstance(n, int) and n >= 0 for n in part[1:])
+    ):
+        return int(part[2])
+    raise FrameError("a payload part must be bytes, a uint8 array or [segment, generation, size]")
+
+
+def placements(parts: list[Part]) -> list[Placement]:
+    """Return the segments of a payload."""
+    return [Placement(part[0], part[1], 0) for part in parts if isinstance(part, list)]
+
+
+def encode(item: Any) -> list[Any]:
+    """Return the message parts of `item`. Raises as `frames.encode`."""
+    return frames.encode(item)
