@@ -1,0 +1,176 @@
+"""Attention over packed rows: each token sees its own row's past only, whatever else shares the sequence.
+
+Registered with transformers under `PACKED`, so any of its decoder models runs packed rows; the layout travels as the
+keyword `packed`. On an accelerator in half precision it is one varlen flash call. Elsewhere rows of similar length are
+taken together as a dense causal batch: right padding is never seen by real tokens, and equal lengths are a view, no copy.
+
+Legend: L packed tokens, R rows of a run, W width of a run, A heads, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+PACKED = "rljob_packed"
+PADDING_LIMIT = 1.25
+"""A run of rows ends when its dense width would exceed this many times its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive rows that form one dense batch [R, W]."""
+
+    start: int
+    tokens: int
+    rows: int
+    width: int
+    dense: Tensor | None
+    """[R * W] index into the run's tokens, any token at padding; None when all rows are W long."""
+    real: Tensor | None
+    """[tokens] index of each token in the dense batch."""
+
+
+class PackedLayout:
+    """Where rows lie in a packed sequence [1, L]; made once per micro-batch, used by every layer.
+
+    Not a dataclass: FSDP moves the fields of those between devices.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, lengths: Sequence[int]) -> None:
+        """`cu_seqlens` int32 [rows + 1] on the model's device, `lengths` the rows' packed lengths."""
+        self.cu_seqlens = cu_seqlens
+        self.lengths = tuple(int(length) for length in lengths)
+        self.max_length = max(self.lengths, default=0)
+        self._runs: tuple[_Run, ...] | None = None
+
+    @property
+    def runs(self) -> tuple[_Run, ...]:
+        """Return the rows cut into dense batches."""
+        if self._runs is None:
+            self._runs = tuple(_runs(self.lengths, self.cu_seqlens.device))
+        return self._runs
+
+
+def _runs(lengths: Sequence[int], device: torch.device) -> list[_Run]:
+    runs: list[_Run] = []
+    first = start = 0
+    while first < len(lengths):
+        last, width, tokens = first, 0, 0
+        while last < len(lengths):
+            wider, more = max(width, lengths[last]), tokens + lengths[last]
+            if last > first and wider * (last + 1 - first) > PADDING_LIMIT * more:
+                break
+            last, width, tokens = last + 1, wider, more
+        runs.append(_run(lengths[first:last], start, width, device))
+        first, start = last, start + tokens
+    return runs
+
+
+def _run(lengths: Sequence[int], start: int, width: int, device: torch.device) -> _Run:
+    rows, tokens = len(lengths), sum(lengths)
+    if tokens == rows * width:
+        return _Run(start, tokens, rows, width, None, None)
+    lengths_R = torch.tensor(lengths)
+    real_RW = torch.arange(width) < lengths_R[:, None]
+    real = real_RW.reshape(-1).nonzero().squeeze(1)
+    # Padding points at its row's last token, near in memory; what is computed there is dropped.
+    columns = torch.minimum(torch.arange(width)[None], lengths_R[:, None] - 1)
+    dense = (columns + (lengths_R.cumsum(0) - lengths_R)[:, None]).reshape(-1)
+    return _Run(start, tokens, rows, width, dense.to(device), real.to(device))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedLayout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention output [1, L, A, D] of query [1, A, L, D], key and value [1, A_kv, L, D].
+
+    Without `packed` the model was called the usual way, on padded rows and a mask: transformers' SDPA answers.
+    """
+    if packed is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return output, None
+    window = sliding_window if sliding_window is not None and sliding_window < packed.max_length else None
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+        return _varlen(query, key, value, packed, scaling, window)[None], None
+    outputs = [_dense(run, query, key, value, scaling, dropout, window) for run in packed.runs]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout, scale: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    offsets, longest = packed.cu_seqlens, packed.max_length
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _dense(
+    run: _Run, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """Return the output [tokens, A, D] of one run from the packed [L, A, D] states."""
+
+    def batch(states_LAD: Tensor) -> Tensor:
+        part = states_LAD.narrow(0, run.start, run.tokens)
+        if run.dense is not None:
+            part = part.index_select(0, run.dense)
+        return part.view(run.rows, run.width, *part.shape[1:]).transpose(1, 2)
+
+    mask = None if window is None else _band(run.width, window, query.device)
+    output = scaled_dot_product_attention(
+        batch(query),
+        batch(key),
+        batch(value),
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    output = output.transpose(1, 2).reshape(run.rows * run.width, *query.shape[1:])
+    return output if run.real is None else output.index_select(0, run.real)
+
+
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """Return [W, W] bool: true where column is at most the row and fewer than `window` before it."""
+    distance = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)[None]
+    return (distance >= 0) & (distance < window)
+
+
+def register() -> None:
+    """Make `PACKED` known to transformers, with SDPA's masks for calls on padded rows."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)

@@ -1,0 +1,1 @@
+"""Training with PyTorch FSDP2 (gloo on CPU, NCCL on GPU)."""

@@ -1,0 +1,63 @@
+"""AdamW over the parameters of a wrapped model, with its state there from the start so that checkpoints load into it."""
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.actors.schedule import LRSchedule
+from rl_core.api.roles import OptimizerSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_adamw(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
+    """Return AdamW in two groups: matrices with weight decay, 1-D parameters without. Zero moments, step 0."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = spec.betas
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=spec.learning_rate,
+        betas=(beta1, beta2),
+        eps=spec.eps,
+        fused=True,
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
+        }
+    return optimizer
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the scheduler that applies `schedule` to every group; its argument is the number of applied steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
+
+
+def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return `<parameter>.<moment>` -> tensor for every parameter in training."""
+    return {
+        f"{name}.{moment}": optimizer.state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+
+
+def step_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return parameter name -> its number of AdamW steps."""
+    return {
+        name: float(optimizer.state[parameter]["step"])
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def set_step_counters(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> None:
+    """Give each parameter its own number of AdamW steps."""
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:
+            optimizer.state[parameter]["step"].fill_(counters[name])

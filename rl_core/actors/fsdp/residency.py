@@ -1,0 +1,109 @@
+"""Where weights, gradients and optimizer state are: on the compute device or offloaded (trainers.md 5)."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.actors.fsdp.optimizer import MOMENTS
+from rl_core.actors.offload import Offloader
+
+logger = logging.getLogger(__name__)
+
+
+class Residency:
+    """The offload verbs of a manager: idempotent, local to the rank, legal in any order."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    compute_device: torch.device
+
+    def __init__(self) -> None:
+        self._weights = Offloader()
+        self._moments = Offloader()
+        self._grads_pending = False
+        self.is_grad_offloaded = False
+        self.offload_metrics: dict[str, float] = {}
+        """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last verb of each kind."""
+
+    @property
+    def is_weight_offloaded(self) -> bool:
+        """Return whether the weights are away."""
+        return self._weights.is_offloaded
+
+    @property
+    def is_optimizer_offloaded(self) -> bool:
+        """Return whether the moments are away; step counters never are."""
+        return self._moments.is_offloaded
+
+    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
+        """Take the weights away; with `offload_grad` drop the gradients too.
+
+        Raises RuntimeError when gradients wait for their optimizer step.
+        """
+        if offload_grad:
+            if self._grads_pending:
+                raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
+            self.optimizer.zero_grad(set_to_none=True)
+            self.is_grad_offloaded = True
+        if not self.is_weight_offloaded:
+            self._weights.offload([*self.model.parameters(), *self.model.buffers()])
+            self._report("offload", self._weights)
+
+    def load_param_and_grad(self, device_id: int, load_grad: bool = False) -> None:
+        """Bring the weights back, bit-equal in the same objects; with `load_grad` gradients start from zero.
+
+        `device_id`: the rank's accelerator, ignored on CPU; ValueError when there is none of that number.
+        """
+        self._check_device(device_id)
+        if self.is_weight_offloaded:
+            self._weights.reload()
+            self._report("onload", self._weights)
+        if load_grad:
+            self.is_grad_offloaded = False
+
+    def offload_optimizer(self) -> None:
+        """Take the moments away."""
+        if not self.is_optimizer_offloaded:
+            self._moments.offload(self._moment_tensors())
+            self._report("offload", self._moments)
+
+    def load_optimizer(self, device_id: int) -> None:
+        """Bring the moments back, bit-equal."""
+        self._check_device(device_id)
+        if self.is_optimizer_offloaded:
+            self._moments.reload()
+            self._report("onload", self._moments)
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Have weights and moments present inside the block, and afterwards where they were."""
+        weights, moments = self.is_weight_offloaded, self.is_optimizer_offloaded
+        index = self.compute_device.index or 0
+        self.load_param_and_grad(index)
+        self.load_optimizer(index)
+        try:
+            yield
+        finally:
+            if weights:
+                self.offload_param_and_grad()
+            if moments:
+                self.offload_optimizer()
+
+    def _require_loaded(self, doing: str) -> None:
+        if self.is_weight_offloaded:
+            raise RuntimeError(f"{doing} needs the weights, which are offloaded; call load_param_and_grad first")
+
+    def _moment_tensors(self) -> list[Tensor]:
+        return [state[moment] for state in self.optimizer.state.values() for moment in MOMENTS]
+
+    def _check_device(self, device_id: int) -> None:
+        if self.compute_device.type == "cuda" and not 0 <= device_id < torch.cuda.device_count():
+            raise ValueError(
+                f"device_id must be in [0, {torch.cuda.device_count()}), got {device_id}; use the rank's accelerator"
+            )
+
+    def _report(self, verb: str, offloader: Offloader) -> None:
+        self.offload_metrics |= {f"{verb}/bytes": float(offloader.bytes), f"{verb}/seconds": offloader.seconds}

@@ -1,0 +1,183 @@
+"""Hugging Face folders in: configuration, the transformers model built without its weights, and the weights each rank owns.
+
+A folder holds `config.json`, safetensors (one file or an index) and tokenizer files. The model is built on the meta
+device, wrapped by the backend, given storage, then filled here: every parameter exactly once, nothing left over.
+Only the model's own module of transformers is imported; the Auto classes would load all of them.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rl_core.actors import attention
+from rl_core.actors.shards import global_range, local_tensor
+from rl_core.api.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+"""Architecture in config.json -> model package of transformers."""
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Return `config.json` of a model folder.
+
+    Raises ConfigError when the folder or file is missing, is no JSON, or the architecture is not supported.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"model.path must be a folder with config.json, got {folder}; give a Hugging Face model folder"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} must be JSON: {error}; repair or download it again") from error
+    found = config.get("architectures") or [None]
+    if found[0] not in ARCHITECTURES:
+        raise ConfigError(
+            f"architecture in {path} must be one of {', '.join(ARCHITECTURES)}, got {found[0]}; choose such a model"
+        )
+    return config
+
+
+def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrainedModel":
+    """Return the causal LM on the meta device in `dtype`: no storage, tied weights tied, attention ready for packed rows."""
+    from transformers.initialization import no_init_weights
+
+    architecture = config["architectures"][0]
+    package = f"transformers.models.{ARCHITECTURES[architecture]}"
+    model_class = getattr(importlib.import_module(f"{package}.modeling_{ARCHITECTURES[architecture]}"), architecture)
+    attention.register()
+    settings = model_class.config_class.from_dict(dict(config))
+    settings._attn_implementation = attention.PACKED
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), no_init_weights():
+            model: PreTrainedModel = model_class(settings)
+    finally:
+        torch.set_default_dtype(default)
+    model.tie_weights()
+    return model
+
+
+def decoder_layer_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return the classes of the model's decoder layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return tuple({type(module) for module in model.modules() if type(module).__name__ in names})
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return alias -> name of every parameter that is the same object as an earlier one."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        first.setdefault(id(parameter), name)
+    return aliases
+
+
+def materialize(model: "PreTrainedModel", device: torch.device, aliases: Mapping[str, str]) -> None:
+    """Give a meta model (wrapped or not) storage on `device`: ties made again, buffers that are not stored recomputed."""
+    model.to_empty(device=device)
+    for alias, name in aliases.items():
+        module, _, attribute = alias.rpartition(".")
+        setattr(model.get_submodule(module), attribute, model.get_parameter(name))
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+
+
+def load_weights(model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]) -> None:
+    """Fill every parameter and persistent buffer from the folder's safetensors; each rank reads the slices it owns.
+
+    Raises ConfigError listing stored tensors the model has no place for, tensors of the model that are not stored, and
+    shapes that differ.
+    """
+    files = weight_files(Path(folder))
+    wanted = stored_tensors(model)
+    stored_as = _match(wanted, files, aliases, model, Path(folder))
+    by_file: dict[Path, list[str]] = {}
+    for name, stored in stored_as.items():
+        by_file.setdefault(files[stored], []).append(name)
+    for path, names in by_file.items():
+        with safe_open(path, framework="pt") as reader:
+            for name in names:
+                _fill(wanted[name], reader.get_slice(stored_as[name]), f"{name} in {path}")
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return tensor name -> safetensors file of a model folder. Raises ConfigError when there are none or one is broken."""
+    if (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    path = folder / SINGLE
+    if not path.is_file():
+        raise ConfigError(f"model.path must hold {SINGLE} or {INDEX}, got {folder}; convert the weights to safetensors")
+    try:
+        with safe_open(path, framework="pt") as reader:
+            return dict.fromkeys(reader.keys(), path)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} must be a whole safetensors file: {error}; download or export it again") from error
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a folder stores by name: parameters (tied ones once) and persistent buffers."""
+    return dict(model.named_parameters()) | dict(_persistent_buffers(model))
+
+
+def stored_names(model: nn.Module) -> list[str]:
+    """Return all names of parameters (every alias too) and of persistent buffers, in the model's order."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return parameters + [name for name, _ in _persistent_buffers(model)]
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _match(
+    wanted: Mapping[str, Tensor], files: Mapping[str, Path], aliases: Mapping[str, str], model: nn.Module, folder: Path
+) -> dict[str, str]:
+    """Return name in the model -> name in the files; a tied weight may be stored under any of its names."""
+    stored_as = {name: name for name in wanted if name in files}
+    for alias, name in aliases.items():
+        if name not in stored_as and alias in files:
+            stored_as[name] = alias
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unused = [
+        name
+        for name in files
+        if name not in wanted and name not in aliases and not any(p.search(name) for p in ignored)
+    ]
+    missing = sorted(set(wanted) - set(stored_as))
+    if unused or missing:
+        raise ConfigError(
+            f"the weights in {folder} must fill the model of config.json exactly, got missing: {', '.join(missing) or 'none'};"
+            f" unused: {', '.join(sorted(unused)) or 'none'}; config.json and weights must belong together"
+        )
+    return stored_as
+
+
+def _fill(target: Tensor, stored: Any, where: str) -> None:
+    if tuple(stored.get_shape()) != tuple(target.shape):
+        raise ConfigError(f"{where} must have shape {list(target.shape)} by config.json, got {stored.get_shape()}")
+    start, stop = global_range(target)
+    local = local_tensor(target.detach())
+    with torch.no_grad():
+        local.copy_(stored[start:stop] if target.dim() else stored[...])

@@ -1,0 +1,52 @@
+"""Linear layers through oneDNN on CPU: forward and both gradients, float32.
+
+PyTorch's own `mm` calls MKL, which uses half of the vector width on AMD processors; oneDNN takes the full width there
+and is no slower elsewhere. The sums are in another order, so results agree to rounding only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return left x right transposed (+ bias), [M, N]."""
+    return torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
+
+
+class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.has_bias = bias is not None
+        return _product(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs, weight = ctx.saved_tensors
+        rows_MN, inputs_MK = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
+        wants_inputs, wants_weight, _ = ctx.needs_input_grad
+        grad_inputs = _product(rows_MN, weight.t()).view(inputs.shape) if wants_inputs else None
+        grad_weight = _product(rows_MN.t(), inputs_MK.t()) if wants_weight else None
+        return grad_inputs, grad_weight, rows_MN.sum(0) if ctx.has_bias else None
+
+
+class OneDnnLinear(nn.Linear):  # type: ignore[misc]
+    """`nn.Linear` whose products run in oneDNN; same parameters and names."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input [..., K] x weight transposed + bias, [..., N]; other types and empty batches as `nn.Linear`."""
+        if input.dtype != torch.float32 or input.device.type != "cpu" or input.numel() == 0:
+            return super().forward(input)
+        return _OneDnnLinear.apply(input, self.weight, self.bias)
+
+
+def use_onednn(model: nn.Module) -> int:
+    """Turn the model's linear layers into oneDNN ones in place; return how many (0 where the build has none)."""
+    if not torch.backends.mkldnn.is_available():
+        return 0
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = OneDnnLinear
+    return len(layers)

@@ -1,0 +1,88 @@
+"""Moves the bytes of tensors to host memory and back while every object stays the same (trainers.md 5).
+
+Storages are emptied in place, so views, tied tensors, FSDP's bookkeeping and optimizer keys need no rebinding. From CPU to
+CPU the copy is made all the same: an emptied storage makes the state observable on any machine.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Offloader:
+    """Holds the bytes of the tensors given to `offload` until `reload`."""
+
+    def __init__(self, target: str = "cpu", pin: bool = False) -> None:
+        """`target`: device that holds the bytes; `pin`: in page-locked memory, for faster copies."""
+        self.target = torch.device(target)
+        self.pin = pin
+        self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self.bytes = 0
+        """Bytes moved by the last call."""
+        self.seconds = 0.0
+        """Duration of the last call."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return whether bytes are held."""
+        return bool(self._held)
+
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy each distinct storage to the target and empty it; storages that are empty already are left alone."""
+        started, self.bytes = time.perf_counter(), 0
+        for storage in _storages(tensors):
+            if not storage.nbytes():
+                continue
+            source = _bytes_of(storage)
+            held = torch.empty_like(source, device=self.target, pin_memory=self.pin)
+            held.copy_(source)
+            self._held.append((storage, held))
+            self.bytes += storage.nbytes()
+        _synchronize(self._held)
+        for storage, _ in self._held:
+            storage.resize_(0)
+        self.seconds = time.perf_counter() - started
+
+    def reload(self, device: torch.device | str | int | None = None) -> None:
+        """Give every emptied storage its size and bytes back; `device` must be the one it came from (None: any).
+
+        Raises ValueError for another device.
+        """
+        started, self.bytes = time.perf_counter(), 0
+        for storage, held in self._held:
+            if device is not None and _device(device) != storage.device:
+                raise ValueError(
+                    f"reload must go back to {storage.device}, got {device}; storages cannot change their device"
+                )
+            storage.resize_(held.numel())
+            _bytes_of(storage).copy_(held)
+            self.bytes += held.numel()
+        _synchronize(self._held)
+        self._held.clear()
+        self.seconds = time.perf_counter() - started
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the distinct storages, views and tied tensors once."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        local = tensor.detach()
+        storage = (local.to_local() if isinstance(local, DTensor) else local).untyped_storage()
+        found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _device(device: torch.device | str | int) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _synchronize(held: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
+    if any(storage.device.type == "cuda" for storage, _ in held):
+        torch.cuda.synchronize()

@@ -1,0 +1,69 @@
+"""The learning rate and the counters of optimizer steps. Pure; the same for every backend."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.roles import OptimizerSpec
+
+STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(slots=True)
+class OptimizerCounts:
+    """How optimizer steps ended; the schedule's argument is `applied`."""
+
+    attempted: int = 0
+    applied: int = 0
+    skipped: int = 0
+    """A gradient was not finite on some rank: nothing changed."""
+    empty: int = 0
+    """No rank had a trainable token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRSchedule:
+    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total` (trainers.md 7)."""
+
+    peak: float
+    total: int
+    """Optimizer steps of the whole run."""
+    style: str = "constant"
+    warmup: int = 0
+    """Steps of linear warm-up."""
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise ConfigError(f"schedule.style must be one of {', '.join(STYLES)}, got {self.style!r}; choose one")
+        if self.warmup and self.warmup >= self.total:
+            raise ConfigError(
+                f"schedule.warmupSteps must be below the run's {self.total} optimizer steps, got {self.warmup}; lower it"
+            )
+        if self.floor > self.peak:
+            raise ConfigError(
+                f"schedule.minLearningRate must not exceed learningRate {self.peak}, got {self.floor}; lower it"
+            )
+
+    @classmethod
+    def from_spec(cls, optimizer: OptimizerSpec | Mapping[str, Any], *, total: int) -> "LRSchedule":
+        """Return the schedule of `actor.optimizer` over `total` optimizer steps."""
+        spec = optimizer if isinstance(optimizer, OptimizerSpec) else OptimizerSpec.model_validate(dict(optimizer))
+        schedule, peak = spec.schedule, spec.learning_rate
+        warmup = schedule.warmup_steps if schedule.warmup_ratio is None else int(schedule.warmup_ratio * total)
+        floor = schedule.min_learning_rate
+        if schedule.min_learning_rate_ratio is not None:
+            floor = schedule.min_learning_rate_ratio * peak
+        return cls(peak=peak, total=total, style=schedule.style, warmup=warmup or 0, floor=floor or 0.0)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of applied step `step`, counted from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.style == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.warmup) / max(self.total - self.warmup, 1))
+        shape = 1 - progress if self.style == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.floor + (self.peak - self.floor) * shape
