@@ -1,0 +1,170 @@
+"""Reading prompts: what is accepted, what is refused with file and line, and that messages keep their own tokens."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rl_core.api.errors import ConfigError, DataError
+from rl_core.api.settings import DataSpec
+from rl_core.data.dataset import load_prompts
+from rl_core.data.source import read_rows
+from rl_core.data.tokenizer import Tokenizer
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("model")
+    names = ["<pad>", "<eos>", "<unk>", *dict.fromkeys("0123456789+= <>/abcdefghijklmnopqrstuvwxyz")]
+    backend = Backend(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "pad_token": "<pad>", "chat_template": CHAT})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder):
+    return Tokenizer.from_folder(model_folder)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(reference, tokenizer, *, max_seq_len=100, **data):
+    spec = DataSpec.model_validate({"train": reference, **data})
+    return load_prompts(reference, spec, tokenizer, field="data.train", task_name="math", max_seq_len=max_seq_len)
+
+
+def test_a_text_prompt_becomes_one_user_message_with_its_tokens_and_ground_truth(tmp_path, tokenizer):
+    sample = load(write(tmp_path / "a.jsonl", {"prompt": "1+2=", "answer": "3", "level": 7}), tokenizer)[0]
+    assert tokenizer.decode(sample["message_log"][0]["token_ids"]) == "1+2="
+    assert sample["message_log"][0]["token_ids"].dtype == np.int64
+    assert sample["length"] == 4 and sample["idx"] == 0
+    assert sample["extra_env_info"] == {"answer": "3", "level": 7, "ground_truth": "3"}
+
+
+def test_a_conversation_is_rendered_once_and_cut_at_its_messages(tmp_path, tokenizer):
+    prompt = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "go"},
+    ]
+    sample = load(write(tmp_path / "a.jsonl", {"prompt": prompt}), tokenizer, systemPrompt="be kind")[0]
+    texts = [tokenizer.decode(message["token_ids"]) for message in sample["message_log"]]
+    assert [message["role"] for message in sample["message_log"]] == ["system", "user", "assistant", "user"]
+    assert "".join(texts) == tokenizer.apply_chat_template(
+        [{"role": "system", "content": "be kind"}, *prompt], add_generation_prompt=True
+    )
+    assert texts[2] == "<assistant>yes</assistant>" and texts[3].endswith("</user><assistant>")
+
+
+def test_a_template_that_is_not_incremental_keeps_all_tokens(tmp_path, tokenizer):
+    prompt = [{"role": "user", "content": "hi"}, {"role": "user", "content": "go"}]
+    sample = load(
+        write(tmp_path / "a.jsonl", {"prompt": prompt}),
+        tokenizer,
+        chatTemplate="{{ messages[-1]['content'] }} {{ messages[0]['content'] }}",
+    )[0]
+    assert "".join(tokenizer.decode(m["token_ids"]) for m in sample["message_log"]) == "go hi"
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"prompt": "1+2="}, {"prompt": "1" * 10}, {"prompt": "2+2="})
+    found = load(path, tokenizer, max_seq_len=10)
+    assert [sample["idx"] for sample in found.samples] == [0, 2] and found.dropped_overlong == 1
+    with pytest.raises(DataError, match="row 2: a prompt must be shorter than the sequence limit of 10 tokens, got 10"):
+        load(path, tokenizer, max_seq_len=10, onOverlong="refuse")
+    with pytest.raises(ConfigError, match="must hold a prompt shorter than 4 tokens, got 3 longer ones"):
+        load(path, tokenizer, max_seq_len=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", r"a\.jsonl:2: a line must be one JSON object"),
+        ("[1]", r"a\.jsonl:2: a line must be a JSON object, got list"),
+    ],
+)
+def test_a_malformed_line_is_told_with_its_number(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        read_rows(str(path), field="data.train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "must hold at least one row"),
+        ("a.csv", "x", "must end in .jsonl or .parquet"),
+        (None, "", "must be an existing file"),
+    ],
+)
+def test_an_unusable_file_is_refused(tmp_path, name, content, message):
+    path = tmp_path / (name or "absent.jsonl")
+    if name:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_rows(str(path), field="data.train")
+
+
+def test_a_missing_prompt_column_names_the_columns_there_are(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match=r"must have the column 'prompt' \(data.promptKey\), got \['question'\]"):
+        load(write(tmp_path / "a.jsonl", {"question": "x"}), tokenizer)
+
+
+def test_parquet_gives_the_same_samples_as_jsonl(tmp_path, tokenizer):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    one, other = load(write(tmp_path / "a.jsonl", *rows), tokenizer), load(str(tmp_path / "a.parquet"), tokenizer)
+    assert [s["extra_env_info"] for s in one.samples] == [s["extra_env_info"] for s in other.samples]
+
+
+def test_generated_prompts_are_reproducible(tokenizer):
+    reference = "reasoning-gym://basic_arithmetic?size=4&seed=3"
+    first, second = (read_rows(reference, field="data.train") for _ in range(2))
+    assert first == second and len(first) == 4 and {"prompt", "answer", "metadata"} <= set(first[0])
+    assert read_rows("reasoning-gym://basic_arithmetic?size=4&seed=4", field="data.train") != first
+
+
+def test_ids_equal_those_of_transformers(model_folder, tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(
+        tokenizer_file=str(model_folder / "tokenizer.json"), eos_token="<eos>", pad_token="<pad>"
+    )
+    text = "12 + 30 = <user>"
+    assert tokenizer(text)["input_ids"] == other(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == other.decode(other(text)["input_ids"])
+    assert tokenizer.eos_token_id == other.eos_token_id and tokenizer.pad_token_id == other.pad_token_id
+
+
+def test_a_tokenizer_without_eos_is_refused(model_folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match="must name an eos_token"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert Tokenizer.from_folder(tmp_path).eos_token_id == 1
+
+
+def test_a_damaged_tokenizer_is_a_configuration_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer.* of .* must be"):
+        Tokenizer.from_folder(tmp_path)

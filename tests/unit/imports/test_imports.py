@@ -1,0 +1,33 @@
+"""Processes that do not compute stay small: no torch, no transformers, no cluster client at import."""
+
+import subprocess
+import sys
+
+import pytest
+
+LEAN = [
+    "rl_core.api.job",
+    "rl_core.api.records",
+    "rl_core.plan.launch",
+    "rl_core.plan.placement",
+    "rl_core.plan.capacity",
+    "rl_core.transports.rpc",
+    "rl_core.channel.server",
+    "rl_core.workers.host",
+    "rl_core.workers.group",
+    "rl_core.workers.supervisor",
+    "rl_core.runner.__main__",
+    "rl_core.envs.worker",
+    "rl_core.envs.child",
+    "rl_core.launch.local",
+    "rl_core.cli.main",
+    "rl_core.cli.run",
+    "rljob_operator",
+]
+
+
+@pytest.mark.parametrize("module", LEAN)
+def test_importing_it_brings_no_heavy_stack(module):
+    code = f"import sys, {module}; bad = {{'torch', 'transformers', 'sglang', 'kubernetes', 'kopf', 'ray'}} & set(sys.modules); sys.exit(','.join(bad))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

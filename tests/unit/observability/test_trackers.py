@@ -1,0 +1,64 @@
+"""Trackers: JSONL and TensorBoard hold what was logged; one that raises never harms the run."""
+
+import json
+
+from rl_core.api.settings import TrackerSpec
+from rl_core.observability.trackers import JsonlTracker, TensorBoardTracker, Trackers
+
+
+def test_jsonl_holds_one_object_per_step_and_no_nan(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"reward/mean": 0.5, "train/kl": float("nan")})
+    tracker.finish("Finished")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5, "train/kl": None}
+
+
+def test_tensorboard_reads_back_the_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_config({"spec": {"model": "m"}})
+    for step, value in ((1, 0.25), (2, 0.5)):
+        tracker.log(step, {"reward/mean": value, "text": "left out"})
+    tracker.finish("Finished")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_tracker_that_raises_is_disabled_and_the_others_go_on(caplog):
+    class Bad:
+        def log(self, step, metrics):
+            raise OSError("no space left on device")
+
+    class Good:
+        def __init__(self):
+            self.steps = []
+
+        def log(self, step, metrics):
+            self.steps.append(step)
+
+    good = Good()
+    trackers = Trackers([Bad(), good])
+    trackers.log(1, {})
+    trackers.log(2, {})
+    assert good.steps == [1, 2] and caplog.text.count("is disabled") == 1
+
+
+def test_wandb_offline_writes_into_the_output_folder(tmp_path):
+    trackers = Trackers.build([TrackerSpec(name="wandb", offline=True)], name="a", output=tmp_path)
+    trackers.log(1, {"reward/mean": 0.5})
+    trackers.finish("Finished")
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_mlflow_holds_the_metrics(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    uri = (tmp_path / "mlruns").as_uri()
+    trackers = Trackers.build([TrackerSpec(name="mlflow", uri=uri)], name="a", output=tmp_path)
+    trackers.log(3, {"reward/mean": 0.5})
+    trackers.finish("Finished")
+    client = MlflowClient(tracking_uri=uri)
+    run = client.search_runs([client.get_experiment_by_name("rljob").experiment_id])[0]
+    assert run.data.metrics["reward/mean"] == 0.5 and run.info.status == "FINISHED"

@@ -1,0 +1,61 @@
+"""The stall detector names who waits for whom (I3)."""
+
+import pytest
+
+from rl_core.runner.stall import StallDetector, Wait, explain, find_cycle
+
+
+class FakeClock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wait(who, on, what="a record", seconds=5.0):
+    return Wait(who=who, on=on, what=what, since_seconds=seconds)
+
+
+def test_progress_of_any_kind_is_not_a_stall():
+    clock = FakeClock()
+    detector = StallDetector(10, clock=clock)
+    for count in range(5):
+        clock.now += 9
+        assert detector.report(count, []) is None
+    clock.now += 10
+    stall = detector.report(4, [wait("runner", "rollout")])
+    assert stall["reason"] == "WaitingForRollout"
+    assert "no progress for 10 s (limit 10 s): runner waits for rollout (a record, 5 s)" in stall["message"]
+
+
+def test_the_default_bound_is_five_median_steps_but_at_least_five_minutes():
+    detector = StallDetector(None, clock=FakeClock())
+    assert detector.limit == 300
+    for seconds in (100, 100, 1000):
+        detector.step_took(seconds)
+    assert detector.limit == 500
+
+
+@pytest.mark.parametrize(
+    ("edges", "reason"),
+    [
+        ([wait("runner", "rollout"), wait("rollout:0", "env:0")], "WaitingForEnv"),
+        ([wait("actor:0", "rollout:1")], "WaitingForRollout"),
+        ([wait("rollout:0", "actor:0", "weights of version 3")], "WaitingForWeights"),
+        ([wait("rollout:0", "trajectories", "a full channel")], "ChannelFull"),
+        ([wait("actor:0", "rollout:0"), wait("rollout:0", "actor:0")], "Deadlock"),
+        ([], "WaitingForActor"),
+    ],
+    ids=["env behind rollout", "rollout", "weights", "full", "cycle", "nobody tells"],
+)
+def test_the_sink_of_the_waits_is_told(edges, reason):
+    assert explain(edges, [])[0] == reason
+
+
+def test_missing_pods_come_first():
+    assert explain([wait("runner", "rollout")], ["rollout:1"]) == ("WaitingForPods", "missing rollout:1")
+
+
+def test_a_cycle_is_listed_in_order():
+    assert find_cycle({"a": "b", "b": "c", "c": "b"}) == ["b", "c"]
+    assert find_cycle({"a": "b", "b": "c"}) == []
