@@ -122,8 +122,9 @@ def _extension(kind: str, name: str) -> Callable[..., Any]:
         found: Any = import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything while it is imported
+    except Exception as error:  # user code may raise anything while it is imported
         raise ValueError(f"{hint}, got {type(error).__name__}: {error}; check the path and its imports") from error
     if not callable(found):
         raise ValueError(f"{hint}, got {type(found).__name__}; name a function")
-    return found
+    extension: Callable[..., Any] = found
+    return extension

@@ -20,7 +20,7 @@ _LOWEST_LOG_PROB = -1e4
 """exp of it is 0 in float32, and 0 times it is 0, unlike with -inf."""
 
 
-class ScoresFromLogits(torch.autograd.Function):
+class ScoresFromLogits(torch.autograd.Function):  # type: ignore[misc]
     """(log_probs [P], entropies [P] or None) of `labels` [P] under `logits` [N, V] at rows `positions` [P]."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class ScoresFromLogits(torch.autograd.Function):
         return scores.log_probs, scores.entropies
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of `logits`, in their dtype."""
         logits, labels, positions, normalizers, entropies = ctx.saved_tensors
@@ -51,7 +51,7 @@ class ScoresFromLogits(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-class ScoresFromHidden(torch.autograd.Function):
+class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
     """(log_probs [P], entropies [P] or None) of `labels` [P] under the logits `hidden` [P, H] @ `weight` [V, H].T."""
 
     @staticmethod
@@ -71,7 +71,7 @@ class ScoresFromHidden(torch.autograd.Function):
         return scores.log_probs, scores.entropies
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` and `weight`, in their dtype."""
         hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
@@ -160,7 +160,8 @@ def _block_rows(logits: Tensor, chunk_size: int) -> int:
     """Return how many rows are worked on at a time: `chunk_size`, on a CPU no more than fit the cache."""
     if logits.device.type != "cpu":
         return chunk_size
-    return min(chunk_size, max(1, _CPU_BLOCK_ELEMENTS // logits.shape[-1]))
+    vocabulary: int = logits.shape[-1]
+    return min(chunk_size, max(1, _CPU_BLOCK_ELEMENTS // vocabulary))
 
 
 def _scaled(block: Tensor, temperature: float) -> Tensor:

@@ -14,6 +14,8 @@ from rl_core.algorithms.checks import require_choice
 
 StatKind = Literal["mean", "sum", "max", "min"]
 _KINDS = ("mean", "sum", "max", "min")
+EXTREMES = ("max", "min")
+"""Kinds that mean nothing without data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +30,10 @@ class Stat:
 
     def __post_init__(self) -> None:
         require_choice("Stat.kind", self.kind, _KINDS)
-        for field in ("total", "count"):
-            value = torch.as_tensor(getattr(self, field), dtype=torch.float64).detach()
-            object.__setattr__(self, field, value.reshape(()))
+        total = torch.as_tensor(self.total, dtype=torch.float64).detach().reshape(())
+        count = torch.as_tensor(self.count, dtype=torch.float64, device=total.device).detach().reshape(())
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "count", count)
 
     def __float__(self) -> float:
         return _finish(self.kind, float(self.total), float(self.count))
@@ -50,13 +53,14 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
 
 
 def finish_stats(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Return the finished numbers by name with a single device transfer; a max or min without data is left out."""
-    if not stats:
-        return {}
-    table = torch.stack([torch.stack((stat.total, stat.count)) for stat in stats.values()]).tolist()
-    finished = zip(stats.items(), table, strict=True)
+    """Return the finished numbers by name, with one transfer per device; a max or min without data is left out."""
+    totals = _read([stat.total for stat in stats.values()])
+    counts = _read([stat.count for stat in stats.values()])
+    finished = zip(stats.items(), totals, counts, strict=True)
     return {
-        name: _finish(stat.kind, total, count) for (name, stat), (total, count) in finished if _has_data(stat, count)
+        name: _finish(stat.kind, total, count)
+        for (name, stat), total, count in finished
+        if count > 0 or stat.kind not in EXTREMES
     }
 
 
@@ -68,7 +72,8 @@ def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat
 
 def sum_stat(total: Tensor | float) -> Stat:
     """Return a quantity that adds up over parts."""
-    return Stat("sum", torch.as_tensor(total), torch.ones(()))
+    total = torch.as_tensor(total, dtype=torch.float64)
+    return Stat("sum", total, torch.ones_like(total))
 
 
 def extreme_stat(kind: Literal["max", "min"], values: Tensor, mask: Tensor) -> Stat:
@@ -97,10 +102,6 @@ def _finish(kind: str, total: float, count: float) -> float:
     return total
 
 
-def _has_data(stat: Stat, count: float) -> bool:
-    return count > 0 or stat.kind in ("mean", "sum")
-
-
 def _merge(name: str, stats: list[Stat]) -> Stat:
     kinds = {stat.kind for stat in stats}
     if len(kinds) > 1:
@@ -108,15 +109,24 @@ def _merge(name: str, stats: list[Stat]) -> Stat:
     kind = stats[0].kind
     if len(stats) == 1:
         return stats[0]
-    totals = torch.stack([stat.total for stat in stats])
+    device = stats[0].total.device
+    totals = torch.stack([stat.total.to(device) for stat in stats])
     total = totals.max() if kind == "max" else totals.min() if kind == "min" else totals.sum()
-    return Stat(kind, total, torch.stack([stat.count for stat in stats]).sum())
+    return Stat(kind, total, torch.stack([stat.count.to(device) for stat in stats]).sum())
 
 
 def _without_empty_extremes(stats: dict[str, Stat]) -> dict[str, Stat]:
-    extremes = [name for name, stat in stats.items() if stat.kind in ("max", "min")]
-    if not extremes:
-        return stats
-    counts = torch.stack([stats[name].count for name in extremes]).tolist()
+    extremes = [name for name, stat in stats.items() if stat.kind in EXTREMES]
+    counts = _read([stats[name].count for name in extremes])
     empty = {name for name, count in zip(extremes, counts, strict=True) if count == 0}
     return {name: stat for name, stat in stats.items() if name not in empty}
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    """Return the 0-d tensors as numbers with one transfer per device."""
+    numbers = [0.0] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        here = [index for index, scalar in enumerate(scalars) if scalar.device == device]
+        for index, number in zip(here, torch.stack([scalars[index] for index in here]).tolist(), strict=True):
+            numbers[index] = number
+    return numbers

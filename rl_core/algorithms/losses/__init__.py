@@ -1,6 +1,9 @@
 """Losses: policy losses, the critic's, further terms, and the correction of train/rollout mismatch."""
 
 from rl_core.algorithms.losses.compute import compute_policy_loss
+from rl_core.algorithms.losses.critic import critic_loss, explained_variance
+from rl_core.algorithms.losses.decoupled import decoupled_ppo_loss
+from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss
 from rl_core.algorithms.losses.terms import combine_losses, entropy_term, sft_loss
 from rl_core.algorithms.losses.types import LossInputs, LossResult
@@ -11,8 +14,12 @@ __all__ = [
     "cispo_loss",
     "combine_losses",
     "compute_policy_loss",
+    "critic_loss",
+    "decoupled_ppo_loss",
     "entropy_term",
+    "explained_variance",
     "gspo_loss",
+    "importance_weights",
     "ppo_clip_loss",
     "reinforce_loss",
     "sft_loss",

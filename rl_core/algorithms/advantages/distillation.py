@@ -1,0 +1,20 @@
+"""On-policy distillation: the teacher's opinion of each token is its advantage. Legend: B rows, T tokens."""
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.advantages.groups import token_metrics
+from rl_core.algorithms.advantages.types import AdvantageResult
+from rl_core.algorithms.checks import require_bool, require_float32, require_same_shape
+
+
+def opd_advantages(teacher_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> AdvantageResult:
+    """Return teacher - student log-probability of each trainable token, [B, T] float32, without gradient.
+
+    Source: Gu et al., "MiniLLM" (2024); Thinking Machines, "On-Policy Distillation" (2025).
+    """
+    require_float32(teacher_log_probs=teacher_log_probs, log_probs=log_probs)
+    require_bool(mask=mask)
+    require_same_shape(teacher_log_probs=teacher_log_probs, log_probs=log_probs, mask=mask)
+    advantages = torch.where(mask, teacher_log_probs.detach() - log_probs.detach(), 0.0)
+    return AdvantageResult(advantages, None, token_metrics("advantages", advantages, mask))

@@ -1,0 +1,64 @@
+"""GDPO: several named rewards, each compared within its group before they are added. Legend: B rows, T tokens."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.advantages.group_relative import grpo_advantages, spread
+from rl_core.algorithms.advantages.groups import token_metrics
+from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
+from rl_core.algorithms.advantages.whitening import whiten
+from rl_core.algorithms.checks import require_bool, require_rows
+from rl_core.algorithms.stats import Stat
+
+_GROUP_METRICS = ("groups/total", "rows/total", "rows/invalid")
+
+
+def gdpo_advantages(
+    reward_components: Mapping[str, Tensor],
+    group_ids: Tensor,
+    mask: Tensor,
+    *,
+    weights: Mapping[str, float] | None = None,
+    valid: Tensor | None = None,
+    eps: float = 1e-6,
+    reduce: Reduce | None = None,
+) -> AdvantageResult:
+    """Return the weighted sum of each component's group-relative advantage, whitened over valid rows, [B, T] float32.
+
+    `reward_components` are at least two named [B] rewards and `weights` their factors (None = 1 each). Row values are
+    whitened once over the valid rows of all ranks, then copied to the trainable tokens.
+    Source: NVIDIA, "GDPO" (2026). Raises ValueError for one component, or weights with other names.
+    """
+    factors = _factors(reward_components, weights)
+    require_bool(mask=mask, valid=valid)
+    require_rows("group_ids", group_ids, mask=mask, valid=valid)
+    one_column = torch.ones_like(group_ids, dtype=torch.bool).unsqueeze(1)
+    row = torch.zeros(group_ids.shape, dtype=torch.float32, device=mask.device)
+    metrics: dict[str, Stat] = {}
+    for name, rewards in reward_components.items():
+        part = grpo_advantages(rewards, group_ids, one_column, valid=valid, eps=eps)
+        row = row + factors[name] * part.advantages.squeeze(1)
+        metrics |= {key: part.metrics[key] for key in _GROUP_METRICS}
+        metrics |= {
+            f"{key}/{name}": stat for key, stat in part.metrics.items() if key.startswith(("rewards/", "groups/zero"))
+        }
+    trusted = one_column.squeeze(1) if valid is None else valid
+    advantages = spread(whiten(row, trusted, reduce=reduce), mask)
+    metrics |= token_metrics("advantages", advantages, mask & trusted.unsqueeze(1))
+    return AdvantageResult(advantages, None, metrics)
+
+
+def _factors(components: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
+    if len(components) < 2:
+        raise ValueError(
+            f"reward_components must name at least two rewards, got {sorted(components)}; use grpo for one"
+        )
+    if weights is None:
+        return dict.fromkeys(components, 1.0)
+    if set(weights) != set(components):
+        raise ValueError(
+            f"weights must have the names of reward_components {sorted(components)}, got {sorted(weights)}"
+        )
+    return dict(weights)
