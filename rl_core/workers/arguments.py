@@ -1,0 +1,57 @@
+"""How a group's constructor arguments travel: parts of the job schema as their class name and fields, the rest as the codec does."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.api.base import Spec
+from rl_core.api.errors import ConfigError
+from rl_core.transports import frames
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSpec:
+    """A schema object on the wire."""
+
+    schema: str
+    """`module:Class` inside rl_core.api."""
+    fields: dict[str, Any]
+    """Its fields by alias."""
+
+
+frames.register_record(PackedSpec, "PackedSpec")
+
+
+def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments that can travel. Raises ConfigError naming the first that cannot."""
+    packed = [_pack(value) for value in args], {key: _pack(value) for key, value in kwargs.items()}
+    try:
+        frames.encode(packed)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"arguments of a worker must be plain values, arrays, records or parts of the job, got: {error}"
+        ) from error
+    return packed
+
+
+def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments as they were packed."""
+    return [_unpack(value) for value in args], {key: _unpack(value) for key, value in kwargs.items()}
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return PackedSpec(
+            f"{type(value).__module__}:{type(value).__qualname__}", value.model_dump(mode="json", by_alias=True)
+        )
+    return value
+
+
+def _unpack(value: Any) -> Any:
+    if not isinstance(value, PackedSpec):
+        return value
+    module, _, name = value.schema.partition(":")
+    if not module.startswith("rl_core.api."):
+        raise ConfigError(f"schema objects live in rl_core.api, got {value.schema}")
+    return getattr(importlib.import_module(module), name).model_validate(value.fields)

@@ -1,0 +1,165 @@
+"""One process under a supervisor: start it, pass its output on, hear its signs of life, note its end.
+
+The child leads a process group of its own, so that everything it started can be ended with it; the kernel kills it when
+the supervisor ends. Its output and its event lines arrive on pipes that the supervisor's event loop reads.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_core.observability import events
+from rl_core.workers import processes
+
+logger = logging.getLogger(__name__)
+TAIL_BYTES = 4096
+_CHUNK = 65_536
+
+
+class LineReader:
+    """Reads a pipe on the event loop without blocking and hands out whole lines, the last one also without its newline."""
+
+    def __init__(self, fd: int, on_line: Callable[[bytes], None]) -> None:
+        self._fd = fd
+        self._on_line = on_line
+        self._rest = b""
+        self._open = True
+        os.set_blocking(fd, False)
+        asyncio.get_running_loop().add_reader(fd, self.drain)
+
+    def drain(self) -> None:
+        """Read what is there."""
+        while self._open:
+            try:
+                data = os.read(self._fd, _CHUNK)
+            except BlockingIOError:
+                return
+            if not data:
+                self.close()
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._on_line(line)
+            if len(self._rest) > _CHUNK:  # a progress bar that never ends its line
+                self._on_line(self._rest)
+                self._rest = b""
+
+    def close(self) -> None:
+        """Hand out the last line and close the pipe."""
+        if self._open:
+            self._open = False
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            if self._rest:
+                self._on_line(self._rest)
+
+
+class Child:
+    """A started process. `returncode` is None while it runs, else its exit code, 128 + n after signal n."""
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        env: Mapping[str, str],
+        *,
+        on_output: Callable[[bytes], None],
+        on_event: Callable[["Child", dict[str, Any]], None],
+        on_end: Callable[["Child"], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start `command` with exactly the environment `env`. Raises OSError when it cannot be started."""
+        self.name = name
+        self.returncode: int | None = None
+        self.state: str | None = None
+        """State it last told; None before its first sign of life."""
+        self.last_alive: float | None = None
+        """Clock of its last sign of life; None before the first."""
+        self.tail: deque[bytes] = deque()
+        """Its last lines, at most TAIL_BYTES."""
+        self._tail_bytes = 0
+        self._clock = clock
+        self._on_output, self._on_event, self._on_end = on_output, on_event, on_end
+        self._spawn(command, env)
+
+    def _spawn(self, command: list[str], env: Mapping[str, str]) -> None:
+        parent = os.getpid()
+        out_read, out_write = os.pipe()
+        event_read, event_write = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                env={**env, events.VARIABLE: str(event_write)},
+                stdin=subprocess.DEVNULL,
+                stdout=out_write,
+                stderr=subprocess.STDOUT,
+                pass_fds=(event_write,),
+                process_group=0,
+                preexec_fn=lambda: processes.die_with_parent(parent),
+            )
+        except OSError:
+            os.close(out_read)
+            os.close(event_read)
+            raise
+        finally:
+            os.close(out_write)
+            os.close(event_write)
+        self.pid = self._popen.pid
+        self._output = LineReader(out_read, self._line)
+        self._events = LineReader(event_read, self._event)
+        self._pidfd = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+
+    @property
+    def running(self) -> bool:
+        """Return whether the process has not ended."""
+        return self.returncode is None
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the process alone (a request), not to what it started."""
+        if self.running:
+            processes.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """End the process and everything in its group now."""
+        processes.kill_group(self.pid, signal.SIGKILL)
+
+    def _ended(self) -> None:
+        code = processes.reap(self.pid)
+        if code is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = self._popen.returncode = code
+        processes.kill_group(self.pid, signal.SIGKILL)  # what it left behind
+        for reader in (self._events, self._output):
+            reader.drain()
+            reader.close()
+        self._on_end(self)
+
+    def _line(self, line: bytes) -> None:
+        self.tail.append(line)
+        self._tail_bytes += len(line) + 1
+        while self._tail_bytes > TAIL_BYTES and len(self.tail) > 1:
+            self._tail_bytes -= len(self.tail.popleft()) + 1
+        self._on_output(line)
+
+    def _event(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s wrote a line that is no event: %.80r", self.name, line)
+            return
+        if kind == "alive":
+            self.last_alive = self._clock()
+            self.state = event.get("state", self.state)
+        else:
+            self._on_event(self, event)

@@ -1,0 +1,229 @@
+"""The runner's view of the processes of a job: who should be there, who is, and calls to them by name.
+
+Invariant: a call to a member fails with WorkerLost as soon as the hub knows that the member is gone, never later.
+"""
+
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
+from rl_core.transports.rpc import RpcClient
+from rl_core.workers.hub import Hub
+from rl_core.workers.member import Member, MemberState
+from rl_core.workers.membership import Change
+from rl_core.workers.result import Reply
+
+logger = logging.getLogger(__name__)
+
+ELASTIC_ROLES = frozenset({"rollout", "env"})
+"""Roles whose members come and go while a run goes on; the others are gangs of fixed size."""
+_WARN_AT = (0.1, 0.5)
+
+
+class PendingCall:
+    """One call to one member; implements `result.Call`."""
+
+    def __init__(self, member_name: str, method: str, hub: Hub) -> None:
+        self.future: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+        self._name = member_name
+        self._method = method
+        self._hub = hub
+        self._began = time.monotonic()
+        self._rpc: concurrent.futures.Future[Any] | None = None
+
+    def follow(self, rpc: "concurrent.futures.Future[Any]") -> "PendingCall":
+        """End as `rpc` ends."""
+        self._rpc = rpc
+        rpc.add_done_callback(self._ended)
+        return self
+
+    def fail(self, error: Exception) -> "PendingCall":
+        """End with `error`."""
+        self.future.set_exception(error)
+        return self
+
+    def cancel(self) -> None:
+        """Give up; the handler is cancelled where it can be."""
+        if self._rpc is not None:
+            self._rpc.cancel()
+
+    def describe(self) -> str:
+        """Return member, pod, seconds, and what the member last told: `actor:1 (pod j-actor-1, 12.0 s, serving, tokens 55)`."""
+        member = self._hub.get(self._name)
+        waited = f"{time.monotonic() - self._began:.1f} s"
+        if member is None:
+            return f"{self._name} (never seen, {waited})"
+        told = [f"pod {member.pod}", waited, member.state.value]
+        told += [f"{kind} {count:g}" for kind, count in member.progress.items()]
+        if member.wait:
+            told.append(
+                f"waits for {member.wait['what']} on {member.wait['on']} since {member.wait['since_seconds']:.1f} s"
+            )
+        told.append(f"last heartbeat {self._hub.clock() - member.last_seen:.1f} s ago")
+        return f"{self._name} ({', '.join(told)})"
+
+    def _ended(self, rpc: "concurrent.futures.Future[Any]") -> None:
+        if rpc.cancelled():
+            self.future.cancel()
+        elif (error := rpc.exception()) is not None:
+            self.future.set_exception(_renamed(error, self._method))
+        else:
+            answer = rpc.result()
+            self.future.set_result(Reply(answer["value"], answer["durations"]))
+
+
+class Cluster:
+    """Members by role, waits for them, and calls."""
+
+    def __init__(self, hub: Hub, *, sizes: Mapping[str, int] | None = None) -> None:
+        """Act on the members of `hub`; `sizes` are the processes wanted per role (None: as the job says)."""
+        self.hub = hub
+        spec = hub.job.spec if hub.job is not None else None
+        if sizes is None and spec is not None:
+            sizes = {"actor": spec.actor.world_size, "rollout": spec.rollout.replicas, "env": spec.env.replicas}
+        self.sizes = dict(sizes or {})
+        deadlines = spec.runtime.deadlines if spec is not None else None
+        self.rpc_deadline = deadlines.rpc if deadlines else 60.0
+        self.ready_deadline = deadlines.wait_ready if deadlines else 600.0
+        self.method_deadline = deadlines.group_method if deadlines else 3600.0
+        self._per_pod = spec.actor.processes_per_pod if spec is not None else 1
+        self._clients: dict[str, tuple[Member, RpcClient]] = {}
+        self._failures: dict[str, BaseException] = {}
+        self._lock = threading.Lock()
+        self._on_joined: list[Callable[[Member], None]] = []
+        hub.watch(self._on_change)
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """Return the members of `role` (None: all) that are not gone, by group and rank."""
+        return self.hub.members(role)
+
+    def wait_ready(self, roles: Iterable[str], timeout: float | None = None) -> None:
+        """Wait until every planned process of `roles` holds its worker. `timeout` None = `deadlines.waitReady`.
+
+        Raises DeadlineExceeded naming each missing `group:rank`, its pod, and how far it came; the error of a construction.
+        """
+        limit = self.ready_deadline if timeout is None else timeout
+        names = [f"{role}:{rank}" for role in roles for rank in range(self.sizes.get(role, 0))]
+        began = self.hub.clock()
+        warnings = [share * limit for share in _WARN_AT]
+        while True:
+            version = self.hub.version
+            self._raise_failures(names)
+            missing = [text for name in names if (text := self._stage(name)) is not None]
+            waited = self.hub.clock() - began
+            if not missing:
+                return
+            if waited >= limit:
+                raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {'; '.join(missing)}")
+            if warnings and waited >= warnings[0]:
+                warnings.pop(0)
+                logger.warning("waited %.0f of %.0f s for: %s", waited, limit, "; ".join(missing))
+            self.hub.wait_changed(version, min([limit - waited, *(at - waited for at in warnings[:1]), 1.0]))
+
+    def call(self, member_name: str, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Return what `method` of the worker `group:rank` returns, blocking. `timeout` None = `deadlines.rpc`.
+
+        Raises the worker's error (its own type if public, else RemoteError), WorkerLost, DeadlineExceeded.
+        """
+        pending = self.submit(
+            member_name, method, args, kwargs, timeout=self.rpc_deadline if timeout is None else timeout
+        )
+        return pending.future.result().value
+
+    def submit(
+        self, member_name: str, method: str, args: Iterable[Any], kwargs: Mapping[str, Any], *, timeout: float
+    ) -> PendingCall:
+        """Begin a call; TypeError or ValueError when an argument cannot travel."""
+        return self._submit(member_name, method, "execute", method, list(args), dict(kwargs), timeout=timeout)
+
+    def construct(self, member_name: str, spec: Mapping[str, Any], *, timeout: float) -> PendingCall:
+        """Begin to construct the worker object of a member; a failure also ends `wait_ready`."""
+        with self._lock:
+            self._failures.pop(member_name, None)
+        pending = self._submit(member_name, "construct", "construct", dict(spec), timeout=timeout)
+        pending.future.add_done_callback(lambda future: self._constructed(member_name, future))
+        return pending
+
+    def on_joined(self, callback: Callable[[Member], None]) -> None:
+        """Call `callback` when a member says hello, and now for those that have; it must not block."""
+        self._on_joined.append(callback)
+        for member in self.hub.members():
+            callback(member)
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            clients, self._clients = list(self._clients.values()), {}
+        for _, client in clients:
+            client.close()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _submit(self, member_name: str, label: str, method: str, *args: Any, timeout: float) -> PendingCall:
+        pending = PendingCall(member_name, label, self.hub)
+        try:
+            client = self._client(member_name)
+        except WorkerLost as error:
+            return pending.fail(error)
+        return pending.follow(client.call_future(method, *args, timeout=timeout))
+
+    def _client(self, member_name: str) -> RpcClient:
+        member = self.hub.get(member_name)
+        if member is None:
+            raise WorkerLost(f"{member_name} must be there to be called, but it never said hello")
+        if member.state.gone:
+            raise WorkerLost(f"{member_name} of pod {member.pod} is gone: {member.reason}")
+        with self._lock:
+            known, client = self._clients.get(member_name, (None, None))
+            if client is None or known is None or known.address != member.address:
+                client = RpcClient(member.address, self.hub.keys, self.hub.identity, service=member.role)
+                self._clients[member_name] = (member, client)
+        return client
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind == "lost":
+            with self._lock:
+                _, client = self._clients.pop(change.member.name, (None, None))
+            if client is not None:
+                client.fail(f"{change.member.name} is lost: {change.reason}")
+                client.close()
+        elif change.kind == "joined":
+            for callback in self._on_joined:
+                callback(change.member)
+
+    def _constructed(self, name: str, future: "concurrent.futures.Future[Reply]") -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None and not isinstance(error, WorkerLost):  # a lost one is replaced and constructed again
+            with self._lock:
+                self._failures[name] = error
+
+    def _raise_failures(self, names: list[str]) -> None:
+        with self._lock:
+            failed = [(name, self._failures[name]) for name in names if name in self._failures]
+        for name, error in failed:
+            if isinstance(error, RLJobError):
+                raise error
+            raise RLJobError(f"{name} could not be constructed: {error}") from error
+
+    def _stage(self, name: str) -> str | None:
+        member = self.hub.get(name)
+        role, _, rank = name.partition(":")
+        pod = f"{self.hub.identity.job}-{role}-{int(rank) // (self._per_pod if role == 'actor' else 1)}"
+        if member is None:
+            return f"{name} (pod {pod}: never seen)"
+        if member.state.constructed:
+            return None
+        words = {MemberState.JOINING: "hello", MemberState.LOST: f"lost: {member.reason}"}
+        return f"{name} (pod {member.pod}: {words.get(member.state, member.state.value)})"
+
+
+def _renamed(error: BaseException, method: str) -> BaseException:
+    """Return a transport's error with the name of the worker's method in place of `execute`, which carried it."""
+    text = str(error)
+    if text.startswith("execute at "):
+        error.args = (f"{method}{text.removeprefix('execute')}",)
+    return error

@@ -1,0 +1,194 @@
+"""A group of workers as one object: `group.method(...)` runs on all ranks and gives a WorkerGroupFuncResult (runtime.md 3.2).
+
+    actors = FSDPActor.create_group(spec).launch(cluster, name="actor")     # or WorkerGroup.of("module:Class", spec)
+    actors.init_worker().wait()
+    actors.execute_on(0).publisher_address().wait()
+
+The processes exist already (the launch plan started them); a group constructs its class in each process of one role.
+Fixed groups (actor) are constructed as their members join; members of elastic ones (rollout, env) that join later are
+constructed by whoever brings them into the run, with `construct(member)`.
+"""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.workers import arguments
+from rl_core.workers.cluster import ELASTIC_ROLES, Cluster
+from rl_core.workers.member import Member
+from rl_core.workers.result import WorkerGroupFuncResult
+from rl_core.workers.worker import check_class
+
+__all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """One class in all processes of a role."""
+
+    def __init__(self, cls: type | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        """Name the class (`module:Class` where importing it would be heavy) and its arguments.
+
+        Raises ConfigError for a class in `__main__` or a local scope and for arguments that cannot travel, ValueError when
+        a method of the class has the name of one of ours.
+        """
+        if isinstance(cls, str):
+            if cls.count(":") != 1:
+                raise ConfigError(f"a worker class is named module:Class, got {cls!r}")
+            self._path, self._cls = cls, None
+        else:
+            check_class(cls)
+            self._path, self._cls = f"{cls.__module__}:{cls.__qualname__}", cls
+        self._args, self._kwargs = arguments.pack(args, kwargs or {})
+        self._max_concurrency: int | None = None
+        self._cluster: Cluster | None = None
+        self.name = ""
+        """Name of the group once launched."""
+
+    @classmethod
+    def of(cls, path: str, /, *args: Any, **kwargs: Any) -> "WorkerGroup":
+        """Return a group of the class `module:Class`, which is imported only where it runs."""
+        return cls(path, args, kwargs)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster it was launched on. Raises RuntimeError before."""
+        if self._cluster is None:
+            raise RuntimeError(
+                f"the group of {self._path} must be launched before it is used; call launch(cluster, name=...)"
+            )
+        return self._cluster
+
+    def launch(
+        self,
+        cluster: Cluster,
+        *,
+        name: str | None = None,
+        max_concurrency: int | None = None,
+        timeout: float | None = None,
+    ) -> "WorkerGroup":
+        """Construct the class in the processes of the group `name`; return self.
+
+        While the hub does not serve yet nothing is waited for: members are constructed as they join, `cluster.wait_ready`
+        waits for them. Else it waits up to `timeout` (None: `deadlines.waitReady`) for all ranks of a fixed group, or for
+        the present members of an elastic one, and raises what construction raised.
+        `name` None: the only group there is. `max_concurrency` None: sync methods one at a time, async ones 64.
+        """
+        self._cluster, self._max_concurrency = cluster, max_concurrency
+        self.name = self._only_group(cluster) if name is None else name
+        limit = cluster.ready_deadline if timeout is None else timeout
+        if self._elastic:
+            pending = [
+                cluster.construct(m.name, self._spec(), timeout=limit)
+                for m in cluster.members()
+                if m.group == self.name
+            ]
+            for call in pending:
+                call.future.result()
+            return self
+        if not cluster.sizes.get(self.name):
+            cluster.sizes[self.name] = max((m.world_size for m in cluster.members() if m.group == self.name), default=1)
+        cluster.on_joined(self._construct_joined)
+        if cluster.hub.started:
+            cluster.wait_ready([self.name], limit)
+        return self
+
+    def construct(self, member: Member, timeout: float | None = None) -> None:
+        """Construct the class in a member that joined, blocking. One that holds it already keeps it and drops its old epoch.
+
+        Raises what construction raised, WorkerLost, DeadlineExceeded.
+        """
+        limit = self.cluster.ready_deadline if timeout is None else timeout
+        self.cluster.construct(member.name, self._spec(), timeout=limit).future.result()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks a call addresses now."""
+        return len(self._ranks())
+
+    def execute_on(self, *ranks: int) -> "GroupView":
+        """Return a view of the group whose calls go to `ranks`. Raises ValueError for a rank that is not there."""
+        present = self._ranks()
+        unknown = [rank for rank in ranks if rank not in present]
+        if unknown or not ranks:
+            raise ValueError(f"ranks of group {self.name} must be among {present}, got {unknown or 'none'}")
+        return GroupView(self, tuple(dict.fromkeys(ranks)))
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return self._method(method, None)
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _elastic(self) -> bool:
+        return self.name in ELASTIC_ROLES
+
+    def _method(self, method: str, ranks: tuple[int, ...] | None) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(f"{method} is private; only public methods of {self._path} can be called on the group")
+        if self._cls is not None:
+            found = inspect.getattr_static(self._cls, method, None)
+            if found is None:
+                raise AttributeError(f"{self._path} has no method {method!r}")
+            if isinstance(found, staticmethod):
+                return getattr(self._cls, method)  # type: ignore[no-any-return]
+
+        def call(*args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
+            cluster = self.cluster
+            wanted = self._ranks() if ranks is None else ranks
+            limit = cluster.method_deadline
+            calls = {
+                rank: cluster.submit(f"{self.name}:{rank}", method, args, kwargs, timeout=limit) for rank in wanted
+            }
+            return WorkerGroupFuncResult(self.name, method, calls, default_timeout=limit)
+
+        call.__name__ = method
+        return call
+
+    def _ranks(self) -> list[int]:
+        if self._elastic:
+            return [m.rank for m in self.cluster.members() if m.group == self.name and m.state.constructed]
+        return list(range(self.cluster.sizes[self.name]))
+
+    def _spec(self) -> dict[str, Any]:
+        return {"cls": self._path, "args": self._args, "kwargs": self._kwargs, "max_concurrency": self._max_concurrency}
+
+    def _construct_joined(self, member: Member) -> None:
+        if member.group == self.name:
+            self.cluster.construct(member.name, self._spec(), timeout=self.cluster.ready_deadline)
+
+    def _only_group(self, cluster: Cluster) -> str:
+        groups = sorted({*cluster.sizes, *(m.group for m in cluster.members())})
+        if len(groups) != 1:
+            raise ConfigError(
+                f"launch(name=...) must name the group of processes to use, got None with groups {groups}"
+            )
+        return groups[0]
+
+
+class GroupView:
+    """Some ranks of a group, for calls."""
+
+    def __init__(self, group: WorkerGroup, ranks: tuple[int, ...]) -> None:
+        self._group = group
+        self._ranks = ranks
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return self._group._method(method, self._ranks)
+
+
+def load_class(path: str) -> type:
+    """Return the class named `module:Class`. Raises ConfigError when it cannot be imported."""
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"worker class {path} must be importable, got {type(error).__name__}: {error}") from error
+    if not isinstance(cls, type):
+        raise ConfigError(f"{path} must be a class, got {cls!r}")
+    check_class(cls)
+    return cls

@@ -1,0 +1,327 @@
+"""The generic worker process: `python -m rl_core.workers.host`. It registers, keeps in touch, and holds one worker object.
+
+    main thread: control loop (hello, heartbeats, signals)      handler loop: async methods      one thread: sync methods
+
+The control loop runs no user code, so a busy worker keeps its heartbeat. Torch is imported only by classes that need it.
+
+    start -> hello -(accepted)-> heartbeats -(hub silent for `lost` s, or the hub does not know us)-> reset -> hello ...
+    fenced or refused for good -> exit 3 (wire version: 2)      SIGTERM -> drain -> goodbye -> exit 0
+"""
+
+import asyncio
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError, exit_code
+from rl_core.api.identity import Identity
+from rl_core.observability import events
+from rl_core.observability.logging import configure_logging
+from rl_core.transports import shared_memory
+from rl_core.transports.curve import KeyRing
+from rl_core.transports.handlers import HandlerLoop
+from rl_core.transports.rpc import RpcClient, RpcServer
+from rl_core.transports.sockets import split_address
+from rl_core.workers.cluster import ELASTIC_ROLES
+from rl_core.workers.context import WorkerContext
+from rl_core.workers.devices import device_uuids
+from rl_core.workers.member import WIRE_VERSION, MemberState
+from rl_core.workers.servant import Servant
+
+logger = logging.getLogger(__name__)
+
+HELLO_TRY = 5.0
+"""Seconds of one attempt to say hello."""
+FIRST_HEARTBEAT = 2.0
+"""Seconds between heartbeats until the hub says otherwise."""
+DEFAULT_LOST = 15.0
+DEFAULT_READY = 600.0
+
+
+class Ended(Exception):
+    """The process must end with `code`."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Host:
+    """One worker process from start to end."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.keys = KeyRing(Path(identity.curve_dir), identity.role) if identity.curve_dir else None
+        self.context = WorkerContext(identity, keys=self.keys)
+        self.context.device_uuids = device_uuids(identity.visible_devices)
+        self.elastic = identity.role in ELASTIC_ROLES
+        self._report_now = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._heartbeat_seconds = FIRST_HEARTBEAT
+        self._signals = 0
+
+    async def run(self) -> int:
+        """Serve until the job ends for this process; return the exit code."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal)
+        self.context.on_change = lambda: loop.call_soon_threadsafe(self._report_now.set)
+        self.servant = await self._on_handlers(self._make_servant())
+        self._start_server()
+        _connect_channel(self.identity, self.keys, self.context.epoch)
+        try:
+            await self._until_stopped(self._serve())
+            await self._leave()
+            return 0
+        except Ended as end:
+            logger.error("ending with code %s: %s", end.code, end)
+            return end.code
+        finally:
+            self.context.close()
+
+    async def _serve(self) -> None:
+        while True:
+            await self._register()
+            await self._keep_in_touch()
+            await self._reset(None)
+
+    # --- hello -----------------------------------------------------------------------------------------------------
+
+    async def _register(self) -> None:
+        """Say hello until the hub accepts. Raises Ended when it never will."""
+        began, told = time.monotonic(), 0.0
+        self._beat()
+        while True:
+            waited = time.monotonic() - began
+            if not self.elastic and waited > DEFAULT_READY:
+                raise Ended(
+                    3, f"the hub {self.identity.hub} must answer hello within {DEFAULT_READY:.0f} s, got nothing"
+                )
+            if waited - told >= 10:
+                told = waited
+                logger.warning("the hub %s has not accepted a hello for %.0f s", self.identity.hub, waited)
+                self._beat()
+            self.context.hub = self._connect()
+            try:
+                answer = await self.context.hub.call("hello", self._hello_report(), timeout=HELLO_TRY, idempotent=True)
+            except (DeadlineExceeded, InfrastructureError) as error:
+                logger.debug("hello: %s", error)
+                self.context.hub.close()
+                continue
+            except RLJobError as error:
+                raise Ended(exit_code(error), f"the hub refused: {error}") from error
+            if answer["accepted"]:
+                await self._accepted(answer)
+                return
+            await self._refused(answer)
+            self.context.hub.close()
+
+    def _connect(self) -> RpcClient:
+        client = RpcClient(self.identity.hub, self.keys, self.identity, service="hub")
+        client.set_epoch(self.context.epoch)
+        return client
+
+    def _hello_report(self) -> dict[str, Any]:
+        identity, context = self.identity, self.context
+        return {
+            "uid": identity.uid,
+            "epoch": context.epoch,
+            "role": identity.role,
+            "group": identity.group,
+            "rank": identity.rank,
+            "world_size": identity.world_size,
+            "incarnation": list(identity.incarnation),
+            "address": context.address,
+            "pod": identity.pod,
+            "pid": os.getpid(),
+            "host_token": shared_memory.host_token(),
+            "versions": {"python": sys.version.split()[0]},
+            "device_uuids": list(context.device_uuids),
+            "wire_version": WIRE_VERSION,
+        }
+
+    async def _accepted(self, answer: dict[str, Any]) -> None:
+        context = self.context
+        self._heartbeat_seconds = answer["heartbeat_seconds"]
+        if answer["job"] is not None and context.job is None:
+            from rl_core.api.job import RLJob
+
+            context.job = RLJob.model_validate(answer["job"])
+            _register_extensions(context.job.spec.extensions)
+        context.files = dict(answer["files"]) or context.files
+        context.forget_view()
+        context.update_view(answer["view"])
+        self._report_now.set()
+        logger.info("registered with the hub at %s, epoch %s", self.identity.hub, context.epoch)
+
+    async def _refused(self, answer: dict[str, Any]) -> None:
+        reason, epoch = answer["reason"], answer["epoch"]
+        if reason == "older_epoch" and self.elastic:
+            logger.info("the job is at epoch %s, this process was at %s: starting over", epoch, self.context.epoch)
+            await self._reset(epoch)
+        elif reason == "newer_epoch":
+            logger.warning(
+                "the hub is of epoch %s, older than ours (%s): waiting for its successor", epoch, self.context.epoch
+            )
+            await asyncio.sleep(1.0)
+        else:
+            raise Ended(
+                2 if reason == "wire_version" else 3,
+                f"the hub refused hello: {reason} (its epoch is {epoch}, ours {self.context.epoch})",
+            )
+
+    # --- heartbeats ------------------------------------------------------------------------------------------------
+
+    async def _keep_in_touch(self) -> None:
+        """Send heartbeats; return when the hub is silent for `lost` seconds or has forgotten us."""
+        assert self.context.hub is not None
+        last_heard = time.monotonic()
+        while time.monotonic() - last_heard < self._lost_seconds:
+            self._report_now.clear()
+            self._beat()
+            try:
+                answer = await self.context.hub.call(
+                    "heartbeat",
+                    self.identity.name,
+                    list(self.identity.incarnation),
+                    self.context.report(),
+                    timeout=max(self._heartbeat_seconds, 1.0),
+                    idempotent=True,
+                )
+            except EpochFenced as error:
+                raise Ended(3, str(error)) from error
+            except (DeadlineExceeded, InfrastructureError) as error:
+                logger.debug("heartbeat: %s", error)
+                await asyncio.sleep(min(0.2, self._heartbeat_seconds))
+                continue
+            if "refused" in answer:
+                logger.warning("the hub does not know this process (%s)", answer["refused"])
+                return
+            last_heard = time.monotonic()
+            self.context.update_view(answer.get("view"))
+            await self._pause()
+        logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.wait_for(self._report_now.wait(), self._heartbeat_seconds)
+        except TimeoutError:
+            return
+
+    @property
+    def _lost_seconds(self) -> float:
+        return self.context.job.spec.runtime.deadlines.lost if self.context.job is not None else DEFAULT_LOST
+
+    def _beat(self) -> None:
+        events.report("alive", state=self.context.state.value, version=self.context.policy_version)
+
+    # --- epochs and ends -------------------------------------------------------------------------------------------
+
+    async def _reset(self, epoch: int | None) -> None:
+        """Drop everything of the old epoch; `epoch` None: the hub is gone and its successor will tell."""
+        if not self.elastic and epoch is None:
+            raise Ended(3, "the hub is gone, and this role ends with it")
+        context = self.context
+        if epoch is not None:
+            context.enter_epoch(epoch)
+            self._server.set_epoch(epoch)
+        if self.servant.worker is not None:
+            context.set_state(MemberState.JOINING)
+        context.set_policy_version(None, None)
+        await self._on_handlers(self.servant.new_epoch(context.epoch))
+        context.close()
+        if epoch is None and context.hub is not None:
+            context.hub.close()
+        _connect_channel(self.identity, self.keys, context.epoch)
+
+    async def _leave(self) -> None:
+        """Drain within `drainSeconds` and say goodbye."""
+        job = self.context.job
+        seconds = job.spec.runtime.drain_seconds if job is not None else 8.0
+        self.context.set_state(MemberState.DRAINING)
+        self._beat()
+        try:
+            await asyncio.wait_for(self._on_handlers(self.servant.drain()), seconds)
+            if self.context.hub is not None:
+                await self.context.hub.call("goodbye", self.identity.name, list(self.identity.incarnation), timeout=1.0)
+            await asyncio.wait_for(self._on_handlers(self.servant.close()), 2.0)
+        except (TimeoutError, RLJobError) as error:
+            logger.warning("left without an orderly end: %s", error or "time is up")
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(128 + signal.SIGTERM)
+        self._stop.set()
+
+    async def _until_stopped(self, work: Any) -> None:
+        serving = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            serving.cancel()
+            stopped.cancel()
+
+    # --- wiring ----------------------------------------------------------------------------------------------------
+
+    async def _make_servant(self) -> Servant:
+        return Servant(self.context, on_methods=lambda methods: self._server.add_handlers(methods))
+
+    def _start_server(self) -> None:
+        host = "127.0.0.1" if self.keys is None or split_address(self.identity.hub)[0] == "127.0.0.1" else "0.0.0.0"
+        handlers = {"construct": self.servant.construct, "execute": self.servant.execute}
+        self._server = RpcServer(f"tcp://{host}:0", handlers, self.keys, self.identity, max_concurrency=1024).start()
+        self.context.address = self._server.address
+
+    async def _on_handlers(self, work: Any) -> Any:
+        """Run a coroutine on the loop of RPC handlers, where the worker's async code lives."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, HandlerLoop.shared().loop))
+
+
+def _register_extensions(modules: list[str]) -> None:
+    for name in modules:
+        try:
+            importlib.import_module(name).register()
+        except (ImportError, AttributeError) as error:
+            raise Ended(2, f"extensions must name modules with a function register(), got {name}: {error}") from error
+
+
+def _connect_channel(identity: Identity, keys: KeyRing | None, epoch: int) -> None:
+    """Connect to the channel server, in place of an earlier connection."""
+    if identity.channel:
+        from rl_core.channel import client
+
+        client.configure(identity.channel, keys, identity).set_epoch(epoch)
+
+
+def main() -> int:
+    """Run a worker process; return its exit code."""
+    faulthandler.enable()
+    events.descriptor()
+    try:
+        identity = Identity.from_env()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    configure_logging(identity)
+    try:
+        return asyncio.run(Host(identity).run())
+    except RLJobError as error:
+        logger.error("%s", error)
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # method threads may still run user code nobody waits for

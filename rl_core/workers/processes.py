@@ -1,0 +1,98 @@
+"""What the kernel offers to keep a tree of processes together: adoption of orphans, death with the parent, groups, marks.
+
+Linux only. Used by the supervisor and the local launcher; no state of its own.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Make this process the new parent of its orphaned descendants (PR_SET_CHILD_SUBREAPER), so that it can end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel SIGKILL this process when the thread that started it ends; ends at once if `parent` is already gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
+
+
+def children() -> set[int]:
+    """Return the pids of this process's children, adopted ones and zombies included."""
+    found: set[int] = set()
+    try:
+        for listing in Path("/proc/self/task").glob("*/children"):
+            found.update(map(int, listing.read_text().split()))
+    except FileNotFoundError:  # a thread ended while we looked
+        return children()
+    return found
+
+
+def kill_group(pid: int, signum: int) -> bool:
+    """Send `signum` to the process group led by `pid`; False when no process of it is left."""
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def kill(pid: int, signum: int) -> bool:
+    """Send `signum` to one process; False when it is gone."""
+    try:
+        os.kill(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def reap(pid: int) -> int | None:
+    """Return the exit code of an ended child (128 + n after signal n) and forget it; None while it runs or if it is not ours."""
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if ended == 0:
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def memory_bytes(pid: int) -> int:
+    """Return the resident memory of a process, 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def marked(mark: str) -> Iterator[int]:
+    """Yield the pids of all processes whose environment holds `mark` (`NAME=value`), whoever their parent is; not ourselves.
+
+    An environment is inherited, so this finds descendants that left every group and session.
+    """
+    wanted = b"\0" + mark.encode() + b"\0"
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:  # gone, or of another user
+            continue
+        if wanted in b"\0" + environment + b"\0":
+            yield int(entry.name)

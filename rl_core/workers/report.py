@@ -1,0 +1,32 @@
+"""How a supervisor tells the hub that one of its children ended. Imported when that happens, so that supervisors stay small."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rl_core.api.errors import RLJobError
+from rl_core.api.identity import Identity
+from rl_core.transports.curve import KeyRing
+from rl_core.transports.rpc import RpcClient
+
+logger = logging.getLogger(__name__)
+TIMEOUT = 3.0
+
+
+def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> None:
+    """Tell the hub that the process described by `environ`, in its `restarts`-th restart, ended with `code`.
+
+    A hub that does not answer learns it by the missing heartbeats.
+    """
+    child = Identity.from_env(environ)
+    if not child.hub:
+        return
+    keys = KeyRing(Path(child.curve_dir), child.role) if child.curve_dir else None
+    client = RpcClient(child.hub, keys, replace(child, role="supervisor"), service="hub", share_memory=False)
+    try:
+        client.call_sync("child_ended", child.name, [child.attempt, restarts], code, timeout=TIMEOUT, idempotent=True)
+    except RLJobError as error:
+        logger.warning("could not tell the hub that %s ended: %s", child.name, error)
+    finally:
+        client.close()

@@ -1,0 +1,172 @@
+"""Holds the worker object of a host and runs its methods: the RPC face of every worker process.
+
+`construct(spec)` builds the object; `execute(method, args, kwargs)` serves groups and carries the seconds; and every public
+method is served under its own name for peers (`weights_offer`, `step_rows`). Sync methods run in one thread, the same for
+all calls unless the group asked for more; async ones on the loop of RPC handlers, at most 64 at a time.
+"""
+
+import asyncio
+import concurrent.futures
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError
+from rl_core.transports import frames
+from rl_core.workers import arguments
+from rl_core.workers.context import WorkerContext
+from rl_core.workers.group import load_class
+from rl_core.workers.member import MemberState
+from rl_core.workers.timers import PROCESS
+from rl_core.workers.worker import Worker, vars_of
+
+logger = logging.getLogger(__name__)
+ASYNC_CONCURRENCY = 64
+
+
+class Servant:
+    """One worker object, or none yet."""
+
+    def __init__(self, context: WorkerContext, *, on_methods: Callable[[dict[str, Callable[..., Any]]], None]) -> None:
+        """Serve in `context`; `on_methods` is given the handlers of methods to be served under their own names."""
+        self.worker: Worker | None = None
+        self._context = context
+        self._on_methods = on_methods
+        self._served: set[str] = set()
+        self._built_from: Any = None
+        self._epoch_told = context.epoch
+        self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._slots = asyncio.Semaphore(ASYNC_CONCURRENCY)
+        self._building = asyncio.Lock()
+
+    async def construct(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Build the object of `{cls, args, kwargs, max_concurrency}`; the same again keeps it and tells it the epoch."""
+        async with self._building:
+            return {"value": await self._construct(spec), "durations": {}}
+
+    async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Run a public method; return `{value, durations}`, the seconds by timer tag."""
+        began = time.perf_counter()
+        value = await self._run(method, *args, **kwargs)
+        return {"value": value, "durations": {method: time.perf_counter() - began, **PROCESS.pop()}}
+
+    async def new_epoch(self, epoch: int) -> None:
+        """Have the object drop what belongs to older epochs."""
+        self._epoch_told = epoch
+        await self._hook("on_new_epoch", epoch)
+
+    async def drain(self) -> None:
+        """Have the object finish or return its work."""
+        await self._hook("drain")
+
+    async def close(self) -> None:
+        """Have the object release what it holds."""
+        await self._hook("close")
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _construct(self, spec: dict[str, Any]) -> None:
+        identity = [spec["cls"], frames.encode([spec["args"], spec["kwargs"]])]
+        key = (identity[0], b"".join(bytes(part) for part in identity[1]))
+        if self.worker is not None and key == self._built_from:
+            await self.new_epoch(self._context.epoch)
+            if not self._context.state.constructed:
+                self._context.set_state(MemberState.READY)
+            return
+        self._context.set_state(MemberState.CONSTRUCTING)
+        await self._hook("close")
+        self.worker = None
+        self._limit(spec.get("max_concurrency"))
+        try:
+            self.worker = await self._in_thread(lambda: self._build(spec))
+        except BaseException:
+            self._context.set_state(MemberState.JOINING)
+            raise
+        self._built_from = key
+        self._serve_methods()
+        if self._context.state is MemberState.CONSTRUCTING:
+            self._context.set_state(MemberState.READY)
+
+    def _build(self, spec: dict[str, Any]) -> Worker:
+        cls = load_class(spec["cls"])
+        args, kwargs = arguments.unpack(spec["args"], spec["kwargs"])
+        Worker._host_context = self._context
+        try:
+            worker = cls(*args, **kwargs)
+        except RLJobError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._remote("__init__", error) from error
+        if not isinstance(worker, Worker):
+            raise ConfigError(f"{spec['cls']} must derive from rl_core.workers.worker.Worker")
+        return worker
+
+    def _limit(self, max_concurrency: int | None) -> None:
+        if max_concurrency is not None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(max_concurrency, thread_name_prefix="worker")
+            self._slots = asyncio.Semaphore(max_concurrency)
+
+    def _serve_methods(self) -> None:
+        names = vars_of(type(self.worker)) - self._served - {"construct", "execute"}
+        self._served |= names
+        self._on_methods({name: self._handler(name) for name in names})
+
+    def _handler(self, name: str) -> Callable[..., Any]:
+        async def handle(*args: Any, **kwargs: Any) -> Any:
+            return await self._run(name, *args, **kwargs)
+
+        return handle
+
+    async def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        worker = self.worker
+        if worker is None:
+            raise InfrastructureError(
+                f"{self._context.identity.name} holds no worker yet ({self._context.state}); construct it first"
+            )
+        if method.startswith("_") or not callable(found := getattr(worker, method, None)):
+            raise ConfigError(
+                f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(vars_of(type(worker))))}"
+            )
+        try:
+            if inspect.iscoroutinefunction(found):
+                async with self._slots:
+                    return await found(*args, **kwargs)
+            value = await self._in_thread(lambda: found(*args, **kwargs))
+            return await value if inspect.isawaitable(value) else value
+        except RLJobError:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise self._remote(method, error) from error
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        def guarded() -> Any:
+            try:
+                return work()
+            except SystemExit as error:  # would end the loop that delivers it
+                raise self._remote("a method", error) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
+
+    async def _hook(self, name: str, *args: Any) -> None:
+        hook = getattr(self.worker, name, None)
+        if hook is None:
+            return
+        try:
+            if inspect.iscoroutinefunction(hook):
+                await hook(*args)
+            else:
+                value = await self._in_thread(lambda: hook(*args))
+                if inspect.isawaitable(value):
+                    await value
+        except Exception:  # a failing hook of user code must not stop registration or the end of the process
+            logger.exception("%s of %s failed", name, type(self.worker).__qualname__)
+
+    def _remote(self, method: str, error: BaseException) -> RemoteError:
+        identity = self._context.identity
+        text = "".join(traceback.format_exception(error))
+        return RemoteError(
+            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {error}\n{text}"
+        )

@@ -1,0 +1,362 @@
+"""The process that owns a pod: starts its processes, restarts what may be restarted, ends them all, tells why (runtime.md 3.6).
+
+Run by `python -m rl_core.launch.pod` in a container and on one machine alike. Invariant: when `run` returns, or the
+supervisor or its launcher is killed, no process of the pod is left.
+
+    child ends: 0 -> done | restartable and budget left -> started again, incarnation + 1 | else -> the pod ends with its code
+    SIGTERM: runner first (it saves), then the others, SIGKILL before the grace ends; a second SIGTERM kills at once
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.observability import events
+from rl_core.workers import processes
+from rl_core.workers.budget import RestartBudget
+from rl_core.workers.child import TAIL_BYTES, Child
+from rl_core.workers.health import HealthServer
+from rl_core.workers.probes import Probes, kind_of
+
+if TYPE_CHECKING:
+    from rl_core.plan.launch import PodPlan, ProcessPlan
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_GRACE = 120.0
+GANG_GRACE = 2.0
+"""Seconds the rest of a pod has to end after one of its processes failed: their common work is lost anyway."""
+_TICK = 1.0
+
+
+class ExitCode(IntEnum):
+    """Documented ends of a process; a signalled child gives 128 + n."""
+
+    DONE = 0
+    CONFIG = 2
+    INFRASTRUCTURE = 3
+    DATA = 4
+
+    @classmethod
+    def of(cls, code: int) -> int:
+        """Return the documented code for a child's: anything undocumented is an infrastructure failure."""
+        return code if code in (cls.DONE, cls.CONFIG, cls.DATA) or code > 128 else cls.INFRASTRUCTURE
+
+
+class Supervisor:
+    """Runs the processes of one PodPlan (of one of its containers when `container` is given)."""
+
+    def __init__(
+        self,
+        pod_plan: "PodPlan",
+        *,
+        container: str | None = None,
+        environ: Mapping[str, str] | None = None,
+        grace: float | None = None,
+        host: str = "0.0.0.0",
+        health_port: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare; nothing starts before `run`.
+
+        `grace` (seconds from SIGTERM to the end; None: RLJOB_GRACE_SECONDS, else 120) and `health_port` (None:
+        RLJOB_HEALTH_PORT, else as planned; 0 = a free one) come from the environment in a pod.
+        """
+        self.plan = pod_plan
+        self._environ = dict(os.environ if environ is None else environ)
+        self._processes = [p for c in pod_plan.containers if container in (None, c.name) for p in c.processes]
+        if not self._processes:
+            raise ConfigError(
+                f"pod {pod_plan.name} must have processes to run in container {container or 'any'}, got none"
+            )
+        self._grace = float(self._environ.get("RLJOB_GRACE_SECONDS", DEFAULT_GRACE)) if grace is None else grace
+        planned_port = self._processes[0].env.get("RLJOB_HEALTH_PORT", "7703")
+        self._port = int(self._environ.get("RLJOB_HEALTH_PORT", planned_port)) if health_port is None else health_port
+        self._host = host
+        self._clock = clock
+        self._foreign = processes.children()
+        """Children of this process that are not ours to end."""
+        self._children: dict[str, Child] = {}
+        self._restarts: dict[str, int] = {}
+        self.probes = Probes(pod_plan, self._processes, self._children, self._restarts, clock=clock)
+        self._budgets = {process.name: RestartBudget(clock=clock) for process in self._processes}
+        self._plans = {process.name: process for process in self._processes}
+        self._code: int | None = None
+        """Exit code once decided; the rest of the pod is being ended then."""
+        self.reason = ""
+        """Why the pod ended."""
+        self._tail = ""
+        """Last lines of the process that ended it."""
+        self._launcher: socket.socket | None = None
+        self._signals = 0
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self) -> int:
+        """Run the pod to its end and return its exit code (ExitCode, or 128 + n of a signalled child)."""
+        return asyncio.run(self._main())
+
+    def stop(self) -> None:
+        """Ask the pod to end, as SIGTERM does; the second call kills. From any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._on_signal)
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    async def _main(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        processes.adopt_orphans()
+        self._listen()
+        health = HealthServer(
+            {"/healthz": self.probes.healthz, "/readyz": self.probes.readyz, "/metrics": self.probes.metrics}
+        )
+        try:
+            await health.start(self._host, self._port)
+            events.report("health", port=health.port)
+            for process in self._processes:
+                self._start(process)
+            await self._until_ended()
+        except (ConfigError, OSError) as error:
+            self._decide(ExitCode.CONFIG if isinstance(error, ConfigError) else ExitCode.INFRASTRUCTURE, str(error))
+            logger.error("%s", error)
+        finally:
+            self._kill_all()
+            await self._reap_all()
+            health.close()
+        code = ExitCode.DONE if self._code is None else self._code
+        self._write_termination(code)
+        return int(code)
+
+    async def _until_ended(self) -> None:
+        while any(child.running for child in self._children.values()) or self._tasks:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _TICK)
+            self._reap_orphans()
+
+    def _listen(self) -> None:
+        assert self._loop is not None
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(signum, self._on_signal)
+        fd = events.descriptor()
+        if fd is not None and stat.S_ISSOCK(os.fstat(fd).st_mode):
+            self._launcher = socket.socket(fileno=os.dup(fd))
+            self._launcher.setblocking(False)
+            self._loop.add_reader(self._launcher, self._on_launcher)
+
+    def _start(self, process: "ProcessPlan") -> None:
+        restarts = self._restarts.get(process.name, 0)
+        env = self._env_of(process)
+        attempt = env.get("RLJOB_INCARNATION", "0").partition(".")[0]
+        env |= {"RLJOB_INCARNATION": f"{attempt}.{restarts}", "PYTHONUNBUFFERED": "1"}
+        child = Child(
+            process.name,
+            [sys.executable if word == "python" else word for word in process.command],
+            env,
+            on_output=lambda line: self._relay(process.name, line),
+            on_event=self._forward,
+            on_end=self._on_end,
+            clock=self._clock,
+        )
+        self._children[process.name] = child
+        events.report("started", name=process.name, pid=child.pid, rank=process.rank, process=kind_of(process))
+
+    def _env_of(self, process: "ProcessPlan") -> dict[str, str]:
+        return {**self._environ, **process.env}
+
+    def _on_end(self, child: Child) -> None:
+        code = child.returncode
+        assert code is not None
+        process = self._plans[child.name]
+        reason = _describe(child.name, code)
+        (logger.info if code == 0 else logger.warning)("%s", reason)
+        events.report("ended", name=child.name, pid=child.pid, code=code, reason=reason)
+        self._kill_orphans()
+        self._remove_shared_memory()
+        self._changed.set()
+        if self._code is not None:
+            return
+        ended_by_request = self._signals > 0
+        if kind_of(process) == "worker" and not ended_by_request:
+            self._spawn_task(asyncio.to_thread(self._tell_hub, process, self._restarts.get(process.name, 0), code))
+        if code == ExitCode.DONE:
+            if kind_of(process) == "runner":
+                self._decide(ExitCode.DONE, reason)
+                self._spawn_task(self._end_others(self._grace))
+        elif (
+            process.restart
+            and not ended_by_request
+            and code not in (ExitCode.CONFIG, ExitCode.DATA)
+            and self._budgets[child.name].take()
+        ):
+            self._spawn_task(self._restart(process))
+        else:
+            self._decide(ExitCode.of(code), reason, child)
+            if not ended_by_request:
+                self._spawn_task(self._end_others(GANG_GRACE))
+
+    async def _restart(self, process: "ProcessPlan") -> None:
+        await asyncio.sleep(self._budgets[process.name].pause)
+        if self._code is None and not self._signals:
+            self._restarts[process.name] = self._restarts.get(process.name, 0) + 1
+            self._start(process)
+
+    def _decide(self, code: int, reason: str, child: Child | None = None) -> None:
+        if self._code is None:
+            self._code, self.reason = code, reason
+            self._tail = b"\n".join(child.tail).decode(errors="replace") if child is not None else ""
+            events.report("exit", code=int(code), reason=reason, tail=self._tail[-2000:])
+
+    # --- ending ----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._changed.set()
+        if self._signals == 1:
+            logger.info("asked to end: %.0f s of grace", self._grace)
+            self._spawn_task(self._drain())
+        else:
+            self._decide(ExitCode.INFRASTRUCTURE, "killed by a second signal")
+            self._kill_all()
+
+    def _on_launcher(self) -> None:
+        assert self._launcher is not None
+        try:
+            gone = not self._launcher.recv(4096)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            gone = True
+        if gone:
+            assert self._loop is not None
+            self._loop.remove_reader(self._launcher)
+            logger.error("the launcher is gone: ending the pod")
+            self._decide(ExitCode.INFRASTRUCTURE, "the launcher is gone")
+            self._kill_all()
+
+    async def _drain(self) -> None:
+        deadline = self._clock() + self._grace - min(5.0, self._grace / 4)
+        runner = [c for name, c in self._children.items() if kind_of(self._plans[name]) == "runner" and c.running]
+        for child in runner:
+            child.signal(signal.SIGTERM)
+        await self._wait_ended(runner, deadline)
+        await self._end_others(max(deadline - self._clock(), 0.0))
+
+    async def _end_others(self, seconds: float) -> None:
+        """SIGTERM all, SIGKILL what is left after `seconds`."""
+        running = [child for child in self._children.values() if child.running]
+        for child in running:
+            child.signal(signal.SIGTERM)
+        await self._wait_ended(running, self._clock() + seconds)
+        for child in running:
+            if child.running:
+                logger.warning("%s did not end in time: SIGKILL", child.name)
+                child.kill()
+
+    async def _wait_ended(self, children: list[Child], deadline: float) -> None:
+        while any(child.running for child in children) and self._clock() < deadline:
+            await asyncio.sleep(0.05)
+
+    def _kill_all(self) -> None:
+        for child in self._children.values():
+            if child.running:
+                child.kill()
+        self._kill_orphans()
+
+    async def _reap_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._wait_ended(list(self._children.values()), self._clock() + 5)
+        for _ in range(20):
+            self._kill_orphans()
+            if not self._orphans():
+                return
+            await asyncio.sleep(0.05)
+
+    def _orphans(self) -> set[int]:
+        ours = {child.pid for child in self._children.values() if child.running}
+        return processes.children() - ours - self._foreign
+
+    def _kill_orphans(self) -> None:
+        """End what children left behind outside their groups: the kernel made us its parent."""
+        for pid in self._orphans():
+            processes.kill(pid, signal.SIGKILL)
+            processes.reap(pid)
+
+    def _reap_orphans(self) -> None:
+        for pid in self._orphans():
+            processes.reap(pid)
+
+    def _spawn_task(self, work: Any) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the supervisor failed", exc_info=task.exception())
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def _relay(self, name: str, line: bytes) -> None:
+        prefix = f"[{name}] ".encode() if len(self._processes) > 1 else b""
+        try:
+            sys.stdout.buffer.write(prefix + line + b"\n")
+            sys.stdout.buffer.flush()
+        except (OSError, AttributeError):
+            return  # a full disk must not end a run
+
+    def _forward(self, child: Child, event: dict[str, Any]) -> None:
+        events.report(event.pop("event"), **{"name": child.name, **event})
+
+    def _tell_hub(self, process: "ProcessPlan", restarts: int, code: int) -> None:
+        from rl_core.workers.report import report_child_ended
+
+        report_child_ended(self._env_of(process), restarts, code)
+
+    def _remove_shared_memory(self) -> None:
+        uid = next(
+            (p.env["RLJOB_UID"] for p in self._processes if "RLJOB_UID" in p.env), self._environ.get("RLJOB_UID", "")
+        )
+        if uid:
+            self._spawn_task(asyncio.to_thread(_remove_orphaned_segments, uid))
+
+    def _write_termination(self, code: int) -> None:
+        path = Path(self._environ.get("RLJOB_TERMINATION_LOG", "/dev/termination-log"))
+        if not path.exists():
+            return
+        text = json.dumps({"code": int(code), "reason": self.reason}) + "\n" + self._tail
+        with contextlib.suppress(OSError):
+            path.write_bytes(text.encode()[:TAIL_BYTES])
+
+
+def _describe(name: str, code: int) -> str:
+    if code > 128:
+        return f"{name} ended by signal {signal.Signals(code - 128).name} (code {code})"
+    return f"{name} ended with code {code}"
+
+
+def _remove_orphaned_segments(uid: str) -> None:
+    from rl_core.transports import shared_memory
+
+    removed = shared_memory.remove_orphans(uid)
+    if removed:
+        logger.info("removed %d shared-memory segments of ended processes", len(removed))

@@ -1,0 +1,81 @@
+"""Seconds by tag: what methods of a worker took. The runner reads them with the results of a group call."""
+
+import functools
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Timers:
+    """Sums of seconds by tag; thread-safe."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, tag: str, seconds: float) -> None:
+        """Add `seconds` to the sum of `tag`."""
+        with self._lock:
+            self._seconds[tag] = self._seconds.get(tag, 0.0) + seconds
+
+    def pop(self) -> dict[str, float]:
+        """Return the sums and start again from nothing."""
+        with self._lock:
+            taken, self._seconds = self._seconds, {}
+        return taken
+
+
+PROCESS = Timers()
+"""The timers of this process; a process holds one worker."""
+
+
+class worker_timer:  # noqa: N801 - used as a function
+    """Sum the seconds of a `with` block or, as a decorator, of each call under `tag` (None: the name of the function).
+
+    with worker_timer("pack"): ...
+    @worker_timer()
+    def run_training(self): ...      # async functions as well
+    """
+
+    def __init__(self, tag: str | None = None, *, timers: Timers = PROCESS) -> None:
+        self._tag = tag
+        self._timers = timers
+        self._began: list[float] = []
+
+    def __enter__(self) -> "worker_timer":
+        if self._tag is None:
+            self._tag = sys._getframe(1).f_code.co_name
+        self._began.append(self._timers.clock())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timers.add(self._tag or "", self._timers.clock() - self._began.pop())
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return `function`, timed."""
+        tag, timers = self._tag or function.__name__, self._timers
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def timed_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with worker_timer(tag, timers=timers):
+                    return await function(*args, **kwargs)
+
+            return timed_async  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with worker_timer(tag, timers=timers):
+                return function(*args, **kwargs)
+
+        return timed

@@ -1,0 +1,262 @@
+"""The base class of every role: what its code may know and do (runtime.md 3.1). Actors, rollouts and envs derive from it.
+
+The generic host (`python -m rl_core.workers.host`) constructs the subclass and serves its public methods. Sync methods run
+in one thread, one at a time; async ones on the worker's loop, where nothing may block.
+"""
+
+import inspect
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.identity import Identity, WorkerAddress, WorkerInfo
+from rl_core.transports.rpc import RpcClient
+from rl_core.transports.sockets import split_address
+from rl_core.workers.context import WorkerContext
+from rl_core.workers.member import Member
+from rl_core.workers.timers import PROCESS, worker_timer
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
+    from rl_core.channel import Channel
+    from rl_core.transports.curve import KeyRing
+    from rl_core.workers.group import WorkerGroup
+
+__all__ = ["Worker", "worker_timer"]
+
+GROUP_NAMES = frozenset({"launch", "execute_on", "construct", "of", "name", "cluster", "members"})
+"""Names a WorkerGroup needs for itself; a public method of a worker must not hide behind them."""
+
+
+class Worker:
+    """A role's code in one process. Properties and helpers are usable in the subclass's `__init__`, without calling ours.
+
+    Hooks a subclass may define: `on_new_epoch(epoch)` (drop work, leases and buffers of the old epoch), `drain()` (finish
+    or return work before the end), `close()`; each sync or async.
+    """
+
+    _context: WorkerContext
+    _host_context: ClassVar[WorkerContext | None] = None
+    """Set by the host while it constructs."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Give the object its context before the subclass's `__init__` runs."""
+        worker = super().__new__(cls)
+        worker._context = Worker._host_context or WorkerContext()
+        return worker
+
+    # --- who am I --------------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of this process as started; `epoch` is the present epoch."""
+        return self._context.identity
+
+    @property
+    def rank(self) -> int:
+        """Rank in the group."""
+        return self.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Planned size of the group; for elastic roles `members` tells the truth."""
+        return self.identity.world_size
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group."""
+        return self.identity.group
+
+    @property
+    def epoch(self) -> int:
+        """Present epoch of the job."""
+        return self._context.epoch
+
+    @property
+    def device(self) -> str:
+        """`cuda:N`, N among the devices this process sees, or `cpu`."""
+        return f"cuda:{self.identity.local_rank}" if self.identity.visible_devices else "cpu"
+
+    @property
+    def worker_address(self) -> WorkerAddress:
+        """Place in the tree of groups."""
+        return WorkerAddress(self.group_name, (self.rank,))
+
+    @property
+    def worker_info(self) -> WorkerInfo:
+        """What this process told at hello."""
+        host, port = split_address(self._context.address) if self._context.address else ("127.0.0.1", 0)
+        visible = self.identity.visible_devices
+        return WorkerInfo(
+            address=self.worker_address,
+            rank=self.rank,
+            group_world_size=self.world_size,
+            cluster_node_rank=int(os.environ.get("CLUSTER_NODE_RANK", "0")),
+            accelerator_type=os.environ.get("ACCELERATOR_TYPE") or None,
+            accelerator_rank=int(os.environ.get("LOCAL_ACCELERATOR_RANK", "-1")),
+            available_accelerators=visible,
+            device_uuids=self._context.device_uuids,
+            node_ip=host,
+            node_port=port,
+            hardware_infos=tuple(part for part in os.environ.get("LOCAL_HARDWARE_RANKS", "").split(",") if part),
+        )
+
+    @property
+    def address(self) -> str:
+        """Address of this process's RPC server, `tcp://host:port`."""
+        return self._context.address
+
+    @property
+    def job(self) -> "RLJob | None":
+        """The job; None outside one."""
+        return self._context.job
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Files the runner handed out at hello by name: model configuration and tokenizer."""
+        return self._context.files
+
+    @property
+    def keys(self) -> "KeyRing | None":
+        """Keys of this role; None on loopback without keys."""
+        return self._context.keys
+
+    # --- others ----------------------------------------------------------------------------------------------------
+
+    def members(self, role: str | None = None) -> list[Member]:
+        """Return the living members of `role` as of the last heartbeat (2 s old at most)."""
+        return self._context.members(role)
+
+    async def view_changed(self) -> None:
+        """Wait until some member joined, changed its state or version, or is gone. Unbounded: the caller sets the deadline."""
+        await self._context.view_changed()
+
+    async def hub_call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the runner's hub. `timeout` None = `deadlines.rpc`."""
+        return await self._context.hub_client().call(method, *args, timeout=timeout or self._rpc_deadline)
+
+    def hub_call_sync(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
+        """Call a method of the runner's hub from a thread."""
+        return self._context.hub_client().call_sync(method, *args, timeout=timeout or self._rpc_deadline)
+
+    def peer(self, address: str, service: str | None = None) -> RpcClient:
+        """Return the cached RPC client of the process at `address`; `service` (its role) is needed only if it is not in view."""
+        return self._context.peer(address, service)
+
+    def connect_channel(self, name: str, timeout: float | None = None) -> "Channel":
+        """Return the channel `name`, which the runner created."""
+        from rl_core.channel import Channel
+
+        return Channel.connect(name, worker=self, timeout=timeout)
+
+    def create_channel(self, name: str, **options: Any) -> "Channel":
+        """Create the channel `name`; options as of Channel.create."""
+        from rl_core.channel import Channel
+
+        return Channel.create(name, **options)
+
+    def acquire_free_port(self) -> int:
+        """Return a TCP port that was free a moment ago."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def record_progress(self, kind: str, n: float = 1) -> None:
+        """Count progress (tokens, records, micro-steps, buckets, env steps); without any the run counts as stalled."""
+        self._context.record_progress(kind, n)
+
+    def record_metric(self, name: str, value: float) -> None:
+        """Set a gauge that the heartbeats carry to the runner."""
+        self._context.record_metric(name, value)
+
+    def waiting(self, what: str, on: str) -> AbstractContextManager[None]:
+        """Declare, while the block runs, that this worker waits for `what` on `on` (member, role or channel)."""
+        return self._context.waiting(what, on)
+
+    def set_state(self, state: str) -> None:
+        """Tell the hub at once: ready, updating, serving, draining."""
+        self._context.set_state(state)
+
+    def set_policy_version(self, version: int | None, digest: str | None = None) -> None:
+        """Tell the hub at once which weights this worker holds; None = none."""
+        self._context.set_policy_version(version, digest)
+
+    @staticmethod
+    def timer(tag: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorate a method: its seconds are summed under `tag` (None: its name)."""
+        return worker_timer(tag)
+
+    def worker_timer(self, tag: str | None = None) -> worker_timer:
+        """Sum the seconds of a `with` block under `tag`."""
+        return worker_timer(tag or sys._getframe(1).f_code.co_name)
+
+    def pop_execution_times(self) -> dict[str, float]:
+        """Return the summed seconds by tag and start again."""
+        return PROCESS.pop()
+
+    def log_debug(self, message: str, *args: Any) -> None:
+        """Log with the subclass's module as source."""
+        self._logger.debug(message, *args)
+
+    def log_info(self, message: str, *args: Any) -> None:
+        """Log with the subclass's module as source."""
+        self._logger.info(message, *args)
+
+    def log_warning(self, message: str, *args: Any) -> None:
+        """Log with the subclass's module as source."""
+        self._logger.warning(message, *args)
+
+    def log_error(self, message: str, *args: Any) -> None:
+        """Log with the subclass's module as source."""
+        self._logger.error(message, *args)
+
+    @property
+    def _logger(self) -> logging.Logger:
+        return logging.getLogger(type(self).__module__)
+
+    @property
+    def _rpc_deadline(self) -> float:
+        return self.job.spec.runtime.deadlines.rpc if self.job is not None else 60.0
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create_group(cls, *args: Any, **kwargs: Any) -> "WorkerGroup":
+        """Return a group of this class, to be constructed with the arguments in each process of a role by `launch`."""
+        from rl_core.workers.group import WorkerGroup
+
+        return WorkerGroup(cls, args, kwargs)
+
+
+def check_class(cls: type) -> None:
+    """Refuse a class that cannot be a remote worker: ConfigError for one that cannot be imported by name, ValueError for a name clash."""
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ConfigError(
+            f"a worker class must be importable by name, got {cls.__module__}.{cls.__qualname__}; move it to a module"
+        )
+    clashes = sorted(name for name in GROUP_NAMES if name in vars_of(cls))
+    if clashes:
+        raise ValueError(
+            f"{cls.__qualname__} must not define {', '.join(clashes)}: WorkerGroup has methods of these names; rename them"
+        )
+
+
+def vars_of(cls: type) -> set[str]:
+    """Return the public callables that subclasses of Worker down to `cls` define: its remote methods."""
+    names: set[str] = set()
+    for kind in cls.__mro__:
+        if kind in (Worker, object):
+            continue
+        names.update(name for name, value in vars(kind).items() if not name.startswith("_") and _is_method(value))
+    return names
+
+
+def _is_method(value: Any) -> bool:
+    return inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod)) or callable(value)
