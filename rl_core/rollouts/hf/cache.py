@@ -1,0 +1,158 @@
+"""Keys and values of the running rows: one static buffer whose columns all rows share.
+
+Every step writes one column, the same for all rows; a row's tokens end at that column and start where they start
+(left-padded), so writes are plain slices and a new prompt of any length joins by lying just left of the next column.
+Rows 0..n-1 are the running ones, always dense: a finished row's place is taken by the last one. When the columns are
+used up, the live window is moved to the left edge; the buffer grows by doubling up to what the rows can need.
+
+Legend: n running rows, K key-value heads, W live window of columns, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SLACK = 64
+"""Columns beyond the longest window, so that moving the window left is rare."""
+FIRST_ROWS = 8
+FIRST_COLUMNS = 128
+
+
+class KVCache:
+    """Static keys and values of all layers, [layers, 2, rows, K, columns, D]."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device, max_columns: int
+    ) -> None:
+        """`max_columns` is the longest sequence a row may have."""
+        self._shape = (layers, kv_heads, head_dim)
+        self._dtype, self._device = dtype, device
+        self._limit = max_columns + SLACK
+        self.rows = 0
+        """Running rows."""
+        self.end = 0
+        """Next column to write."""
+        self.starts = np.zeros(0, dtype=np.int64)
+        """First column of every row slot."""
+        self._low = 0
+        self._ragged = False
+        self.data = self._zeros(0, 0)
+        self._mask = torch.zeros(0, 0, dtype=dtype, device=device)
+
+    @property
+    def low(self) -> int:
+        """Return the first column of the live window."""
+        return self._low
+
+    def positions(self) -> np.ndarray:
+        """Return [n] int64, the sequence position of the next column in every row."""
+        return self.end - self.starts[: self.rows]
+
+    def mask(self) -> Tensor | None:
+        """Return [n, K, W] (0, or -inf where a row has not begun) up to and with the next column; None if none is."""
+        if not self._ragged:
+            return None
+        count, kv_heads = self.rows, self._shape[1]
+        return self._mask[:count, None, self._low : self.end + 1].expand(count, kv_heads, -1)
+
+    def window(self) -> Sequence[Tensor]:
+        """Return per layer a view [2, n, K, W, D] up to and with the next column."""
+        return list(self.data[:, :, : self.rows, :, self._low : self.end + 1].unbind(0))
+
+    def column(self) -> Sequence[Tensor]:
+        """Return per layer a view [2, n, K, D] of the next column, to be written by this step."""
+        return list(self.data[:, :, : self.rows, :, self.end].unbind(0))
+
+    def begin_step(self) -> None:
+        """Make sure that the next column exists; call before `column` and `window`."""
+        if self.end >= self.data.shape[4]:
+            self._place(self.rows, self.end + 1 - self._low, grow=True)
+
+    def advance(self) -> None:
+        """Count the column that was written."""
+        self.end += 1
+
+    def add_rows(self, lengths: np.ndarray, padded: int) -> Sequence[Tensor]:
+        """Append rows of `lengths` tokens that end at the current column; return per layer [2, new, K, padded, D]."""
+        if not self.rows:
+            self.end = self._low = 0
+        count = self.rows + len(lengths)
+        window = max(self.end - self._low, padded)
+        if count > self.data.shape[2] or self.end < padded:
+            self._place(count, window, grow=False)
+        first, self.rows = self.rows, count
+        self.starts[first:count] = self.end - lengths
+        # Masked columns are still multiplied, by 0: what an earlier row left there must be finite.
+        self.data[:, :, first:count, :, : self.end - padded] = 0
+        self._set_mask(first, count)
+        self._refresh()
+        return list(self.data[:, :, first:count, :, self.end - padded : self.end].unbind(0))
+
+    def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
+        """Keep `count` rows: every (source, target) move fills a hole below `count` with a row from above it."""
+        live = slice(self._low, self.end)
+        for source, target in moves:
+            self.data[:, :, target, :, live] = self.data[:, :, source, :, live]
+            self.starts[target] = self.starts[source]
+            self._mask[target] = self._mask[source]
+        self.rows = count
+        self._refresh()
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.keep(0, [])
+
+    def _refresh(self) -> None:
+        """Find the live window again: it starts where the longest row does."""
+        starts = self.starts[: self.rows]
+        self._low = int(starts.min()) if self.rows else 0
+        self._ragged = bool((starts != self._low).any())
+
+    def _place(self, rows: int, window: int, *, grow: bool) -> None:
+        """Move the live window so that `window` columns end at the new end, in a larger buffer where one is needed.
+
+        `grow` leaves room to the right of the window; without it the window's right edge becomes the end.
+        """
+        live = self.end - self._low
+        have_rows, have_columns = self.data.shape[2], self.data.shape[4]
+        need = window + (1 if grow else 0)
+        columns = have_columns if need + SLACK // 2 <= have_columns else self._columns(need)
+        capacity = have_rows if rows <= have_rows else max(rows, 2 * have_rows, FIRST_ROWS)
+        end = live if grow else max(window, min(self.end, columns))
+        if (capacity, columns) == (have_rows, have_columns):
+            source = self.data[:, :, : self.rows, :, self._low : self.end].clone()
+            self.data[:, :, : self.rows, :, end - live : end] = source
+        else:
+            data = self._zeros(capacity, columns)
+            data[:, :, : self.rows, :, end - live : end] = self.data[:, :, : self.rows, :, self._low : self.end]
+            self.data = data
+        starts = np.zeros(capacity, dtype=np.int64)
+        starts[: self.rows] = self.starts[: self.rows] + (end - self.end)
+        self.starts, self.end = starts, end
+        self._mask = torch.zeros(capacity, columns, dtype=self._dtype, device=self._device)
+        self._set_mask(0, self.rows)
+        self._refresh()
+
+    def _columns(self, need: int) -> int:
+        columns: int = max(FIRST_COLUMNS, self.data.shape[4])
+        while columns < need + SLACK // 2:
+            columns *= 2
+        return max(min(columns, self._limit), need)
+
+    def _set_mask(self, first: int, end: int) -> None:
+        if first == end:
+            return
+        starts = torch.from_numpy(self.starts[first:end]).to(self._device)
+        columns = torch.arange(self._mask.shape[1], device=self._device)
+        part = self._mask[first:end]
+        part.zero_()
+        part.masked_fill_(columns < starts[:, None], float("-inf"))
+
+    def _zeros(self, rows: int, columns: int) -> Tensor:
+        layers, kv_heads, head_dim = self._shape
+        shape = (layers, 2, rows, kv_heads, columns, head_dim)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)

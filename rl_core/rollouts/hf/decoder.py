@@ -1,0 +1,225 @@
+"""The lean forward of Qwen2, Qwen3 and Llama decoders over the static cache: prefill, then one token per row and step.
+
+Few, fused operations: on small models the calls cost more than their arithmetic. Called by the engine through the port
+`Decoder`; `generic.TransformersDecoder` is the other implementation.
+
+Legend: n rows, U distinct prompts, L padded prompt length, K key-value heads, Q query heads per key-value head,
+W live window, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from rl_core.rollouts.hf.cache import KVCache
+from rl_core.rollouts.hf.rope import rotation_table
+from rl_core.rollouts.hf.weights import DecoderWeights, LayerWeights
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, qkv [N, (heads + 2 K) D]) -> attention output [N, heads D]; also stores keys and values."""
+
+
+class Decoder(Protocol):
+    """A model with the keys and values of its running rows, as the engine drives it. Rows stay dense, 0..n-1."""
+
+    device: torch.device
+    vocab_size: int
+
+    def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
+        """Append a row per entry of `row_prompts` (index into the distinct `prompts`); return its logits [new, V]."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [n] to the rows; return the logits [n, V] of the next ones."""
+
+    def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
+        """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+
+    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return what `load` must bring."""
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights or none (DataError)."""
+
+
+class LeanDecoder:
+    """`Decoder` over `DecoderWeights`."""
+
+    def __init__(self, weights: DecoderWeights, *, max_seq_len: int, compile: bool = False) -> None:
+        """`compile` compiles what lies between the attentions of a layer with torch.compile."""
+        config = weights.config
+        self.weights = weights
+        self.device = weights.device
+        self.vocab_size = config.vocab_size
+        self._config = config
+        self._query_size = config.num_heads * config.head_dim
+        self._rotary_heads = config.num_heads + config.num_kv_heads
+        self._rotation = rotation_table(config, max_seq_len + 1, self.device)
+        self._cache = KVCache(
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=weights.dtype,
+            device=self.device,
+            max_columns=max_seq_len,
+        )
+        self._into, self._out_of = self._before_attention, self._after_attention
+        if compile:
+            self._into, self._out_of = (torch.compile(part, dynamic=True) for part in (self._into, self._out_of))
+        self._layers = [(index, layer, layer.out.t(), layer.down.t()) for index, layer in enumerate(weights.layers)]
+
+    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return what `load` must bring."""
+        return self.weights.names_and_shapes()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights or none (DataError); rows and their keys and values are dropped."""
+        self.weights.load(tensors)
+        self._cache.clear()
+
+    def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
+        """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+        self._cache.keep(count, moves)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
+        """Append a row per entry of `row_prompts`; every distinct prompt is computed once."""
+        with torch.inference_mode():
+            return self._prefill(prompts, row_prompts)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [n] to the rows; return the logits [n, V] of the next ones."""
+        with torch.inference_mode():
+            return self._step(tokens)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+        padded = int(lengths.max())
+        ids = np.zeros((len(prompts), padded), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, padded - len(prompt) :] = prompt
+        offsets = np.maximum(np.arange(padded)[None, :] - (padded - lengths)[:, None], 0)
+        stored = self._cache.add_rows(lengths[row_prompts], padded)
+        index = torch.from_numpy(row_prompts).to(self.device)
+        attend = self._prefill_attention(stored, index, lengths, padded)
+        hidden = self._hidden(ids.reshape(-1), offsets.reshape(-1), attend)
+        last = hidden.view(len(prompts), padded, -1)[:, -1]
+        return self._logits(last)[index]
+
+    def _step(self, tokens: Tensor) -> Tensor:
+        cache = self._cache
+        cache.begin_step()
+        attend = self._step_attention()
+        hidden = self._hidden(tokens, cache.positions(), attend)
+        cache.advance()
+        return self._logits(hidden)
+
+    def _hidden(self, tokens: Tensor | np.ndarray, positions: np.ndarray, attend: Attend) -> Tensor:
+        """Return [N, H] before the final norm, for N tokens at `positions`."""
+        ids = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
+        where = torch.from_numpy(positions).to(self.device)
+        hidden = self.weights.embedding[ids.to(self.device)]
+        rotation = self._rotation[where]
+        for index, layer, out_t, down_t in self._layers:
+            qkv = self._into(layer, hidden, rotation)
+            hidden = self._out_of(layer, out_t, down_t, hidden, attend(index, qkv))
+        return hidden
+
+    def _before_attention(self, layer: LayerWeights, hidden: Tensor, rotation: Tensor) -> Tensor:
+        """Return query, key and value of N tokens, normalised and rotated, [N, (heads + 2 K) D]."""
+        config = self._config
+        normed = F.rms_norm(hidden, (config.hidden_size,), layer.input_norm, config.norm_eps)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+        self._rotate(qkv, layer.qk_norm, rotation)
+        return qkv
+
+    def _after_attention(
+        self, layer: LayerWeights, out_t: Tensor, down_t: Tensor, hidden: Tensor, attended: Tensor
+    ) -> Tensor:
+        """Return `hidden` [N, H] plus the attention's output, plus the feed-forward part."""
+        config = self._config
+        hidden = torch.addmm(hidden, attended, out_t)
+        if layer.out_bias is not None:
+            hidden = hidden + layer.out_bias
+        normed = F.rms_norm(hidden, (config.hidden_size,), layer.post_norm, config.norm_eps)
+        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        hidden = torch.addmm(hidden, F.silu(gate).mul_(up), down_t)
+        return hidden if layer.down_bias is None else hidden + layer.down_bias
+
+    def _rotate(self, qkv: Tensor, norm: Tensor | None, rotation: Tensor) -> None:
+        """Normalise (Qwen3) and rotate query and key of qkv in place."""
+        count, dim = qkv.shape[0], self._config.head_dim
+        heads = qkv[:, : self._rotary_heads * dim].view(count, self._rotary_heads, dim)
+        if norm is not None:
+            heads.copy_(F.rms_norm(heads, (dim,), None, self._config.norm_eps).mul_(norm))
+        pairs = heads.view(count, self._rotary_heads, dim // 2, 2)
+        if qkv.dtype == torch.float32:
+            torch.view_as_complex(pairs).mul_(rotation)
+        else:
+            pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        config, weights = self._config, self.weights
+        normed = F.rms_norm(hidden, (config.hidden_size,), weights.norm, config.norm_eps)
+        return F.linear(normed, weights.head).float()
+
+    def _step_attention(self) -> Attend:
+        """Return the attention of one new token per row over the live window."""
+        cache, config = self._cache, self._config
+        columns, windows, mask = cache.column(), cache.window(), cache.mask()
+        count, kv_heads, dim = cache.rows, config.num_kv_heads, config.head_dim
+        queries = config.num_heads // kv_heads
+        split = self._query_size
+        flat_mask = None if mask is None else mask.reshape(count * kv_heads, 1, -1)
+        fused = self.device.type != "cpu"
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            columns[layer].copy_(qkv[:, split:].view(count, 2, kv_heads, dim).transpose(0, 1))
+            query = qkv[:, :split].view(count, kv_heads, queries, dim)
+            key, value = windows[layer].unbind(0)
+            if fused:
+                bias = None if flat_mask is None else flat_mask.view(count, kv_heads, 1, -1)
+                return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0).view(count, split)
+            # On CPU two batched products beat the fused kernel, which is made for many queries per key.
+            query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+            key = key.transpose(1, 2)
+            scores = torch.bmm(query, key) if flat_mask is None else torch.baddbmm(flat_mask, query, key)
+            return torch.bmm(scores.softmax(-1), value).view(count, split)
+
+        return attend
+
+    def _prefill_attention(self, stored: Sequence[Tensor], index: Tensor, lengths: np.ndarray, padded: int) -> Attend:
+        """Return the causal attention of whole prompts [U, L], which also stores keys and values of their rows."""
+        config, distinct, rows = self._config, len(lengths), len(index)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        mask = None if (lengths == padded).all() else self._padding_mask(lengths, padded)
+        split = self._query_size
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            both = qkv[:, split:].view(distinct, padded, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+            stored[layer].copy_(both.expand(-1, rows, -1, -1, -1) if distinct == 1 else both[:, index])
+            query = qkv[:, :split].view(distinct, padded, heads, dim).transpose(1, 2)
+            out = F.scaled_dot_product_attention(
+                query,
+                both[0],
+                both[1],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=1.0,
+                enable_gqa=heads != kv_heads,
+            )
+            return out.transpose(1, 2).reshape(distinct * padded, split)
+
+        return attend
+
+    def _padding_mask(self, lengths: np.ndarray, padded: int) -> Tensor:
+        """Return [U, 1, L, L] bool, causal without padding; a pad sees itself, so that no softmax row is empty."""
+        columns = torch.arange(padded, device=self.device)
+        starts = torch.from_numpy(padded - lengths).to(self.device)
+        causal = columns[None, :] <= columns[:, None]
+        begun = columns[None, None, :] >= starts[:, None, None]
+        return ((causal & begun) | torch.eye(padded, dtype=torch.bool, device=self.device)).unsqueeze(1)

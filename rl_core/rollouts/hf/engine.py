@@ -1,0 +1,273 @@
+"""`HFEngine`: generation for many prompts with continuous batching, in this process and thread.
+
+A loop of `step()`: admit waiting prompts into free rows (distinct prompts are computed once, whatever the number of
+samples), run one token for all rows, draw, record, and hand back what ended. `generate` drives the loop to the end;
+`loop.EngineLoop` drives it for asynchronous callers. Not thread-safe: one thread calls it at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.api.errors import RolloutConfigError
+from rl_core.api.records import FinishReason
+from rl_core.rollouts.hf.config import token_ids
+from rl_core.rollouts.hf.decoder import Decoder
+from rl_core.rollouts.hf.models import decoder_for
+from rl_core.rollouts.hf.rows import GenerationOutput, Request, Rows
+from rl_core.rollouts.hf.sampling import Draw, SamplingParams
+from rl_core.rollouts.hf.stopping import StopIds, StopStrings
+
+PREFILL_TOKENS = 16384
+"""Padded prompt tokens of one prefill at most; bounds its activations."""
+ADMIT_SHARE = 8
+"""A running batch is joined once 1/8 of its rows are free (or all that wait fit): a prefill costs about a step."""
+
+
+class HFEngine:
+    """Generates with a decoder of the Qwen2, Qwen3 or Llama families, or through transformers for any other."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, max_batch: int, max_seq_len: int, compile: bool = False) -> None:
+        """`model` is a transformers model or a `DecoderWeights`; a transformers model's weights are taken as they are now.
+
+        `max_batch` rows of at most `max_seq_len` tokens are the memory for keys and values; it is taken as rows need it.
+        Raises RolloutConfigError for limits that cannot be honoured.
+        """
+        if max_batch < 1 or max_seq_len < 2:
+            raise RolloutConfigError(f"max_batch must be >= 1 and max_seq_len >= 2, got {max_batch} and {max_seq_len}")
+        self.tokenizer = tokenizer
+        self.max_batch = max_batch
+        self.max_seq_len = max_seq_len
+        self.version = 0
+        self._decoder: Decoder = decoder_for(model, max_seq_len=max_seq_len, compile=compile)
+        self.eos_token_ids = frozenset(_eos_ids(model, tokenizer))
+        self._stop_ids = StopIds(self._decoder.vocab_size)
+        self._stop_strings = StopStrings(tokenizer)
+        self._rows = Rows(max_batch)
+        self._waiting: deque[Request] = deque()
+        self._last = torch.zeros(0, dtype=torch.int64)
+        self._draw: Draw | None = None
+        self._next_ticket = 0
+        self._aborted: set[int] = set()
+        self._ended: list[tuple[int, GenerationOutput]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Return whether anything runs or waits."""
+        return bool(self._rows.requests or self._waiting or self._ended)
+
+    @property
+    def num_running(self) -> int:
+        """Return the number of rows that generate."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of rows that wait for a place."""
+        return len(self._waiting)
+
+    def generate(
+        self, input_ids: Sequence[Sequence[int]], sampling: Any, seeds: Sequence[int] | None = None
+    ) -> list[GenerationOutput]:
+        """Return the generations of `input_ids` in their order.
+
+        `sampling` is one SamplingParams (or what `SamplingParams.of` takes) or one per prompt; `seeds` one per prompt,
+        None = drawn from torch's generator. Raises ValueError for a prompt that can never fit.
+        """
+        many = isinstance(sampling, Sequence)
+        if many and len(sampling) != len(input_ids):
+            raise ValueError(f"sampling must have one entry per prompt ({len(input_ids)}), got {len(sampling)}")
+        params = (
+            [SamplingParams.of(one) for one in sampling] if many else [SamplingParams.of(sampling)] * len(input_ids)
+        )
+        drawn = torch.randint(2**62, (len(input_ids),)).tolist() if seeds is None else [int(seed) for seed in seeds]
+        rows = zip(input_ids, params, drawn, strict=True)
+        tickets = [self.submit(prompt, one, seed) for prompt, one, seed in rows]
+        outputs: dict[int, GenerationOutput] = {}
+        while len(outputs) < len(tickets):
+            outputs.update(self.step())
+        return [outputs[ticket] for ticket in tickets]
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, unit: int | None = None) -> int:
+        """Queue one row; return its ticket. Rows of one `unit` must be submitted together; they run as one batch.
+
+        Raises ValueError, with numbers, for a prompt that is empty or longer than max_seq_len.
+        """
+        length = len(prompt)
+        if not 1 <= length <= self.max_seq_len:
+            raise ValueError(
+                f"a prompt must have 1 to max_seq_len={self.max_seq_len} tokens, got {length}; it can never fit"
+            )
+        self._next_ticket += 1
+        ticket = self._next_ticket
+        room = self.max_seq_len - length
+        limit = min(params.max_new_tokens, room)
+        cut_by_room = room < params.max_new_tokens
+        reason = (FinishReason.SEQ_LIMIT if cut_by_room else FinishReason.LENGTH).value
+        if limit == 0:
+            self._ended.append((ticket, GenerationOutput(ids=[], logprobs=[], finish_reason=reason, versions=[])))
+            return ticket
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        request = Request(
+            ticket=ticket,
+            prompt=tuple(map(int, prompt)),
+            params=params,
+            seed=seed,
+            limit=limit,
+            limit_reason=reason,
+            stop_set=self._stop_ids.set_index(stops),
+            unit=unit,
+        )
+        self._waiting.append(request)
+        return ticket
+
+    def abort(self, tickets: Iterable[int]) -> None:
+        """Drop these rows at the next step; they end without an output."""
+        self._aborted.update(tickets)
+
+    def reset(self) -> None:
+        """Drop everything that runs or waits."""
+        self._waiting.clear()
+        self._ended.clear()
+        self._aborted.clear()
+        self._remove(list(range(len(self._rows))))
+
+    def step(self) -> list[tuple[int, GenerationOutput]]:
+        """Generate one token for every row (the first one for new rows); return (ticket, output) of those that ended."""
+        if self._aborted:
+            self._drop_aborted()
+        ended, self._ended = self._ended, []
+        admitted = self._admissible()
+        if admitted:
+            ended += self._start(admitted)
+        elif len(self._rows):
+            ended += self._accept(0, self._decoder.step(self._last))
+        return ended
+
+    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return what `load_weights` must bring, by Hugging Face name."""
+        return self._decoder.names_and_shapes()
+
+    def load_weights(self, iterator: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by (name, tensor) pairs and serve them as `version`.
+
+        Strict: unknown, missing, repeated or mis-shaped names -> DataError, nothing applied. Tensors must stay valid
+        until this returns. Raises RolloutConfigError while rows run: their keys and values are of the old weights.
+        """
+        if len(self._rows):
+            raise RolloutConfigError(
+                f"weights cannot be loaded while {len(self._rows)} rows run; finish or abort them first"
+            )
+        self._decoder.load(iterator)
+        self.version = version
+
+    def _admissible(self) -> list[Request]:
+        """Take from the queue what joins now, in order."""
+        if not self._waiting:
+            return []
+        running, first = len(self._rows), self._waiting[0]
+        if first.unit is not None:
+            return [] if running else self._take(lambda one: one.unit == first.unit)
+        free = self.max_batch - running
+        if running and free < min(len(self._waiting), max(1, self.max_batch // ADMIT_SHARE)):
+            return []
+        return self._take(lambda one: one.unit is None, free)
+
+    def _take(self, wanted: Any, free: int | None = None) -> list[Request]:
+        """Return the front of the queue while `wanted`, at most `free` rows and PREFILL_TOKENS of distinct prompts."""
+        taken: list[Request] = []
+        prompts: set[tuple[int, ...]] = set()
+        longest = 0
+        while self._waiting and wanted(self._waiting[0]) and (free is None or len(taken) < free):
+            prompt = self._waiting[0].prompt
+            prompts.add(prompt)
+            longest = max(longest, len(prompt))
+            if taken and free is not None and longest * len(prompts) > PREFILL_TOKENS:
+                break
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _start(self, requests: list[Request]) -> list[tuple[int, GenerationOutput]]:
+        """Prefill new rows and draw their first token."""
+        distinct = {request.prompt: index for index, request in enumerate({r.prompt: r for r in requests}.values())}
+        rows = np.array([distinct[request.prompt] for request in requests], dtype=np.int64)
+        first = len(self._rows)
+        logits = self._decoder.prefill(list(distinct), rows)
+        self._rows.add(requests)
+        self._draw = None
+        return self._accept(first, logits)
+
+    def _accept(self, first: int, logits: Tensor) -> list[tuple[int, GenerationOutput]]:
+        """Draw and record a token for the rows from `first` on; return and remove those that ended."""
+        rows = self._rows
+        noise = torch.from_numpy(rows.noise(first)).to(logits.device)
+        with torch.inference_mode():
+            tokens, logprobs = self._drawer(first)(logits, noise)
+            self._last = torch.cat([self._last[:first], tokens]) if first else tokens
+        host = tokens.cpu().numpy()
+        at_limit = rows.record(first, host, logprobs.cpu().numpy())
+        stopped = self._stop_ids.hits(rows.stop_sets[first : len(rows)], host)
+        if rows.with_strings:
+            self._mark_string_stops(first, stopped)
+        over = stopped | at_limit
+        if not over.any():
+            return []
+        gone = (np.flatnonzero(over) + first).tolist()
+        outputs = []
+        for row in gone:
+            request = rows.requests[row]
+            reason = FinishReason.STOP.value if stopped[row - first] else request.limit_reason
+            outputs.append((request.ticket, rows.output(row, reason, self.version)))
+        self._remove(gone)
+        return outputs
+
+    def _drawer(self, first: int) -> Draw:
+        """Return how the rows from `first` on draw; kept while the whole batch stays as it is."""
+        if self._draw is None or first:
+            params = [request.params for request in self._rows.requests[first:]]
+            draw = Draw(params, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
+            if first:
+                return draw
+            self._draw = draw
+        return self._draw
+
+    def _mark_string_stops(self, first: int, stopped: np.ndarray) -> None:
+        for row in range(first, len(self._rows)):
+            strings = self._rows.requests[row].params.stop_strings
+            if strings and not stopped[row - first]:
+                stopped[row - first] = self._stop_strings.completed(strings, self._rows.ids(row))
+
+    def _drop_aborted(self) -> None:
+        dropped, self._aborted = self._aborted, set()
+        self._waiting = deque(request for request in self._waiting if request.ticket not in dropped)
+        self._ended = [one for one in self._ended if one[0] not in dropped]
+        self._remove([row for row, request in enumerate(self._rows.requests) if request.ticket in dropped])
+
+    def _remove(self, gone: list[int]) -> None:
+        """Take rows out of the batch, here and in the decoder."""
+        if not gone:
+            return
+        moves = self._rows.remove(gone)
+        count = len(self._rows)
+        with torch.inference_mode():
+            if moves:
+                sources, targets = zip(*moves, strict=True)
+                self._last[list(targets)] = self._last[list(sources)]
+            self._last = self._last[:count]
+            self._decoder.keep(count, moves)
+        self._draw = None
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return the ids that end a sequence: the tokenizer's and those of the model's generation settings."""
+    found = set(token_ids(getattr(tokenizer, "eos_token_id", None)))
+    settings = getattr(model, "generation_config", None) or getattr(model, "config", None)
+    for name in ("eos_token_id", "eos_token_ids"):
+        found.update(token_ids(getattr(settings, name, None)))
+    return found

@@ -1,0 +1,120 @@
+"""Decoders that the lean forward does not know, through transformers' own forward and cache.
+
+Imports transformers: loaded only when such a model is met. Rows are left-padded to a common length by the same rule as
+in `cache`: a new prompt lies just left of the next column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its usual name
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from rl_core.rollouts.hf.weights import checked
+
+
+def empty_transformers_model(raw: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> Any:
+    """Return a transformers model of a parsed config.json, with weights that the first sync brings."""
+    config = AutoConfig.for_model(**raw)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.to(device).eval()
+
+
+class TransformersDecoder:
+    """`decoder.Decoder` over any causal transformers model whose cache holds plain keys and values."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self._cache: Any = None
+        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+
+    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return parameters and persistent buffers by name; a tied tensor counts once, by its first name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights or none (DataError); rows are dropped."""
+        own = self._tensors()
+        every = self._model.state_dict()
+        aliases = {name: tuple(tensor.shape) for name, tensor in every.items() if name not in own}
+        found = checked(tensors, self.names_and_shapes(), optional=aliases)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(found[name])
+        self._cache = None
+
+    def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
+        """Append a row per entry of `row_prompts`; every distinct prompt is computed once."""
+        padded = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), padded, dtype=torch.int64)
+        mask = torch.zeros(len(prompts), padded, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, padded - len(prompt) :] = torch.tensor(prompt)
+            mask[row, padded - len(prompt) :] = 1
+        cache = DynamicCache(config=self._model.config)
+        index = torch.from_numpy(row_prompts).to(self.device)
+        mask = mask.to(self.device)
+        logits = self._forward(ids.to(self.device), mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        cache.batch_select_indices(index)
+        self._join(cache, mask[index])
+        return logits[index]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [n] to the rows; return the logits [n, V] of the next ones."""
+        self._mask = F.pad(self._mask, (0, 1), value=1)
+        positions = self._mask.sum(-1, keepdim=True) - 1
+        return self._forward(tokens.unsqueeze(1), self._mask, positions, self._cache)
+
+    def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
+        """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+        if self._cache is None or not count:
+            self._cache = None
+            return
+        order = torch.arange(count, device=self.device)
+        for source, target in moves:
+            order[target] = source
+        self._cache.batch_select_indices(order)
+        self._mask = self._mask[order]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        with torch.no_grad():
+            out = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        logits: Tensor = out.logits[:, -1].float()
+        return logits
+
+    def _join(self, cache: Any, mask: Tensor) -> None:
+        """Put new rows beside the running ones, both padded on the left to the longer."""
+        if self._cache is None:
+            self._cache, self._mask = cache, mask
+            return
+        width = max(self._mask.shape[1], mask.shape[1])
+        for old, new in zip(self._cache.layers, cache.layers, strict=True):
+            old.keys = torch.cat([_left(old.keys, width), _left(new.keys, width)])
+            old.values = torch.cat([_left(old.values, width), _left(new.values, width)])
+        pads = [F.pad(one, (width - one.shape[1], 0)) for one in (self._mask, mask)]
+        self._mask = torch.cat(pads)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        own = dict(self._model.named_parameters())
+        stored = self._model.state_dict()
+        return own | {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
+
+
+def _left(states: Tensor, width: int) -> Tensor:
+    """Return [rows, K, width, D], zeros on the left."""
+    return F.pad(states, (0, 0, width - states.shape[2], 0))

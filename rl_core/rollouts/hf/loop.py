@@ -1,0 +1,214 @@
+"""The thread that drives an engine for callers elsewhere: rows in, finished rows out, commands between steps.
+
+    submit (any thread) -> inbox -> [engine thread: submit, step, step ...] -> sink(results), once per step and caller
+
+The thread sleeps on a condition while nothing runs. A failing step fails every row in flight as GenerationUnavailable
+and empties the engine; the thread goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rl_core.api.errors import GenerationUnavailable
+from rl_core.rollouts.hf.engine import HFEngine
+from rl_core.rollouts.hf.rows import GenerationOutput
+from rl_core.rollouts.hf.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Result = tuple[Any, GenerationOutput | BaseException]
+Sink = Callable[[list[Result]], None]
+"""Takes what one step finished, on the engine thread; must not block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One row to be generated; `key` is what the sink gets back with its result."""
+
+    key: Hashable
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    unit: int | None = None
+    """Rows of one unit form an engine batch of their own."""
+
+
+class EngineLoop:
+    """Owns the thread of one engine. CREATED -> running (first use) -> closed."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        self.engine = engine
+        self._wake = threading.Condition()
+        self._inbox: list[tuple[Row, Sink]] = []
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._unwanted: list[Hashable] = []
+        self._owners: dict[int, tuple[Hashable, Sink]] = {}
+        self._tickets: dict[Hashable, int] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no row waits or runs."""
+        with self._wake:
+            return not (self._inbox or self._owners)
+
+    def submit(self, rows: Sequence[Row], sink: Sink) -> None:
+        """Queue `rows` together; each result reaches `sink` once. Raises GenerationUnavailable after `close`."""
+        with self._wake:
+            self._check_open()
+            self._inbox += [(row, sink) for row in rows]
+            self._start()
+            self._wake.notify()
+
+    def abort(self, keys: Iterable[Hashable]) -> None:
+        """Drop rows whose caller does not wait any more; their sink hears nothing."""
+        with self._wake:
+            wanted = set(keys)
+            self._inbox = [item for item in self._inbox if item[0].key not in wanted]
+            self._unwanted += wanted
+            self._wake.notify()
+
+    def run(self, command: Callable[[], T]) -> Future[T]:
+        """Run `command` on the engine thread between two steps; return its future."""
+        future: Future[T] = Future()
+        with self._wake:
+            self._check_open()
+            self._commands.append((command, future))
+            self._start()
+            self._wake.notify()
+        return future
+
+    def statistics(self) -> dict[str, float]:
+        """Return steps, rows, tokens, seconds at work and row-steps since the last `clear_statistics`."""
+        return dict(self._stats)
+
+    def clear_statistics(self) -> None:
+        """Start the statistics anew."""
+        self._stats = dict.fromkeys(self._stats, 0.0)
+
+    def close(self) -> None:
+        """Stop the thread; rows in flight fail as GenerationUnavailable. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="rljob-engine", daemon=True)
+            self._thread.start()
+
+    def _main(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._commands or self._unwanted or self._owners or self._closed):
+                    self._wake.wait()
+                if self._closed:
+                    break
+                inbox, self._inbox = self._inbox, []
+                commands, self._commands = self._commands, []
+                unwanted, self._unwanted = self._unwanted, []
+            self._forget(unwanted)
+            for command, future in commands:
+                _carry_out(command, future)
+            refused = self._admit(inbox)
+            self._deliver(refused + self._step())
+        self._fail_all(GenerationUnavailable("the generation engine was shut down"))
+
+    def _admit(self, inbox: list[tuple[Row, Sink]]) -> list[tuple[Sink, Result]]:
+        """Hand new rows to the engine; return those it refuses."""
+        refused: list[tuple[Sink, Result]] = []
+        for row, sink in inbox:
+            try:
+                ticket = self.engine.submit(row.prompt, row.params, row.seed, unit=row.unit)
+            except ValueError as error:
+                refused.append((sink, (row.key, error)))
+            else:
+                self._owners[ticket] = (row.key, sink)
+                self._tickets[row.key] = ticket
+        return refused
+
+    def _step(self) -> list[tuple[Sink, Result]]:
+        """Run one step; return what ended."""
+        if not self._owners:
+            return []
+        started = time.perf_counter()
+        try:
+            ended = self.engine.step()
+        except Exception as error:
+            logger.exception("a generation step failed; %d rows in flight are lost", len(self._owners))
+            failure = GenerationUnavailable(f"a generation step failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.engine.reset()
+            return self._disown(list(self._owners), failure)
+        stats = self._stats
+        stats["busy_seconds"] += time.perf_counter() - started
+        stats["steps"] += 1
+        stats["row_steps"] += self.engine.num_running
+        results: list[tuple[Sink, Result]] = []
+        for ticket, output in ended:
+            key, sink = self._owners.pop(ticket)
+            self._tickets.pop(key, None)
+            results.append((sink, (key, output)))
+            stats["rows"] += 1
+            stats["tokens"] += len(output.ids)
+        return results
+
+    def _forget(self, keys: list[Hashable]) -> None:
+        tickets = [self._tickets.pop(key) for key in keys if key in self._tickets]
+        for ticket in tickets:
+            self._owners.pop(ticket, None)
+        if tickets:
+            self.engine.abort(tickets)
+            if not self._owners:
+                self.engine.reset()
+
+    def _disown(self, tickets: list[int], failure: BaseException) -> list[tuple[Sink, Result]]:
+        owners = [self._owners.pop(ticket) for ticket in tickets]
+        for key, _ in owners:
+            self._tickets.pop(key, None)
+        return [(sink, (key, failure)) for key, sink in owners]
+
+    def _fail_all(self, failure: BaseException) -> None:
+        with self._wake:
+            inbox, self._inbox = self._inbox, []
+            commands, self._commands = self._commands, []
+        for _, future in commands:
+            future.set_exception(failure)
+        waiting: list[tuple[Sink, Result]] = [(sink, (row.key, failure)) for row, sink in inbox]
+        self._deliver(waiting + self._disown(list(self._owners), failure))
+
+    @staticmethod
+    def _deliver(results: list[tuple[Sink, Result]]) -> None:
+        by_sink: dict[Sink, list[Result]] = {}
+        for sink, result in results:
+            by_sink.setdefault(sink, []).append(result)
+        for sink, batch in by_sink.items():
+            try:
+                sink(batch)
+            except Exception:
+                logger.exception("results of %d rows could not be handed over", len(batch))
+
+
+def _carry_out(command: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(command())
+    except BaseException as error:  # noqa: BLE001 - whoever asked for it gets the error
+        future.set_exception(error)

@@ -1,0 +1,69 @@
+"""From what a caller has (a transformers model, fused weights, or the files of a model folder) to a `Decoder`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_core.api.errors import ConfigError, RolloutConfigError
+from rl_core.rollouts.hf.config import DecoderConfig, unsupported
+from rl_core.rollouts.hf.decoder import Decoder, LeanDecoder
+from rl_core.rollouts.hf.weights import DecoderWeights
+
+CONFIG_FILE = "config.json"
+
+
+def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decoder:
+    """Return the lean decoder for `DecoderWeights` or a transformers model of its families, else the generic one."""
+    if isinstance(model, DecoderWeights):
+        return LeanDecoder(model, max_seq_len=max_seq_len, compile=compile)
+    if unsupported(model.config.to_dict()) is None:
+        return LeanDecoder(_fused(model), max_seq_len=max_seq_len, compile=compile)
+    if compile:
+        raise RolloutConfigError(
+            f"compile is honoured for the lean families only, got {type(model).__name__}; set it to false"
+        )
+    from rl_core.rollouts.hf.generic import TransformersDecoder
+
+    return TransformersDecoder(model)
+
+
+def _fused(model: Any) -> DecoderWeights:
+    """Return the weights of a transformers model, copied into the fused layout."""
+    parameter = next(model.parameters())
+    config = DecoderConfig.from_dict(model.config.to_dict())
+    weights = DecoderWeights(config, dtype=parameter.dtype, device=str(parameter.device))
+    weights.load(model.state_dict().items())
+    return weights
+
+
+def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: str = "cpu") -> Any:
+    """Return a model with unfilled weights, from the bytes of a model folder's config.json.
+
+    A `DecoderWeights` for the lean families (no transformers import), else a transformers model. Raises ConfigError
+    when config.json is missing or not JSON.
+    """
+    raw = read_config(files)
+    if unsupported(raw) is None:
+        return DecoderWeights(DecoderConfig.from_dict(raw), dtype=dtype, device=device)
+    from rl_core.rollouts.hf.generic import empty_transformers_model
+
+    return empty_transformers_model(raw, dtype=dtype, device=device)
+
+
+def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the parsed config.json. Raises ConfigError when it is missing or not a JSON object."""
+    if CONFIG_FILE not in files:
+        raise ConfigError(
+            f"model files must hold {CONFIG_FILE}, got {sorted(files)}; point model.path to a model folder"
+        )
+    try:
+        raw = json.loads(files[CONFIG_FILE])
+    except ValueError as error:
+        raise ConfigError(f"{CONFIG_FILE} must be JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{CONFIG_FILE} must hold an object, got {type(raw).__name__}")
+    return raw

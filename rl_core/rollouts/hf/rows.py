@@ -1,0 +1,142 @@
+"""What the engine remembers of each running row, as dense arrays: tokens, log-probabilities, noise, limits.
+
+Row i here is row i of the decoder's cache. Rows are added at the end; removed rows are replaced by the last ones, and
+the moves are told to the decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.rollouts.hf.sampling import SamplingParams, uniforms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationOutput:
+    """What one prompt became."""
+
+    ids: list[int]
+    """Generated ids, the one that ended the row included."""
+    logprobs: list[float]
+    """Per id, of softmax(logits / temperature) over the whole vocabulary."""
+    finish_reason: str
+    """stop, length (max_new_tokens) or seq_limit (max_seq_len)."""
+    versions: list[tuple[int, int, int]]
+    """(start, end, version of the weights) ranges over `ids`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One row to be generated."""
+
+    ticket: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    limit: int
+    """New tokens at most, >= 1."""
+    limit_reason: str
+    """Finish reason when the limit is reached."""
+    stop_set: int
+    """Index into StopIds."""
+    unit: int | None = None
+    """Rows of one unit run as a batch of their own; None = any batch."""
+
+
+class Rows:
+    """The running rows."""
+
+    def __init__(self, max_batch: int) -> None:
+        self.requests: list[Request] = []
+        self._max_batch = max_batch
+        self._width = 0
+        self._with_strings = 0
+        self._count = np.zeros(max_batch, dtype=np.int64)
+        self._limit = np.zeros(max_batch, dtype=np.int64)
+        self.stop_sets = np.zeros(max_batch, dtype=np.int64)
+        self._index = np.arange(max_batch)
+        self._tokens = np.zeros((max_batch, 0), dtype=np.int64)
+        self._logprobs = np.zeros((max_batch, 0), dtype=np.float32)
+        self._noise = np.zeros((max_batch, 0), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Append rows and draw the noise of all tokens they may have."""
+        width = max(request.limit for request in requests)
+        if width > self._width:
+            self._widen(width)
+        first, end = len(self), len(self) + len(requests)
+        self.requests += requests
+        self._with_strings += sum(bool(request.params.stop_strings) for request in requests)
+        self._count[first:end] = 0
+        self._limit[first:end] = [request.limit for request in requests]
+        self.stop_sets[first:end] = [request.stop_set for request in requests]
+        seeds = np.array([request.seed for request in requests], dtype=np.uint64)
+        starts = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+        self._noise[first:end, :width] = uniforms(seeds[:, None], starts[:, None] + np.arange(width)[None, :])
+
+    @property
+    def with_strings(self) -> bool:
+        """Return whether any row has stop strings."""
+        return self._with_strings > 0
+
+    def noise(self, first: int) -> np.ndarray:
+        """Return float32 in [0, 1) for the next token of every row from `first` on."""
+        part = slice(first, len(self))
+        drawn: np.ndarray = self._noise[self._index[part], self._count[part]]
+        return drawn
+
+    def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Append one token per row from `first` on; return bool, which of them are at their limit."""
+        part = slice(first, len(self))
+        where = (self._index[part], self._count[part])
+        self._tokens[where] = tokens
+        self._logprobs[where] = logprobs
+        self._count[part] += 1
+        full: np.ndarray = self._count[part] >= self._limit[part]
+        return full
+
+    def ids(self, row: int) -> list[int]:
+        """Return the generated ids of `row`."""
+        found: list[int] = self._tokens[row, : self._count[row]].tolist()
+        return found
+
+    def output(self, row: int, reason: str, version: int) -> GenerationOutput:
+        """Return what `row` has generated."""
+        count = int(self._count[row])
+        return GenerationOutput(
+            ids=self._tokens[row, :count].tolist(),
+            logprobs=self._logprobs[row, :count].tolist(),
+            finish_reason=reason,
+            versions=[(0, count, version)] if count else [],
+        )
+
+    def remove(self, gone: Sequence[int]) -> list[tuple[int, int]]:
+        """Drop the rows `gone`; return the (source, target) moves that made the rest dense."""
+        left = len(self) - len(gone)
+        dropped = set(gone)
+        self._with_strings -= sum(bool(self.requests[row].params.stop_strings) for row in dropped)
+        holes = sorted(row for row in dropped if row < left)
+        sources = [row for row in range(left, len(self)) if row not in dropped]
+        moves = list(zip(sources, holes, strict=True))
+        for source, target in moves:
+            self.requests[target] = self.requests[source]
+            for array in (self._count, self._limit, self.stop_sets, self._tokens, self._logprobs, self._noise):
+                array[target] = array[source]
+        del self.requests[left:]
+        return moves
+
+    def _widen(self, width: int) -> None:
+        def wider(array: np.ndarray) -> np.ndarray:
+            out = np.zeros((self._max_batch, width), dtype=array.dtype)
+            out[:, : self._width] = array
+            return out
+
+        self._tokens, self._logprobs = wider(self._tokens), wider(self._logprobs)
+        self._noise = wider(self._noise)
+        self._width = width

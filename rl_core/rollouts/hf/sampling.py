@@ -1,0 +1,170 @@
+"""How the next token is drawn: settings, counter-based noise, and the draw itself.
+
+A row's randomness is a function of (seed, position in the sequence) alone, so it does not depend on which rows share
+the batch, on when they joined, or on interruptions: the token at position p of a row with seed s uses
+`uniforms(s, p)`. Tokens are drawn by inverting the cumulative distribution at that number.
+
+Legend: n rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_core.api.errors import RolloutConfigError
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+TINY = 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Settings of one request."""
+
+    max_new_tokens: int = 64
+    """Longest generation, tokens."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 = greedy."""
+    top_p: float = 1.0
+    """Nucleus, after top_k; 1 = off."""
+    top_k: int | None = None
+    """Most likely tokens kept; None = off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the generation besides end of sequence."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end the generation; they stay in text and tokens."""
+    ignore_eos: bool = False
+    """Go on after end of sequence (benchmarks)."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "max_new_tokens": (self.max_new_tokens >= 0, ">= 0"),
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "None or >= 1"),
+        }
+        for name, (good, rule) in rules.items():
+            if not good:
+                raise RolloutConfigError(
+                    f"{name} must be {rule}, got {getattr(self, name)}; correct the sampling settings"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """Return whether the likeliest token is taken."""
+        return self.temperature == 0
+
+    @classmethod
+    def of(cls, given: Any) -> SamplingParams:
+        """Return `given` (SamplingParams, a mapping, or an object with such attributes) as SamplingParams.
+
+        `stop`, `do_sample` and `greedy` are understood too; other unknown keys of a mapping are refused.
+        """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Mapping):
+            values = dict(given)
+        else:
+            names = [field.name for field in fields(cls)] + ["stop"]
+            values = {name: getattr(given, name) for name in names if hasattr(given, name)}
+        if "stop" in values:
+            values["stop_strings"] = values.pop("stop")
+        sampled = values.pop("do_sample", True) and not values.pop("greedy", False)
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise RolloutConfigError(
+                f"sampling settings {', '.join(unknown)} are not honoured by the HF engine; remove them"
+            )
+        for name in ("stop_strings", "stop_token_ids"):
+            values[name] = unique(values.get(name))
+        params = cls(**values)
+        return params if sampled else replace(params, temperature=0.0, top_p=1.0, top_k=None)
+
+
+def unique(values: Any) -> tuple[Any, ...]:
+    """Return `values` (None, one string, or several) without repetitions, in order."""
+    if values is None:
+        return ()
+    return tuple(dict.fromkeys([values] if isinstance(values, str) else values))
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return float32 in [0, 1) for every (seed, position), shapes broadcast; 24 random bits.
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice: over the seed, then over seed + position.
+    """
+    with np.errstate(over="ignore"):
+        mixed = _mix(seeds.astype(np.uint64) + GOLDEN)
+        mixed = _mix(mixed + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    drawn: np.ndarray = (mixed >> np.uint64(40)).astype(np.float32) * np.float32(TINY)
+    return drawn
+
+
+def _mix(z: Any) -> Any:
+    z = (z ^ (z >> np.uint64(30))) * MIX_1
+    z = (z ^ (z >> np.uint64(27))) * MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+class Draw:
+    """How a fixed set of rows draws: made when rows come or go, called at every step."""
+
+    def __init__(self, rows: Sequence[SamplingParams], *, vocab_size: int, device: torch.device) -> None:
+        greedy = [row.greedy for row in rows]
+        temperatures = [1.0 if row.greedy else row.temperature for row in rows]
+        self._all_greedy, self._any_greedy = all(greedy), any(greedy)
+        self._greedy = torch.tensor(greedy, device=device)
+        uniform = len(set(temperatures)) == 1
+        self._scaled = not (uniform and temperatures[0] == 1.0)
+        self._temperature: Any = temperatures[0] if uniform else torch.tensor(temperatures, device=device).unsqueeze(1)
+        tops = [vocab_size if row.top_k is None else min(row.top_k, vocab_size) for row in rows]
+        self._top_k = torch.tensor(tops, device=device).unsqueeze(1) if min(tops) < vocab_size else None
+        nuclei = [row.top_p for row in rows]
+        self._top_p = torch.tensor(nuclei, device=device).unsqueeze(1) if min(nuclei) < 1 else None
+
+    def __call__(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (tokens [n] int64, log-probabilities [n] float32) for `logits` [n, V] float32, `noise` [n].
+
+        Log-probabilities are of softmax(logits / temperature) over the whole vocabulary, whatever was cut off; a
+        greedy row's temperature counts as 1.
+        """
+        if self._scaled:
+            logits = logits / self._temperature
+        probabilities = logits.softmax(-1)
+        if self._all_greedy:
+            tokens = logits.argmax(-1)
+        else:
+            tokens = self._sample(self._cut(logits, probabilities), noise)
+            if self._any_greedy:
+                tokens = torch.where(self._greedy, logits.argmax(-1), tokens)
+        return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1).log_()
+
+    @staticmethod
+    def _sample(weights: Tensor, noise: Tensor) -> Tensor:
+        """Return the first index whose cumulative weight exceeds noise x total; zero weights are never taken."""
+        cumulative = weights.cumsum(-1)
+        threshold = noise.unsqueeze(1) * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+
+    def _cut(self, logits: Tensor, probabilities: Tensor) -> Tensor:
+        """Return the probabilities with what top-k, then top-p, leave out set to 0 (not renormalised)."""
+        if self._top_k is None and self._top_p is None:
+            return probabilities
+        ordered, order = probabilities.sort(-1, descending=True, stable=True)
+        if self._top_k is not None:
+            ranks = torch.arange(logits.shape[1], device=logits.device)
+            ordered = ordered.masked_fill(ranks >= self._top_k, 0.0)
+        if self._top_p is not None:
+            before = ordered.cumsum(-1) - ordered
+            total = ordered.sum(-1, keepdim=True)
+            # The token that crosses top_p is kept: what lies before it is still below.
+            ordered = ordered.masked_fill(before >= self._top_p * total, 0.0)
+        return torch.zeros_like(probabilities).scatter_(1, order, ordered)
