@@ -66,7 +66,7 @@ def _number(value: Any, digits: int = 3) -> str:
 def run_table(status: dict[str, Any]) -> Table:
     """Return the row that `kubectl get rljobs` shows."""
     metrics = status.get("metrics", {})
-    rollout = next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
+    rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
     table = Table("PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "EPOCH", "TOK/S", "S/STEP")
     table.add_row(
         status.get("phase", "-"),

@@ -3,40 +3,73 @@
 The runner generates the problems (`reasoning-gym://task?size=N&seed=S`), an env process scores the answers. What scoring
 needs travels in the row's metadata: task, configuration and the whole entry, as plain values with tuples kept (some tasks
 compare tuples, and a list in their place would score a right answer as wrong).
+
+Problems are made in a process of their own with a fixed hash seed: some tasks iterate over sets or draw from the global
+generators, and a resumed run must see the prompts of the run before.
 """
 
-import io
 import json
+import os
+import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
 from functools import lru_cache
 from typing import Any
 
-from rl_core.api.errors import ConfigError
+import numpy as np
+
+from rl_core.api.errors import ConfigError, DataError
+from rl_core.transports import frames
 
 Entry = dict[str, Any]
 Scorer = Callable[[str | None, Entry], float]
 
+GENERATION_SECONDS = 600.0
+"""Bound of one generation; the slowest tasks make about 5 problems per second."""
+
 
 def generate_entries(task: str, size: int, seed: int, config: Mapping[str, Any] | None = None) -> list[Entry]:
-    """Return `size` problems as {question, answer, metadata}; equal arguments give equal problems.
+    """Return `size` problems as {question, answer, metadata}; equal arguments give equal problems, in any process.
 
     `config` holds fields of the task's configuration. `metadata` is {task, config, entry}. Raises ConfigError for an
-    unknown task or a field or value the task refuses.
+    unknown task or a field or value the task refuses, DataError when the task fails while it generates.
     """
-    config = dict(config or {})
-    with redirect_stdout(io.StringIO()):  # some tasks print while they generate
-        dataset = _dataset(task, json.dumps({**config, "size": size, "seed": seed}))
-        entries = [plain(dataset[index]) for index in range(size)]
-    return [
-        {
-            "question": entry["question"],
-            "answer": entry["answer"],
-            "metadata": {"task": task, "config": config, "entry": entry},
-        }
-        for entry in entries
-    ]
+    request = json.dumps({"task": task, "size": size, "seed": seed, "config": dict(config or {})})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "rl_core.data.reasoning_gym"],
+            input=request.encode(),
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            timeout=GENERATION_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DataError(
+            f"reasoning-gym://{task} must generate {size} problems within {GENERATION_SECONDS:g} s; ask for fewer"
+        ) from error
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(
+            f"reasoning-gym://{task} failed while it generated {size} problems: {last}; choose another task"
+        )
+    answer = frames.decode([done.stdout])
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    entries: list[Entry] = answer["entries"]
+    return entries
+
+
+def make_entries(task: str, size: int, seed: int, config: Mapping[str, Any]) -> list[Entry]:
+    """Return the problems of `generate_entries`, made in this process; reseeds the global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    dataset = _dataset(task, json.dumps({**config, "size": size, "seed": seed}))
+    entries = [plain(dataset[index]) for index in range(size)]
+    metadata = {"task": task, "config": dict(config)}
+    return [{"question": e["question"], "answer": e["answer"], "metadata": {**metadata, "entry": e}} for e in entries]
 
 
 def scorer(task: str, config: Mapping[str, Any] | None = None) -> Scorer:
@@ -96,3 +129,21 @@ def plain(value: Any) -> Any:
 
 def _number(value: Any) -> int | float:
     return int(value) if isinstance(value, int) else float(value)
+
+
+def main() -> int:
+    """Answer one request of `generate_entries` on standard input; what tasks print goes to standard error."""
+    answer_to, sys.stdout = sys.stdout, sys.stderr
+    request = json.load(sys.stdin)
+    try:
+        answer = {"entries": make_entries(request["task"], request["size"], request["seed"], request["config"])}
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    (message,) = frames.encode(answer)
+    answer_to.buffer.write(message)
+    answer_to.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

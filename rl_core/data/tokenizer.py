@@ -144,10 +144,11 @@ class Tokenizer:
         environment.globals["raise_exception"] = refuse
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         try:
-            return environment.from_string(source).render(
+            rendered = environment.from_string(source).render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._specials
             )
         except TemplateError as error:
             raise ConfigError(
                 f"chat template must render the prompt, got: {error}; correct data.chatTemplate"
             ) from error
+        return str(rendered)

@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.api.errors import ConfigError, RLJobError, exit_code
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
-from rl_core.channel.client import configure
+from rl_core.channel.client import configure, current
 from rl_core.data.dataset import PromptDataset, load_prompts
 from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.observability.logging import configure_logging
@@ -27,7 +27,7 @@ from rl_core.runner.reasoning import ReasoningRunner
 from rl_core.runner.status import Phase
 from rl_core.transports.curve import KeyRing
 from rl_core.workers.group import Cluster, WorkerGroup
-from rl_core.workers.hub import Hub
+from rl_core.workers.hub import Hub, Member
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDatas
     )
 
 
-def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> tuple[Runner, Hub]:
-    """Return the runner with its parts wired, and the hub, which serves from here on."""
+def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runner:
+    """Return the runner with its parts wired; its hub serves from here on."""
     model = Path(job.spec.model.path)
     if not (model / "config.json").is_file():
         raise ConfigError(f"model.path must be a folder with config.json, got {model}; check the path")
@@ -99,15 +99,17 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> tuple
     hub.on_lost = lambda member, reason: _lost(runner, member, reason)
     hub.add_handlers({"admit": runner.intake.admit, "give_back": runner.intake.give_back})
     hub.start()
-    return runner, hub
+    return runner
 
 
-def _lost(runner: Runner, member: Any, reason: str) -> None:
+def _lost(runner: Runner, member: Member, reason: str) -> None:
     """Hand a lost rollout's leases back at once; its replacement will be welcomed."""
     runner.board.count_failure(member.role, "lost")
     logger.warning("%s is lost: %s", member.name, reason)
     if member.role == "rollout":
-        runner.prompts.consumer_lost(member.name, member.incarnation)
+        current().rpc.call_future(
+            "consumer_lost", member.name, list(member.incarnation), timeout=runner.spec.runtime.deadlines.rpc
+        )
 
 
 def housekeeping(runner: Runner, ended: threading.Event) -> None:
@@ -154,7 +156,7 @@ def main() -> int:
     ended = threading.Event()
     try:
         job = RLJob.model_validate_json(Path(identity.config).read_text())
-        runner, hub = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
+        runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
         signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM"))
         serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
         threading.Thread(target=housekeeping, args=(runner, ended), name="housekeeping", daemon=True).start()

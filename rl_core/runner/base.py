@@ -19,7 +19,7 @@ from rl_core.data.dataset import PromptDataset
 from rl_core.observability.trackers import Trackers
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.history import LedgerFile
-from rl_core.runner.intake import Intake
+from rl_core.runner.intake import Intake, put_all
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.membership import Membership
 from rl_core.runner.status import Phase, StatusBoard
@@ -96,7 +96,7 @@ class Runner:
         self.intake = Intake(
             ledger,
             self.spec.algorithm,
-            put_prompt=self.prompts.put,
+            put_prompts=self._put_prompts,
             end_step=self._end_step,
             data_ranks=self.spec.actor.world_size,
         )
@@ -118,6 +118,10 @@ class Runner:
         self._failure: RLJobError | None = None
         self._stop_reason: str | None = None
         self._checkpoint_asked = threading.Event()
+
+    def run(self) -> RunSummary:
+        """Run the program to its end."""
+        raise NotImplementedError(f"{type(self).__name__} must define run")
 
     # --- bring-up --------------------------------------------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class Runner:
         try:
             self.check()
             return list(result.wait(timeout))
-        except (RLJobError, TimeoutError):
+        except RLJobError:
             self.check()
             raise
         finally:
@@ -206,6 +210,9 @@ class Runner:
         with self._guard:
             if self._pending is not None:
                 self._pending.cancel()
+
+    def _put_prompts(self, items: list[dict[str, Any]]) -> None:
+        put_all(self.prompts, items)
 
     def _end_step(self, step: int) -> None:
         for _ in range(self.spec.actor.world_size):

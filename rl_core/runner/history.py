@@ -32,7 +32,8 @@ def cut_back(path: Path, step: int) -> int:
     """Keep the lines of `path` up to `step`; move later or torn ones to `<name>.lost.jsonl`; return how many were moved."""
     if not path.exists():
         return 0
-    kept, lost = [], []
+    kept: list[str] = []
+    lost: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         (kept if _step_of(line) <= step else lost).append(line)
     if not lost:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
+from rl_core.channel import Channel
 from rl_core.runner.ledger import GroupState, Lease, PromptLedger
 
 logger = logging.getLogger(__name__)
@@ -50,17 +51,17 @@ class Intake:
         ledger: PromptLedger,
         algorithm: AlgorithmSpec,
         *,
-        put_prompt: Callable[[dict[str, Any]], None],
+        put_prompts: Callable[[list[dict[str, Any]]], None],
         end_step: Callable[[int], None],
         data_ranks: int,
     ) -> None:
-        """Put prompt items with `put_prompt`; tell the waiting data ranks with `end_step(step)` that no more groups come.
+        """Put prompt items with `put_prompts`; tell the waiting data ranks with `end_step(step)` that no more groups come.
 
         `data_ranks`: a shrunk step is cut to a multiple of it.
         """
         self._ledger = ledger
         self._algorithm = algorithm
-        self._put_prompt = put_prompt
+        self._put_prompts = put_prompts
         self._end_step = end_step
         self._data_ranks = data_ranks
         self._lock = threading.RLock()
@@ -221,9 +222,9 @@ class Intake:
                 )
             )
             return
-        for lease in self._ledger.lease(count, "runner", policy_version=state.version):
-            self._put_prompt(train_item(lease, self._algorithm.group_size))
-            state.issued += 1
+        leases = self._ledger.lease(count, "runner", policy_version=state.version)
+        state.issued += count
+        self._put_prompts([train_item(lease, self._algorithm.group_size) for lease in leases])
 
     def _require_step(self) -> StepState:
         if self._step is None:
@@ -248,6 +249,14 @@ def train_item(lease: Lease, group_size: int) -> dict[str, Any]:
         "num_generations": group_size,
         "greedy": False,
     }
+
+
+def put_all(channel: Channel, items: Sequence[Any]) -> None:
+    """Put items in order, all in flight at once; return when the channel accepted every one."""
+    handles = [channel.put(item, async_op=True) for item in items]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
 
 
 def reward_metrics(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -9,14 +9,24 @@ final exactly what was final when it was taken, so a resume neither skips nor re
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
 """Failures after which a sample is drawn with another seed; a redelivery after a loss repeats the same sample."""
+
+
+class Dataset(Protocol):
+    """Prompts by index; a list will do. Implemented by rl_core.data.dataset.PromptDataset."""
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one prompt."""
 
 
 class GroupState(StrEnum):
@@ -75,7 +85,7 @@ class PromptLedger:
 
     def __init__(
         self,
-        dataset: Sequence[Any],
+        dataset: Dataset,
         *,
         seed: int,
         shuffle: bool = True,

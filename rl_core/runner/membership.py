@@ -1,12 +1,12 @@
 """Brings rollouts and envs into a running job, at the start and whenever one is replaced (runtime.md 3.5).
 
-A joining rollout is constructed, loads the current weights from the publisher, proves the version, and only then leases prompts.
+A joining rollout is constructed, builds its engine, loads the current weights from the publisher, proves the version, and only then
+leases prompts.
 Joins run in threads of their own and never block the loop; a join and a weight sync exclude each other.
 """
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,11 +28,13 @@ class Membership:
         self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="join")
         self.sync_lock = threading.Lock()
         """Held by a weight sync, and by a join while it pulls weights."""
+        self._turns: dict[str, threading.Lock] = {}
+        self._initialised: set[tuple[str, tuple[int, int]]] = set()
+        self._serving: set[tuple[str, tuple[int, int]]] = set()
         self._publisher: str | None = None
         self._start_args: tuple[Any, ...] = ()
         self._closed = False
         self.changed = threading.Condition()
-        self.on_member: Callable[[Member], None] = lambda member: None
 
     def open(self, publisher: str, start_args: tuple[Any, ...]) -> None:
         """Let rollouts join: they pull from `publisher` and are started with `start_args` (the channels)."""
@@ -52,10 +54,10 @@ class Membership:
 
     def _bring_in(self, member: Member) -> None:
         try:
-            self._groups[member.role].construct(member)
-            if member.role == "rollout" and self._publisher is not None:
-                self._join(member)
-            logger.info("%s is in (incarnation %s)", member.name, member.incarnation)
+            with self._turn(member.name):
+                self._groups[member.role].construct(member)
+                if member.role == "rollout":
+                    self._bring_rollout_in(member)
         except RLJobError as error:
             logger.warning("%s could not join: %s", member.name, error)
         except Exception:
@@ -63,11 +65,24 @@ class Membership:
         with self.changed:
             self.changed.notify_all()
 
-    def _join(self, member: Member) -> None:
-        self._call(member, "init_worker")
+    def _turn(self, name: str) -> threading.Lock:
+        """Return the lock that lets one join of a member run at a time."""
+        with self.changed:
+            return self._turns.setdefault(name, threading.Lock())
+
+    def _bring_rollout_in(self, member: Member) -> None:
+        """Build the engine, and once there are weights to serve load them and start."""
+        key = (member.name, member.incarnation)
+        if key not in self._initialised:
+            self._call(member, "init_worker")
+            self._initialised.add(key)
+        if self._publisher is None or key in self._serving:
+            return
         with self.sync_lock:
             self._call(member, "join", self._publisher)
         self._call(member, "start_rollout", *self._start_args)
+        self._serving.add(key)
+        logger.info("%s serves (incarnation %s)", member.name, member.incarnation)
 
     def _call(self, member: Member, method: str, *args: Any) -> Any:
         return self._cluster.call(member.name, method, *args, timeout=self._deadline)
@@ -76,4 +91,5 @@ class Membership:
         """Let receivers that failed a sync pull the weights again, once, in the background."""
         for member in self._cluster.members("rollout"):
             if member.name in names and not self._closed:
+                self._serving.discard((member.name, member.incarnation))
                 self._pool.submit(self._bring_in, member)

@@ -109,7 +109,7 @@ class StatusBoard:
         """Return `/status` (runtime.md 8.5, protocol.md 3)."""
         members = list(self._cluster.members())
         with self._lock:
-            progress = self._loop_progress + sum(sum(m.progress.values()) for m in members)
+            progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
             finished = self._phase in (Phase.FINISHED, Phase.FAILED)
             stall = (
                 None
@@ -146,14 +146,20 @@ class StatusBoard:
         ready = [m for m in alive if m.state in ("ready", "serving", "updating")]
         versions: dict[str, int] = {}
         for member in alive:
+            if member.policy_version is None:
+                continue
             versions[str(member.policy_version)] = versions.get(str(member.policy_version), 0) + 1
         current = self._facts["policyVersion"]
-        lag = max((current - m.policy_version for m in ready), default=0) if role == "rollout" else 0
+        lag = (
+            max((current - m.policy_version for m in ready if m.policy_version is not None), default=0)
+            if role == "rollout"
+            else 0
+        )
         return {
             "name": role,
             "desired": self._desired(role),
             "ready": len(ready),
-            "lost": sum(m.role == role and m.state == "lost" for m in members),
+            "lost": max(self._desired(role) - len(alive), 0),
             "versions": versions if role == "rollout" else {},
             "lag": max(lag, 0),
         }

@@ -12,6 +12,7 @@ from rl_core.api.errors import ChannelEmpty, ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import DatumSpec
 from rl_core.channel import Channel
+from rl_core.runner.intake import put_all
 
 logger = logging.getLogger(__name__)
 SOLVED = 1.0 - 1e-6
@@ -38,8 +39,7 @@ class Validation:
         """
         self._round += 1
         began = time.monotonic()
-        for sample in self._samples:
-            self._prompts.put(self._item(sample, version))
+        put_all(self._prompts, [self._item(sample, version) for sample in self._samples])
         answers: dict[str, dict[str, Any]] = {}
         limit = self._spec.runtime.deadlines.rollout
         while len(answers) < len(self._samples) and not cancelled():

@@ -18,7 +18,7 @@ class Harness:
         spec = AlgorithmSpec.model_validate({"promptsPerStep": 4, "groupSize": 2, **algorithm})
         ledger = PromptLedger(list(range(size)), seed=0, shuffle=False, lease_seconds=60, max_attempts=attempts)
         self.intake = Intake(
-            ledger, spec, put_prompt=self.put.append, end_step=self.ended.append, data_ranks=data_ranks
+            ledger, spec, put_prompts=self.put.extend, end_step=self.ended.append, data_ranks=data_ranks
         )
         self.intake.on_failure = self.failures.append
 
