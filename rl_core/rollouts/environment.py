@@ -24,8 +24,9 @@ from rl_core.api.errors import (
 )
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 
-CALL_MARGIN_S = 10.0
-"""Seconds an env worker gets beyond the step's own deadline, so that its own verdict arrives first."""
+ANSWER_MARGIN_S = 40.0
+"""Seconds an env worker gets beyond two steps (`envs.pool` tries a row at most twice and may start a process between), so
+that its own verdict, which separates the guilty row from its siblings, arrives first."""
 
 
 class EnvClient(Protocol):
@@ -59,7 +60,7 @@ class RemoteEnvironment(EnvironmentInterface):
         """`connect` opens a client (None = an RpcClient with `keys`); `reward_weights` sum rewards given by name."""
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._connect = connect or (lambda address: _rpc_client(address, keys))
-        self._timeout = step_seconds + CALL_MARGIN_S
+        self.answer_seconds = 2 * step_seconds + ANSWER_MARGIN_S
         self.reward_weights = dict(reward_weights or {})
         self._clients: dict[str, EnvClient] = {}
         self._homes: dict[str, str] = {}
@@ -154,7 +155,7 @@ class RemoteEnvironment(EnvironmentInterface):
             if address not in self._clients:
                 self._clients[address] = self._connect(address)
             payload = [row.payload for row in rows]
-            answers = await self._clients[address].call("step_rows", payload, timeout=self._timeout)
+            answers = await self._clients[address].call("step_rows", payload, timeout=self.answer_seconds)
             if len(answers) != len(rows):
                 raise RolloutDataFailure(f"step_rows must answer {len(rows)} rows, got {len(answers)}")
         except asyncio.CancelledError:

@@ -223,7 +223,8 @@ class AsyncRolloutImpl:
                 "sample_key": [episode.key],
             }
         )
-        async with deadline(self.env_step_seconds, f"environment step of sample {episode.key}"):
+        bound = getattr(self._env(episode), "answer_seconds", self.env_step_seconds)  # env workers bound each step themselves
+        async with deadline(bound, f"environment step of sample {episode.key}"):
             returned = calculate_rewards(batch, self.task_to_env)
             return await returned if inspect.isawaitable(returned) else returned
 
