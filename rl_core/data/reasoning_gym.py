@@ -135,6 +135,7 @@ def main() -> int:
     """Answer one request of `generate_entries` on standard input; what tasks print goes to standard error."""
     answer_to, sys.stdout = sys.stdout, sys.stderr
     request = json.load(sys.stdin)
+    answer: dict[str, Any]
     try:
         answer = {"entries": make_entries(request["task"], request["size"], request["seed"], request["config"])}
     except ConfigError as error:

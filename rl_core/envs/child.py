@@ -38,7 +38,9 @@ def main() -> int:
         try:
             server = Server(start)
         except Exception as error:  # noqa: BLE001 - building runs user code
-            sock.sendall(wire.pack({"error": {"type": "ConfigError", "message": _why_not_built(error, start["label"])}}))
+            sock.sendall(
+                wire.pack({"error": {"type": "ConfigError", "message": _why_not_built(error, start["label"])}})
+            )
             return 2
         sock.sendall(wire.pack({"ready": True}))
         while True:

@@ -40,6 +40,7 @@ MAX_BATCH = 256
 """Rows of one call of user code."""
 START_PATIENCE_SECONDS = 30.0
 RETRY_START_SECONDS = (0.1, 0.5, 2.0, 5.0)
+CLOSED = "the env worker was closed before the row was answered"
 
 logger = logging.getLogger(__name__)
 Event = Callable[[str, int, int], None]
@@ -101,7 +102,7 @@ class EnvPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        self._fail_queued("the env worker was closed")
+        self._fail_queued(CLOSED)
         for slot in self._slots:
             await self._end_process(slot)
 
@@ -212,6 +213,10 @@ class EnvPool:
             self._broke(slot, batch, "timeouts", str(error), self._suspects.timed_out)
         except InfrastructureError as error:
             self._broke(slot, batch, "deaths", str(error), self._suspects.died)
+        except asyncio.CancelledError:
+            for row in batch:
+                row.fail(InfrastructureError, f"{self._source.label}: {CLOSED}")
+            raise
         except (TypeError, ValueError) as error:
             self._failed(
                 batch, RolloutDataFailure, f"{self._source.label}: metadata cannot travel to the process: {error}"

@@ -1,0 +1,140 @@
+"""The env worker as rollouts and the command line meet it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJobSpec
+from rl_core.envs.check import check_env
+from rl_core.envs.worker import TextEnvWorker
+
+HOST = """
+import asyncio, sys
+from rl_core.envs.worker import TextEnvWorker
+worker = TextEnvWorker({"type": "math", "processes": 2, "options": {"comparator": "exact"}})
+print(*[process["pid"] for process in asyncio.run(worker.status())["processes"]], flush=True)
+print("torch" in sys.modules, "transformers" in sys.modules, flush=True)
+sys.stdin.read()
+"""
+
+
+def row(key, completion, metadata):
+    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": completion}]
+    return {"key": key, "messages": messages, "metadata": metadata, "task_name": "math"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text(
+        "import sys\n"
+        "def score(prompts, completions, answer):\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]\n"
+        "def level(prompts, completions, **columns):\n"
+        "    return [float(column) for column in columns['level']]\n"
+    )
+    monkeypatch.setenv("RLJOB_CODE_PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def worker(folder):
+    made = []
+
+    def make(cfg, **options):
+        made.append(TextEnvWorker(cfg, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+async def test_math_rows_are_scored_in_child_processes(worker):
+    math = worker({"type": "math", "processes": 2})
+    answers = await math.step_rows([row(f"k{n}", str(n), {"ground_truth": "3"}) for n in range(8)])
+    assert [a["reward"] for a in answers] == [float(n == 3) for n in range(8)]
+    assert answers[3]["answer"] == "3"
+    answers = await math.step_rows([row("k", "3", {"ground_truth": "3"}), row("l", "3", {})])
+    assert answers[0]["reward"] == 1.0
+    assert answers[1]["error"]["type"] == "RolloutDataFailure"
+    assert (await math.status())["counters"]["data_failures"] == 1
+    assert await math.health()
+
+
+async def test_user_rewards_come_from_the_folder_of_the_job(worker):
+    env = worker({"type": "reward", "reward": "my_reward:score"})
+    answers = await env.step_rows([row("k", "4", {"answer": "4"}), row("l", "5", {"answer": "4"})])
+    assert [a["reward"] for a in answers] == [1.0, 0.0]
+
+
+async def test_a_closed_worker_refuses_and_has_no_processes(worker):
+    env = worker({"type": "math", "options": {"comparator": "exact"}})
+    (process,) = (await env.status())["processes"]
+    env.close()
+    env.close()
+    assert not Path(f"/proc/{process['pid']}").exists()
+    assert not await env.health()
+
+
+def test_a_worker_whose_environment_cannot_be_built_says_why(worker):
+    with pytest.raises(ConfigError, match=r"env\.options\.comparater: unknown field"):
+        worker({"type": "math", "options": {"comparater": "exact"}})
+
+
+def test_children_die_with_their_worker_and_nothing_loads_torch():
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        pids = [int(pid) for pid in host.stdout.readline().split()]
+        assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert host.stdout.readline().split() == ["False", "False"]
+        os.kill(host.pid, signal.SIGKILL)
+        host.wait()
+        end = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < end, "an env child outlived its worker"
+            time.sleep(0.02)
+    finally:
+        host.kill()
+        host.communicate()
+
+
+def spec(**env):
+    return RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "env": env})
+
+
+def test_validate_finds_nothing_wrong_with_good_environments(folder):
+    assert check_env(spec(type="math", options={"comparator": "numeric"})) == []
+    assert check_env(spec(type="reward", reward="my_reward:score"), search_path=[str(folder)]) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        ({"type": "reward", "reward": "my_reward:scores"}, "spec.env.reward: must exist, got 'my_reward:scores'"),
+        ({"type": "reward", "reward": "not_there:score"}, "spec.env.reward: must be importable, got 'not_there'"),
+        ({"type": "maths"}, "spec.env.type: must be one of math, reasoning_gym, reward or module:Class, got 'maths'"),
+        ({"type": "my_reward:score"}, "spec.env.type: must name a class"),
+        ({"type": "math", "options": {"limits": {"gpus": 1}}}, "spec.env.options.limits.gpus: unknown field, got 1"),
+    ],
+)
+def test_validate_tells_what_cannot_be_built(folder, env, problem):
+    (found,) = check_env(spec(**env), search_path=[str(folder)])
+    assert found.startswith(problem)
+
+
+def test_validate_lists_all_wrong_options(folder):
+    found = check_env(spec(type="math", options={"comparater": 1, "correct": "yes"}))
+    assert [line.partition(":")[0] for line in found] == ["spec.env.options.correct", "spec.env.options.comparater"]
+
+
+def test_validate_does_not_wait_for_ever(folder):
+    (folder / "endless.py").write_text("while True: pass")
+    (found,) = check_env(spec(type="reward", reward="endless:score"), search_path=[str(folder)], deadline=1.0)
+    assert found.startswith("spec.env.type: reward endless:score: a process must be ready within")
