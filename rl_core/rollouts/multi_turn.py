@@ -223,7 +223,8 @@ class AsyncRolloutImpl:
                 "sample_key": [episode.key],
             }
         )
-        bound = getattr(self._env(episode), "answer_seconds", self.env_step_seconds)  # env workers bound each step themselves
+        # Env workers bound each step themselves and answer later than one step when they have to find a guilty row.
+        bound = getattr(self._env(episode), "answer_seconds", self.env_step_seconds)
         async with deadline(bound, f"environment step of sample {episode.key}"):
             returned = calculate_rewards(batch, self.task_to_env)
             return await returned if inspect.isawaitable(returned) else returned
