@@ -37,6 +37,7 @@ lint: env ## ruff (lint and format), import contracts, file size, generated file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m rl_core.cli.reference --check
 	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }
 
 types: env ## mypy
@@ -46,7 +47,7 @@ bench: env ## every benchmark, JSON on standard output
 	@for script in benchmarks/*.py; do case $$script in */_*) continue;; esac; echo "== $$script"; $(BIN)/python $$script; done
 
 docs: env ## regenerate docs/reference from the schema
-	$(BIN)/python -m rl_core.cli.reference docs/reference/rljob.md
+	$(BIN)/python -m rl_core.cli.reference
 
 lock: ## compile requirements/all.txt from pyproject.toml
 	@uv=$$(command -v uv || echo .uv/bin/uv); \

@@ -1,0 +1,124 @@
+"""Generates the reference of the job schema: `examples/reference.yaml` (every field with its default) and a Markdown table.
+
+python -m rl_core.cli.reference [--check]     # --check: exit 1 when a file differs from the schema
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rl_core.api.job import API_VERSION, RLJobSpec
+
+YAML_PATH = Path("examples/reference.yaml")
+MARKDOWN_PATH = Path("docs/reference/rljob.md")
+REQUIRED_EXAMPLES = {"model.path": "model", "data.train": "data/train.jsonl"}
+"""Values of required fields in the reference job."""
+GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's docstrings instead."
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
+    """Yield (path, field, inner model) depth first; the inner model is None for a leaf or an optional block."""
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        inner = (
+            field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+        )
+        yield path, field, inner
+        if inner is not None:
+            yield from fields_of(inner, f"{path}.")
+
+
+def default_text(path: str, field: FieldInfo) -> str:
+    """Return the field's default as YAML in flow style."""
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        value = REQUIRED_EXAMPLES[path]
+    if isinstance(value, list):
+        value = [item.model_dump(mode="json", by_alias=True) if isinstance(item, BaseModel) else item for item in value]
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def render_yaml() -> str:
+    """Return a complete job with every field, its default and meaning."""
+    lines = [
+        f"# Every field of an RLJob with its default. {GENERATED}",
+        f"apiVersion: {API_VERSION}",
+        "kind: RLJob",
+        "metadata: {name: reference}",
+        "spec:",
+    ]
+    for path, field, inner in fields_of(RLJobSpec):
+        indent = "  " * (path.count(".") + 1)
+        meaning = " ".join((field.description or "").split())
+        key = path.rpartition(".")[2]
+        lines.append(
+            f"{indent}{key}:  # {meaning}"
+            if inner is not None
+            else f"{indent}{key}: {default_text(path, field)}  # {meaning}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def render_markdown() -> str:
+    """Return the fields as a table."""
+    lines = ["# RLJob fields", "", GENERATED, "", "| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for path, field, inner in fields_of(RLJobSpec):
+        if inner is not None:
+            continue
+        default = "required" if field.is_required() else f"`{default_text(path, field)}`"
+        meaning = " ".join((field.description or "").split())
+        lines.append(f"| `{path}` | {type_text(field.annotation)} | {default} | {meaning}{bounds_text(field)} |")
+    return "\n".join(lines) + "\n"
+
+
+def type_text(annotation: Any) -> str:
+    """Return a type for people."""
+    text = (
+        getattr(annotation, "__name__", None)
+        if isinstance(annotation, type) and not getattr(annotation, "__args__", ())
+        else None
+    )
+    shown = text or str(annotation)
+    for old, new in (
+        ("typing.", ""),
+        ("rl_core.api.settings.", ""),
+        ("rl_core.api.algorithm.", ""),
+        ("NoneType", "null"),
+        ("None", "null"),
+    ):
+        shown = shown.replace(old, new)
+    return "`" + shown.replace("|", "or") + "`"
+
+
+def bounds_text(field: FieldInfo) -> str:
+    """Return the numeric bounds of a field."""
+    found = []
+    for constraint in field.metadata:
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if (bound := getattr(constraint, name, None)) is not None:
+                found.append(f"{sign} {bound}")
+    return f" ({', '.join(found)})" if found else ""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the files, or with --check compare them; return the exit code."""
+    wanted = {YAML_PATH: render_yaml(), MARKDOWN_PATH: render_markdown()}
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    if "--check" in arguments:
+        for path in stale:
+            sys.stderr.write(f"{path} differs from the schema; run make docs\n")
+        return 1 if stale else 0
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
