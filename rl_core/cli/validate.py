@@ -88,7 +88,7 @@ def _check_data(job: RLJob, tokenizer: object, limit: int) -> Iterator[str]:
 def _check_user_code(job: RLJob, search_path: Path) -> Iterator[str]:
     from rl_core.envs.check import check_env
 
-    yield from (f"spec.env: {problem}" for problem in check_env(job.spec, search_path=str(search_path)))
+    yield from check_env(job.spec, search_path=str(search_path))
 
 
 def _check_placement(job: RLJob, search_path: Path) -> Iterator[str]:

@@ -8,10 +8,10 @@ from rl_core.api.job import RLJobSpec
 from rl_core.envs.process import EnvProcess, EnvSource
 
 
-def check_env(spec: RLJobSpec, *, search_path: Sequence[str] = (), deadline: float | None = None) -> list[str]:
+def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadline: float | None = None) -> list[str]:
     """Return the problems of building `spec.env`, each as `path: rule, got value; way out`; empty when it builds.
 
-    `search_path`: folders of user code (the job file's). `deadline` in seconds; None = runtime.deadlines.envReset.
+    `search_path`: one folder or several with user code (the job file's). `deadline` in seconds; None = runtime.deadlines.envReset.
     """
     seconds = spec.runtime.deadlines.env_reset if deadline is None else deadline
     try:
@@ -19,7 +19,7 @@ def check_env(spec: RLJobSpec, *, search_path: Sequence[str] = (), deadline: flo
             spec.env,
             seed=spec.algorithm.seed,
             extensions=spec.extensions,
-            search_path=list(search_path),
+            search_path=[search_path] if isinstance(search_path, str) else list(search_path),
         )
         asyncio.run(_build_once(source, seconds))
     except (ConfigError, DeadlineExceeded, InfrastructureError) as error:

@@ -1,6 +1,8 @@
-"""The env worker: serves an environment's steps to rollouts by RPC. User code runs in its child processes, never here."""
+"""The env worker: serves an environment's steps to rollouts by RPC. User code runs in its child processes, never here.
 
-import os
+User code is imported from PYTHONPATH, which the launcher begins with the job file's folder.
+"""
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,15 +14,6 @@ from rl_core.envs.pool import EnvPool
 from rl_core.envs.process import EnvSource
 from rl_core.observability import events
 from rl_core.workers.worker import Worker
-
-CODE_PATH = "RLJOB_CODE_PATH"
-"""Folders with the job's own code (os.pathsep between them); the launcher sets the job file's folder."""
-
-
-def code_path(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the folders user code is imported from besides the installed packages and PYTHONPATH."""
-    text = (os.environ if environ is None else environ).get(CODE_PATH, "")
-    return [folder for folder in text.split(os.pathsep) if folder]
 
 
 class TextEnvWorker(Worker):
@@ -47,7 +40,6 @@ class TextEnvWorker(Worker):
             env,
             seed=spec.algorithm.seed if spec is not None else 0,
             extensions=spec.extensions if spec is not None else None,
-            search_path=code_path(),
         )
         pool = EnvPool(
             source,

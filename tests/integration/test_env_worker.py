@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch):
         "def level(prompts, completions, **columns):\n"
         "    return [float(column) for column in columns['level']]\n"
     )
-    monkeypatch.setenv("RLJOB_CODE_PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
 
@@ -109,7 +109,8 @@ def spec(**env):
     return RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "env": env})
 
 
-def test_validate_finds_nothing_wrong_with_good_environments(folder):
+def test_validate_finds_nothing_wrong_with_good_environments(folder, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
     assert check_env(spec(type="math", options={"comparator": "numeric"})) == []
     assert check_env(spec(type="reward", reward="my_reward:score"), search_path=[str(folder)]) == []
 
