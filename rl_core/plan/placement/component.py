@@ -1,0 +1,177 @@
+"""Components of a job bound to strategies, from the `componentPlacement` map (runtime.md 1, rules 6-9)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.api.errors import PlacementError
+from rl_core.plan.placement.grammar import PlacementPart, as_text, parse_placement, parse_ranks
+from rl_core.plan.placement.inventory import CLUSTER, Inventory, NodeGroup, Unit
+from rl_core.plan.placement.strategies import (
+    FlexiblePlacementStrategy,
+    NodePlacementStrategy,
+    PlacementStrategy,
+    split_labels,
+)
+
+_CONFIG_KEYS = frozenset({"componentPlacement", "mode", "nodeGroups", "recomputeLogProbs"})
+_GROUP_KEYS = {
+    "label": "label",
+    "nodeRanks": "node_ranks",
+    "env": "env",
+    "interpreter": "interpreter",
+    "hardware": "hardware",
+    "ignoreHardware": "ignore_hardware",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One component: what was written for it, and its strategy."""
+
+    name: str
+    labels: tuple[str, ...]
+    """Node groups whose units its resource ranks count, in order."""
+    parts: tuple[PlacementPart, ...]
+    units: tuple[Unit, ...]
+    """The units of its resource ranks, in order."""
+    strategy: PlacementStrategy
+
+    @property
+    def resources(self) -> list[int]:
+        """Return its resource ranks, ascending."""
+        return [rank for part in self.parts for rank in part.resources]
+
+    @property
+    def num_processes(self) -> int:
+        """Return its number of processes as written."""
+        return sum(len(part.processes) for part in self.parts)
+
+    @property
+    def on_hardware(self) -> bool:
+        """Return whether its resources are accelerators or other hardware, not whole nodes."""
+        return self.units[0].kind is not None
+
+
+class ComponentPlacement:
+    """The strategies of all components.
+
+    `config` is `{"componentPlacement": {"name[,name]": map | {"node_group": labels, "placement": map}}, "nodeGroups": [...],
+    "mode": ..., "recomputeLogProbs": ...}`; every placement is worked out at construction. Raises PlacementError naming the
+    component, the part, the rule and the total.
+    """
+
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory) -> None:
+        unknown = sorted(set(config) - _CONFIG_KEYS)
+        if unknown:
+            raise PlacementError(f"placement config must have keys of {sorted(_CONFIG_KEYS)}, got {', '.join(unknown)}")
+        self.inventory = _with_groups(inventory, config.get("nodeGroups") or ())
+        self._components: dict[str, Component] = {}
+        for key, value in self._placement_map(config).items():
+            names = [name.strip() for name in str(key).split(",") if name.strip()]
+            if not names:
+                raise PlacementError(f"componentPlacement key must name components, got {key!r}")
+            self._add(names, value)
+
+    @property
+    def components(self) -> list[str]:
+        """Return the names of all components, as written."""
+        return list(self._components)
+
+    def has_component(self, name: str) -> bool:
+        """Return whether the component is placed."""
+        return name in self._components
+
+    def get_strategy(self, name: str) -> PlacementStrategy:
+        """Return the strategy of a component; names written together share one object."""
+        return self._component(name).strategy
+
+    def get_world_size(self, name: str) -> int:
+        """Return the number of processes of a component."""
+        return self._component(name).num_processes
+
+    def get_hardware_ranks(self, name: str) -> list[int]:
+        """Return the resource ranks of a component in its node groups, ascending."""
+        return self._component(name).resources
+
+    def _placement_map(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        written = config.get("componentPlacement")
+        if not isinstance(written, Mapping) or not written:
+            raise PlacementError(
+                f"componentPlacement must map components to placements, got {written!r}; write `actor: 0-3`"
+            )
+        return written
+
+    def _component(self, name: str) -> Component:
+        if name not in self._components:
+            raise PlacementError(
+                f"component {name!r} must be one of {', '.join(self._components)}; add it to componentPlacement"
+            )
+        return self._components[name]
+
+    def _add(self, names: Sequence[str], value: Any) -> None:
+        twice = [name for name in names if name in self._components] or [n for n in names if names.count(n) > 1]
+        if twice:
+            raise PlacementError(f"component {twice[0]}: names must be unique in componentPlacement; remove one")
+        try:
+            component = self._parse(names[0], value)
+            component.strategy.get_placement(self.inventory)
+        except PlacementError as error:
+            raise type(error)(f"component {', '.join(names)}: {error}") from error
+        for name in names:
+            self._components[name] = Component(
+                name, component.labels, component.parts, component.units, component.strategy
+            )
+
+    def _parse(self, name: str, value: Any) -> Component:
+        labels: tuple[str, ...] = (CLUSTER,)
+        if isinstance(value, Mapping):
+            unknown = sorted(set(value) - {"node_group", "placement"})
+            if unknown or "placement" not in value:
+                raise PlacementError(f"a placement must have placement and may have node_group, got {sorted(value)}")
+            written = value.get("node_group")
+            labels = split_labels(None if written is None else as_text(written), default=CLUSTER)
+            value = value["placement"]
+        units = self.inventory.units_of(labels)
+        parts = tuple(parse_placement(value, len(units)))
+        assigned = [ranks for part in parts for _, ranks in part.assignments()]
+        chosen = tuple(units[rank] for part in parts for rank in part.resources)
+        return Component(name, labels, parts, chosen, _strategy(labels, units, assigned))
+
+
+class HybridComponentPlacement(ComponentPlacement):
+    """Components on any resources, without further rules."""
+
+
+def _strategy(labels: tuple[str, ...], units: Sequence[Unit], assigned: list[tuple[int, ...]]) -> PlacementStrategy:
+    """Return the strategy for processes on hardware, or on whole nodes where the groups have none."""
+    on_hardware = {unit.kind is not None for unit in units}
+    if len(on_hardware) > 1:
+        raise PlacementError(
+            f"node groups {', '.join(labels)} must all have hardware or all have none; split the component"
+        )
+    if on_hardware == {True}:
+        return FlexiblePlacementStrategy(assigned, labels)
+    for process, ranks in enumerate(assigned):
+        if len(ranks) > 1:
+            raise PlacementError(
+                f"process {process} must be on the same node, got nodes {list(ranks)}; give it one node, or more processes"
+            )
+    return NodePlacementStrategy([ranks[0] for ranks in assigned], labels)
+
+
+def _with_groups(inventory: Inventory, written: Sequence[NodeGroup | Mapping[str, Any]]) -> Inventory:
+    groups: list[NodeGroup] = []
+    for item in written:
+        if isinstance(item, NodeGroup):
+            groups.append(item)
+            continue
+        unknown = sorted(set(item) - set(_GROUP_KEYS))
+        if unknown or "label" not in item or "nodeRanks" not in item:
+            raise PlacementError(
+                f"a node group must have label and nodeRanks and keys of {list(_GROUP_KEYS)}, got {sorted(item)}"
+            )
+        fields = {_GROUP_KEYS[key]: value for key, value in item.items()}
+        fields["node_ranks"] = parse_ranks(item["nodeRanks"], len(inventory.nodes))
+        groups.append(NodeGroup(**fields))
+    return Inventory(inventory.nodes, (*inventory.groups, *groups)) if groups else inventory

@@ -1,0 +1,121 @@
+"""The map a user writes: `ranks[:processes](, ...)`, such as `2-5:0-1,8,9-10:3-6` (runtime.md 1, Grammar)."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.api.errors import PlacementError, PlacementRangeError
+
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPart:
+    """Resources and the processes on them; one count divides the other."""
+
+    resources: tuple[int, ...]
+    processes: tuple[int, ...]
+
+    def assignments(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Return (process, its resources): consecutive processes share a resource, or each takes a consecutive slice."""
+        num_resources, num_processes = len(self.resources), len(self.processes)
+        if num_processes > num_resources:
+            share = num_processes // num_resources
+            return [(process, (self.resources[i // share],)) for i, process in enumerate(self.processes)]
+        size = num_resources // num_processes
+        return [(process, self.resources[i * size : (i + 1) * size]) for i, process in enumerate(self.processes)]
+
+
+def parse_ranks(text: Any, available: int | None = None) -> list[int]:
+    """Return the ranks of one `ranks` item (N, A-B, all) or a comma list of them, ascending.
+
+    `available` is the number of ranks there are: needed for `all`, and checked when given. Raises PlacementError with
+    "Invalid rank format", "must be unique" or "ascending order", PlacementRangeError with "out of range".
+    """
+    parts = _split(text)
+    if "all" in parts:
+        if available is None or len(parts) > 1:
+            raise PlacementError(
+                f"Invalid rank format {text!r}: `all` must stand alone and needs a known number of ranks; write the ranks"
+            )
+        return list(range(available))
+    ranks: list[int] = []
+    for part in parts:
+        _extend_ascending(ranks, _range(part, available, part), part)
+    return ranks
+
+
+def parse_placement(value: Any, total: int) -> list[PlacementPart]:
+    """Return the parts of a placement map over `total` resources.
+
+    `value` is the text, a bare integer, or a sequence that equals its comma-joined text. Left of ":" are resource ranks,
+    inclusive, ascending and disjoint over the parts; `all` is legal there as the only part. Right of it are process ranks,
+    contiguous from 0 over the parts; omitted, the part's processes are the next ones, one per resource.
+    Raises PlacementError (PlacementRangeError) naming the part, the rule and the total.
+    """
+    texts = _split(value)
+    taken: list[int] = []
+    next_process = 0
+    parts: list[PlacementPart] = []
+    for text in texts:
+        left, colon, right = (piece.strip() for piece in text.partition(":"))
+        if left == "all" and len(texts) > 1:
+            raise PlacementError(f"Invalid rank format {text!r}: `all` must be the only part of the map, got {value!r}")
+        resources = list(range(total)) if left == "all" else _range(left, total, text)
+        if not resources:
+            raise PlacementError(f"part {text!r}: there must be resources to place on, got a total of {total}")
+        _extend_ascending(taken, resources, text)
+        processes = _range(right, None, text) if colon else [next_process + i for i in range(len(resources))]
+        if processes[0] != next_process:
+            raise PlacementError(
+                f"part {text!r}: Process ranks must be in ascending order without gaps, starting at {next_process}, "
+                f"got {processes[0]}; write {next_process}-{next_process + len(processes) - 1}"
+            )
+        if len(resources) % len(processes) and len(processes) % len(resources):
+            raise PlacementError(
+                f"part {text!r}: the number of resources or of processes must divide the other, "
+                f"got {len(resources)} and {len(processes)} (total {total})"
+            )
+        next_process += len(processes)
+        parts.append(PlacementPart(tuple(resources), tuple(processes)))
+    return parts
+
+
+def as_text(value: Any) -> str:
+    """Return a scalar or a sequence as its comma-joined text."""
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return ",".join(str(item) for item in value)
+    return str(value)
+
+
+def _split(value: Any) -> Sequence[str]:
+    parts = [part.strip() for part in as_text(value).split(",")]
+    parts = [part for part in parts if part]
+    if not parts or isinstance(value, bool):
+        raise PlacementError(f"Invalid rank format {value!r}: a placement must name ranks; write N, A-B or all")
+    return parts
+
+
+def _range(text: str, total: int | None, part: str) -> list[int]:
+    """Return the ranks of N or A-B, checked against `total` unless it is None."""
+    match = _RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+    if last < first:
+        raise PlacementError(f"Invalid rank format {text!r} in part {part!r}; write N or A-B with A <= B")
+    if total is not None and last >= total:
+        raise PlacementRangeError(
+            f"part {part!r}: rank {last} is out of range [0, {total - 1}] (total {total}); lower it or add resources"
+        )
+    return list(range(first, last + 1))
+
+
+def _extend_ascending(taken: list[int], ranks: list[int], part: str) -> None:
+    repeated = sorted(set(taken) & set(ranks))
+    if repeated:
+        raise PlacementError(f"part {part!r}: Resource ranks must be unique, got {repeated} twice; remove them here")
+    if taken and ranks[0] < taken[-1]:
+        raise PlacementError(
+            f"part {part!r}: Resource ranks must be in ascending order, got {ranks[0]} after {taken[-1]}"
+        )
+    taken.extend(ranks)

@@ -1,0 +1,196 @@
+"""What there is to place on: nodes, groups of nodes, and the units (accelerator, other hardware, node) of a group."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.api.errors import ConfigError, PlacementError, PlacementRangeError
+
+ACCELERATOR = "accelerator"
+CLUSTER = "cluster"
+"""Reserved label: the nodes that have accelerators (all nodes where none has)."""
+NODE = "node"
+"""Reserved label: all nodes, each as one unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A slot that becomes pods, or a share of one machine."""
+
+    rank: int
+    """Rank of the node; global accelerator ranks run over nodes in rank order."""
+    accelerators: int
+    """Number of accelerators."""
+    accelerator_type: str | None = None
+    """Their type; None = not told."""
+    hardware: tuple[str, ...] = ()
+    """Type name of each further unit of hardware, such as ("robot", "robot", "camera")."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.accelerators < 0:
+            raise PlacementError(f"node rank and accelerators must be >= 0, got {self.rank} and {self.accelerators}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroup:
+    """Nodes under a label, with what their workers need."""
+
+    label: str
+    """Unique; not `cluster` or `node`."""
+    node_ranks: Sequence[int]
+    """Members."""
+    env: Sequence[Mapping[str, str]] = ()
+    """One-key maps of environment variables; they override the pod's and are overridden by the worker's."""
+    interpreter: str | None = None
+    """Python of its workers; None = the launcher's."""
+    hardware: str | None = None
+    """Type of the units processes are placed on; None = accelerators, or nodes where there are none."""
+    ignore_hardware: bool = False
+    """True: the units are nodes, although they have accelerators."""
+
+    def __post_init__(self) -> None:
+        if self.label in (CLUSTER, NODE) or not self.label or "," in self.label:
+            raise PlacementError(
+                f"node group label must not be empty, reserved ({CLUSTER}, {NODE}) or hold a comma, got {self.label!r}; rename it"
+            )
+        if self.ignore_hardware and self.hardware is not None:
+            raise PlacementError(
+                f"node group {self.label}: ignore_hardware excludes hardware, got {self.hardware!r}; remove one of them"
+            )
+        if not self.node_ranks or len(set(self.node_ranks)) != len(self.node_ranks):
+            raise PlacementError(
+                f"node group {self.label}: node_ranks must be given, each once, got {list(self.node_ranks)}"
+            )
+        for item in self.env:
+            if len(item) != 1:
+                raise PlacementError(f"node group {self.label}: env items must be one-key maps, got {dict(item)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One thing a process can be placed on."""
+
+    node: NodeInfo
+    local_rank: int
+    """Index among the units of its kind on the node; 0 for a node."""
+    label: str
+    """Label of the group it was reached through."""
+    kind: str | None
+    """`accelerator`, a hardware type, or None for a whole node."""
+
+    @property
+    def identity(self) -> tuple[int, str, int]:
+        """Return what is equal for the same physical thing reached through different groups."""
+        return (self.node.rank, self.kind or NODE, self.local_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All nodes and groups. Raises PlacementError when ranks or labels repeat or a (node, type) pair is in two groups."""
+
+    nodes: Sequence[NodeInfo]
+    groups: Sequence[NodeGroup] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.rank)))
+        object.__setattr__(self, "groups", tuple(self.groups))
+        ranks = [node.rank for node in self.nodes]
+        if ranks != list(range(len(ranks))):
+            raise PlacementError(f"node ranks must be 0..{len(ranks) - 1}, each once, got {ranks}; renumber the nodes")
+        labels = [group.label for group in self.groups]
+        if len(set(labels)) != len(labels):
+            raise PlacementError(f"node group labels must be unique, got {labels}; rename one")
+        owners: dict[tuple[int, str], str] = {}
+        for group in self.groups:
+            pairs = {(unit.node.rank, unit.kind) for unit in self.units(group.label) if unit.kind is not None}
+            for rank, kind in sorted(pairs):
+                other = owners.setdefault((rank, kind), group.label)
+                if other != group.label:
+                    raise PlacementError(
+                        f"node {rank} with {kind} must be in one group only, got {other} and {group.label}; "
+                        "remove it from one, or set ignore_hardware"
+                    )
+
+    @property
+    def num_accelerators(self) -> int:
+        """Return the number of accelerators of all nodes."""
+        return sum(node.accelerators for node in self.nodes)
+
+    def group(self, label: str) -> NodeGroup | None:
+        """Return the declared group of `label`, None for a reserved label; PlacementError when there is none."""
+        if label in (CLUSTER, NODE):
+            return None
+        for group in self.groups:
+            if group.label == label:
+                return group
+        known = ", ".join([CLUSTER, NODE, *(group.label for group in self.groups)])
+        raise PlacementError(f"node group {label!r} must be one of {known}; declare it or use one of these")
+
+    def nodes_of(self, label: str) -> tuple[NodeInfo, ...]:
+        """Return the nodes of a group in rank order."""
+        group = self.group(label)
+        if group is None:
+            equipped = tuple(node for node in self.nodes if node.accelerators)
+            return equipped if label == CLUSTER and equipped else tuple(self.nodes)
+        for rank in group.node_ranks:
+            if not 0 <= rank < len(self.nodes):
+                raise PlacementRangeError(
+                    f"node group {label}: node rank {rank} is out of range [0, {len(self.nodes) - 1}]; remove it or add the node"
+                )
+        return tuple(self.nodes[rank] for rank in sorted(group.node_ranks))
+
+    def units(self, label: str) -> tuple[Unit, ...]:
+        """Return the units of a group in the order of their resource ranks."""
+        group = self.group(label)
+        nodes = self.nodes_of(label)
+        if label == NODE or (group is not None and group.ignore_hardware):
+            return tuple(Unit(node, 0, label, None) for node in nodes)
+        if group is not None and group.hardware is not None:
+            return self._hardware_units(group, nodes)
+        types = sorted({node.accelerator_type or ACCELERATOR for node in nodes if node.accelerators})
+        if not types:
+            return tuple(Unit(node, 0, label, None) for node in nodes)
+        if group is not None and len(types) > 1:
+            raise PlacementError(
+                f"node group {label}: its nodes must have one accelerator type, got {', '.join(types)}; make a group per type"
+            )
+        return tuple(Unit(node, index, label, ACCELERATOR) for node in nodes for index in range(node.accelerators))
+
+    def units_of(self, labels: Iterable[str]) -> tuple[Unit, ...]:
+        """Return the units of several groups, in the order the groups are listed."""
+        listed = list(labels)
+        if len(set(listed)) != len(listed):
+            raise PlacementError(f"node groups must be listed once each, got {', '.join(listed)}")
+        return tuple(unit for label in listed for unit in self.units(label))
+
+    @staticmethod
+    def _hardware_units(group: NodeGroup, nodes: tuple[NodeInfo, ...]) -> tuple[Unit, ...]:
+        units: list[Unit] = []
+        for node in nodes:
+            count = node.hardware.count(group.hardware or "")
+            if not count:
+                raise PlacementError(
+                    f"node group {group.label}: every node must have hardware {group.hardware!r}, node {node.rank} has "
+                    f"{list(node.hardware)}; remove the node or declare its hardware"
+                )
+            units.extend(Unit(node, index, group.label, group.hardware) for index in range(count))
+        return tuple(units)
+
+
+def merge_env(
+    old: Mapping[str, str], new: Mapping[str, str], mode: Literal["append", "override"] | str = "append"
+) -> dict[str, str]:
+    """Return `old` overridden by `new`; pod < group < worker.
+
+    Variables whose name ends in PATH are lists joined by ":": with `append` the new entries come first and duplicates go,
+    with `override` the new value replaces the old. Raises ConfigError for another mode.
+    """
+    if mode not in ("append", "override"):
+        raise ConfigError(f"env mode must be append or override, got {mode!r}")
+    merged = dict(old)
+    for key, value in new.items():
+        if mode == "append" and key.endswith("PATH") and merged.get(key):
+            entries = [entry for entry in f"{value}:{merged[key]}".split(":") if entry]
+            value = ":".join(dict.fromkeys(entries))
+        merged[key] = value
+    return merged

@@ -1,0 +1,242 @@
+"""Colocated, disaggregated and hybrid layouts of model-parallel components (runtime.md 1, Modes)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from rl_core.api.errors import PlacementError
+from rl_core.plan.placement.component import Component, ComponentPlacement
+from rl_core.plan.placement.inventory import NODE, Inventory
+from rl_core.plan.placement.strategies import PackedPlacementStrategy
+
+_ALIASES = {"actor_inference": "inference"}
+_EXCLUSIVE = ("actor", "inference", "critic", "critic_inference", "rollout")
+"""Components that run the model; disaggregated gives each its own accelerators, in this order."""
+_DEDICATED = ("inference", "critic_inference")
+_SIZES = ("tensor", "pipeline", "context")
+
+
+class PlacementMode(StrEnum):
+    """How the model-parallel components share accelerators."""
+
+    COLLOCATED = "colocated"
+    """Actor and rollout on the same ones, in turns."""
+    DISAGGREGATED = "disaggregated"
+    """Each on its own."""
+    HYBRID = "hybrid"
+    """As written, without rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleParallel:
+    """The parallel sizes of one component."""
+
+    world: int
+    """Accelerators (processes on CPU)."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def unit(self) -> int:
+        """Return the ranks of one model replica."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def data(self) -> int:
+        """Return the number of model replicas."""
+        return self.world // self.unit
+
+
+class ModelParallelComponentPlacement(ComponentPlacement):
+    """Components `actor` and `rollout`, optionally `inference` (alias `actor_inference`), `critic`, `critic_inference`, `reward`.
+
+    `parallelism` is {component: {"tensor", "pipeline", "context"}}, absent sizes 1. `.mode` is derived from the sets of
+    resources and checked against a written one. Strategies of model-parallel components on hardware are packed: one process
+    per accelerator, one per engine for the rollout. Without `componentPlacement` the written mode lays them out itself.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        inventory: Inventory,
+        parallelism: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self._sizes = _parallel_sizes(parallelism or {})
+        self._written = _written_mode(config.get("mode"))
+        super().__init__(config, inventory)
+        for alias, name in _ALIASES.items():
+            if alias in self._components:
+                if name in self._components:
+                    raise PlacementError(f"component {alias} is an alias of {name}; place one of them")
+                self._components[name] = self._components[alias]
+        for name in ("actor", "rollout"):
+            self._component(name)
+        self.mode = self._derive_mode(bool(config.get("recomputeLogProbs", False)))
+        self._parallel = {name: self._check_sizes(name) for name in _EXCLUSIVE if name in self._components}
+        if self.mode is not PlacementMode.HYBRID:
+            self._pack()
+
+    def get_parallel(self, name: str) -> RoleParallel:
+        """Return the parallel sizes of a model-parallel component."""
+        name = _ALIASES.get(name, name)
+        if name not in self._parallel:
+            raise PlacementError(f"component {name!r} must be one of {', '.join(self._parallel)}")
+        return self._parallel[name]
+
+    def get_world_size(self, name: str) -> int:
+        """Return the number of processes its strategy makes."""
+        strategy = self._component(name).strategy
+        if isinstance(strategy, PackedPlacementStrategy):
+            return len(strategy.hardware_ranks_list)
+        return super().get_world_size(name)
+
+    def _placement_map(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        if config.get("componentPlacement"):
+            return super()._placement_map(config)
+        if self._written in (None, PlacementMode.HYBRID):
+            raise PlacementError(
+                f"componentPlacement must be given with mode {self._written}; write it, or mode disaggregated"
+            )
+        return self._default_layout(len(self.inventory.units("cluster")))
+
+    def _default_layout(self, total: int) -> dict[str, Any]:
+        """Return equal sets (colocated), or blocks side by side of about equal size with the rest for the rollout."""
+        aside: dict[str, Any] = {"env,reward": {"node_group": NODE, "placement": "all"}}
+        if self._written is PlacementMode.COLLOCATED:
+            return {"actor,rollout": "all"} | aside
+        names = [name for name in _EXCLUSIVE if name in self._sizes or name in ("actor", "rollout")]
+        layout: dict[str, Any] = {}
+        start = 0
+        for position, name in enumerate(names):
+            unit = self._unit_of(name)
+            room = total - start if name == "rollout" else (total - start) // (len(names) - position)
+            size = room // unit * unit
+            if not size and total - start >= unit:
+                size = unit
+            if not size:
+                raise PlacementError(
+                    f"component {name}: {unit} resources must be left for one replica, got {total - start} of {total}; "
+                    "add resources or write componentPlacement"
+                )
+            layout[name] = f"{start}-{start + size - 1}"
+            start += size
+        return layout | aside
+
+    def _unit_of(self, name: str) -> int:
+        sizes = self._sizes.get(name, {})
+        return RoleParallel(1, **sizes).unit
+
+    def _derive_mode(self, recompute: bool) -> PlacementMode:
+        if "inference" in self._components and not recompute:
+            raise PlacementError(
+                "component inference: needs algorithm.recomputeLogProbs true, got false; set it or remove the component"
+            )
+        sets = {
+            name: {unit.identity for unit in self._components[name].units}
+            for name in _EXCLUSIVE
+            if name in self._components
+        }
+        for name in sets:
+            ranks = self._components[name].resources
+            if ranks != list(range(ranks[0], ranks[-1] + 1)):
+                raise PlacementError(
+                    f"component {name}: resource ranks must be contiguous, got {ranks}; close the gaps"
+                )
+        if self._written is PlacementMode.HYBRID:
+            return PlacementMode.HYBRID
+        derived = self._derived(sets)
+        quoted = "; ".join(f"{name} {self._components[name].resources}" for name in sets)
+        if derived is None:
+            raise PlacementError(
+                f"components must have equal sets (colocated) or disjoint sets (disaggregated) of resources, got {quoted}; "
+                "change them or write mode: hybrid"
+            )
+        if self._written not in (None, derived):
+            raise PlacementError(
+                f"mode must be {derived} for these sets, got {self._written} with {quoted}; change one of them"
+            )
+        dedicated = [name for name in _DEDICATED if name in sets]
+        if derived is PlacementMode.COLLOCATED and dedicated:
+            raise PlacementError(
+                f"component {dedicated[0]}: colocated mode has no dedicated inference, got {quoted}; remove it"
+            )
+        return derived
+
+    @staticmethod
+    def _derived(sets: Mapping[str, set[tuple[int, str, int]]]) -> PlacementMode | None:
+        if sets["actor"] == sets["rollout"]:
+            return PlacementMode.COLLOCATED
+        disjoint = sum(map(len, sets.values())) == len(set().union(*sets.values()))
+        return PlacementMode.DISAGGREGATED if disjoint else None
+
+    def _check_sizes(self, name: str) -> RoleParallel:
+        component = self._components[name]
+        world = len(component.resources) if component.on_hardware else component.num_processes
+        parallel = RoleParallel(world, **self._sizes.get(name, {}))
+        if parallel.tensor > world:
+            raise PlacementError(
+                f"component {name}: tensor {parallel.tensor} must be at most its world {world}; lower it"
+            )
+        if world % parallel.unit:
+            raise PlacementError(
+                f"component {name}: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} must "
+                f"divide its world {world}; change the sizes or the resources"
+            )
+        return parallel
+
+    def _pack(self) -> None:
+        """Replace the strategies of components on hardware by packed ones."""
+        for name, parallel in self._parallel.items():
+            component = self._components[name]
+            if not component.on_hardware:
+                continue
+            per_process, stride = 1, 1
+            if name == "rollout":
+                per_process = parallel.unit
+                actor = self._parallel["actor"].tensor
+                if (
+                    self.mode is PlacementMode.COLLOCATED
+                    and parallel.unit == parallel.tensor
+                    and actor % per_process == 0
+                ):
+                    stride = actor // per_process
+            self._replace(name, component, per_process, stride)
+        for alias, name in _ALIASES.items():
+            if alias in self._components:
+                self._components[alias] = self._components[name]
+
+    def _replace(self, name: str, component: Component, per_process: int, stride: int) -> None:
+        ranks = component.resources
+        num_processes = len(ranks) // per_process
+        if component.num_processes not in (len(ranks), num_processes):
+            raise PlacementError(
+                f"component {name}: {len(ranks)} resources make {num_processes} processes of {per_process}, "
+                f"got {component.num_processes} processes written; leave the process ranks out"
+            )
+        strategy = PackedPlacementStrategy(ranks[0], ranks[-1], per_process, stride, component.labels)
+        try:
+            strategy.get_placement(self.inventory)
+        except PlacementError as error:
+            raise type(error)(f"component {name}: {error}") from error
+        self._components[name] = replace(component, strategy=strategy)
+
+
+def _written_mode(mode: Any) -> PlacementMode | None:
+    if mode is None:
+        return None
+    try:
+        return PlacementMode(mode)
+    except ValueError as error:
+        raise PlacementError(f"mode must be one of {', '.join(PlacementMode)}, got {mode!r}") from error
+
+
+def _parallel_sizes(parallelism: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for name, sizes in parallelism.items():
+        wrong = {key: value for key, value in sizes.items() if key not in _SIZES or value < 1}
+        if wrong:
+            raise PlacementError(f"parallelism of {name} must have sizes >= 1 under {', '.join(_SIZES)}, got {wrong}")
+        found[_ALIASES.get(name, name)] = dict(sizes)
+    return found

@@ -1,0 +1,128 @@
+"""The placement map: the worked example, every rule with its words, and maps generated from what they must mean."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.api.errors import PlacementError, PlacementRangeError
+from rl_core.plan.placement import PlacementPart, parse_placement, parse_ranks
+
+
+def assigned(value, total):
+    return {process: list(ranks) for part in parse_placement(value, total) for process, ranks in part.assignments()}
+
+
+def test_worked_example():
+    found = assigned("2-5:0-1,8,9-10:3-6", 12)
+    assert found == {0: [2, 3], 1: [4, 5], 2: [8], 3: [9], 4: [9], 5: [10], 6: [10]}
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (3, [PlacementPart((3,), (0,))]),
+        ("all", [PlacementPart((0, 1, 2, 3), (0, 1, 2, 3))]),
+        ("all:0-1", [PlacementPart((0, 1, 2, 3), (0, 1))]),
+        (" 0 - 1 : 0 - 3 , ,", [PlacementPart((0, 1), (0, 1, 2, 3))]),
+        (["0-1", 3], [PlacementPart((0, 1), (0, 1)), PlacementPart((3,), (2,))]),
+        (("0:0-1", "2-3"), [PlacementPart((0,), (0, 1)), PlacementPart((2, 3), (2, 3))]),
+    ],
+)
+def test_forms_of_a_map(value, parts):
+    assert parse_placement(value, 4) == parts
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", "Invalid rank format"),
+        (" , ", "Invalid rank format"),
+        ("a", "Invalid rank format"),
+        ("3-1", "Invalid rank format"),
+        ("-1", "Invalid rank format"),
+        ("0:", "Invalid rank format"),
+        ("0:1:2", "Invalid rank format"),
+        ("0:all", "Invalid rank format"),
+        ("all,3", "Invalid rank format"),
+        (True, "Invalid rank format"),
+        (None, "Invalid rank format"),
+        ("0-8", r"out of range \[0, 7\]"),
+        ("0-3,3-4", "Resource ranks must be unique"),
+        ("4-5,0-1", "Resource ranks must be in ascending order"),
+        ("0:1", "Process ranks must be in ascending order"),
+        ("0:0,1:2", "Process ranks must be in ascending order"),
+        ("0:0-1,1:1-2", "Process ranks must be in ascending order"),
+        ("0-3:0-2", "must divide"),
+        ("0-1:0-2", "must divide"),
+    ],
+)
+def test_broken_rule_is_named(value, words):
+    with pytest.raises(PlacementError, match=words):
+        parse_placement(value, 8)
+
+
+def test_error_suits_callers_of_either_convention():
+    for kind in (ValueError, AssertionError, IndexError, PlacementRangeError):
+        with pytest.raises(kind, match=r"'2-9'.*total 8"):
+            parse_placement("0,2-9", 8)
+
+
+@st.composite
+def meanings(draw):
+    """A list of (resources, num_processes, written processes?) that a legal map can say."""
+    resource, process, parts = 0, 0, []
+    for _ in range(draw(st.integers(1, 5))):
+        resource += draw(st.integers(0, 2))
+        small = draw(st.integers(1, 4))
+        large = small * draw(st.integers(1, 3))
+        num_resources, num_processes = draw(st.sampled_from([(small, large), (large, small)]))
+        written = draw(st.booleans()) or num_resources != num_processes
+        parts.append((range(resource, resource + num_resources), range(process, process + num_processes), written))
+        resource, process = resource + num_resources, process + num_processes
+    return parts
+
+
+def rendered(ranks, spaces):
+    text = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    return f" {text} " if spaces else text
+
+
+@settings(max_examples=150, deadline=None)
+@given(parts=meanings(), spaces=st.booleans())
+def test_map_means_what_it_was_written_for(parts, spaces):
+    text = ",".join(
+        rendered(resources, spaces) + (":" + rendered(processes, spaces) if written else "")
+        for resources, processes, written in parts
+    )
+    total = parts[-1][0][-1] + 1
+    expected = {}
+    for resources, processes, _ in parts:
+        for index, process in enumerate(processes):
+            low = index * len(resources) // len(processes)
+            high = max(low + 1, (index + 1) * len(resources) // len(processes))
+            expected[process] = list(resources[low:high])
+    assert assigned(text, total) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(alphabet="0123456789-:, al", max_size=14), total=st.integers(0, 12))
+def test_any_text_is_refused_or_means_a_legal_placement(text, total):
+    try:
+        parts = parse_placement(text, total)
+    except PlacementError:
+        return
+    resources = [rank for part in parts for rank in part.resources]
+    assert resources == sorted(set(resources)) and resources[0] >= 0 and resources[-1] < total
+    assert [p for part in parts for p in part.processes] == list(range(sum(len(part.processes) for part in parts)))
+
+
+def test_ranks_of_one_item_or_a_list():
+    assert parse_ranks("0-2,5") == [0, 1, 2, 5]
+    assert parse_ranks(4) == [4]
+    assert parse_ranks("all", 3) == [0, 1, 2]
+    with pytest.raises(PlacementError, match="Invalid rank format"):
+        parse_ranks("all")
+    with pytest.raises(PlacementRangeError, match="out of range"):
+        parse_ranks("3", 3)
+    with pytest.raises(PlacementError, match="must be unique"):
+        parse_ranks("0-2,2")
