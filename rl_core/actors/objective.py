@@ -1,0 +1,69 @@
+"""The loss of a micro-batch as the job asks for it: policy loss, KL to the reference, entropy bonus.
+
+Legend: B rows of the micro-batch, T width of the longest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rl_core.algorithms.aggregation import LossNormalizers
+from rl_core.algorithms.kl import kl_loss
+from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
+from rl_core.api.algorithm import AlgorithmSpec
+
+
+class PolicyObjective:
+    """`algorithm.loss` made callable."""
+
+    def __init__(self, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
+        """`max_tokens`: response limit, the normaliser of `seq-mean-token-sum-norm`."""
+        self._spec = algorithm.loss
+        self._options = _policy_options(algorithm)
+        self._aggregation: dict[str, Any] = {"aggregation": algorithm.aggregation, "max_tokens": max_tokens}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether reference log-probabilities enter."""
+        return self._spec.kl_coefficient > 0
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        columns: Mapping[str, Tensor],
+        normalizers: LossNormalizers,
+    ) -> LossResult:
+        """Return this micro-batch's share of the step's loss from log-probabilities and entropies [B, T].
+
+        `columns` [B, T]: loss_mask, old_log_probs, advantages and, where used, weights, ref_log_probs.
+        """
+        mask, shared = columns["loss_mask"], self._aggregation | {"normalizers": normalizers}
+        inputs = LossInputs(
+            log_probs=log_probs,
+            old_log_probs=columns["old_log_probs"],
+            advantages=columns["advantages"],
+            mask=mask,
+            weights=columns.get("weights"),
+            **shared,
+        )
+        kl = None
+        if self.needs_reference:
+            kl = kl_loss(log_probs, columns["ref_log_probs"], mask, estimator=self._spec.kl_estimator, **shared)
+        return combine_losses(
+            compute_policy_loss(self._spec.name, inputs, **self._options),
+            kl=kl,
+            kl_coefficient=self._spec.kl_coefficient,
+            entropy=None if entropy is None else entropy_term(entropy, mask, **shared),
+            entropy_coefficient=self._spec.entropy_coefficient,
+        )
+
+
+def _policy_options(algorithm: AlgorithmSpec) -> dict[str, Any]:
+    """Return the options the chosen policy loss honours."""
+    loss = algorithm.loss
+    if loss.name == "reinforce":
+        return {}
+    clip = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    return clip | {"dual_clip": loss.dual_clip} if loss.name == "ppo_clip" else clip

@@ -1,0 +1,140 @@
+"""From prompt groups to what the loss needs: rewards shaped, masks narrowed, advantages and correction weights.
+
+Legend: B completions of this rank, S padded width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.algorithms.advantages import AdvantageInputs, clip_advantages, compute_advantages
+from rl_core.algorithms.filtering import overlong_filter, sequence_error_mask
+from rl_core.algorithms.losses.importance import importance_weights
+from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
+from rl_core.algorithms.stats import Stat
+from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.records import PromptGroupRecord
+from rl_core.batching.collate import TrainingBatch, collate_groups
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class PreparedBatch:
+    """A rank's completions on their way to the loss."""
+
+    batch: TrainingBatch
+    old_log_probs: Tensor | None = None
+    """[B, S] of the policy before the update, when they are computed again; else the rollout's are used."""
+    ref_log_probs: Tensor | None = None
+    """[B, S] of the reference policy, when the loss has a KL term."""
+    weights: Tensor | None = None
+    """[B, S] correction weights."""
+    advantages: Tensor | None = None
+    """[B, S]."""
+    metrics: dict[str, Stat] = field(default_factory=dict)
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return the columns of the training rows. Raises RuntimeError before advantages are there."""
+        if self.advantages is None:
+            raise RuntimeError("run_training needs advantages, got none; call compute_advantages_and_returns first")
+        old = self.batch.rollout_log_probs if self.old_log_probs is None else self.old_log_probs
+        columns = {
+            "input_ids": self.batch.input_ids,
+            "loss_mask": self.batch.loss_mask,
+            "old_log_probs": old,
+            "advantages": self.advantages,
+        }
+        optional = {"weights": self.weights, "ref_log_probs": self.ref_log_probs}
+        return columns | {name: column for name, column in optional.items() if column is not None}
+
+
+def collate(records: Sequence[PromptGroupRecord], *, max_length: int) -> PreparedBatch:
+    """Return the records as a batch. Raises DataError naming the sample that is malformed or too long."""
+    return PreparedBatch(batch=collate_groups(records, pad_token_id=0, max_length=max_length))
+
+
+def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens: int, reduce: Reduce | None) -> None:
+    """Shape rewards, narrow masks and compute weights and advantages in place; `reduce` sums over ranks."""
+    prepared.batch = _shape_rewards(prepared.batch, algorithm, max_new_tokens)
+    _correct_mismatch(prepared, algorithm)
+    batch = prepared.batch
+    result = compute_advantages(
+        algorithm.name,
+        AdvantageInputs(mask=batch.loss_mask, group_ids=batch.group_ids, valid=batch.valid, rewards=batch.rewards),
+        whiten=algorithm.whiten,
+        reduce=reduce,
+    )
+    limit = algorithm.advantage_clip
+    prepared.advantages = (
+        result.advantages if limit is None else clip_advantages(result.advantages, low=-limit, high=limit)
+    )
+    prepared.metrics |= result.metrics
+
+
+def _shape_rewards(batch: TrainingBatch, algorithm: AlgorithmSpec, max_new_tokens: int) -> TrainingBatch:
+    """Apply scale, overlong penalty, stop-properly and the overlong filter, in this order."""
+    rewards, overlong, scale = batch.rewards, algorithm.overlong, algorithm.reward_scale
+    if scale is not None:
+        rewards = scale_rewards(rewards, **scale.model_dump())
+    if overlong.buffer is not None:
+        generated = batch.loss_mask.sum(dim=1)
+        rewards = shape_overlong(
+            rewards,
+            generated,
+            max_length=max_new_tokens,
+            buffer=overlong.buffer,
+            penalty=overlong.penalty,
+            cap=overlong.penalty_cap,
+        )
+    if overlong.stop_properly_coefficient is not None:
+        rewards = shape_stop_properly(rewards, batch.truncated, coefficient=overlong.stop_properly_coefficient)
+    valid, sample_mask = batch.valid, batch.sample_mask
+    if overlong.filter:
+        valid, kept = overlong_filter(batch.valid, batch.truncated, keep_in_baseline=overlong.keep_in_baseline)
+        sample_mask = sample_mask & kept
+    return _masked(replace(batch, rewards=rewards, valid=valid), sample_mask)
+
+
+def _correct_mismatch(prepared: PreparedBatch, algorithm: AlgorithmSpec) -> None:
+    """Drop rows the trainer scores very differently and weigh the others, from log-probabilities computed again."""
+    batch, old = prepared.batch, prepared.old_log_probs
+    if old is None:
+        return
+    if algorithm.sequence_error_threshold is not None:
+        agrees = sequence_error_mask(
+            batch.rollout_log_probs, old, batch.loss_mask, threshold=algorithm.sequence_error_threshold
+        )
+        prepared.batch = batch = _masked(batch, batch.sample_mask & agrees)
+    if algorithm.importance is not None:
+        options: dict[str, Any] = algorithm.importance.model_dump()
+        prepared.weights, metrics = importance_weights(old, batch.rollout_log_probs, batch.loss_mask, **options)
+        prepared.metrics |= metrics
+
+
+def _masked(batch: TrainingBatch, sample_mask: Tensor) -> TrainingBatch:
+    return replace(batch, sample_mask=sample_mask, loss_mask=batch.loss_mask & sample_mask[:, None])
+
+
+def group_entry(record: PromptGroupRecord, *, min_std: float, rank: int) -> dict[str, Any]:
+    """Return what the runner needs to admit a finished group (protocol.md 2): versions, tokens, raw rewards, informative or not."""
+    rewards = [float(completion.reward) for completion in record.completions]
+    finite = torch.tensor([reward for reward in rewards if reward == reward], dtype=torch.float64)
+    versions = [version for completion in record.completions for version in completion.policy_versions]
+    return {
+        "group_id": record.group_id,
+        "lease_token": record.lease_token,
+        "v_min": min(versions, default=record.start_version),
+        "v_max": max(versions, default=record.end_version),
+        "tokens": sum(_generated(completion.message_log) for completion in record.completions),
+        "rewards": rewards,
+        "informative": len(finite) >= 2 and float(finite.std()) > min_std,
+        "rank": rank,
+    }
+
+
+def _generated(log: Sequence[Any]) -> int:
+    return sum(len(message["generation_logprobs"]) for message in log if message.get("generation_logprobs") is not None)

@@ -1,0 +1,35 @@
+"""The reference policy: a host copy of the starting weights that takes the trained weights' place for a forward pass."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rl_core.actors.shards import storage_tensors
+
+
+class ReferencePolicy:
+    """This rank's share of the starting weights, in host memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Copy `tensors` as they are now (each storage once)."""
+        self._live = storage_tensors(list(tensors))
+        self._held = [tensor.to("cpu", copy=True) for tensor in self._live]
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Have the starting weights in the model inside the block; the trained ones are back afterwards, bit for bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        # One tensor at a time: the device never holds both policies.
+        with torch.no_grad():
+            for live, held in zip(self._live, self._held, strict=True):
+                passing = live.to("cpu", copy=True)
+                live.copy_(held)
+                held.copy_(passing)

@@ -1,0 +1,95 @@
+"""What one training step tells: statistics of all micro-batches and ranks, merged as sums and divided once."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import torch
+
+from rl_core.actors.ranks import Ranks
+from rl_core.actors.schedule import OptimizerCounts
+from rl_core.algorithms.stats import Stat, finish_stats, merge_stats
+
+
+class StepReport:
+    """Collects over one `run_training`."""
+
+    def __init__(self, counts: OptimizerCounts) -> None:
+        """`counts`: the actor's running counters; the report tells their values at the end of the step."""
+        self._counts = counts
+        self._before = asdict(counts)
+        self._stats: list[Mapping[str, Stat]] = []
+        self._last: list[Mapping[str, Stat]] = []
+        self._norms: list[float] = []
+        self._rate = 0.0
+        self._seconds: dict[str, float] = {}
+        self.imbalance = 1.0
+        self.early_stopped = False
+
+    @contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Add the block's seconds to `time/<what>`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
+
+    def add(self, stats: Mapping[str, Stat]) -> None:
+        """Take in statistics of the whole step."""
+        self._stats.append(stats)
+
+    def add_step(self, stats: Iterable[Mapping[str, Stat]], *, norm: float, rate: float) -> None:
+        """Take in the micro-batches of one optimizer step, its gradient norm (equal on all ranks) and learning rate."""
+        self._last = list(stats)
+        self._stats.extend(self._last)
+        self._norms.append(norm)
+        self._rate = rate
+
+    def exceeds(self, ranks: Ranks, *, ratio: float | None, kl: float | None) -> bool:
+        """Return whether the last optimizer step's mean ratio or KL over all ranks is above its bound; collective when one is set."""
+        if (ratio is None and kl is None) or not self._last:
+            return False
+        values = finish_stats(_over_ranks(ranks, merge_stats(self._last)))
+        over_ratio = ratio is not None and values.get("ratio_mean", 0.0) > ratio
+        over_kl = kl is not None and values.get("approx_kl", 0.0) > kl
+        self.early_stopped = over_ratio or over_kl
+        return self.early_stopped
+
+    def finish(self, ranks: Ranks, *, tokens: int, seconds: float) -> dict[str, float]:
+        """Return the step's metrics over all ranks; collective. `tokens`: of all rows, `seconds`: of the whole step."""
+        metrics = finish_stats(_over_ranks(ranks, merge_stats(self._stats)))
+        updates = max(self._counts.attempted - self._before["attempted"], 0)
+        for name in ("loss", "policy_loss"):
+            if name in metrics:
+                # Sums over the parts of one optimizer step; several steps are averaged.
+                metrics[name] /= max(updates, 1)
+        finite = [norm for norm in self._norms if norm == norm and abs(norm) != float("inf")]
+        applied = self._counts.applied - self._before["applied"]
+        return metrics | {
+            "grad_norm": sum(finite) / len(finite) if finite else (self._norms or [0.0])[-1],
+            "lr": self._rate,
+            "update_success": applied / updates if updates else 0.0,
+            "skipped_updates": float(self._counts.skipped),
+            "empty_steps": float(self._counts.empty),
+            "early_stopped": float(self.early_stopped),
+            "perf/train_tokens_per_second": tokens / seconds,
+            "perf/dp_imbalance": self.imbalance,
+            **{f"time/{name}": value for name, value in self._seconds.items()},
+        }
+
+
+def _over_ranks(ranks: Ranks, stats: dict[str, Stat]) -> dict[str, Stat]:
+    if ranks.size == 1:
+        return stats
+    table = torch.stack([torch.stack((stat.total, stat.count)) for stat in stats.values()]).tolist() if stats else []
+    held = {name: [stat.kind, *row] for (name, stat), row in zip(stats.items(), table, strict=True)}
+    parts = [
+        {
+            name: Stat(kind, torch.tensor(total, dtype=torch.float64), torch.tensor(count))
+            for name, (kind, total, count) in part.items()
+        }
+        for part in ranks.gather(held)
+    ]
+    return merge_stats(parts)

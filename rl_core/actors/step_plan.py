@@ -1,0 +1,60 @@
+"""Which rows form an optimizer step, and which rank trains them. Pure; equal on all ranks without talking.
+
+Mini-batches are cut from the whole step before rows are dealt to ranks, so the number of ranks changes no optimizer step (I9).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.batching.balance import karmarkar_karp, load_ratio, sequence_costs, split_evenly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochPlan:
+    """One pass over the step's rows."""
+
+    minibatches: list[list[list[int]]]
+    """[mini-batch][rank] -> row numbers, ascending."""
+    destination: list[int]
+    """Rank that trains each row."""
+    imbalance: float
+    """Largest over mean cost of a rank, over the whole pass."""
+
+
+def plan_epoch(
+    lengths: Sequence[int],
+    *,
+    minibatches: int,
+    ranks: int,
+    hidden_size: int,
+    balance: bool,
+    seed: Sequence[int],
+) -> EpochPlan:
+    """Return the plan of one pass over rows of `lengths` tokens.
+
+    With several mini-batches rows are shuffled by `seed` (seed, step, pass). `balance` deals by the cost of a transformer of
+    `hidden_size`, else in order. Fewer rows than mini-batches leave the last ones empty.
+    """
+    order = list(range(len(lengths)))
+    if minibatches > 1:
+        order = np.random.default_rng(list(seed)).permutation(len(lengths)).tolist()
+    costs = sequence_costs(lengths, linear=1.0, quadratic=1.0 / (12 * hidden_size))
+    cuts = [_deal(sorted(part), costs, ranks, balance) for part in split_evenly(order, minibatches)]
+    destination = [0] * len(lengths)
+    for cut in cuts:
+        for rank, rows in enumerate(cut):
+            for row in rows:
+                destination[row] = rank
+    loads = [[row for row, rank in enumerate(destination) if rank == r] for r in range(ranks)]
+    return EpochPlan(minibatches=cuts, destination=destination, imbalance=load_ratio(costs, loads) if lengths else 1.0)
+
+
+def _deal(rows: list[int], costs: Sequence[float], ranks: int, balance: bool) -> list[list[int]]:
+    if ranks == 1:
+        return [rows]
+    if not balance:
+        return [list(part) for part in split_evenly(rows, ranks)]
+    # The heaviest part goes to rank 0 in every mini-batch otherwise; ranks wait for each other in each, so it costs nothing.
+    return [sorted(rows[index] for index in part) for part in karmarkar_karp([costs[row] for row in rows], ranks)]
