@@ -1,0 +1,84 @@
+"""Bad input and user code that misbehaves: a clear error or a counted drop, never a hang or a bare traceback."""
+
+import pytest
+from conftest import Run, job_document
+
+
+def write(folder, name, text):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"algorithm": {"groupSize": 1}}, ["groupSize must be at least 2", "got 1"]),
+        ({"algorithm": {"promptsPerStep": 3}, "actor": {"replicas": 2}}, ["promptsPerStep", "data-parallel size 2"]),
+        ({"rollout": {"minReplicas": 5}}, ["minReplicas must not exceed replicas 2"]),
+        ({"model": {"path": "/nowhere"}}, ["spec.model.path", "/nowhere"]),
+        ({"data": {"train": "/nowhere.jsonl"}}, ["data.train must be an existing file"]),
+        ({"env": {"type": "reward", "reward": "reward:absent"}}, ["reward:absent"]),
+        ({"env": {"type": "reward", "reward": "no_such_module:f"}}, ["no_such_module"]),
+        ({"env": {"type": "mathh"}}, ["mathh", "math"]),
+        ({"env": {"type": "math", "reward": None, "options": {"comparatr": "exact"}}}, ["comparatr"]),
+        ({"rollout": {"maxSequenceLength": 4096}}, ["max_position_embeddings 64"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, tiny, spec, words):
+    run = Run(tmp_path, job_document(tiny, **spec), python_path=tiny)
+    assert run.run() == 2, run.text
+    assert all(word in run.text for word in words), run.text
+    assert "Traceback" not in run.text and not (run.output / "processes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", "at least one row"), ('{"prompt": "a"}\n{oops\n', "train.jsonl:2")],
+    ids=["empty", "malformed"],
+)
+def test_unusable_data_is_refused_with_its_line(tmp_path, tiny, content, words):
+    path = write(tmp_path, "train.jsonl", content)
+    run = Run(tmp_path / "run", job_document(tiny, data={"train": str(path)}), python_path=tiny)
+    assert run.run() == 2 and words in run.text, run.text
+
+
+MISBEHAVING = {
+    "raises": ("raise KeyError('no such column')", "no such column"),
+    "returns NaN": ("return [float('nan')] * len(completions)", "nan"),
+    "wrong length": ("return [1.0]", "1"),
+    "sleeps for ever": ("import time; time.sleep(3600)", "deadline"),
+    "exits": ("import os; os._exit(7)", "reward"),
+}
+
+
+@pytest.mark.parametrize("kind", MISBEHAVING)
+def test_a_reward_function_that_misbehaves_ends_the_run_naming_it_and_yields_no_zero(tmp_path, tiny, kind):
+    body, words = MISBEHAVING[kind]
+    write(tmp_path, "user_reward.py", f"def f(prompts, completions, **columns):\n    {body}\n")
+    spec = {
+        "env": {"type": "reward", "reward": "user_reward:f"},
+        "validation": {"beforeTraining": False},
+        "runtime": {"deadlines": {"envStep": 2.0}},
+    }
+    run = Run(tmp_path / "run", job_document(tiny, **spec), python_path=tmp_path)
+    code = run.run()
+    assert code in (3, 4), run.text + run.logs()
+    assert words.lower() in run.text.lower() and "maxDroppedGroups" in run.text, run.text
+    assert run.lines("ledger.jsonl") == [] and run.status()["phase"] == "Failed"
+
+
+def test_bad_samples_within_the_budget_are_dropped_counted_and_replaced(tmp_path, tiny):
+    write(
+        tmp_path,
+        "user_reward.py",
+        "def f(prompts, completions, **columns):\n    assert '003' not in prompts[0]\n    return [float(len(c)) for c in completions]\n",
+    )
+    spec = {
+        "env": {"type": "reward", "reward": "user_reward:f"},
+        "algorithm": {"promptsPerStep": 4, "groupSize": 4, "steps": 4, "maxDroppedGroups": 5},
+        "data": {"train": str(tiny / "data/train.jsonl"), "validation": None, "shuffle": False},
+    }
+    run = Run(tmp_path / "run", job_document(tiny, **spec), python_path=tmp_path)
+    assert run.run() == 0, run.text + run.logs()
+    assert 3 not in {line["prompt_index"] for line in run.lines("ledger.jsonl")}
+    assert run.lines("metrics.jsonl")[-1]["ledger/dropped"] == 1

@@ -1,0 +1,99 @@
+"""`kill -9` in mid-step of every kind of process, as design.md's fault table says: the run ends well and no group is trained twice."""
+
+import json
+
+import pytest
+from conftest import assert_trained_once
+
+
+def kill_mid_run(run, *, step, **match):
+    run.start()
+    run.at_step(step)
+    pid = run.kill(**match)
+    return pid
+
+
+@pytest.mark.parametrize(
+    "match",
+    [{"process": "worker", "role": "rollout", "index": 1}, {"process": "worker", "role": "env"}],
+    ids=["rollout", "env"],
+)
+def test_a_killed_worker_is_replaced_and_training_goes_on_in_the_same_epoch(start, match):
+    run = start(algorithm={"steps": 30}, validation={"everySteps": 1000, "beforeTraining": False})
+    pid = kill_mid_run(run, step=2, **match)
+    replaced = lambda: [p for p in run.processes(**match) if p["pid"] != pid]  # noqa: E731
+    run.until(replaced, "a replacement process")
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=30, groups=4)
+    assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
+
+
+@pytest.mark.parametrize("process", ["runner", "channel", "worker"], ids=["runner", "channel server", "actor rank"])
+def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_a_new_epoch(start, process):
+    run = start(algorithm={"steps": 12}, validation={"everySteps": 1000, "beforeTraining": False})
+    run.start()
+    run.at_step(5)
+    rollouts = {p["pid"] for p in run.processes(role="rollout", process="worker")}
+    run.kill(role="actor", process=process)
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=12, groups=4)
+    ledger = run.lines("ledger.jsonl")
+    assert [line["epoch"] for line in ledger] == sorted(line["epoch"] for line in ledger)
+    assert ledger[0]["epoch"] == 0 and ledger[-1]["epoch"] == 1
+    assert {p["pid"] for p in run.processes(role="rollout", process="worker")} <= rollouts or not run.processes()
+    assert run.status()["epoch"] == 1
+
+
+def test_restarts_are_bounded(start):
+    run = start(
+        algorithm={"steps": 200},
+        failurePolicy={"maxRestarts": 0},
+        validation={"everySteps": 1000, "beforeTraining": False},
+    )
+    run.start()
+    run.at_step(1)
+    run.kill(role="actor", process="worker")
+    assert run.wait() == 3
+    assert "maxRestarts" in run.text
+
+
+def history(run):
+    """Return what must be equal between two runs: per step the groups, and the rewards."""
+    groups = sorted((line["step"], line["group_id"], line["attempt"] >= 1) for line in run.lines("ledger.jsonl"))
+    rewards = [(line["step"], line["reward/mean"]) for line in run.lines("metrics.jsonl") if line["step"]]
+    return groups, rewards
+
+
+@pytest.mark.parametrize(
+    ("victim", "resumed"),
+    [({"role": "rollout", "process": "worker", "index": 0}, False), ({"role": "actor", "process": "worker"}, True)],
+    ids=["rollout killed", "actor killed"],
+)
+def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the_same_rewards(start, victim, resumed):
+    spec = {
+        "algorithm": {"steps": 8},
+        "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
+        "validation": {"everySteps": 1000, "beforeTraining": False},
+    }
+    calm = start(folder="calm", **spec)
+    assert calm.run() == 0, calm.text + calm.logs()
+    disturbed = start(folder="disturbed", **spec)
+    disturbed.start()
+    disturbed.at_step(3)
+    disturbed.kill(**victim)
+    assert disturbed.wait() == 0, disturbed.text + disturbed.logs()
+    assert (disturbed.status()["epoch"] > 0) == resumed
+    groups, rewards = history(calm)
+    assert history(disturbed)[0] == groups
+    assert [value for _, value in history(disturbed)[1]] == pytest.approx([value for _, value in rewards], abs=1e-6)
+
+
+def test_a_full_disk_while_checkpointing_ends_the_run_clearly_and_keeps_the_older_checkpoint(start, small_disk):
+    run = start(algorithm={"steps": 40}, checkpoint={"everySteps": 1, "keep": 40, "path": str(small_disk)})
+    assert run.run() == 3, run.text + run.logs()
+    assert "No space left on device" in run.text, run.text
+    complete = [path for path in small_disk.glob("step-*") if (path / "manifest.json").is_file()]
+    assert complete and not list(small_disk.glob(".step-*"))
+    for path in complete:
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert all((path / file["path"]).stat().st_size == file["size"] for file in manifest["files"])

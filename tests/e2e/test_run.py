@@ -1,0 +1,111 @@
+"""`rljob run` from start to end on real processes."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from conftest import assert_nothing_left, assert_trained_once
+
+
+def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(start):
+    run = start(algorithm={"steps": 4}, trackers=[{"name": "tensorboard"}])
+    run.start()
+    run.at_step(1)
+    pids = [entry["pid"] for entry in run.processes()]
+    roles = {(entry["role"], entry["index"]) for entry in run.processes()}
+    assert {("actor", 0), ("rollout", 0), ("rollout", 1), ("env", 0)} <= roles
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=4, groups=4)
+    assert_nothing_left(run, pids)
+    metrics = run.lines("metrics.jsonl")
+    wanted = {
+        "step", "policy_version", "epoch", "reward/mean", "train/policy_loss", "train/grad_norm", "train/staleness_max",
+        "time/step", "time/rollout", "time/train", "time/sync", "perf/tokens_per_second",
+    }  # fmt: skip
+    assert wanted <= set(metrics[-1])
+    assert "val/accuracy" in metrics[0] and "val/accuracy" in metrics[-1]
+    assert [line["policy_version"] for line in metrics] == [0, 1, 2, 3, 4]
+    assert (run.output / "checkpoints/step-00000004/manifest.json").is_file()
+    assert (run.output / "model/model.safetensors").is_file() and (run.output / "model/tokenizer.json").is_file()
+    assert run.status()["phase"] == "Finished" and run.status()["step"] == 4
+    assert (run.output / "job.yaml").is_file() and list((run.output / "tensorboard").glob("events*"))
+    assert {"actor-0.log", "rollout-0.log", "rollout-1.log", "env-0.log"} <= {
+        p.name for p in (run.output / "logs").iterdir()
+    }
+    assert not list((run.output / "checkpoints").glob(".step*"))
+
+
+def test_a_finished_run_is_not_mixed_with_a_fresh_one_and_resumes_to_more_steps(start):
+    run = start(algorithm={"steps": 2})
+    assert run.run() == 0, run.text + run.logs()
+    assert run.run() == 2 and "holds a run (at step 2)" in run.text
+    assert run.run("--resume", "auto", "--set", "algorithm.steps=4") == 0, run.text + run.logs()
+    assert_trained_once(run, steps=4, groups=4)
+
+
+def test_one_interrupt_checkpoints_and_ends_in_ten_seconds_and_the_run_resumes(start):
+    run = start(algorithm={"steps": 400}, checkpoint={"everySteps": None})
+    run.start()
+    run.at_step(3)
+    pids = [entry["pid"] for entry in run.processes()]
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    code = run.wait(30)
+    assert time.monotonic() - began < 10
+    assert code == 130, run.text + run.logs()
+    assert_nothing_left(run, pids)
+    step = run.status()["step"]
+    assert step >= 3 and (run.output / f"checkpoints/step-{step:08d}/manifest.json").is_file()
+    assert run.run("--resume", "auto", "--set", f"algorithm.steps={step + 2}") == 0, run.text + run.logs()
+    assert_trained_once(run, steps=step + 2, groups=4)
+
+
+def test_a_second_interrupt_ends_everything_at_once(start):
+    run = start(algorithm={"steps": 400})
+    run.start()
+    run.at_step(1)
+    pids = [entry["pid"] for entry in run.processes()]
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    run.wait(20)
+    assert time.monotonic() - began < 5
+    assert_nothing_left(run, pids)
+
+
+def test_a_killed_launcher_takes_its_processes_along(start):
+    run = start(algorithm={"steps": 400})
+    run.start()
+    run.at_step(1)
+    pids = [entry["pid"] for entry in run.processes()]
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(10)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert alive == []
+
+
+def test_status_top_and_logs_read_a_local_run(start):
+    import subprocess
+    import sys
+
+    run = start(algorithm={"steps": 2})
+    assert run.run() == 0, run.text + run.logs()
+
+    def rljob(*arguments):
+        command = [sys.executable, "-m", "rl_core.cli.main", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert json.loads(rljob("status", str(run.output)).stdout)["step"] == 2
+    assert "2/2" in rljob("top", str(run.output), "--once").stdout
+    assert "rollout-1: " in rljob("logs", str(run.output), "--role", "rollout").stdout
+    assert rljob("status", str(run.output / "nowhere")).returncode == 2
+
+
+@pytest.mark.parametrize("replicas", [2], ids=["two actor pods"])
+def test_data_parallel_actors_train_every_group_once(start, replicas):
+    run = start(algorithm={"steps": 2}, actor={"replicas": replicas, "optimizer": {"learningRate": 1.0e-3}})
+    assert run.run() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=2, groups=4)
