@@ -10,6 +10,7 @@ The control loop runs no user code, so a busy worker keeps its heartbeat. Torch 
 
 import asyncio
 import faulthandler
+import functools
 import importlib
 import logging
 import os
@@ -71,7 +72,7 @@ class Host:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        self.context.on_change = lambda: loop.call_soon_threadsafe(self._report_now.set)
+        self.context.on_change = functools.partial(loop.call_soon_threadsafe, self._report_now.set)
         self.servant = await self._on_handlers(self._make_servant())
         self._start_server()
         _connect_channel(self.identity, self.keys, self.context.epoch)

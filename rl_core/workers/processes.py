@@ -81,12 +81,12 @@ def memory_bytes(pid: int) -> int:
         return 0
 
 
-def marked(mark: str) -> Iterator[int]:
-    """Yield the pids of all processes whose environment holds `mark` (`NAME=value`), whoever their parent is; not ourselves.
+def marked(*marks: str) -> Iterator[int]:
+    """Yield the pids of all processes whose environment holds all `marks` (`NAME=value`), whoever their parent is; not ourselves.
 
     An environment is inherited, so this finds descendants that left every group and session.
     """
-    wanted = b"\0" + mark.encode() + b"\0"
+    wanted = [b"\0" + mark.encode() + b"\0" for mark in marks]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
@@ -94,5 +94,5 @@ def marked(mark: str) -> Iterator[int]:
             environment = (entry / "environ").read_bytes()
         except OSError:  # gone, or of another user
             continue
-        if wanted in b"\0" + environment + b"\0":
+        if all(mark in b"\0" + environment + b"\0" for mark in wanted):
             yield int(entry.name)

@@ -45,7 +45,8 @@ class Servant:
     async def construct(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Build the object of `{cls, args, kwargs, max_concurrency}`; the same again keeps it and tells it the epoch."""
         async with self._building:
-            return {"value": await self._construct(spec), "durations": {}}
+            await self._construct(spec)
+        return {"value": None, "durations": {}}
 
     async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Run a public method; return `{value, durations}`, the seconds by timer tag."""

@@ -66,7 +66,7 @@ class Supervisor:
         container: str | None = None,
         environ: Mapping[str, str] | None = None,
         grace: float | None = None,
-        host: str = "0.0.0.0",
+        host: str | None = None,
         health_port: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,7 +85,7 @@ class Supervisor:
         self._grace = float(self._environ.get("RLJOB_GRACE_SECONDS", DEFAULT_GRACE)) if grace is None else grace
         planned_port = self._processes[0].env.get("RLJOB_HEALTH_PORT", "7703")
         self._port = int(self._environ.get("RLJOB_HEALTH_PORT", planned_port)) if health_port is None else health_port
-        self._host = host
+        self._host = self._environ.get("RLJOB_HEALTH_HOST", "0.0.0.0") if host is None else host
         self._clock = clock
         self._foreign = processes.children()
         """Children of this process that are not ours to end."""
@@ -192,7 +192,7 @@ class Supervisor:
         if self._code is not None:
             return
         ended_by_request = self._signals > 0
-        if kind_of(process) == "worker" and not ended_by_request:
+        if kind_of(process) == "worker" and not ended_by_request and self._env_of(process).get("RLJOB_HUB"):
             self._spawn_task(asyncio.to_thread(self._tell_hub, process, self._restarts.get(process.name, 0), code))
         if code == ExitCode.DONE:
             if kind_of(process) == "runner":

@@ -1,0 +1,459 @@
+"""The launch plan as processes of this machine: LocalCluster plays the operator's part for `rljob run`.
+
+A thread runs an event loop that starts pods (one supervisor each), watches them, asks the runner for its status, and acts by
+`policy`. Invariant: when `wait` has returned, or this process is killed, no process of the run is left: supervisors end with
+their socket to us, their children with them, and a last sweep finds strays by a mark in their environment.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.settings import FailurePolicySpec
+from rl_core.launch.control import ControlClient
+from rl_core.launch.local_plan import as_attempt, control_port, localise, under_epoch
+from rl_core.launch.local_pod import LocalPod
+from rl_core.launch.policy import Action, Decision, RestartPolicy
+from rl_core.launch.ports import free_ports
+from rl_core.launch.registry import ProcessEntry, ProcessRegistry
+from rl_core.plan import keys
+from rl_core.plan.launch import LaunchPlan, PodPlan
+from rl_core.runner.history import write_json
+from rl_core.workers import processes
+from rl_core.workers.supervisor import ExitCode
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+"""Everything is gone so many seconds after the first Ctrl-C."""
+RUNNER_SHARE = 0.7
+"""Part of that time that the runner has to checkpoint."""
+STATUS_SECONDS = 1.0
+FINAL_PHASES = ("Finished", "Failed")
+INTERRUPTED = 130
+PRIVATE = ".rljob"
+"""Folder for keys, pod plans and the resolved job, inside the output folder."""
+
+
+class LocalCluster:
+    """Runs a LaunchPlan here. `start`, then `wait`; or `run`, which does both."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        workdir: str | os.PathLike[str],
+        plan_for: Callable[[int], LaunchPlan] | None = None,
+        policy: FailurePolicySpec | None = None,
+        resume: str = "none",
+        job: "RLJob | None" = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare to run `plan` with `workdir` as output folder.
+
+        `plan_for(epoch)` gives the plan of a later epoch (None: the same but for the epoch). `policy` None: the job's, else the
+        defaults. `resume` (auto, none, a path) holds for the first start; restarts resume. `job` is written for the runner
+        where the plan's RLJOB_CONFIG does not exist. `environ` None: this process's environment.
+        """
+        self.workdir = Path(workdir).resolve()
+        self.status: dict[str, Any] = {}
+        """The runner's last status."""
+        self.failure = ""
+        """Why the run failed, with the last lines of the process at fault."""
+        self._first = plan
+        self._plan_for = plan_for
+        self._job = job
+        self._resume = resume
+        self._environ = dict(os.environ if environ is None else environ)
+        spec = policy if policy is not None else (job.spec.failure_policy if job is not None else FailurePolicySpec())
+        self._policy = RestartPolicy(spec)
+        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._private = self.workdir / PRIVATE
+        self._ports = free_ports()
+        self._pods: dict[str, LocalPod] = {}
+        self._attempts: dict[str, int] = {}
+        self._code: int | None = None
+        self._done = threading.Event()
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock_file: IO[str] | None = None
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
+        self._say: Callable[[str], None] = lambda text: None
+        self._interrupts = 0
+
+    # --- the public face (any thread) ------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Present epoch."""
+        return self._plan.epoch
+
+    @property
+    def restarts(self) -> int:
+        """Counted restarts of the actor gang."""
+        return self._policy.restarts
+
+    def start(self) -> "LocalCluster":
+        """Start all pods; return self. Raises ConfigError when the folder cannot be used or another run uses it."""
+        self._prepare()
+        threading.Thread(target=self._thread, name="local-cluster", daemon=True).start()
+        self._started.wait()
+        if self._error is not None:
+            self._done.wait()
+            raise self._error
+        return self
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit code once the run ended and every process is gone (0, 2, 3, 4; 130 interrupted); None after `timeout` s.
+
+        On the main thread Ctrl-C and SIGTERM stop the run in order, the second one at once.
+        """
+        with self._signals():
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while not self._done.wait(0.5 if deadline is None else max(0.0, min(0.5, deadline - time.monotonic()))):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+        if self._error is not None:
+            raise self._error
+        return self._code
+
+    def run(
+        self,
+        *,
+        on_status: Callable[[dict[str, Any]], None] | None = None,
+        on_interrupt: Callable[[str], None] | None = None,
+    ) -> int:
+        """Start, wait and return the exit code; `on_status` takes each new status, `on_interrupt` a line when a signal arrives."""
+        self._listeners += [on_status] if on_status is not None else []
+        self._say = on_interrupt or self._say
+        with self._signals():
+            self.start()
+            code = self.wait()
+        assert code is not None
+        return code
+
+    def stop(self, grace: float = STOP_SECONDS) -> None:
+        """Ask for a checkpoint and end everything within `grace` seconds; returns at once, `wait` for the end."""
+        self._schedule(lambda: self._begin_end(INTERRUPTED, "stopped on request", grace))
+
+    def kill(self) -> None:
+        """End everything now; `wait` for the end."""
+        self._schedule(self._kill)
+
+    def pids(self) -> list[ProcessEntry]:
+        """Return the live processes, as in processes.json."""
+        return self._registry.entries()
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        try:
+            for folder in (self.workdir, self.workdir / "logs", self._private):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock_file = (self._private / "lock").open("w")
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{self.workdir} is in use by another run; choose another folder with --output"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"the output folder {self.workdir} must be writable, got: {error.strerror}") from error
+        self._key_folder = self._private / "keys"
+        if not (self._key_folder / keys.TOKEN_FILE).is_file():
+            files = keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), self._first.uid)
+            keys.write_key_folder(self._key_folder, files)
+        self._config: Path | None = None
+        if self._job is not None:
+            self._config = self._private / "job.json"
+            self._config.write_text(self._job.model_dump_json(by_alias=True))
+        self._plan = self._localised(self._first)
+        port = control_port(self._plan)
+        self._control = ControlClient(port, self._key_folder / keys.TOKEN_FILE) if port else None
+        self._registry = ProcessRegistry(self.workdir / "processes.json")
+
+    def _localised(self, plan: LaunchPlan) -> LaunchPlan:
+        return localise(plan, ports=self._ports, curve_dir=self._key_folder, config=self._config)
+
+    def _thread(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except Exception as error:
+            logger.exception("the local cluster failed")
+            self._error = error
+        finally:
+            self._sweep()
+            self._started.set()
+            self._done.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ending = asyncio.Event()
+        try:
+            for pod in self._plan.pods:
+                self._start_pod(pod)
+            self._started.set()
+            poll = self._spawn(self._poll_status())
+            await self._ending.wait()
+            await self._end()
+            poll.cancel()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._kill_pods(list(self._pods.values()))
+            self._write_final()
+            if self._lock_file is not None:
+                self._lock_file.close()
+
+    def _start_pod(self, plan: PodPlan) -> None:
+        attempt = self._attempts.get(plan.name, -1) + 1
+        self._attempts[plan.name] = attempt
+        plan_file = self._private / f"{plan.role}-{plan.index}.json"
+        environ = {
+            **self._environ,
+            "RLJOB_OUTPUT": str(self.workdir),
+            "RLJOB_CURVE_DIR": str(self._key_folder),
+            "RLJOB_HEALTH_PORT": "0",
+            "RLJOB_HEALTH_HOST": "127.0.0.1",
+            "RLJOB_GRACE_SECONDS": str(STOP_SECONDS),
+            "RLJOB_RESUME": self._resume if self._plan.epoch == self._first.epoch else "auto",
+            "RLJOB_LAUNCHER": self._mark,
+            "RLJOB_POD": plan.name,
+        }
+        pod = LocalPod(
+            as_attempt(plan, attempt),
+            attempt=attempt,
+            plan_file=plan_file,
+            log_file=self.workdir / "logs" / f"{plan.role}-{plan.index}.log",
+            environ=environ,
+            on_event=self._on_event,
+            on_end=self._on_pod_end,
+        )
+        self._pods[plan.name] = pod
+        entry = ProcessEntry(role=plan.role, index=plan.index, rank=None, pid=pod.pid, process="supervisor")
+        self._registry.add(entry)
+
+    # --- watching --------------------------------------------------------------------------------------------------
+
+    def _on_event(self, pod: LocalPod, event: dict[str, Any]) -> None:
+        if event["event"] == "started":
+            kind = event.get("process", "worker")
+            rank = event.get("rank") if kind in ("worker", "env-child") else None
+            entry = ProcessEntry(role=pod.role, index=pod.index, rank=rank, pid=event["pid"], process=kind)
+            self._registry.add(entry, parent=event.get("parent", pod.pid))
+        elif event["event"] == "ended":
+            self._registry.remove(event["pid"])
+            if event.get("code"):
+                logger.info("pod %s: %s", pod.plan.name, event.get("reason", event))
+
+    def _on_pod_end(self, pod: LocalPod) -> None:
+        self._registry.remove(pod.pid)
+        self._sweep(pod.plan.name)
+        if pod.expected or self._ending.is_set():
+            return
+        assert pod.returncode is not None
+        reason = f"pod {pod.plan.name} ended with code {pod.returncode}" + (f": {pod.reason}" if pod.reason else "")
+        decision = self._policy.pod_ended(pod.role, pod.index, pod.returncode, reason)
+        self._carry_out(decision, pod)
+
+    def _carry_out(self, decision: Decision, pod: LocalPod | None = None) -> None:
+        action = decision.action
+        if action is Action.NONE:
+            return
+        if action is Action.FINISH:
+            self._begin_end(decision.code, "", STOP_SECONDS)
+            return
+        logger.warning("%s: %s", action.value, decision.reason)
+        if action is Action.FAIL:
+            self._begin_end(decision.code, decision.reason, STOP_SECONDS)
+        elif action is Action.RESTART_POD and pod is not None:
+            self._spawn(self._replace_pod(pod.plan.name, decision.pause))
+        elif action is Action.RESTART_ROLE:
+            self._spawn(self._restart_role(decision.role))
+        elif action is Action.RESTART_JOB:
+            self._spawn(self._restart_job())
+
+    async def _replace_pod(self, name: str, pause: float) -> None:
+        if pause:
+            logger.warning("pod %s ended too often: waiting %.0f s", name, pause)
+            await asyncio.sleep(pause)
+        if not self._ending.is_set() and not self._pods[name].running:
+            self._start_pod(next(plan for plan in self._plan.pods if plan.name == name))
+
+    async def _restart_role(self, role: str) -> None:
+        pods = [pod for pod in self._pods.values() if pod.role == role]
+        await self._kill_pods(pods)
+        for pod in pods:
+            await self._replace_pod(pod.plan.name, 0.0)
+
+    async def _restart_job(self) -> None:
+        """End what is left of the actor gang and start it under the next epoch; rollouts and envs stay and find it again."""
+        await self._kill_pods([pod for pod in self._pods.values() if pod.role == "actor"])
+        if self._ending.is_set():
+            return
+        epoch = self._plan.epoch + 1
+        plan = self._plan_for(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
+        self._plan = self._localised(plan)
+        self.status = {}
+        self._tell({**self._last_written(), "phase": "Restarting", "epoch": epoch, "stall": None})
+        for pod in self._plan.pods:
+            if pod.role == "actor":
+                self._start_pod(pod)
+
+    async def _poll_status(self) -> None:
+        while self._control is not None:
+            await asyncio.sleep(STATUS_SECONDS)
+            epoch = self._plan.epoch
+            status = await asyncio.to_thread(self._control.status)
+            if status is None or status.get("epoch", epoch) != epoch or self._ending.is_set():
+                continue
+            self.status = status
+            if self._last_written().get("phase") not in FINAL_PHASES or self._last_written().get("epoch") != epoch:
+                self._tell(status)
+            self._carry_out(self._policy.stalled(status.get("stall")))
+
+    def _tell(self, status: dict[str, Any]) -> None:
+        write_json(self.workdir / "status.json", {**status, "restarts": self._policy.restarts})
+        for listener in self._listeners:
+            try:
+                listener(status)
+            except Exception:  # a display must not end the run
+                logger.exception("a status listener failed")
+
+    def _last_written(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.workdir / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # --- ending ----------------------------------------------------------------------------------------------------
+
+    def _begin_end(self, code: int, reason: str, grace: float) -> None:
+        if self._ending.is_set():
+            return
+        self._code, self.failure, self._deadline = code, reason if code else "", time.monotonic() + grace
+        self._grace = grace
+        self._ending.set()
+
+    async def _end(self) -> None:
+        """Let the runner save when the user stopped the run, then end all pods in order, then kill what is left."""
+        if self._code == INTERRUPTED:
+            await self._finish_runner()
+        pods = [pod for pod in self._pods.values() if pod.running]
+        for pod in pods:
+            pod.terminate()
+        await self._wait_ended(pods, self._deadline - time.monotonic() - min(1.0, self._grace / 4))
+
+    async def _finish_runner(self) -> None:
+        """Ask for a checkpoint and an end over the control port, or by SIGTERM where it does not answer."""
+        actors = [pod for pod in self._pods.values() if pod.role == "actor" and pod.running]
+        first = [pod for pod in actors if pod.index == 0]
+        for pod in actors:
+            pod.expected = True
+        heard = self._control is not None and await asyncio.to_thread(self._control.finish)
+        if not heard:
+            for pod in first:
+                pod.terminate()
+        await self._wait_ended(first, self._grace * RUNNER_SHARE)
+
+    async def _wait_ended(self, pods: list[LocalPod], seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(pod.ended.wait() for pod in pods)), max(seconds, 0.0))
+
+    async def _kill_pods(self, pods: list[LocalPod]) -> None:
+        for pod in pods:
+            pod.kill()
+        await self._wait_ended(pods, 2.0)
+        for pod in pods:
+            if pod.running:
+                processes.kill(pod.pid, signal.SIGKILL)
+        await self._wait_ended(pods, 2.0)
+
+    def _kill(self) -> None:
+        self._begin_end(INTERRUPTED, "killed on request", 0.0)
+        for pod in self._pods.values():
+            pod.kill()
+
+    def _write_final(self) -> None:
+        """Leave a status.json that tells the end, where the runner could not."""
+        status = self._last_written() or {"schema": 1, "epoch": self._plan.epoch, "step": 0}
+        if self._code == 0:
+            status["phase"] = "Finished"
+        elif self._code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
+            status["phase"] = "Failed"
+        if self._code and not status.get("failure"):
+            message = self.failure or "the launcher failed"
+            status["failure"] = {"type": "", "message": message, "exitCode": self._code}
+        self._tell(status)
+
+    def _sweep(self, pod: str | None = None) -> None:
+        """Kill what carries our mark and is left (of one pod)."""
+        marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
+        for _ in range(20):
+            left = list(processes.marked(*marks))
+            if not left:
+                return
+            for pid in left:
+                processes.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    # --- signals and threads ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) == self._on_signal
+        ):
+            yield
+            return
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._say(f"{signal.Signals(number).name}: saving a checkpoint and ending; again to end at once")
+            self.stop()
+        else:
+            self._say("ending at once")
+            self.kill()
+
+    def _schedule(self, work: Callable[[], None]) -> None:
+        if self._loop is not None and not self._done.is_set():
+            with contextlib.suppress(RuntimeError):  # the loop has just closed: everything has ended
+                self._loop.call_soon_threadsafe(work)
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        assert self._loop is not None
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the local cluster failed", exc_info=error)
+            self._begin_end(ExitCode.INFRASTRUCTURE, f"the launcher failed: {error}", STOP_SECONDS)

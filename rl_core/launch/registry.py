@@ -1,0 +1,56 @@
+"""`processes.json`: every live process of a local run with its place, kept current, so that a person can find it."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.runner.history import write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessEntry:
+    """One line of the file."""
+
+    role: str
+    """actor, rollout or env: the pod's role."""
+    index: int
+    """Index of the pod inside its role."""
+    rank: int | None
+    """Rank of a worker; None for others."""
+    pid: int
+    process: str
+    """runner, channel, worker, supervisor or env-child."""
+
+
+class ProcessRegistry:
+    """The live processes by pid, mirrored into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: dict[int, ProcessEntry] = {}
+        self._parents: dict[int, int] = {}
+        self._write()
+
+    def entries(self) -> list[ProcessEntry]:
+        """Return the live processes by role, index, kind and rank."""
+        return sorted(self._entries.values(), key=lambda e: (e.role, e.index, e.process, e.rank or 0, e.pid))
+
+    def add(self, entry: ProcessEntry, *, parent: int | None = None) -> None:
+        """Note a started process; it goes with its `parent`."""
+        self._entries[entry.pid] = entry
+        if parent is not None:
+            self._parents[entry.pid] = parent
+        self._write()
+
+    def remove(self, pid: int) -> None:
+        """Note an ended process, and with it those that it was the parent of."""
+        gone = {pid} | {child for child, parent in self._parents.items() if parent == pid}
+        gone |= {child for child, parent in self._parents.items() if parent in gone}
+        for one in gone:
+            self._entries.pop(one, None)
+            self._parents.pop(one, None)
+        self._write()
+
+    def _write(self) -> None:
+        entries: list[dict[str, Any]] = [asdict(entry) for entry in self.entries()]
+        write_json(self._path, entries)
