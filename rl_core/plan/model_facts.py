@@ -1,0 +1,121 @@
+"""The few numbers about a model that memory estimates need, read from its folder without torch."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "max_length": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+}
+_PLAIN_MLP = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2"})
+"""Model types whose feed-forward has two matrices; the others have a gated one with three."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Sizes of a decoder-only language model; a tied matrix counts once."""
+
+    parameters: int
+    """All parameters."""
+    largest_layer: int
+    """Parameters of the largest unit that is gathered at once: a decoder layer, or the embedding."""
+    hidden: int
+    """Width of the residual stream."""
+    layers: int
+    """Decoder layers."""
+    vocab: int
+    """Rows of the embedding."""
+    kv_heads: int
+    """Key-value heads."""
+    head_dim: int
+    """Width of a head."""
+    max_length: int
+    """Longest sequence, tokens."""
+
+    @classmethod
+    def from_config(cls, path: str | Path) -> "ModelFacts":
+        """Return the facts of a Hugging Face folder, or of its config.json.
+
+        Parameters are counted from the headers of safetensors files beside it, else from the configuration.
+        Raises ConfigError when there is no readable config.json or it lacks a size.
+        """
+        file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
+        config = _read_config(file)
+        hidden, heads = _size(config, "hidden", file), _size(config, "heads", file)
+        kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+        layers, vocab = _size(config, "layers", file), _size(config, "vocab", file)
+        layer = _layer_parameters(config, hidden, heads, kv_heads, head_dim)
+        embedding = vocab * hidden
+        untied = 0 if config.get("tie_word_embeddings", config.get("model_type") == "gpt2") else embedding
+        counted = _stored_parameters(file.parent)
+        return cls(
+            parameters=counted if counted is not None else embedding + untied + layers * layer + hidden,
+            largest_layer=max(layer, embedding),
+            hidden=hidden,
+            layers=layers,
+            vocab=vocab,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_length=_size(config, "max_length", file),
+        )
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path must hold a readable config.json, got {file}: {error}; give a model folder"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} must hold an object, got {type(config).__name__}")
+    text = config.get("text_config")  # models that also see keep the language model's sizes here
+    return config | text if isinstance(text, dict) else config
+
+
+def _size(config: Mapping[str, Any], name: str, file: Path) -> int:
+    for key in _NAMES[name]:
+        value = config.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ConfigError(f"{file} must give {' or '.join(_NAMES[name])} as a positive integer, got none")
+
+
+def _layer_parameters(config: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Return the parameters of a decoder layer: attention, feed-forward (all experts), two norms; biases are left out."""
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    matrices = 2 if config.get("model_type") in _PLAIN_MLP else 3
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    if not experts:
+        return int(attention + matrices * hidden * inner + 2 * hidden)
+    expert_inner = config.get("moe_intermediate_size") or inner
+    shared = config.get("n_shared_experts") or 0
+    return int(attention + matrices * hidden * expert_inner * (experts + shared) + hidden * experts + 2 * hidden)
+
+
+def _stored_parameters(folder: Path) -> int | None:
+    """Return the number of values in the folder's safetensors files; None without any."""
+    shapes: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            try:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(length))
+            except (struct.error, ValueError, MemoryError, OverflowError) as error:
+                raise ConfigError(
+                    f"{file} must be a safetensors file, got a damaged header: {error}; fetch it again"
+                ) from error
+        shapes |= {name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return sum(shapes.values()) if shapes else None

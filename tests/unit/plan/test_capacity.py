@@ -1,0 +1,173 @@
+"""Memory estimates: the formulas of runtime.md 2 on a hand-counted model, facts against real models, errors that help."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rl_core.api.errors import CapacityError, ConfigError
+from rl_core.api.job import RLJobSpec
+from rl_core.plan.capacity import CONTEXT_BYTES, ModelFacts, estimate
+
+GIB = 1024**3
+FACTS = ModelFacts(
+    parameters=1_000_000, largest_layer=100_000, hidden=64, layers=4, vocab=500, kv_heads=2, head_dim=16, max_length=256
+)
+
+
+def spec(**blocks):
+    written = {
+        "model": {"path": "model", "dtype": "bfloat16"},
+        "data": {"train": "data.jsonl"},
+        "algorithm": {"promptsPerStep": 32, "groupSize": 8},
+        "actor": {"microBatchTokens": 2048},
+        "rollout": {"maxBatch": 16, "maxSequenceLength": 128, "sampling": {"maxNewTokens": 64}},
+    }
+    for name, fields in blocks.items():
+        written[name] = written.get(name, {}) | fields
+    return RLJobSpec.model_validate(written)
+
+
+def parts(report, role, phase):
+    (row,) = [row for row in report.rows if (row.role, row.phase) == (role, phase)]
+    assert row.device == sum(row.parts.values())
+    counted = sum(size for name, size in row.parts.items() if name != "margin")
+    assert row.parts["margin"] == int(counted * 0.08) and row.parts["context"] == CONTEXT_BYTES
+    return {name: size for name, size in row.parts.items() if name not in ("margin", "context")}
+
+
+def test_training_counts_weights_states_gather_activations_and_logits():
+    found = parts(estimate(spec(actor={"replicas": 2}), FACTS), "actor", "train")
+    assert found == {
+        "weights": 500_000 * 2,
+        "optimizer": 500_000 * 8,
+        "master": 500_000 * 4,
+        "gradients": 500_000 * 4,
+        "gather": 2 * 100_000 * 2,
+        "activations": 2048 * 64 * 4 * 2 * 34,
+        "logits": 2048 * 500 * 8,
+    }
+
+
+def test_float32_on_one_process_needs_no_master_and_no_gather():
+    found = parts(estimate(spec(model={"dtype": "float32"}), FACTS), "actor", "train")
+    assert "master" not in found and "gather" not in found and found["weights"] == 4_000_000
+
+
+def test_checkpointing_and_reference_change_what_they_should():
+    report = estimate(spec(actor={"gradientCheckpointing": True}, algorithm={"loss": {"klCoefficient": 0.1}}), FACTS)
+    found = parts(report, "actor", "train")
+    assert found["activations"] == 2048 * 64 * 4 * 2 * 2 and found["reference"] == 2_000_000
+
+
+def test_micro_batch_is_never_larger_than_the_rows_of_a_step():
+    report = estimate(spec(algorithm={"promptsPerStep": 1, "groupSize": 8}), FACTS)
+    assert parts(report, "actor", "train")["logits"] == 8 * 128 * 500 * 8
+
+
+def test_generation_counts_weights_cache_and_logits():
+    found = parts(estimate(spec(), FACTS), "rollout", "generate")
+    assert found == {
+        "weights": 2_000_000,
+        "kv_cache": 2 * 4 * 2 * 16 * 2 * 16 * 128,
+        "logits": 16 * 500 * 8,
+    }
+
+
+def test_sync_holds_two_buckets_and_a_host_copy():
+    report = estimate(spec(weights={"bucketBytes": 1 << 20}), FACTS)
+    assert parts(report, "rollout", "sync")["buckets"] == parts(report, "actor", "sync")["buckets"] == 2 << 20
+    assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "sync")} == {2_000_000}
+
+
+def test_peak_is_the_largest_phase_of_a_role():
+    report = estimate(spec(), FACTS)
+    assert report.peak("actor") == max(row.device for row in report.rows if row.role == "actor")
+    with pytest.raises(KeyError, match="critic"):
+        report.peak("critic")
+
+
+def test_every_phase_of_the_table_is_there():
+    phases = {(row.role, row.phase) for row in estimate(spec(), FACTS).rows}
+    assert {phase for role, phase in phases if role == "actor"} == {"load", "train", "logprob", "sync", "idle"}
+    assert {phase for role, phase in phases if role == "rollout"} == {"load", "generate", "sync", "idle"}
+
+
+def test_shortage_names_role_phase_sizes_largest_part_and_way_out():
+    report = estimate(
+        spec(actor={"gpus": 1}, rollout={"gpus": 1}), replace(FACTS, vocab=500_000), device_memory=2 * GIB
+    )
+    with pytest.raises(
+        CapacityError, match=r"role actor, phase train: needs .* GiB of device memory, got 2.00 GiB"
+    ) as caught:
+        report.check()
+    assert "largest part logits" in str(caught.value) and "actor.microBatchTokens" in str(caught.value)
+
+
+def test_cpu_processes_of_a_pod_share_its_host_memory():
+    many = spec(actor={"processesPerPod": 4})
+    estimate(many, FACTS, host_memory=8 * GIB).check()
+    with pytest.raises(CapacityError, match="role actor.*host memory, got 3.00 GiB"):
+        estimate(many, FACTS, host_memory=3 * GIB).check()
+
+
+def test_unknown_memory_is_not_checked():
+    estimate(spec(), replace(FACTS, parameters=10**15)).check()
+
+
+def write(folder, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+QWEN = {
+    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [(QWEN, 494_032_768), (GPT2, 124_439_808)],
+    ids=["Qwen2.5-0.5B", "GPT-2"],
+)
+def test_parameters_from_the_configuration_are_within_one_percent_of_the_published(tmp_path, config, published):
+    assert ModelFacts.from_config(write(tmp_path / "m", **config)).parameters == pytest.approx(published, rel=0.01)
+
+
+def test_facts_of_grouped_heads_and_explicit_head_size(tmp_path):
+    facts = ModelFacts.from_config(write(tmp_path / "m", **QWEN, head_dim=128))
+    assert (facts.kv_heads, facts.head_dim, facts.layers, facts.max_length) == (2, 128, 24, 32768)
+
+
+def test_language_part_of_a_model_that_sees_is_used(tmp_path):
+    facts = ModelFacts.from_config(write(tmp_path / "m", model_type="qwen2_vl", text_config=QWEN))
+    assert facts.hidden == 896
+
+
+def test_stored_weights_are_counted_exactly(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder = write(tmp_path / "m", **QWEN)
+    save_file({"a": np.zeros((3, 5), np.float32)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": np.zeros(7, np.float16), "scale": np.float32([1])}, folder / "model-00002-of-00002.safetensors")
+    assert ModelFacts.from_config(folder).parameters == 23
+    assert ModelFacts.from_config(folder / "config.json").parameters == 23
+
+
+@pytest.mark.parametrize("content", [None, "no json", "[]", '{"hidden_size": 4}'])
+def test_unreadable_configuration_is_refused_by_name(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        ModelFacts.from_config(tmp_path)
+
+
+def test_damaged_weights_are_refused_by_name(tmp_path):
+    folder = write(tmp_path / "m", **QWEN)
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+    with pytest.raises(ConfigError, match="model.safetensors"):
+        ModelFacts.from_config(folder)
