@@ -149,6 +149,7 @@ def read_token(curve_dir: str) -> str | None:
 def main() -> int:
     """Run to the end; return the exit code (0 done, 2 configuration, 3 infrastructure, 4 data)."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # where does it wait: kill -USR1 PID, then read the log
     identity = Identity.from_env()
     configure_logging(identity)
     output = Path(os.environ["RLJOB_OUTPUT"])

@@ -102,6 +102,7 @@ class Runner:
         )
         self.intake.on_failure = self._fail
         self.membership = Membership(cluster, groups, deadline=self.spec.runtime.deadlines.wait_ready)
+        self.membership.on_failure = self._fail
         self.board = StatusBoard(self.spec, cluster, epoch=epoch)
         self.board.ledger_metrics = self.intake.metrics
         self.checkpoints = Checkpoints(self.spec, output=output, epoch=epoch)
@@ -125,6 +126,9 @@ class Runner:
 
     # --- bring-up --------------------------------------------------------------------------------------------------
 
+    ready = False
+    """Whether the actors hold weights that may be saved."""
+
     def init_workers(self) -> None:
         """Bring every role up, resume if asked, publish the starting weights (runtime.md 8: engines, env, actor, resume, publish)."""
         deadline = self.spec.runtime.deadlines.wait_ready
@@ -134,6 +138,7 @@ class Runner:
         if checkpoint is not None:
             self._restore(self.checkpoints.restore(checkpoint, self.actor))
         self.await_result(self.actor.set_global_step(self.version))
+        self.ready = True
         self.ledger_file = LedgerFile(self.output / "ledger.jsonl")
         address = next(answer for answer in self.await_result(self.actor.publisher_address()) if answer)
         self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)

@@ -7,10 +7,11 @@ Joins run in threads of their own and never block the loop; a join and a weight 
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_core.api.errors import RLJobError
+from rl_core.api.errors import InfrastructureError, RLJobError
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.hub import Member
 
@@ -34,6 +35,8 @@ class Membership:
         self._publisher: str | None = None
         self._start_args: tuple[Any, ...] = ()
         self._closed = False
+        self.on_failure: Callable[[RLJobError], None] = lambda error: None
+        """Told what another process would fail at too: a wrong setting, an error of user or library code."""
         self.changed = threading.Condition()
 
     def open(self, publisher: str, start_args: tuple[Any, ...]) -> None:
@@ -58,10 +61,11 @@ class Membership:
                 self._groups[member.role].construct(member)
                 if member.role == "rollout":
                     self._bring_rollout_in(member)
-        except RLJobError as error:
+        except InfrastructureError as error:  # it is replaced and welcomed again
             logger.warning("%s could not join: %s", member.name, error)
-        except Exception:
-            logger.exception("%s could not join", member.name)
+        except RLJobError as error:
+            logger.error("%s could not join: %s", member.name, error)
+            self.on_failure(error)
         with self.changed:
             self.changed.notify_all()
 

@@ -21,9 +21,9 @@ class ReasoningRunner(Runner):
         """Run to the last step, or to a stop request; save, export and report in both cases."""
         began = time.monotonic()
         self.trackers.log_config(self.job.model_dump(mode="json", by_alias=True))
-        self.init_workers()
         status = "Finished"
         try:
+            self.init_workers()
             if self.step == 0 and self.spec.validation.before_training and self.validation is not None:
                 self._log(self.evaluate())
             while self.step < self.spec.algorithm.steps:
@@ -31,9 +31,10 @@ class ReasoningRunner(Runner):
         except Stopped as stop:
             status = "Stopped"
             logger.info("stopping after step %s: %s", self.step, stop)
-        self.sync.confirm()
-        self.save_checkpoint()
-        self.await_result(self.actor.export_hf(str(self.output / "model")))
+        if self.ready:
+            self.sync.confirm()
+            self.save_checkpoint()
+            self.await_result(self.actor.export_hf(str(self.output / "model")))
         return RunSummary(
             status=status,
             step=self.step,
