@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_core.api.records import EnvironmentInterface
 from rl_core.rollouts.environment import RemoteEnvironment
+from rl_core.rollouts.worker import RolloutWorkerBase
 
 __all__ = [
     "BatchedDataDict",
@@ -27,6 +28,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationInterface",
     "RemoteEnvironment",
+    "RolloutWorkerBase",
     "as_token_tensor",
     "flatten_messages",
     "sample_seed",

@@ -8,7 +8,8 @@ infrastructure: the manager runs them again elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,11 +56,20 @@ class RemoteEnvironment(EnvironmentInterface):
         *,
         step_seconds: float = 120.0,
         connect: Callable[[str], EnvClient] | None = None,
+        available: Callable[[], Awaitable[Any]] | None = None,
+        waiting: Callable[[str], AbstractContextManager[None]] | None = None,
         reward_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`connect` opens a client (None = an RpcClient with `keys`); `reward_weights` sum rewards given by name."""
+        """`connect` returns the client of an address (None = an RpcClient with `keys`, kept until `close`).
+
+        `available` resolves when the live list may have changed (None: an empty list is a failure at once); `waiting`
+        declares a wait for an address; `reward_weights` sum rewards given by name.
+        """
         self._addresses = addresses if callable(addresses) else lambda: addresses
-        self._connect = connect or (lambda address: _rpc_client(address, keys))
+        self._connect = connect or self._own_client
+        self._keys = keys
+        self._available = available
+        self._waiting_for = waiting or (lambda address: nullcontext())
         self.answer_seconds = 2 * step_seconds + ANSWER_MARGIN_S
         self.reward_weights = dict(reward_weights or {})
         self._clients: dict[str, EnvClient] = {}
@@ -80,6 +90,8 @@ class RemoteEnvironment(EnvironmentInterface):
 
         `keys` (sample ids) keep an episode on its pod; None = each log is its own episode.
         """
+        if self._available is not None and not self._addresses():
+            await self._pod_appears(self._available)
         count = len(message_log_batch)
         names = keys or [f"log-{id(log)}" for log in message_log_batch]
         tasks = task_names or [None] * count
@@ -110,6 +122,18 @@ class RemoteEnvironment(EnvironmentInterface):
             if closing is not None:
                 closing()
         self._clients.clear()
+
+    async def _pod_appears(self, available: Callable[[], Awaitable[Any]]) -> None:
+        """Wait for the first env worker, as long as a step may take; then the caller fails with the reason."""
+        with suppress(TimeoutError), self._waiting_for("env"):
+            async with asyncio.timeout(self.answer_seconds):
+                while not self._addresses():
+                    await available()
+
+    def _own_client(self, address: str) -> EnvClient:
+        if address not in self._clients:
+            self._clients[address] = _rpc_client(address, self._keys)
+        return self._clients[address]
 
     def _enqueue(self, key: str, payload: dict[str, Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
@@ -152,10 +176,9 @@ class RemoteEnvironment(EnvironmentInterface):
 
     async def _call(self, address: str, rows: list[_Row]) -> None:
         try:
-            if address not in self._clients:
-                self._clients[address] = self._connect(address)
             payload = [row.payload for row in rows]
-            answers = await self._clients[address].call("step_rows", payload, timeout=self.answer_seconds)
+            with self._waiting_for(address):
+                answers = await self._connect(address).call("step_rows", payload, timeout=self.answer_seconds)
             if len(answers) != len(rows):
                 raise RolloutDataFailure(f"step_rows must answer {len(rows)} rows, got {len(answers)}")
         except asyncio.CancelledError:

@@ -25,11 +25,34 @@ Attend = Callable[[int, Tensor], Tensor]
 """(layer, qkv [N, (heads + 2 K) D]) -> attention output [N, heads D]; also stores keys and values."""
 
 
+class WeightStore(Protocol):
+    """The weights of a decoder by Hugging Face name."""
+
+    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return what a load must bring; tied names are absent."""
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of every tensor by name, such as "float32"."""
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Return the tensors that may be overwritten in place, in host memory."""
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights or none (DataError)."""
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Replace one tensor whose name and shape are known to fit."""
+
+
 class Decoder(Protocol):
     """A model with the keys and values of its running rows, as the engine drives it. Rows stay dense, 0..n-1."""
 
     device: torch.device
     vocab_size: int
+
+    @property
+    def weights(self) -> WeightStore:
+        """The weights, to be replaced while no row runs."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
         """Append a row per entry of `row_prompts` (index into the distinct `prompts`); return its logits [new, V]."""
@@ -39,12 +62,6 @@ class Decoder(Protocol):
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
         """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
-
-    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return what `load` must bring."""
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights or none (DataError)."""
 
 
 class LeanDecoder:
@@ -72,15 +89,6 @@ class LeanDecoder:
         if compile:
             self._into, self._out_of = (torch.compile(part, dynamic=True) for part in (self._into, self._out_of))
         self._layers = [(index, layer, layer.out.t(), layer.down.t()) for index, layer in enumerate(weights.layers)]
-
-    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return what `load` must bring."""
-        return self.weights.names_and_shapes()
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights or none (DataError); rows and their keys and values are dropped."""
-        self.weights.load(tensors)
-        self._cache.clear()
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
         """Keep `count` rows after the (source, target) moves that fill holes below `count`."""

@@ -33,11 +33,21 @@ ADMIT_SHARE = 8
 class HFEngine:
     """Generates with a decoder of the Qwen2, Qwen3 or Llama families, or through transformers for any other."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, max_batch: int, max_seq_len: int, compile: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_batch: int,
+        max_seq_len: int,
+        compile: bool = False,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
         """`model` is a transformers model or a `DecoderWeights`; a transformers model's weights are taken as they are now.
 
         `max_batch` rows of at most `max_seq_len` tokens are the memory for keys and values; it is taken as rows need it.
-        Raises RolloutConfigError for limits that cannot be honoured.
+        `eos_token_ids` end a sequence besides those that tokenizer and model name. Raises RolloutConfigError for limits
+        that cannot be honoured.
         """
         if max_batch < 1 or max_seq_len < 2:
             raise RolloutConfigError(f"max_batch must be >= 1 and max_seq_len >= 2, got {max_batch} and {max_seq_len}")
@@ -46,7 +56,7 @@ class HFEngine:
         self.max_seq_len = max_seq_len
         self.version = 0
         self._decoder: Decoder = decoder_for(model, max_seq_len=max_seq_len, compile=compile)
-        self.eos_token_ids = frozenset(_eos_ids(model, tokenizer))
+        self.eos_token_ids = frozenset(_eos_ids(model, tokenizer) | set(eos_token_ids))
         self._stop_ids = StopIds(self._decoder.vocab_size)
         self._stop_strings = StopStrings(tokenizer)
         self._rows = Rows(max_batch)
@@ -152,7 +162,26 @@ class HFEngine:
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return what `load_weights` must bring, by Hugging Face name."""
-        return self._decoder.names_and_shapes()
+        return self._decoder.weights.names_and_shapes()
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of every tensor by name, such as "float32"."""
+        return self._decoder.weights.dtypes()
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Return the parameters that may be overwritten in place while nothing runs, in host memory."""
+        return self._decoder.weights.destinations()
+
+    def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write tensors whose names and shapes were checked before, each at once; `serve` ends the update."""
+        self._require_idle()
+        for name, tensor in tensors:
+            self._decoder.weights.write(name, tensor)
+
+    def serve(self, version: int) -> None:
+        """Generate as `version` from now on."""
+        self._require_idle()
+        self.version = version
 
     def load_weights(self, iterator: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by (name, tensor) pairs and serve them as `version`.
@@ -160,12 +189,15 @@ class HFEngine:
         Strict: unknown, missing, repeated or mis-shaped names -> DataError, nothing applied. Tensors must stay valid
         until this returns. Raises RolloutConfigError while rows run: their keys and values are of the old weights.
         """
+        self._require_idle()
+        self._decoder.weights.load(iterator)
+        self.version = version
+
+    def _require_idle(self) -> None:
         if len(self._rows):
             raise RolloutConfigError(
-                f"weights cannot be loaded while {len(self._rows)} rows run; finish or abort them first"
+                f"weights cannot change while {len(self._rows)} rows run; finish or abort them first"
             )
-        self._decoder.load(iterator)
-        self.version = version
 
     def _admissible(self) -> list[Request]:
         """Take from the queue what joins now, in order."""

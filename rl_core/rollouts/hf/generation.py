@@ -57,7 +57,7 @@ class HFGeneration(GenerationInterface):
         self.engine = self._loop.engine
         self.batches_by_group = batches_by_group
         self._base = sampling_params(settings, validation=validation, allow_truncated=allow_truncated_sampling)
-        self._params: dict[tuple[bool, tuple[str, ...]], SamplingParams] = {}
+        self._params: dict[tuple[Any, ...], SamplingParams] = {}
         self._pad = _pad_id(settings, self.engine.tokenizer)
         self._pad_is_content = self._pad in self.engine.eos_token_ids
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
@@ -170,17 +170,20 @@ class HFGeneration(GenerationInterface):
         stops = data.get("stop_strings") or [None] * len(prompts)
         seeds = data.get("seeds")
         seeds = [next(_SEEDS) for _ in prompts] if seeds is None else [int(seed) for seed in seeds]
+        limits = data.get("max_new_tokens") or [None] * len(prompts)
         return [
-            Row(key=key, prompt=prompt, params=self._row_params(greedy, stop), seed=seed)
-            for key, prompt, stop, seed in zip(keys, prompts, stops, seeds, strict=True)
+            Row(key=key, prompt=prompt, params=self._row_params(greedy, stop, limit), seed=seed)
+            for key, prompt, stop, limit, seed in zip(keys, prompts, stops, limits, seeds, strict=True)
             if len(prompt) < self.engine.max_seq_len
         ]
 
-    def _row_params(self, greedy: bool, stop_strings: Sequence[str] | None) -> SamplingParams:
-        name = (greedy, unique(stop_strings))
+    def _row_params(self, greedy: bool, stop_strings: Sequence[str] | None, limit: int | None) -> SamplingParams:
+        """Return the settings of a row; `limit` None = those of the configuration."""
+        name = (greedy, unique(stop_strings), limit)
         if name not in self._params:
-            strings = unique((*self._base.stop_strings, *name[1]))
-            params = replace(self._base, stop_strings=strings)
+            strings = unique((*self._base.stop_strings, *unique(stop_strings)))
+            length = self._base.max_new_tokens if limit is None else limit
+            params = replace(self._base, stop_strings=strings, max_new_tokens=length)
             self._params[name] = replace(params, temperature=0.0, top_p=1.0, top_k=None) if greedy else params
         return self._params[name]
 

@@ -25,31 +25,52 @@ def empty_transformers_model(raw: Mapping[str, Any], *, dtype: torch.dtype, devi
     return model.to(device).eval()
 
 
+class ModelWeights:
+    """`decoder.WeightStore` over the parameters and persistent buffers of a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        stored = model.state_dict()
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        self._own: dict[str, Tensor] = dict(model.named_parameters()) | buffers
+        self._aliases = {name: tuple(tensor.shape) for name, tensor in stored.items() if name not in self._own}
+
+    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return what a load must bring; a tied tensor counts once, by its first name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of every tensor by name, such as "float32"."""
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._own.items()}
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Return the tensors that may be overwritten in place, in host memory."""
+        tensors = {name: tensor.detach() for name, tensor in self._own.items()}
+        return {name: one for name, one in tensors.items() if one.device.type == "cpu" and one.is_contiguous()}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights or none (DataError)."""
+        found = checked(tensors, self.names_and_shapes(), optional=self._aliases)
+        for name in self._own:
+            self.write(name, found[name])
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Replace one tensor whose name and shape are known to fit."""
+        if name not in self._aliases:
+            with torch.no_grad():
+                self._own[name].copy_(tensor)
+
+
 class TransformersDecoder:
     """`decoder.Decoder` over any causal transformers model whose cache holds plain keys and values."""
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
+        self.weights = ModelWeights(model)
         parameter = next(model.parameters())
         self.device = parameter.device
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
-
-    def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return parameters and persistent buffers by name; a tied tensor counts once, by its first name."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights or none (DataError); rows are dropped."""
-        own = self._tensors()
-        every = self._model.state_dict()
-        aliases = {name: tuple(tensor.shape) for name, tensor in every.items() if name not in own}
-        found = checked(tensors, self.names_and_shapes(), optional=aliases)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(found[name])
-        self._cache = None
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
         """Append a row per entry of `row_prompts`; every distinct prompt is computed once."""
@@ -108,11 +129,6 @@ class TransformersDecoder:
             old.values = torch.cat([_left(old.values, width), _left(new.values, width)])
         pads = [F.pad(one, (width - one.shape[1], 0)) for one in (self._mask, mask)]
         self._mask = torch.cat(pads)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        own = dict(self._model.named_parameters())
-        stored = self._model.state_dict()
-        return own | {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
 
 
 def _left(states: Tensor, width: int) -> Tensor:

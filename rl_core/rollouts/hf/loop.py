@@ -43,8 +43,10 @@ class Row:
 class EngineLoop:
     """Owns the thread of one engine. CREATED -> running (first use) -> closed."""
 
-    def __init__(self, engine: HFEngine) -> None:
+    def __init__(self, engine: HFEngine, *, on_step: Callable[[int], None] | None = None) -> None:
+        """`on_step(rows)` hears of every step on the engine's thread; None = nobody listens."""
         self.engine = engine
+        self._on_step = on_step
         self._wake = threading.Condition()
         self._inbox: list[tuple[Row, Sink]] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
@@ -160,6 +162,8 @@ class EngineLoop:
         stats["busy_seconds"] += time.perf_counter() - started
         stats["steps"] += 1
         stats["row_steps"] += self.engine.num_running
+        if self._on_step is not None:
+            self._on_step(self.engine.num_running + len(ended))
         results: list[tuple[Sink, Result]] = []
         for ticket, output in ended:
             key, sink = self._owners.pop(ticket)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_core.api.errors import ConfigError, RolloutConfigError
-from rl_core.rollouts.hf.config import DecoderConfig, unsupported
+from rl_core.rollouts.hf.config import DecoderConfig, token_ids, unsupported
 from rl_core.rollouts.hf.decoder import Decoder, LeanDecoder
 from rl_core.rollouts.hf.weights import DecoderWeights
 
@@ -52,6 +52,14 @@ def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: 
     from rl_core.rollouts.hf.generic import empty_transformers_model
 
     return empty_transformers_model(raw, dtype=dtype, device=device)
+
+
+def generation_eos_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of generation_config.json; none where the file is missing or not JSON."""
+    try:
+        return token_ids(json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id"))
+    except ValueError:
+        return ()
 
 
 def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:

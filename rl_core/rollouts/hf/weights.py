@@ -100,6 +100,16 @@ class DecoderWeights:
         with torch.no_grad():
             self._places[name].write(tensor)
 
+    def dtypes(self) -> dict[str, str]:
+        """Return the dtype of every tensor by name, such as "float32"."""
+        return dict.fromkeys(self._places, str(self.dtype).removeprefix("torch."))
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Return the tensors that may be overwritten in place: in host memory, stored as they are named."""
+        if self.device.type != "cpu":
+            return {}
+        return {name: place.view for name, place in self._places.items() if not place.rotary_dim}
+
     def _aliases(self) -> dict[str, tuple[int, ...]]:
         return {HEAD: self._places[EMBEDDING].shape} if self.config.tied else {}
 
