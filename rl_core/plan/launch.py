@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
@@ -34,8 +34,32 @@ class Ports:
     master: int = 7704
 
 
+class _Plan:
+    """What all parts of a plan can do: to canonical JSON and back, byte for byte."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """Return the plan as canonical JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the plan that `to_json` wrote."""
+        return cls._read(json.loads(text))
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpuClaim:
+class GpuClaim(_Plan):
     """Accelerators of a pod."""
 
     count: int
@@ -46,7 +70,7 @@ class GpuClaim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessPlan:
+class ProcessPlan(_Plan):
     """One process under a supervisor."""
 
     name: str
@@ -60,18 +84,26 @@ class ProcessPlan:
     restart: bool = False
     """Whether the supervisor restarts it (rollout and env workers); otherwise its end ends the pod."""
 
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "command": tuple(value["command"]), "visible_devices": tuple(value["visible_devices"])})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContainerPlan:
+class ContainerPlan(_Plan):
     """One container: one supervisor with its processes."""
 
     name: str
     image_role: str
     processes: tuple[ProcessPlan, ...]
 
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "processes": tuple(ProcessPlan._read(process) for process in value["processes"])})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PodPlan:
+class PodPlan(_Plan):
     """One pod, `<job>-<role>-<index>`."""
 
     name: str
@@ -83,18 +115,15 @@ class PodPlan:
     shm_bytes: int = 0
     """Size of /dev/shm the pod needs; 0 = the runtime's default."""
 
-    def to_json(self) -> str:
-        """Return the plan as canonical JSON."""
-        return _canonical(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "PodPlan":
-        """Return the plan that `to_json` wrote."""
-        return _pod(json.loads(text))
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        containers = tuple(ContainerPlan._read(container) for container in value["containers"])
+        claim = GpuClaim._read(value["claim"]) if value["claim"] else None
+        return cls(**{**value, "containers": containers, "claim": claim})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchPlan:
+class LaunchPlan(_Plan):
     """All pods of a job under one epoch."""
 
     job: str
@@ -103,43 +132,13 @@ class LaunchPlan:
     epoch: int
     pods: tuple[PodPlan, ...]
 
-    def to_json(self) -> str:
-        """Return the plan as canonical JSON."""
-        return _canonical(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "LaunchPlan":
-        """Return the plan that `to_json` wrote."""
-        value = json.loads(text)
-        return cls(**value | {"pods": tuple(_pod(pod) for pod in value["pods"])})
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of the JSON."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "pods": tuple(PodPlan._read(pod) for pod in value["pods"])})
 
     def pods_of(self, role: str) -> tuple[PodPlan, ...]:
         """Return the pods of one role, by index."""
         return tuple(pod for pod in self.pods if pod.role == role)
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _pod(value: Mapping[str, Any]) -> PodPlan:
-    containers = tuple(
-        ContainerPlan(**container | {"processes": tuple(_process(process) for process in container["processes"])})
-        for container in value["containers"]
-    )
-    claim = GpuClaim(**value["claim"]) if value["claim"] else None
-    return PodPlan(**{**value, "containers": containers, "claim": claim})
-
-
-def _process(value: Mapping[str, Any]) -> ProcessPlan:
-    return ProcessPlan(
-        **{**value, "command": tuple(value["command"]), "visible_devices": tuple(value["visible_devices"])}
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
