@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_core.api.errors import InfrastructureError, RLJobError
+from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.hub import Member
 
@@ -61,7 +61,7 @@ class Membership:
                 self._groups[member.role].construct(member)
                 if member.role == "rollout":
                     self._bring_rollout_in(member)
-        except InfrastructureError as error:  # it is replaced and welcomed again
+        except (InfrastructureError, DeadlineExceeded) as error:  # it is replaced, or pulls again after the next sync
             logger.warning("%s could not join: %s", member.name, error)
         except RLJobError as error:
             logger.error("%s could not join: %s", member.name, error)
