@@ -13,9 +13,9 @@ import asyncio
 import concurrent.futures
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import ChannelClosed, ConfigError, DeadlineExceeded, ProducerLost
+from rl_core.api.errors import ChannelClosed, ConfigError, ProducerLost
 from rl_core.channel.backend import DEFAULT_KEY, DEFAULT_TIMEOUT, Backend, Taken, TakeRequest
 from rl_core.channel.delivery import AsyncHandle, Delivery, let_go, wait_async, wait_sync
 from rl_core.channel.model import ChannelOptions, Key
@@ -320,10 +320,7 @@ class Channel:
         return cls(fields["name"], _client(None).backend(fields["name"], fields["options"]), local=False)
 
 
-Item = TypeVar("Item")
-
-
-class Stream(Generic[Item]):
+class Stream:
     """Items of one key, one by one, to the end of the channel; a lost producer or a closing error is raised."""
 
     def __init__(self, channel: Channel, key: Key, lease: bool, timeout: float | None) -> None:

@@ -51,13 +51,13 @@ class ChannelClient:
         """Return the backend of a channel known to exist."""
         return RemoteBackend(self, name, options)
 
-    def create(self, name: str, options: ChannelOptions) -> "Future[RemoteBackend]":
+    def create(self, name: str, options: ChannelOptions) -> "Future[Any]":
         """Create the channel or connect to its equal. The future raises ConfigError when it differs."""
         return self.rpc.start_call(
             "create", (name, options), {}, idempotent=True, convert=functools.partial(self.backend, name)
         )
 
-    def connect(self, name: str, timeout: float) -> "Future[RemoteBackend]":
+    def connect(self, name: str, timeout: float) -> "Future[Any]":
         """Wait until the channel exists."""
         convert = functools.partial(self.backend, name)
         return self.rpc.start_call(
@@ -110,7 +110,7 @@ class RemoteBackend:
     def load(self, taken: Taken) -> Any:
         """Decode the item; large arrays view the server's segments."""
         parts = [
-            self._rpc.borrow(Placement(*part[:2], 0), part[2]) if isinstance(part, list) else part
+            self._rpc.borrow(Placement(part[0], part[1], 0), part[2]) if isinstance(part, list) else part
             for part in taken.payload
         ]
         return frames.decode(parts)
@@ -202,7 +202,7 @@ class _LargePut:
                 return
             args = (target.channel, target.key, target.weight, parts, target.timeout, ticket)
             _chain(rpc.start_call("put", args, {}, timeout=target.timeout + MARGIN), self.future)
-        except Exception as error:  # the future carries it; the room must not stay taken
+        except Exception as error:  # noqa: BLE001 - the future carries it; the room must not stay taken
             rpc.start_call("abort", (ticket,), {}, idempotent=True)
             if self.future.set_running_or_notify_cancel():
                 self.future.set_exception(error)
@@ -267,6 +267,7 @@ class _Receipts:
         self._rpc = rpc
         self._io = IoThread.shared()
         self._pending: dict[str, list[str]] = {}
+        self._armed = False
         self._lock = threading.Lock()
 
     def add(self, channel: str, tokens: list[str]) -> None:
@@ -274,9 +275,9 @@ class _Receipts:
         if not tokens:
             return
         with self._lock:
-            first = not self._pending
             self._pending.setdefault(channel, []).extend(tokens)
-        if first:
+            armed, self._armed = self._armed, True
+        if not armed:
             self._io.call_at(self._io.clock() + CONFIRM_SECONDS, self.flush)
 
     def collect(self) -> dict[str, list[str]]:
@@ -293,6 +294,7 @@ class _Receipts:
 
     def flush(self) -> None:
         """Send what waits."""
+        self._armed = False
         if pending := self.collect():
             self._rpc.start_call("confirm", (pending,), {}, idempotent=True)
 

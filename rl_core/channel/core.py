@@ -10,7 +10,7 @@ import itertools
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
@@ -33,7 +33,7 @@ class ChannelCore:
         self.put_wait_seconds = 0.0
         self.bytes = 0
         self.dead: dict[str, Item] = {}
-        self.producers: dict[Hashable, str] = {}
+        self.producers: dict[Client, str] = {}
         """Registered producers that are alive and not done."""
         self._lost_producers: list[str] = []
         self._on_drop = on_drop
@@ -231,7 +231,9 @@ class ChannelCore:
     def next_due(self) -> float:
         """Return when `tick` has something to do; infinity = never as things stand."""
         due = [entry.expires for entry in self._out.values() if entry.expires is not None]
-        due.extend(wait.deadline for queue in self._keys.values() for wait in (*queue.puts, *queue.takes))
+        for queue in self._keys.values():
+            due.extend(put.deadline for put in queue.puts)
+            due.extend(take.deadline for take in queue.takes)
         if self._delayed:
             due.append(self._delayed[0][0])
         return min(due, default=math.inf)

@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from rl_core.api.errors import ChannelClosed
 from rl_core.channel.backend import Taken, TakeRequest

@@ -1,7 +1,7 @@
 """What the rules of a channel act on: options, items, waiting puts and takes, the state of one key. See `core`."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -36,11 +36,12 @@ class ChannelOptions:
             )
 
 
-class Client(Protocol):
+class Client(Hashable, Protocol):
     """Who puts and takes: one process. Compared by identity."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return what errors call it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ def inline(part: Any) -> Part:
 
 def worth_a_segment(part: Any) -> bool:
     """Return whether a part should go through shared memory where it can."""
-    return memoryview(part).nbytes >= shared_memory.THRESHOLD
+    return needs_segment(memoryview(part).nbytes)
 
 
 def size(part: Any) -> int:
@@ -41,6 +41,11 @@ def size(part: Any) -> int:
     ):
         return int(part[2])
     raise FrameError("a payload part must be bytes, a uint8 array or [segment, generation, size]")
+
+
+def needs_segment(nbytes: int) -> bool:
+    """Return whether a part of that size should go through shared memory where it can."""
+    return nbytes >= shared_memory.THRESHOLD
 
 
 def placements(parts: list[Part]) -> list[Placement]:

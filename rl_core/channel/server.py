@@ -28,7 +28,8 @@ from rl_core.transports.sockets import IoThread, Timer
 logger = logging.getLogger(__name__)
 
 _MEMBER_METHODS = frozenset(
-    "create connect put reserve abort take confirm ack nack extend depth full stats register done dead close".split()
+    {"create", "connect", "put", "reserve", "abort", "take", "confirm", "ack", "nack", "extend", "dead"}
+    | {"depth", "full", "stats", "register", "done", "close"}
 )
 _RUNNER_METHODS = _MEMBER_METHODS | {"consumer_lost", "set_epoch", "server_stats"}
 ALLOWED_METHODS = {
@@ -227,7 +228,7 @@ class ChannelServer:
         core.put(now, put, nowait=nowait)
 
     def _segment(self, peer: Peer, size: int) -> list[Any] | None:
-        if size < payload.shared_memory.THRESHOLD or not peer.link.lends:
+        if not payload.needs_segment(size) or not peer.link.lends:
             return None
         segment = self._memory.store.lend(size, peer.link)
         return None if segment is None else [segment.name, segment.generation, size]
@@ -305,9 +306,9 @@ class ChannelServer:
 
     def _late_cancel(self, peer: Peer, number: int) -> None:
         """The caller gave up a take that was answered: nobody got the items."""
-        entry = self._takes.get(peer, {}).pop(number, None)
-        if entry is not None:
-            core, take = entry
+        takes = self._takes.get(peer)
+        if takes is not None and number in takes:
+            core, take = takes.pop(number)
             for delivered in take.delivered:
                 for spot in payload.placements(delivered.item.payload):
                     self._memory.store.release(spot.segment, spot.generation, peer.link)

@@ -172,9 +172,7 @@ class Packing:
     def _list(self, node: Any) -> Any:
         self._enter(node)
         kinds = set(map(type, node))
-        if kinds <= _ATOMS:
-            plain = node
-        elif kinds == {int} and min(node) in _INT64 and max(node) in _INT64:
+        if kinds <= _ATOMS or (kinds == {int} and min(node) in _INT64 and max(node) in _INT64):
             plain = node
         else:
             plain = [self._child(value, f"[{index}]") for index, value in enumerate(node)]
@@ -183,7 +181,7 @@ class Packing:
 
     def _dict(self, node: dict[Any, Any]) -> dict[Any, Any]:
         self._enter(node)
-        plain = {}
+        plain: dict[Any, Any] = {}
         for key, value in node.items():
             if type(key) is str:
                 plain[key] = self._child(value, f".{key}")
@@ -311,7 +309,13 @@ def _check_tree(root: Any) -> None:
         depth += 1
 
 
-for _cls in (api_records.Completion, api_records.PromptGroupRecord, api_records.EnvironmentReturn):
-    register_record(_cls)
-for _cls in (api_identity.Identity, api_identity.WorkerAddress, api_identity.WorkerInfo):
+_API: tuple[type, ...] = (
+    api_records.Completion,
+    api_records.PromptGroupRecord,
+    api_records.EnvironmentReturn,
+    api_identity.Identity,
+    api_identity.WorkerAddress,
+    api_identity.WorkerInfo,
+)
+for _cls in _API:
     register_record(_cls)

@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import zmq
 import zmq.utils.z85
 
 from rl_core.api.errors import ConfigError
-from rl_core.transports.sockets import IoThread
+from rl_core.transports.sockets import IoThread, readable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class KeyRing:
         """Return the role of a Z85 public key, None when it is not of this job."""
         return self._roles.get(public_key)
 
-    def serve(self, socket: zmq.Socket, service: str) -> None:
+    def serve(self, socket: zmq.Socket[Any], service: str) -> None:
         """Make `socket` a CURVE server whose connections are checked as `service`. Call on the I/O thread, before bind."""
         if service not in ALLOWED:
             raise ConfigError(f"service must be one of {sorted(ALLOWED)}, got {service!r}")
@@ -77,7 +78,7 @@ class KeyRing:
         socket.curve_publickey = self.public
         socket.zap_domain = gate.add(self, service)
 
-    def connect(self, socket: zmq.Socket, service: str) -> None:
+    def connect(self, socket: zmq.Socket[Any], service: str) -> None:
         """Make `socket` a CURVE client of `service`."""
         role = {"hub": "runner"}.get(service, service)
         if role not in self.publics:
@@ -118,23 +119,22 @@ class _Gate:
         self._socket = io.context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind(_ZAP_ENDPOINT)
-        io.register(self._socket, self._answer)
+        io.register(self._socket, self._answer_all)
 
     def add(self, keys: KeyRing, service: str) -> bytes:
         domain = f"{service}.{len(self._domains)}".encode()
         self._domains[domain] = (keys, service)
         return domain
 
-    def _answer(self) -> bool:
-        try:
-            parts = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+    def _answer_all(self) -> None:
+        while readable(self._socket):
+            self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _answer(self, parts: list[bytes]) -> None:
         address, _, version, request, domain, _peer, _identity, mechanism, *credentials = parts
         role, reason = self._judge(domain, mechanism, credentials)
         status, text = (b"200", b"OK") if role is not None else (b"400", reason.encode())
         self._socket.send_multipart([address, b"", version, request, status, text, (role or "").encode(), b""])
-        return True
 
     def _judge(self, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> tuple[str | None, str]:
         keys, service = self._domains.get(domain, (None, ""))

@@ -5,7 +5,7 @@ Used by `codec` (and by anyone who needs the wire's dtype numbers). Torch is imp
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 

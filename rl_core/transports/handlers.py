@@ -21,20 +21,25 @@ logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """One request as the runner sees it; `rpc_server.IncomingCall` implements it. Any thread may call it."""
+    """One request as the runner sees it, implemented by `rpc_server.IncomingCall`. Any thread may call it."""
 
     caller: dict[str, Any] | None
     cancelled: bool
 
-    def arguments(self) -> tuple[list[Any], dict[str, Any]]: ...
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Decode the arguments."""
 
-    def reply(self, value: Any) -> None: ...
+    def reply(self, value: Any) -> None:
+        """Answer with a value."""
 
-    def fail(self, error: BaseException) -> None: ...
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
 
-    def item(self, value: Any) -> None: ...
+    def item(self, value: Any) -> None:
+        """Send one item of a stream."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """End a stream."""
 
 
 class HandlerLoop:
@@ -190,7 +195,7 @@ class HandlerRunner:
                 self._stream_in_thread(running, value)
             else:
                 job.reply(value)
-        except BaseException as error:  # whatever user code raises belongs to the caller
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises belongs to the caller
             job.fail(error)
         self._finished()
 
@@ -218,7 +223,7 @@ class HandlerRunner:
                 await self._stream_on_loop(running, value)
             else:
                 job.reply(await value)
-        except BaseException as error:  # whatever user code raises belongs to the caller, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - whatever user code raises belongs to the caller, SystemExit too
             job.fail(error)
         finally:
             self._finished()

@@ -49,7 +49,7 @@ class SharedMemory:
 class Link:
     """One connection's use of shared memory; off until `lends` is set because the peer proved it can read ours."""
 
-    def __init__(self, send_release: Callable[[list[list[Any]]], None], counters: Counter[str]) -> None:
+    def __init__(self, send_release: Callable[[list[list[Any]]], Any], counters: Counter[str]) -> None:
         self.lends = False
         self._send_release = send_release
         self._counters = counters

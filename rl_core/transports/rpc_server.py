@@ -5,8 +5,10 @@ process knows of a client (ids it sent, segments it holds, its role) ends when Z
 """
 
 import concurrent.futures
+import functools
 import logging
 import os
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +27,8 @@ from rl_core.transports.sockets import IoThread
 logger = logging.getLogger(__name__)
 
 Handler = Callable[..., Any]
+_BATCH = 64
+"""Most messages taken before other sockets have their turn."""
 
 
 def inline(handler: Handler) -> Handler:
@@ -37,14 +41,14 @@ def inline(handler: Handler) -> Handler:
 
 
 class Peer:
-    """One client of a server. Touched on the I/O thread only."""
+    """One client of a server. Touched under the server's lock only."""
 
     def __init__(self, server: "RpcServer", routing_id: bytes) -> None:
         self.routing_id = routing_id
         self.caller: dict[str, Any] | None = None
         """Described identity; None while anonymous."""
         self.welcome = False
-        self.link = Link(lambda released: server._send(self, "release", released), server.counters)
+        self.link = Link(functools.partial(server._send, self, "release"), server.counters)
         self.calls: dict[int, IncomingCall] = {}
         self.finished: OrderedDict[int, bool] = OrderedDict()
         """Ids of ended calls -> whether the answer could be sent."""
@@ -90,7 +94,7 @@ class IncomingCall:
 
     def item(self, value: Any) -> None:
         """Send one item of a stream."""
-        self._server._io.call_soon(self._server._deliver, self, self._encode("item", value), False)
+        self._server._deliver(self, self._encode("item", value), False)
 
     def end(self) -> None:
         """End a stream."""
@@ -101,11 +105,7 @@ class IncomingCall:
             parts = self._encode(kind, value)
         except (TypeError, ValueError) as error:
             parts = self._encode("error", rpc_wire.pack_error(error))
-        server = self._server
-        if server._io.is_current():
-            server._deliver(self, parts, True)
-        else:
-            server._io.call_soon(server._deliver, self, parts, True)
+        self._server._deliver(self, parts, True)
 
     def _encode(self, kind: str, value: Any) -> list[Any]:
         place = self.peer.link.place if self.peer.link.lends and self._server._lend_replies else None
@@ -158,7 +158,10 @@ class RpcServer:
         self._on_peer, self._on_peer_lost, self._on_late_cancel = on_peer, on_peer_lost, on_late_cancel
         self._runner = HandlerRunner(max_concurrency=max_concurrency, executor=executor)
         self._io = IoThread.shared()
-        self._socket: zmq.Socket | None = None
+        self._lock = threading.RLock()
+        """Guards the socket and all below: handler threads send their answers themselves."""
+        self._socket: zmq.Socket[Any] | None = None
+        self._receiving = False
         self._peers: dict[bytes, Peer] = {}
         self._instance = os.urandom(8)
         self._probe: sockets.Timer | None = None
@@ -191,11 +194,12 @@ class RpcServer:
         self._io.run(self._shut)
         self._runner.close()
 
-    # --- everything below runs on the I/O thread ---
-
     def peers(self) -> list[Peer]:
-        """Return the connected clients; only on the I/O thread."""
-        return list(self._peers.values())
+        """Return the connected clients."""
+        with self._lock:
+            return list(self._peers.values())
+
+    # --- below: on the I/O thread, or under the lock ---
 
     def _open(self) -> None:
         socket = self._io.context.socket(zmq.ROUTER)
@@ -208,32 +212,38 @@ class RpcServer:
             socket.close(0)
             raise
         self._socket = socket
-        self._io.register(socket, self._receive)
+        self._io.register(socket, self._receive_all)
 
     def _shut(self) -> None:
-        if self._socket is None:
-            return
-        self._io.unregister(self._socket)
-        for peer in list(self._peers.values()):
-            self._forget(peer)
-        if self._probe is not None:
-            self._probe.cancel()
-        self._socket.close()
-        self._socket = None
+        with self._lock:
+            if self._socket is None:
+                return
+            self._io.unregister(self._socket)
+            for peer in list(self._peers.values()):
+                self._forget(peer)
+            if self._probe is not None:
+                self._probe.cancel()
+            self._socket.close()
+            self._socket = None
 
-    def _receive(self) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
+    def _receive_all(self) -> None:
+        with self._lock:
+            self._receiving = True
+            try:
+                for _ in range(_BATCH):
+                    if self._socket is None or not sockets.readable(self._socket):
+                        return
+                    self._receive(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            finally:
+                self._receiving = False
+        self._io.call_soon(self._receive_all)  # the other sockets have their turn first
+
+    def _receive(self, parts: list[Any]) -> None:
         try:
             self._dispatch(parts[0].bytes, frames.read_header(parts[1].buffer), parts)
         except (FrameError, IndexError) as error:
             self.counters["malformed"] += 1
             logger.warning("dropped a malformed message at %s: %s", self.address, error)
-        return True
 
     def _dispatch(self, routing_id: bytes, header: FrameHeader, parts: list[Any]) -> None:
         peer = self._peers.get(routing_id)
@@ -340,7 +350,7 @@ class RpcServer:
         try:
             args, kwargs = call.arguments()
             handler(call, *args, **kwargs)
-        except Exception as error:  # the caller hears it; the loop goes on
+        except Exception as error:  # noqa: BLE001 - the caller hears it; the loop goes on
             call.fail(error)
 
     def _confirm_later(self, call: IncomingCall) -> None:
@@ -353,6 +363,10 @@ class RpcServer:
         self._unconfirmed.append(call)
 
     def _confirm(self) -> None:
+        with self._lock:
+            self._confirm_received()
+
+    def _confirm_received(self) -> None:
         calls, self._unconfirmed = self._unconfirmed, []
         by_peer: dict[bytes, list[int]] = {}
         for call in calls:
@@ -376,13 +390,13 @@ class RpcServer:
 
     def _deliver(self, call: IncomingCall, parts: list[Any], last: bool) -> None:
         peer = call.peer
-        known = peer.calls.get(call.id) is call
-        sent = known and self._send_parts(peer, parts)
-        if not sent:
-            peer.link.retract(parts)
-        if not known:
-            return
-        if last:
+        with self._lock:
+            known = peer.calls.get(call.id) is call
+            sent = known and self._send_parts(peer, parts)
+            if not sent:
+                peer.link.retract(parts)
+            if not (known and last):
+                return
             del peer.calls[call.id]
             peer.finished[call.id] = sent
             if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
@@ -394,22 +408,29 @@ class RpcServer:
         )
 
     def _send_parts(self, peer: Peer, parts: list[Any]) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send_multipart([peer.routing_id, *parts], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self.counters["unreachable"] += 1
-            return False
-        return True
+        with self._lock:
+            if self._socket is None:
+                return False
+            try:
+                self._socket.send_multipart([peer.routing_id, *parts], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as error:
+                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                    raise
+                self.counters["unreachable"] += 1
+                return False
+            if not self._receiving and sockets.readable(self._socket):  # sending may swallow the news
+                self._io.call_soon(self._receive_all)
+            return True
 
     def _start_probe(self) -> None:
         if self._probe is None:
             self._probe = self._io.call_at(self._io.clock() + rpc_wire.PROBE_SECONDS, self._probe_peers)
 
     def _probe_peers(self) -> None:
+        with self._lock:
+            self._probe_all()
+
+    def _probe_all(self) -> None:
         self._probe = None
         now = self._io.clock()
         for peer in list(self._peers.values()):

@@ -6,7 +6,7 @@ import threading
 import traceback
 from typing import Any
 
-from rl_core.api.errors import DataError, InfrastructureError, RemoteError, ConfigError, RLJobError, error_types
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RemoteError, RLJobError, error_types
 from rl_core.api.identity import Identity
 
 MAX_CALLS = 64

@@ -305,7 +305,7 @@ def readable(shown: Any, *, directory: Path = DIRECTORY) -> bool:
         name, digest = shown
         if not re.fullmatch(r"rljob-[a-z0-9]+-\d+-token", name):
             return False
-        return blake2b((directory / name).read_bytes()).digest() == digest
+        return bool(blake2b((directory / name).read_bytes()).digest() == digest)
     except (OSError, TypeError, ValueError):
         return False
 

@@ -1,16 +1,21 @@
-"""The I/O thread: one per process, the only thread that touches ZeroMQ sockets (runtime.md 4).
+"""The I/O thread: one per process, the thread that watches all ZeroMQ sockets (runtime.md 4).
 
 Any thread hands it work with `call_soon` and `call_at`; sockets registered with it have their callback run when they are
-readable. Callbacks must not block: user code runs elsewhere (`handlers`). The thread sleeps in one poll over all sockets
-and an eventfd; nothing spins. Used by rpc, bulk, curve (ZAP) and the channel.
+readable. Callbacks must not block: user code runs elsewhere (`handlers`). The thread sleeps in one epoll over the sockets'
+file descriptors and an eventfd; nothing spins. Used by rpc, bulk, curve (ZAP) and the channel.
+
+A thread that would only wait for the I/O thread may use a socket itself under the lock of the socket's owner (`rpc`): a
+hand-over between threads costs as much as a whole message. Such an owner `mute`s the socket here meanwhile.
 """
 
 import atexit
+import contextlib
 import heapq
 import ipaddress
 import itertools
 import logging
 import os
+import select
 import socket as network
 import threading
 import time
@@ -29,8 +34,6 @@ HEARTBEAT_TIMEOUT_MS = 15_000
 LINGER_MS = 1_000
 RECONNECT_MS = (200, 5_000)
 """First and longest pause between two attempts to connect."""
-_BATCH = 64
-"""Most messages taken from one socket before the others have their turn."""
 
 
 class Timer:
@@ -65,9 +68,9 @@ class IoThread:
         self._soon: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake, zmq.POLLIN)
-        self._ready: dict[Any, Callable[[], None]] = {}
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._ready: dict[int, Callable[[], None]] = {}
         self._thread = threading.Thread(target=self._run, name="rljob-io", daemon=True)
         self._thread.start()
 
@@ -103,21 +106,26 @@ class IoThread:
             self.call_soon(self._add_timer, when, timer)
         return timer
 
-    def register(self, socket: zmq.Socket, on_message: Callable[[], bool]) -> None:
-        """Call `on_message()` while `socket` is readable and it returns True. Only on the thread."""
+    def register(self, socket: zmq.Socket[Any], on_ready: Callable[[], None]) -> None:
+        """Call `on_ready()` when `socket` may be readable. Only on the thread.
 
-        def drain() -> None:
-            for _ in range(_BATCH):
-                if not on_message():
-                    return
+        ZeroMQ tells a change once: `on_ready` must read until `readable(socket)` is False, and whoever sends on the socket
+        must look at `readable` afterwards, because sending may swallow the news.
+        """
+        number = descriptor(socket)
+        self._ready[number] = on_ready
+        self._epoll.register(number, select.EPOLLIN)
+        self.call_soon(on_ready)  # a fresh pipe tells nothing until it was found empty once
 
-        self._ready[socket] = drain
-        self._poller.register(socket, zmq.POLLIN)
-
-    def unregister(self, socket: zmq.Socket) -> None:
+    def unregister(self, socket: zmq.Socket[Any]) -> None:
         """Forget `socket`. Only on the thread."""
-        if self._ready.pop(socket, None) is not None:
-            self._poller.unregister(socket)
+        number = descriptor(socket)
+        if self._ready.pop(number, None) is not None:
+            self._epoll.unregister(number)
+
+    def mute(self, number: int, muted: bool) -> None:
+        """Do not watch the registered descriptor `number` while `muted`. Any thread."""
+        self._epoll.modify(number, 0 if muted else select.EPOLLIN)
 
     def run(self, function: Callable[[], Any], timeout: float = 10.0) -> Any:
         """Run `function()` on the thread and return its result or raise its error; `timeout` bounds the wait."""
@@ -129,7 +137,7 @@ class IoThread:
         def work() -> None:
             try:
                 outcome["value"] = function()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again for the caller
                 outcome["error"] = error
             done.set()
 
@@ -151,12 +159,12 @@ class IoThread:
     def _run(self) -> None:
         while not self._stopping:
             self.heartbeat = self.clock()
-            for ready, _ in self._poller.poll(self._pause_ms()):
+            for number, _ in self._epoll.poll(self._pause()):
                 self._sleeping = False
-                if ready == self._wake:
+                if number == self._wake:
                     self._clear_wake()
-                elif (drain := self._ready.get(ready)) is not None:
-                    self._guarded(drain)
+                elif (on_ready := self._ready.get(number)) is not None:
+                    self._guarded(on_ready)
             self._sleeping = False
             for _ in range(len(self._soon)):
                 callback, args = self._soon.popleft()
@@ -164,21 +172,21 @@ class IoThread:
             self._run_timers()
         self.context.destroy(linger=LINGER_MS)
 
-    def _pause_ms(self) -> int | None:
+    def _pause(self) -> float:
         self._sleeping = True  # before the look at the queue: whoever appends later sees it and wakes the thread
         if self._soon:
             return 0
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         if not self._timers:
-            return None
-        return max(0, int((self._timers[0][0] - self.clock()) * 1000) + 1)
+            return -1
+        return (
+            max(0.0, self._timers[0][0] - self.clock()) + 0.0005
+        )  # rounded up, or it would wake too early and turn once more
 
     def _clear_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
 
     def _run_timers(self) -> None:
         now = self.clock() if self._timers else 0.0
@@ -193,11 +201,23 @@ class IoThread:
     def _guarded(self, callback: Callable[..., None], *args: Any) -> None:
         try:
             callback(*args)
-        except Exception:  # a bug in one connection must not stop the others
+        except Exception:  # noqa: BLE001 - a bug in one connection must not stop the others
             logger.exception("callback %r failed on the I/O thread", callback)
 
 
-def configure(socket: zmq.Socket) -> None:
+def readable(socket: zmq.Socket[Any]) -> bool:
+    """Return whether a message waits on `socket`."""
+    events: Any = socket.getsockopt(zmq.EVENTS)
+    return bool(events & zmq.POLLIN)
+
+
+def descriptor(socket: zmq.Socket[Any]) -> int:
+    """Return the file descriptor that tells when `socket` changed."""
+    number: Any = socket.getsockopt(zmq.FD)
+    return int(number)
+
+
+def configure(socket: zmq.Socket[Any]) -> None:
     """Set what all sockets share: heartbeats, bounded linger, reconnection; queues are bounded by credit, not dropped."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
@@ -236,7 +256,7 @@ def check_reach(address: str, *, has_keys: bool, verb: str) -> None:
         )
 
 
-def bind(socket: zmq.Socket, address: str) -> str:
+def bind(socket: zmq.Socket[Any], address: str) -> str:
     """Bind `tcp://host:port` (port 0 = a free one) and return the address to connect to.
 
     Raises ConfigError naming the address when it is in use or not of this machine.
@@ -252,7 +272,8 @@ def bind(socket: zmq.Socket, address: str) -> str:
             else "use an address of this machine"
         )
         raise ConfigError(f"cannot bind {address}: {error.strerror}; {way_out}") from error
-    bound = split_address(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())[1]
+    endpoint: Any = socket.getsockopt(zmq.LAST_ENDPOINT)
+    bound = split_address(endpoint.rstrip(b"\0").decode())[1]
     return f"tcp://{_own_host() if host in ('0.0.0.0', '*', '::') else host}:{bound}"
 
 
