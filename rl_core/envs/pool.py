@@ -39,6 +39,7 @@ from rl_core.envs.waiting import REMEMBERED, Row, Suspects, WaitingRow, pop_batc
 MAX_BATCH = 256
 """Rows of one call of user code."""
 START_PATIENCE_SECONDS = 30.0
+"""Most that is waited for the start of a process besides two steps; less where starts were seen to be quick."""
 RETRY_START_SECONDS = (0.1, 0.5, 2.0, 5.0)
 CLOSED = "the env worker was closed before the row was answered"
 
@@ -80,12 +81,13 @@ class EnvPool:
         self._sticky: OrderedDict[str, tuple[_Slot, int]] = OrderedDict()
         self._suspects = Suspects()
         self._tasks: list[asyncio.Task[None]] = []
+        self._start_seconds = 0.0
         self.counters: Counter[str] = Counter()
 
     @property
     def patience(self) -> float:
         """Return the seconds after which a row is answered in any case: two steps and a start."""
-        return 2 * self._step_deadline + min(self._start_deadline, START_PATIENCE_SECONDS)
+        return 2 * self._step_deadline + min(START_PATIENCE_SECONDS, 5.0 + 2 * self._start_seconds)
 
     async def start(self) -> None:
         """Start all processes. Raises what the first failing one raised: ConfigError, DeadlineExceeded, Infrastructure."""
@@ -272,7 +274,9 @@ class EnvPool:
         self._enqueue(row for row in batch if row.open)
 
     async def _start_process(self, slot: _Slot) -> None:
+        began = time.monotonic()
         slot.process = await EnvProcess.start(self._source, deadline=self._start_deadline)
+        self._start_seconds = max(self._start_seconds, time.monotonic() - began)
         slot.starts += 1
         self.counters["starts"] += 1
         if self._on_event is not None:

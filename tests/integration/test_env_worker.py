@@ -1,5 +1,6 @@
 """The env worker as rollouts and the command line meet it."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.api.errors import ConfigError
+from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.envs.check import check_env
 from rl_core.envs.worker import TextEnvWorker
+from rl_core.rollouts.environment import RemoteEnvironment
+from rl_core.transports.rpc import RpcServer
 
 HOST = """
 import asyncio, sys
@@ -139,3 +142,30 @@ def test_validate_does_not_wait_for_ever(folder):
     (folder / "endless.py").write_text("while True: pass")
     (found,) = check_env(spec(type="reward", reward="endless:score"), search_path=[str(folder)], deadline=1.0)
     assert found.startswith("spec.env.type: reward endless:score: a process must be ready within")
+
+
+async def test_rollouts_get_scores_masks_and_typed_failures_over_rpc(worker, folder):
+    (folder / "trouble.py").write_text(
+        "import time\n"
+        "def score(prompts, completions, **columns):\n"
+        "    if 'hang' in completions: time.sleep(3600)\n"
+        "    return [{'nan': float('nan'), 'none': None}.get(c, 1.0) for c in completions]\n"
+    )
+    env = worker({"type": "reward", "reward": "trouble:score"}, deadlines={"envStep": 1.0})
+    server = RpcServer("tcp://127.0.0.1:0", {"step_rows": env.step_rows})
+    server.start()
+    remote = RemoteEnvironment([server.address], step_seconds=1.0)
+
+    async def ask(text):
+        log = [{"role": "user", "content": "p"}, {"role": "assistant", "content": text}]
+        try:
+            return (await remote.step([log], [{"grid": (1, 2)}], keys=[f"g_{text}"])).rewards
+        except RLJobError as error:
+            return type(error).__name__
+
+    try:
+        found = await asyncio.gather(*map(ask, ["fine", "none", "nan", "hang", "good"]))
+        assert found == [[1.0], [None], "RolloutDataFailure", "RolloutTimeout", [1.0]]
+    finally:
+        remote.close()
+        server.close()
