@@ -7,7 +7,7 @@ from text. Failed completions become rows that train nothing and enter no statis
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch import Tensor
 from rl_core.api.errors import DataError
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
 from rl_core.batching.rows import Row, read_row
+
+
+_COMPONENT = "reward/"
+"""Prefix of a completion's metrics that are components of its reward (the rollout manager writes them)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,8 +239,15 @@ def _fill(rows: list[Row], starts: list[int], width: int, *, pad_token_id: int, 
 
 
 def _components(samples: list[_Sample]) -> dict[str, Tensor]:
-    """Return `completion.metrics["reward_components"]` by name, in order of first appearance; NaN where absent."""
-    found: list[Mapping[str, float]] = [sample.completion.metrics.get("reward_components") or {} for sample in samples]
+    """Return the metrics `reward/<name>` of the completions by name, in order of first appearance; NaN where absent."""
+    found = [
+        {
+            key.removeprefix(_COMPONENT): value
+            for key, value in sample.completion.metrics.items()
+            if key.startswith(_COMPONENT)
+        }
+        for sample in samples
+    ]
     names = dict.fromkeys(name for row in found for name in row)
     return {
         name: torch.tensor([float(row.get(name, math.nan)) for row in found], dtype=torch.float32) for name in names

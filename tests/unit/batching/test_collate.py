@@ -102,8 +102,9 @@ def test_records_without_an_id_are_never_merged():
 
 def test_reward_components_become_columns():
     log = [*group([]).prompt, *answer(4)]
-    parts = [{"reward_components": {"right": 1.0, "form": 0.5}}, {"reward_components": {"right": 0.0}}]
+    parts = [{"reward/right": 1.0, "reward/form": 0.5, "turns": 2}, {"reward/right": 0.0}]
     batch = collate([group([Completion(message_log=log, reward=1.0, metrics=metrics) for metrics in parts])])
+    assert list(batch.reward_components) == ["right", "form"]
     assert batch.reward_components["right"].tolist() == [1.0, 0.0]
     assert batch.reward_components["form"][0] == 0.5 and math.isnan(batch.reward_components["form"][1])
 
