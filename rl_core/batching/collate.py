@@ -18,7 +18,6 @@ from rl_core.api.errors import DataError
 from rl_core.api.records import Completion, FinishReason, PromptGroupRecord
 from rl_core.batching.rows import Row, read_row
 
-
 _COMPONENT = "reward/"
 """Prefix of a completion's metrics that are components of its reward (the rollout manager writes them)."""
 
