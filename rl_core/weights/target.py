@@ -25,7 +25,10 @@ class WeightTarget(Protocol):
         ...
 
     def load(self, tensors: Iterator[tuple[str, "torch.Tensor"]], version: int) -> None:
-        """Take each (name, tensor) while iterating to the end; a tensor is verified and valid until the next one."""
+        """Take every (name, tensor) of the iterator; each is verified, and valid until this returns. It may raise: let it.
+
+        Names are those of `names_and_shapes`. After an error the weights are of no version until the next `load`.
+        """
         ...
 
     async def resume(self, version: int, digest: str) -> None:

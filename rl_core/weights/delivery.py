@@ -1,0 +1,156 @@
+"""One receiver's part in one sync, and the gate all of them pass before anybody serves the new version.
+
+`Delivery` talks OFFER -> TRANSFER -> COMMIT with one receiver; `Gate` decides when the version is committed. Both live on
+the publisher's event loop; a delivery that fails concerns nobody else.
+"""
+
+import asyncio
+import enum
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_core.api.errors import RLJobError
+from rl_core.transports.rpc import RpcClient
+from rl_core.weights.deadlines import Deadlines
+
+Message = dict[str, Any]
+
+
+class DeliveryState(enum.Enum):
+    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED; FAILED ends it anywhere."""
+
+    OFFERED = "offered, not ready"
+    READY = "ready, not applied"
+    APPLIED = "applied, not committed"
+    COMMITTING = "committed, not acknowledged"
+    ACKED = "acknowledged"
+    FAILED = "failed"
+
+
+class Delivery:
+    """The conversation with the receiver `name`."""
+
+    def __init__(self, *, name: str, client: RpcClient, shares_host: bool, changed: Callable[[], None]) -> None:
+        self.name, self.client, self.shares_host = name, client, shares_host
+        self.state = DeliveryState.OFFERED
+        self.reason = ""
+        """Why it failed."""
+        self.lost = False
+        """Whether it failed because nobody answered: a collective is over then."""
+        self.ready: Message = {}
+        """Its READY answer."""
+        self.ack: Message = {}
+        """Its ACK answer; {} when it had the version already."""
+        self._since = time.monotonic()
+        self._changed = changed
+
+    @property
+    def applied(self) -> bool:
+        """Whether the version is proven in the receiver's memory."""
+        return self.state in (DeliveryState.APPLIED, DeliveryState.COMMITTING, DeliveryState.ACKED)
+
+    @property
+    def live(self) -> bool:
+        """Whether it may still apply the version."""
+        return self.state in (DeliveryState.OFFERED, DeliveryState.READY)
+
+    def describe(self) -> str:
+        """Return name, state and age of the state, and why it failed."""
+        text = f"{self.name} {self.state.value} for {time.monotonic() - self._since:.1f} s"
+        return f"{text} ({self.reason})" if self.reason else text
+
+    async def offer(self, offer: Message, timeout: float) -> None:
+        """Bring the receiver to READY, or further when it has the version."""
+        answer = await self._call("weights_offer", offer, timeout=timeout)
+        if answer is None:
+            return
+        if answer["answer"] == "READY":
+            self.ready = answer
+            self._enter(DeliveryState.READY)
+        elif answer["answer"] == "APPLIED":
+            self._enter(DeliveryState.APPLIED)
+        elif answer["answer"] == "ACK":
+            self._enter(DeliveryState.ACKED)
+        else:
+            self.fail(f"refused: {answer['reason']}")
+
+    async def transfer(self, transfer: Message, timeout: float) -> None:
+        """Bring the receiver from READY to APPLIED."""
+        answer = await self._call("weights_transfer", transfer, timeout=timeout)
+        if answer is None:
+            return
+        if answer["answer"] == "APPLIED":
+            self._enter(DeliveryState.APPLIED)
+        elif answer.get("aborted"):
+            self.reason = answer["reason"]  # READY still: the group ended, it will be offered again
+        else:
+            names = ", ".join(answer["names"][:5])
+            self.fail(f"verification failed: {names}: {answer['reason']}" if names else answer["reason"])
+
+    async def commit(self, version: int, digest: str, timeout: float) -> None:
+        """Bring the receiver from APPLIED to ACKED."""
+        self._enter(DeliveryState.COMMITTING)
+        answer = await self._call("weights_commit", version, digest, timeout=timeout)
+        if answer is None:
+            return
+        if answer["answer"] == "ACK":
+            self.ack = answer
+            self._enter(DeliveryState.ACKED)
+        else:
+            self.fail(f"commit refused: {answer['reason']}")
+
+    def fail(self, reason: str, *, lost: bool = False) -> None:
+        """End the conversation: the receiver is out of this sync."""
+        self.reason = f"{self.state.value}: {reason}"
+        self.lost = lost
+        self._enter(DeliveryState.FAILED)
+
+    async def _call(self, method: str, *args: Any, timeout: float) -> Message | None:
+        try:
+            answer: Message = await self.client.call(method, *args, timeout=timeout)
+        except RLJobError as error:
+            self.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", lost=True)
+            return None
+        return answer
+
+    def _enter(self, state: DeliveryState) -> None:
+        self.state = state
+        self._since = time.monotonic()
+        self._changed()
+
+
+class Gate:
+    """Opens when the version is committed: all live receivers applied it, or enough did and the others are slow.
+
+    A receiver that died unnoticed so costs the others `straggler_seconds` of serving, not its whole deadline.
+    """
+
+    def __init__(self, *, min_acks: int, deadlines: Deadlines, opened: Callable[[], None]) -> None:
+        self.deliveries: Sequence[Delivery] = ()
+        self._min_acks, self._deadlines, self._opened = min_acks, deadlines, opened
+        self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._grace: asyncio.TimerHandle | None = None
+
+    async def wait(self) -> bool:
+        """Return whether the version was committed."""
+        return await asyncio.shield(self._decision)
+
+    def look(self) -> None:
+        """Decide if it can be decided; called whenever a delivery changes."""
+        if self._decision.done():
+            return
+        applied = sum(delivery.applied for delivery in self.deliveries)
+        if not any(delivery.live for delivery in self.deliveries):
+            self._decide(applied >= self._min_acks)
+        elif self._grace is None and applied >= max(1, self._min_acks):
+            wait = self._deadlines.straggler_seconds
+            self._grace = asyncio.get_running_loop().call_later(wait, self._decide, True)
+
+    def _decide(self, commit: bool) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+        if not self._decision.done():
+            if commit:
+                self._opened()
+            self._decision.set_result(commit)

@@ -1,0 +1,264 @@
+"""The sending end of weight sync: offers each version to every rollout, commits it, serves it to late joiners.
+
+Actor rank 0 owns one (trainers.md 9). `publish` copies the weights to host memory in the caller's thread and then lets the
+process's handler loop talk to the receivers, so the trained tensors are free as soon as it returns. The committed version
+stays in host memory until the next one is committed; `weights_pull` is answered from it at any time, training or not.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.identity import Identity
+from rl_core.api.job import RLJobSpec
+from rl_core.transports import shared_memory
+from rl_core.transports.curve import KeyRing
+from rl_core.transports.handlers import HandlerLoop
+from rl_core.transports.links import SharedMemory
+from rl_core.transports.rpc import RpcClient, RpcServer
+from rl_core.transports.rpc_wire import refuse_on_event_loop
+from rl_core.weights import words
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.delivery import Delivery, DeliveryState, Gate
+from rl_core.weights.host_copy import HostCopies, HostCopy
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+NOTHING = (-1, "")
+Message = dict[str, Any]
+
+
+class WeightPublisher:
+    """Publishes the versions of one epoch. Its `address` is what late joiners pull from.
+
+    `cfg`: the job's spec or a mapping of it. `bind` needs `keys` when it leaves the machine.
+    """
+
+    def __init__(
+        self,
+        cfg: RLJobSpec | Mapping[str, Any],
+        epoch: int,
+        *,
+        identity: Identity | None = None,
+        keys: KeyRing | None = None,
+        bind: str = "tcp://127.0.0.1:0",
+        deadlines: Deadlines | None = None,
+        host_token: str | None = None,
+    ) -> None:
+        """`host_token` None = this host's; another text makes every receiver a remote one (tests, benchmarks)."""
+        self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
+        self.epoch = epoch
+        self._identity, self._keys = identity, keys
+        self._deadlines = deadlines or Deadlines()
+        self._host_token = host_token if host_token is not None else shared_memory.host_token()
+        store = SharedMemory.shared(identity.uid if identity is not None else "").store
+        self._copies = HostCopies(store, bucket_bytes=self.cfg.weights.bucket_bytes, dtype=self.cfg.model.dtype)
+        self._committed: HostCopy | None = None
+        self._clients: dict[str, RpcClient] = {}
+        self._busy = threading.Lock()
+        self._loop = HandlerLoop.shared().loop
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._tickets: dict[str, tuple[HostCopy, asyncio.TimerHandle]] = {}
+        handlers = {"weights_pull": self._pull, "weights_pulled": self._pulled}
+        allowed = {"rollout": frozenset(handlers)} if keys is not None else None
+        self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
+        self.address = self._server.address
+        """Where `weights_pull` is served."""
+        words.kernels()
+
+    def current(self) -> tuple[int, str]:
+        """Return (version, digest) of the committed version; (-1, "") before the first."""
+        copy = self._committed
+        return (copy.manifest.version, copy.manifest.digest) if copy is not None else NOTHING
+
+    def publish(
+        self,
+        version: int,
+        state: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
+        receivers: list[dict[str, str]],
+        min_acks: int,
+        *,
+        ties: Mapping[str, str] | None = None,
+    ) -> Message:
+        """Give `version` to `receivers` ({name, address, host_token}) and return the report once all are served or out.
+
+        Report: {version, digest, acked: [name], failed: {name: reason}, seconds, bytes, transport, copy_seconds,
+        sync_seconds, apply_seconds, pause_seconds}. `ties` names tied tensors (alias -> name) where memory does not show
+        them. Publishing a version again is harmless: who has it acknowledges without data.
+        Raises DeadlineExceeded naming each missing receiver when fewer than `min_acks` acknowledge; ValueError when the
+        version is older than the committed one or the tensors changed shape.
+        """
+        refuse_on_event_loop("publish()")
+        with self._busy:
+            committed = self._committed
+            if committed is not None and version < committed.manifest.version:
+                raise ValueError(
+                    f"version must not go back inside an epoch: {committed.manifest.version} is committed, got {version}"
+                )
+            started = time.monotonic()
+            copy = self._copies.write(state, version=version, epoch=self.epoch, ties=ties)
+            copied = time.monotonic()
+            if committed is not None and version == committed.manifest.version:
+                copy = self._same(copy, committed)
+            sync = asyncio.run_coroutine_threadsafe(self._sync(copy, receivers, min_acks), self._loop)
+            deliveries = sync.result()
+            return self._report(copy, deliveries, min_acks, started=started, copied=copied)
+
+    def lost(self, name: str, reason: str) -> None:
+        """Stop waiting for receiver `name`: the hub declared it dead."""
+        client = self._clients.get(name)
+        if client is not None:
+            client.fail(reason)
+
+    def close(self) -> None:
+        """Stop serving and free the host copies."""
+        self._server.close()
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+        self._copies.close()
+
+    # --- one sync, on the handler loop -----------------------------------------------------------------------------
+
+    def _same(self, copy: HostCopy, committed: HostCopy) -> HostCopy:
+        """Return the committed copy in place of an equal new one."""
+        self._copies.drop(copy, None)
+        if copy.manifest.digest != committed.manifest.digest:
+            raise ValueError(
+                f"version {copy.manifest.version} is committed with digest {committed.manifest.digest} and other weights; raise the version"
+            )
+        return committed
+
+    async def _sync(self, copy: HostCopy, receivers: list[dict[str, str]], min_acks: int) -> list[Delivery]:
+        self._copies.hold(copy, "sync")
+        self._quiet.clear()
+        try:
+            gate = Gate(min_acks=min_acks, deadlines=self._deadlines, opened=lambda: self._commit(copy))
+            gate.deliveries = deliveries = [self._delivery(receiver, gate) for receiver in receivers]
+            gate.look()
+            await asyncio.gather(*(self._deliver(delivery, copy, gate) for delivery in deliveries))
+            return deliveries
+        finally:
+            self._quiet.set()
+            self._copies.drop(copy, "sync")
+
+    def _delivery(self, receiver: dict[str, str], gate: Gate) -> Delivery:
+        return Delivery(
+            name=receiver["name"],
+            client=self._client(receiver["name"], receiver["address"]),
+            shares_host=receiver.get("host_token") == self._host_token,
+            changed=gate.look,
+        )
+
+    async def _deliver(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
+        await delivery.offer(self._offer(copy), self._deadlines.ready_seconds)
+        if delivery.live:
+            source = self._source(copy, shares_host=delivery.shares_host)
+            message = {"digest": copy.manifest.digest, "source": source}
+            await delivery.transfer(message, self._deadlines.transfer(copy.manifest.total_bytes))
+        await self._finish(delivery, copy, gate)
+
+    async def _finish(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
+        if delivery.state is DeliveryState.APPLIED and await gate.wait():
+            await delivery.commit(copy.manifest.version, copy.manifest.digest, self._deadlines.commit_seconds)
+
+    def _offer(self, copy: HostCopy) -> Message:
+        manifest = copy.manifest
+        return {
+            "version": manifest.version,
+            "epoch": manifest.epoch,
+            "digest": manifest.digest,
+            "manifest": manifest.packed,
+            "bucket_bytes": self.cfg.weights.bucket_bytes,
+            "deadline": self._deadlines.total(manifest.total_bytes),
+        }
+
+    def _source(self, copy: HostCopy, *, shares_host: bool) -> Message:
+        if not (shares_host and copy.segment is not None):
+            raise NotImplementedError
+        return {"kind": "shared", "segment": copy.segment, "nbytes": copy.layout.nbytes}
+
+    def _client(self, name: str, address: str) -> RpcClient:
+        client = self._clients.get(name)
+        if client is None or client.address != address:
+            if client is not None:
+                client.close()
+            service = "rollout" if self._keys is not None else None
+            client = self._clients[name] = RpcClient(address, self._keys, self._identity, service=service)
+        return client
+
+    def _commit(self, copy: HostCopy) -> None:
+        if copy is not self._committed:
+            self._copies.hold(copy, "committed")
+            old, self._committed = self._committed, copy
+            if old is not None:
+                self._copies.drop(old, "committed")
+        self._quiet.set()
+
+    def _report(
+        self, copy: HostCopy, deliveries: list[Delivery], min_acks: int, *, started: float, copied: float
+    ) -> Message:
+        acked = [delivery for delivery in deliveries if delivery.state is DeliveryState.ACKED]
+        if len(acked) < min_acks:
+            missing = "; ".join(delivery.describe() for delivery in deliveries if delivery not in acked)
+            raise DeadlineExceeded(
+                f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(deliveries)}"
+                f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
+            )
+        now = time.monotonic()
+        kinds = {"shared" if delivery.shares_host and copy.segment is not None else "stream" for delivery in deliveries}
+        return {
+            "version": copy.manifest.version,
+            "digest": copy.manifest.digest,
+            "acked": [delivery.name for delivery in acked],
+            "failed": {delivery.name: delivery.describe() for delivery in deliveries if delivery not in acked},
+            "seconds": now - started,
+            "bytes": copy.manifest.total_bytes,
+            "transport": "+".join(sorted(kinds)) or "none",
+            "copy_seconds": copied - started,
+            "sync_seconds": now - copied,
+            "apply_seconds": max((delivery.ack.get("apply_seconds", 0.0) for delivery in acked), default=0.0),
+            "pause_seconds": max((delivery.ack.get("pause_seconds", 0.0) for delivery in acked), default=0.0),
+        }
+
+    # --- late joiners, on the handler loop -------------------------------------------------------------------------
+
+    async def _pull(self, have: Message) -> Message:
+        """Answer OFFER with a source of the committed version, or NOTHING.
+
+        While a publish is under way it waits for its commit (30 s at most): on policy the version before is of no use.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), self._deadlines.ready_seconds)
+        copy = self._committed
+        if copy is None:
+            return {"answer": "NOTHING", "reason": "no version is committed yet"}
+        ticket = secrets.token_hex(16)
+        self._copies.hold(copy, ticket)
+        expiry = self._loop.call_later(self._deadlines.total(copy.manifest.total_bytes), self._release, ticket)
+        self._tickets[ticket] = (copy, expiry)
+        source = self._source(copy, shares_host=have["host_token"] == self._host_token)
+        return {"answer": "OFFER", "ticket": ticket, "source": source, **self._offer(copy)}
+
+    async def _pulled(self, ticket: str) -> bool:
+        """End a pull: its copy may be used again."""
+        return self._release(ticket)
+
+    def _release(self, ticket: str) -> bool:
+        entry = self._tickets.pop(ticket, None)
+        if entry is None:
+            return False
+        copy, expiry = entry
+        expiry.cancel()
+        self._copies.drop(copy, ticket)
+        return True

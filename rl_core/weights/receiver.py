@@ -1,0 +1,380 @@
+"""The receiving end of weight sync: proves a version before it is served (trainers.md 9, invariant I2).
+
+A rollout worker owns one and serves its `handlers()`; `publisher` calls them. All state changes on the worker's event loop;
+bytes move in one thread. Only COMMIT of a version whose every checksum held makes the engine serve it; whatever ends a sync
+before that leaves the engine paused, and `current()` without a version once its memory was touched.
+"""
+
+import asyncio
+import enum
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rl_core.api.errors import DataError, DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError
+from rl_core.api.identity import Identity
+from rl_core.api.job import RLJobSpec
+from rl_core.transports import shared_memory
+from rl_core.transports.curve import KeyRing
+from rl_core.transports.rpc import RpcClient
+from rl_core.weights import words
+from rl_core.weights.assembly import Assembly
+from rl_core.weights.bucket import Layout
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.manifest import WeightManifest
+from rl_core.weights.sources import Sources
+from rl_core.weights.target import InPlaceTarget, WeightTarget
+
+logger = logging.getLogger(__name__)
+
+NOTHING = (-1, "")
+"""`current()` of a receiver that cannot prove any version."""
+STOPPED = "replaced by a newer offer, or its time was over"
+Answer = dict[str, Any]
+
+
+class ReceiverState(enum.Enum):
+    """UNVERSIONED -> READY -> APPLIED -> SERVING -> READY ...; an abandoned sync leads to PAUSED or DIRTY, then READY."""
+
+    UNVERSIONED = "unversioned"
+    """Nothing was loaded yet, or the epoch changed."""
+    READY = "ready"
+    """Offered: paused, waiting for data or loading it."""
+    APPLIED = "applied"
+    """Loaded and verified, waiting for COMMIT."""
+    SERVING = "serving"
+    """Committed: the only state in which the engine serves."""
+    PAUSED = "paused"
+    """A sync was abandoned before it touched memory: the old version is intact, but not served."""
+    DIRTY = "dirty"
+    """A sync was abandoned or failed after it touched memory: no version is committed."""
+
+
+class _Superseded(Exception):  # noqa: N818
+    """A newer offer, an abort or a deadline ended the transfer under way."""
+
+
+class WeightReceiver:
+    """Feeds `target` with the versions offered to it. Use it on one event loop; `current` may be read anywhere.
+
+    `device`: "cpu", or the UUID of the accelerator that holds the engine's weights. `on_state(state, version, digest)` runs at each change.
+    """
+
+    def __init__(
+        self,
+        cfg: RLJobSpec | Mapping[str, Any] | None,
+        identity: Identity | None,
+        epoch: int,
+        target: WeightTarget,
+        *,
+        keys: KeyRing | None = None,
+        device: str = "cpu",
+        deadlines: Deadlines | None = None,
+        on_state: Callable[[ReceiverState, int, str], None] | None = None,
+    ) -> None:
+        self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
+        self.epoch = epoch
+        self.state = ReceiverState.UNVERSIONED
+        self._identity, self._keys, self._target, self._device = identity, keys, target, device
+        self._deadlines = deadlines or Deadlines()
+        self._on_state = on_state
+        self._held: tuple[int, int, str] | None = None
+        """(epoch, version, digest) proven to be in the target's memory."""
+        self._committed = False
+        self._pending: WeightManifest | None = None
+        self._layout: Layout | None = None
+        self._stop = threading.Event()
+        self._turn = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._paused_at: float | None = None
+        self._applied_seconds = 0.0
+        self._sources = Sources(identity=identity, keys=keys)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
+        self._thread.submit(words.kernels)  # compiled code is loaded while nobody waits for it
+
+    def handlers(self) -> dict[str, Callable[..., Awaitable[Answer]]]:
+        """Return the RPC methods a worker must serve for its publisher."""
+        return {
+            "weights_offer": self.offer,
+            "weights_transfer": self.transfer,
+            "weights_commit": self.commit,
+            "weights_abort": self.abort,
+        }
+
+    def current(self) -> tuple[int, str]:
+        """Return (version, manifest digest) of the committed weights in memory; (-1, "") when there is no proof of any."""
+        held = self._held
+        return (held[1], held[2]) if held is not None and self._committed else NOTHING
+
+    def set_epoch(self, epoch: int) -> None:
+        """Enter `epoch`: a newer one ends the sync under way and makes the weights unversioned until the next offer."""
+        if epoch <= self.epoch:
+            return
+        self.epoch = epoch
+        self._interrupt()
+        self._forget_offer()
+        self._held = None
+        self._enter(ReceiverState.UNVERSIONED)
+
+    # --- the handshake ---------------------------------------------------------------------------------------------
+
+    async def offer(self, offer: Mapping[str, Any]) -> Answer:
+        """Answer READY(have), ACK (this digest is served), APPLIED (it waits for COMMIT) or REFUSE(reason).
+
+        `offer`: {digest, manifest (packed), bucket_bytes, deadline (seconds until its publisher has given up)}. READY means
+        paused: nothing is served any more.
+        """
+        manifest = WeightManifest.unpack(offer["manifest"])
+        if manifest.digest != offer["digest"]:
+            return _refuse("the manifest does not have the digest of the offer")
+        if manifest.epoch < self.epoch:
+            return _refuse(f"older_epoch: offered {manifest.epoch}, this receiver is at {self.epoch}")
+        self.set_epoch(manifest.epoch)
+        problem = self._problem(manifest)
+        if problem:
+            return _refuse(problem)
+        if self.state is ReceiverState.SERVING and self.current()[1] == manifest.digest:
+            return {"answer": "ACK", "version": manifest.version, "digest": manifest.digest, "pause_seconds": 0.0}
+        self._interrupt()  # a transfer under way is of a replaced offer, or of this one whose publisher starts again
+        async with self._turn:
+            self._arm(float(offer["deadline"]))
+            self._pending, self._layout = manifest, Layout.of(manifest.entries, int(offer["bucket_bytes"]))
+            return await self._accept(manifest)
+
+    async def _accept(self, manifest: WeightManifest) -> Answer:
+        if self._held is not None and self._held[2] == manifest.digest:
+            self._enter(ReceiverState.APPLIED)
+            return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
+        self._stop.clear()
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+        self._enter(ReceiverState.READY)
+        try:
+            await self._target.prepare(self._deadlines.ready_seconds)
+        except DeadlineExceeded as error:
+            self._abandon(f"the engine did not stop: {error}")
+            return _refuse(f"requests in flight did not end: {error}")
+        return {"answer": "READY", "have": list(self.current()), "device": self._device}
+
+    def _problem(self, manifest: WeightManifest) -> str:
+        newest = max((one for one in (self._version_held(), self._version_pending()) if one is not None), default=None)
+        if newest is not None and (manifest.epoch, manifest.version) < newest:
+            return f"older: offered version {manifest.version}, this receiver is at {newest[1]} of epoch {newest[0]}"
+        if self._held is not None and self._version_held() == (manifest.epoch, manifest.version):
+            if self._held[2] != manifest.digest and self._committed:
+                return (
+                    f"version {manifest.version} is held with digest {self._held[2]}, got {manifest.digest}; raise it"
+                )
+        return misfit(manifest, self._target.names_and_shapes())
+
+    def _version_held(self) -> tuple[int, int] | None:
+        return self._held[:2] if self._held is not None else None
+
+    def _version_pending(self) -> tuple[int, int] | None:
+        return (self._pending.epoch, self._pending.version) if self._pending is not None else None
+
+    async def transfer(self, transfer: Mapping[str, Any]) -> Answer:
+        """Load and verify the offered version; answer APPLIED(version, digest) or FAILED(names, reason).
+
+        `transfer`: {digest, source}; `source` says where the bytes are, see `sources`.
+        """
+        async with self._turn:
+            manifest, layout = self._pending, self._layout
+            if manifest is None or layout is None or manifest.digest != transfer["digest"]:
+                return _failed([], f"digest {transfer['digest']} is not on offer here; offer it first")
+            if self.state is ReceiverState.APPLIED:
+                return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
+            return await self._load(manifest, layout, transfer["source"])
+
+    async def _load(self, manifest: WeightManifest, layout: Layout, source: Mapping[str, Any]) -> Answer:
+        destinations = self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}
+        assembly = Assembly(
+            manifest, layout, destinations=destinations, wanted=self._target.names_and_shapes(), check=self._go_on
+        )
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        feeding = loop.run_in_executor(self._thread, self._feed, assembly, manifest, layout, source)
+        try:
+            reason = await asyncio.shield(feeding)
+        except asyncio.CancelledError:  # the publisher gave up; the thread must be out of the target's memory first
+            self._interrupt()
+            await asyncio.wait([feeding])
+            self._abandon("the publisher gave the transfer up", touched=assembly.touched)
+            raise
+        if assembly.bad:
+            reason = f"{len(assembly.bad)} tensors do not have the checksum of the manifest"
+        if reason or self._stop.is_set():
+            self._abandon(reason or STOPPED, touched=assembly.touched)
+            return _failed(assembly.bad, reason or STOPPED)
+        self._held, self._committed = (manifest.epoch, manifest.version, manifest.digest), False
+        self._applied_seconds = time.monotonic() - started
+        self._enter(ReceiverState.APPLIED)
+        return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
+
+    def _feed(self, assembly: Assembly, manifest: WeightManifest, layout: Layout, source: Mapping[str, Any]) -> str:
+        """In the thread: move the bytes and return "", or why that failed."""
+        try:
+            with self._sources.open(source, manifest, layout) as pieces:
+                tensors = assembly.tensors(pieces)
+                self._target.load(tensors, manifest.version)
+                left = next(tensors, None)
+            if left is not None:
+                return f"{type(self._target).__name__}.load must take every tensor, it left {left[0]!r}"
+        except _Superseded:
+            return STOPPED
+        except RLJobError as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:  # the engine's code: whatever it raises, it does not serve this version
+            logger.exception("the engine failed to load version %s", manifest.version)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _go_on(self) -> None:
+        if self._stop.is_set():
+            raise _Superseded
+
+    def _interrupt(self) -> None:
+        self._stop.set()
+        self._sources.interrupt()
+
+    async def commit(self, version: int, digest: str) -> Answer:
+        """Serve the applied version and answer ACK; REFUSE when it is not the one applied. Repeating it is harmless."""
+        async with self._turn:
+            if self.state is ReceiverState.SERVING and self.current() == (version, digest):
+                return self._acknowledge()
+            if self.state is not ReceiverState.APPLIED or self._held is None or self._held[1:] != (version, digest):
+                return _refuse(f"version {version} is not applied here, the state is {self.state.value}")
+            await self._target.resume(version, digest)
+            self._committed = True
+            self._forget_offer()
+            self._enter(ReceiverState.SERVING)
+            return self._acknowledge()
+
+    def _acknowledge(self) -> Answer:
+        paused, self._paused_at = self._paused_at, None
+        pause = time.monotonic() - paused if paused is not None else 0.0
+        version, digest = self.current()
+        return {
+            "answer": "ACK",
+            "version": version,
+            "digest": digest,
+            "pause_seconds": pause,
+            "apply_seconds": self._applied_seconds,
+        }
+
+    async def abort(self, generation: int) -> Answer:
+        """Leave the process group `generation`, so that a transfer blocked in it ends at once."""
+        self._sources.abort_group(generation, "the publisher aborted it: a member was lost")
+        return {"answer": "ABORTED"}
+
+    # --- late joiners ----------------------------------------------------------------------------------------------
+
+    async def pull(self, address: str, *, timeout: float | None = None) -> tuple[int, str]:
+        """Fetch, verify and serve the committed version of the publisher at `address`; return (version, digest).
+
+        One damaged transfer is repeated. Raises InfrastructureError when it cannot be had (the second failure included),
+        EpochFenced when the publisher is of an older epoch, DeadlineExceeded and WorkerLost as RPC does.
+        """
+        client = RpcClient(address, self._keys, self._identity, service="actor" if self._keys is not None else None)
+        try:
+            answer: Answer = {}
+            for _ in range(2):
+                answer = await self._pull_once(client, timeout)
+                if answer["answer"] == "ACK":
+                    return self.current()
+                if answer["answer"] == "REFUSE":
+                    break
+            raise InfrastructureError(f"weights could not be pulled from {address}: {answer}")
+        finally:
+            client.close()
+
+    async def _pull_once(self, client: RpcClient, timeout: float | None) -> Answer:
+        have = {"epoch": self.epoch, "digest": self.current()[1], "host_token": shared_memory.host_token()}
+        have["name"] = self._identity.name if self._identity is not None else "anonymous"
+        ticket: Answer = await client.call("weights_pull", have, timeout=timeout or self._deadlines.total(0))
+        if ticket["answer"] != "OFFER":
+            raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {ticket['reason']}")
+        try:
+            if ticket["epoch"] < self.epoch:
+                raise EpochFenced(f"publisher at {client.address} is of epoch {ticket['epoch']}, this is {self.epoch}")
+            answer = await self.offer(ticket)
+            if answer["answer"] == "READY":
+                answer = await self.transfer(ticket)
+            if answer["answer"] == "APPLIED":
+                answer = await self.commit(ticket["version"], ticket["digest"])
+            return answer
+        finally:
+            await client.call("weights_pulled", ticket["ticket"], timeout=self._deadlines.commit_seconds)
+
+    # --- the end of a sync -----------------------------------------------------------------------------------------
+
+    def _arm(self, seconds: float) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """The publisher is silent for longer than any sync takes: it is dead, or it dropped this receiver."""
+        self._expiry = None
+        self._interrupt()
+        if not self._turn.locked():  # else whoever holds the turn meets the stop and abandons the sync
+            self._abandon("no COMMIT came", touched=False)
+
+    def _abandon(self, reason: str, *, touched: bool = False) -> None:
+        logger.warning("weight sync abandoned, not serving: %s", reason)
+        if touched:
+            self._held = None
+        applied = self._held is not None and not self._committed
+        self._forget_offer()
+        if touched or applied:
+            self._enter(ReceiverState.DIRTY)
+        else:
+            self._enter(ReceiverState.PAUSED if self._held is not None else ReceiverState.UNVERSIONED)
+
+    def _forget_offer(self) -> None:
+        self._pending = self._layout = None
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _enter(self, state: ReceiverState) -> None:
+        if state is not self.state:
+            self.state = state
+            if self._on_state is not None:
+                self._on_state(state, *self.current())
+
+    async def close(self) -> None:
+        """Stop the transfer under way and free groups, streams and the thread."""
+        self._interrupt()
+        self._forget_offer()
+        self._sources.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
+    """Return why `manifest` does not fit a model of `expected` (name -> shape, or (shape, dtype)); "" when it does."""
+    offered = {entry.name: entry for entry in manifest.entries}
+    problems = [f"missing {name}" for name in expected if name not in offered]
+    taken = {entry.alias_of or entry.name for entry in manifest.entries if entry.name in expected}
+    for entry in manifest.entries:
+        wanted = expected.get(entry.name)
+        if wanted is None:
+            if entry.alias_of is None and entry.name not in taken:
+                problems.append(f"unknown {entry.name}")
+            continue
+        shape, dtype = wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, entry.dtype)
+        if (tuple(shape), dtype) != (entry.shape, entry.dtype):
+            problems.append(f"{entry.name} must be {dtype} {list(shape)}, got {entry.dtype} {list(entry.shape)}")
+    more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return f"weights do not fit the model: {'; '.join(problems[:5])}{more}" if problems else ""
+
+
+def _refuse(reason: str) -> Answer:
+    return {"answer": "REFUSE", "reason": reason}
+
+
+def _failed(names: list[str], reason: str) -> Answer:
+    return {"answer": "FAILED", "names": names, "reason": reason}

@@ -1,0 +1,99 @@
+"""A rollout in miniature, run as a process: an RPC server, a WeightReceiver, an engine that is a dict of tensors.
+
+    python weight_receiver_child.py '{"shapes": {"a": [3]}, "in_place": true}'
+
+Prints its address, then serves until its standard input ends. `probe` answers what it holds, `pull` joins late.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from rl_core.transports import shared_memory
+from rl_core.transports.rpc import RpcServer
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.manifest import checksum
+from rl_core.weights.receiver import WeightReceiver
+
+OPTIONS = json.loads(sys.argv[1])
+
+
+class Engine:
+    """Holds parameters by name; can be told to die or to stall at the first tensor."""
+
+    def __init__(self):
+        dtype = getattr(torch, OPTIONS.get("dtype", "float32"))
+        self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in OPTIONS["shapes"].items()}
+        self.serving = False
+        self.loads = 0
+        self.trap = OPTIONS.get("trap", "")
+
+    async def prepare(self, deadline):
+        self.serving = False
+
+    def names_and_shapes(self):
+        return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.weights.items()}
+
+    def load(self, tensors, version):
+        self.loads += 1
+        if self.trap == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.trap == "die_in_middle":
+            next(tensors)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.trap == "stall":
+            time.sleep(OPTIONS["stall_seconds"])
+        for name, tensor in tensors:
+            self.weights[name].copy_(tensor)
+
+    async def resume(self, version, digest):
+        self.serving = True
+
+
+class InPlaceEngine(Engine):
+    def destinations(self):
+        return self.weights
+
+
+async def main():
+    torch.set_num_threads(1)
+    engine = InPlaceEngine() if OPTIONS.get("in_place") else Engine()
+    deadlines = Deadlines(**OPTIONS.get("deadlines", {}))
+    receiver = WeightReceiver(None, None, OPTIONS.get("epoch", 0), engine, deadlines=deadlines)
+
+    async def probe():
+        sums = {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()}
+        return {
+            "current": list(receiver.current()),
+            "state": receiver.state.value,
+            "serving": engine.serving,
+            "sums": sums,
+            "loads": engine.loads,
+        }
+
+    async def set_trap(trap):
+        engine.trap = trap
+
+    async def pull(address):
+        return list(await receiver.pull(address, timeout=20))
+
+    async def set_epoch(epoch):
+        receiver.set_epoch(epoch)
+
+    handlers = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, **receiver.handlers()}
+    server = RpcServer("tcp://127.0.0.1:0", handlers).start()
+    print(
+        json.dumps({"address": server.address, "host_token": shared_memory.host_token(), "pid": os.getpid()}),
+        flush=True,
+    )
+    await asyncio.to_thread(sys.stdin.read)
+    await receiver.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
