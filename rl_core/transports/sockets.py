@@ -201,7 +201,7 @@ class IoThread:
     def _guarded(self, callback: Callable[..., None], *args: Any) -> None:
         try:
             callback(*args)
-        except Exception:  # noqa: BLE001 - a bug in one connection must not stop the others
+        except Exception:
             logger.exception("callback %r failed on the I/O thread", callback)
 
 

@@ -1,0 +1,257 @@
+"""Bulk streams: large buffers from one process to another by plain ZeroMQ, authentic but not secret (runtime.md 4).
+
+    sender = BulkSender("tcp://127.0.0.1:0")
+    ticket = sender.offer([array1, array2])          # a dict: hand it out over RPC, whose connection proved who asks
+    for chunk in BulkReceiver(ticket): ...           # uint8 memoryviews of at most 1 MiB, in order
+
+A ticket is good for one stream. Each chunk carries a BLAKE3 tag keyed with the ticket's session key over its number and
+bytes, so that nothing can be forged, reordered, repeated or left out. The receiver's credit keeps WINDOW chunks in flight;
+a dead receiver costs the others nothing. The sender works on a thread of its own, the receiver on its caller's.
+"""
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+from blake3 import blake3
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError
+from rl_core.transports import sockets
+from rl_core.transports.sockets import IoThread
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 2**20
+WINDOW = 16
+"""Chunks in flight per stream."""
+_CREDIT_STEP = 4
+"""Chunks per credit message."""
+TAG_BYTES = 32
+TICKET_SECONDS = 60.0
+"""A ticket that nobody uses, or a stream that takes no chunk, ends after this time."""
+_HELLO, _MORE, _CHUNK, _END, _REFUSED = b"H", b"M", b"C", b"E", b"R"
+
+
+def _tag(key: bytes, kind: bytes, number: int, payload: Any = b"") -> bytes:
+    hasher = blake3(kind + number.to_bytes(8, "little"), key=key)
+    hasher.update(payload)
+    return bytes(hasher.digest(TAG_BYTES))
+
+
+def chunks(buffers: Iterable[Any]) -> Iterator[memoryview]:
+    """Yield `buffers` (anything with a contiguous buffer) as byte views of at most CHUNK_BYTES; empty ones are skipped."""
+    for buffer in buffers:
+        view = memoryview(np.frombuffer(buffer, np.uint8)) if memoryview(buffer).nbytes else memoryview(b"")
+        for start in range(0, view.nbytes, CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+class _Stream:
+    """One offer and, once its ticket was shown, its receiver."""
+
+    def __init__(self, buffers: Iterable[Any], key: bytes, now: float) -> None:
+        self.key = key
+        self.chunks = chunks(buffers)
+        self.number = 0
+        self.credit = 0
+        self.active_at = now
+
+    def next_message(self) -> list[Any] | None:
+        """Return the next message, None after the last one. The end tells how many chunks there were."""
+        chunk = next(self.chunks, None)
+        if chunk is None:
+            return None
+        message = [_CHUNK, _tag(self.key, _CHUNK, self.number, chunk), chunk]
+        self.number += 1
+        self.credit -= 1
+        return message
+
+    def end_message(self) -> list[Any]:
+        """Return the message after the last chunk."""
+        return [_END, _tag(self.key, _END, self.number), self.number.to_bytes(8, "little")]
+
+
+class BulkSender:
+    """Streams what `offer` was given. Binds `tcp://host:port`, port 0 = a free one; raises ConfigError when it cannot."""
+
+    def __init__(self, bind: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._socket = IoThread.shared().context.socket(zmq.ROUTER)
+        sockets.configure(self._socket)
+        self.address = sockets.bind(self._socket, bind)
+        """`tcp://host:port` that tickets name."""
+        self._offers: dict[bytes, _Stream] = {}
+        self._streams: dict[bytes, _Stream] = {}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="rljob-bulk", daemon=True)
+        self._thread.start()
+
+    def offer(self, buffers: Iterable[Any]) -> dict[str, Any]:
+        """Return a ticket for one stream of `buffers`, which must stay unwritten until it ended.
+
+        `buffers` may be a generator; it is run on the sender's thread.
+        """
+        if self._closing:
+            raise InfrastructureError(f"the bulk sender at {self.address} is closed; make a new one")
+        ticket, key = secrets.token_bytes(16), secrets.token_bytes(32)
+        with self._lock:
+            self._offers[ticket] = _Stream(buffers, key, self._clock())
+        return {"address": self.address, "ticket": ticket, "key": key}
+
+    def close(self) -> None:
+        """End all streams and the thread."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        while not self._closing:
+            busy = any(stream.credit > 0 for stream in self._streams.values())
+            poller.poll(0 if busy else TICKET_SECONDS * 1000)
+            try:
+                self._receive()
+                self._send_round()
+                self._drop_idle()
+            except Exception:
+                logger.exception("bulk sender at %s", self.address)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        while sockets.readable(self._socket):
+            peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            if parts[:1] == [_HELLO] and len(parts) == 2:
+                self._open(peer, parts[1])
+            elif parts[:1] == [_MORE] and peer in self._streams:
+                self._streams[peer].credit += _CREDIT_STEP
+                self._streams[peer].active_at = self._clock()
+
+    def _open(self, peer: bytes, ticket: bytes) -> None:
+        with self._lock:
+            stream = self._offers.pop(ticket, None)
+        if stream is None:
+            self._send(peer, [_REFUSED, b"", b"the ticket was used before, has expired or is not from here"])
+            return
+        stream.credit, stream.active_at = WINDOW, self._clock()
+        self._streams[peer] = stream
+
+    def _send_round(self) -> None:
+        """Send one chunk of each stream that has credit."""
+        for peer, stream in list(self._streams.items()):
+            if stream.credit <= 0:
+                continue
+            try:
+                message = stream.next_message()
+            except Exception as error:
+                logger.exception("the source of a bulk stream failed")
+                self._finish(
+                    peer, [_REFUSED, _tag(stream.key, _REFUSED, stream.number), f"the source failed: {error}".encode()]
+                )
+                continue
+            if message is None:
+                self._finish(peer, stream.end_message())
+            elif not self._send(peer, message):
+                del self._streams[peer]
+
+    def _finish(self, peer: bytes, message: list[Any]) -> None:
+        self._send(peer, message)
+        del self._streams[peer]
+
+    def _send(self, peer: bytes, message: list[Any]) -> bool:
+        try:
+            self._socket.send_multipart([peer, *message], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            logger.info("a bulk receiver is gone; its stream is dropped")
+            return False
+        return True
+
+    def _drop_idle(self) -> None:
+        oldest = self._clock() - TICKET_SECONDS
+        with self._lock:
+            for ticket in [ticket for ticket, stream in self._offers.items() if stream.active_at < oldest]:
+                del self._offers[ticket]
+        for peer in [peer for peer, stream in self._streams.items() if stream.active_at < oldest]:
+            del self._streams[peer]
+
+
+class BulkReceiver:
+    """Iterates over the chunks of a ticket as read-only memoryviews, checked. Each wait is bounded by `timeout` seconds.
+
+    Raises DeadlineExceeded (address, chunks so far), FrameError (a tag or the count does not hold: forged or damaged),
+    InfrastructureError (ticket refused, or the source failed). Use it on one thread.
+    """
+
+    def __init__(self, ticket: dict[str, Any], *, timeout: float = 60.0) -> None:
+        try:
+            self._address, self._ticket, self._key = ticket["address"], ticket["ticket"], ticket["key"]
+        except KeyError as error:
+            raise ConfigError(f"a bulk ticket must have address, ticket and key, got {sorted(ticket)}") from error
+        self._timeout = timeout
+        self._number = 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        socket = IoThread.shared().context.socket(zmq.DEALER)
+        sockets.configure(socket)
+        try:
+            socket.connect(self._address)
+            socket.send_multipart([_HELLO, self._ticket])
+            while (chunk := self._next(socket)) is not None:
+                if self._number % _CREDIT_STEP == 0:
+                    socket.send(_MORE)
+                yield chunk
+        finally:
+            socket.close(0)
+
+    def read_into(self, target: Any) -> int:
+        """Copy the whole stream to the start of `target` (a writable buffer) and return its bytes.
+
+        Raises FrameError when it does not fit.
+        """
+        memory = np.frombuffer(target, np.uint8)
+        filled = 0
+        for chunk in self:
+            if filled + chunk.nbytes > memory.nbytes:
+                raise FrameError(
+                    f"the stream from {self._address} has more than the {memory.nbytes} bytes there is room for"
+                )
+            memory[filled : filled + chunk.nbytes] = np.frombuffer(chunk, np.uint8)
+            filled += chunk.nbytes
+        return filled
+
+    def _next(self, socket: zmq.Socket[Any]) -> memoryview | None:
+        if not socket.poll(self._timeout * 1000):
+            raise DeadlineExceeded(
+                f"the bulk stream from {self._address} sent nothing for {self._timeout:g} s after {self._number} chunks"
+            )
+        kind, tag, body = (frame.buffer for frame in self._three(socket))
+        if kind == _REFUSED:
+            raise InfrastructureError(
+                f"the bulk stream from {self._address} ended after {self._number} chunks: {bytes(body).decode(errors='replace')}"
+            )
+        if kind not in (_CHUNK, _END) or not secrets.compare_digest(bytes(tag), self._expected(bytes(kind), body)):
+            raise FrameError(f"chunk {self._number} of the bulk stream from {self._address} is not authentic")
+        if kind == _END:
+            return None
+        self._number += 1
+        return memoryview(body)
+
+    def _three(self, socket: zmq.Socket[Any]) -> list[Any]:
+        frames = socket.recv_multipart(copy=False)
+        if len(frames) != 3:
+            raise FrameError(f"a bulk message must have 3 frames, got {len(frames)}")
+        return list(frames)
+
+    def _expected(self, kind: bytes, body: memoryview) -> bytes:
+        return _tag(self._key, kind, self._number, body if kind == _CHUNK else b"")
