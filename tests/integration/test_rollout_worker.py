@@ -1,0 +1,354 @@
+"""A rollout worker over real parts in one process: publisher, receiver, channels, RPC; only the env worker is a small RPC server."""
+
+import asyncio
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl_core.api.errors import GenerationUnavailable
+from rl_core.api.job import RLJobSpec
+from rl_core.channel import Channel
+from rl_core.rollouts.hf.config import DecoderConfig
+from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.hf.worker import HFRolloutWorker
+from rl_core.transports import shared_memory
+from rl_core.transports.handlers import HandlerLoop
+from rl_core.transports.rpc import RpcClient, RpcServer
+from rl_core.weights.publisher import WeightPublisher
+
+CONFIG = dict(
+    model_type="qwen2", vocab_size=43, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1,
+)  # fmt: skip
+
+
+def tokenizer_files() -> dict[str, bytes]:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789 +=.,"]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return {
+        "config.json": json.dumps(CONFIG).encode(),
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}).encode(),
+    }
+
+
+def random_state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = DecoderWeights(DecoderConfig.from_dict(CONFIG)).names_and_shapes()
+    return {
+        name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * 0.2
+        for name, shape in shapes.items()
+    }
+
+
+class EnvPod:
+    """Answers `step_rows` as an env worker does: reward = share of the letter a; told texts fail."""
+
+    def __init__(self):
+        self.calls = []
+        self.fail = None
+        self.hold = None
+        self.server = RpcServer("tcp://127.0.0.1:0", {"step_rows": self.step_rows}).start()
+
+    async def step_rows(self, rows):
+        self.calls.append(len(rows))
+        if self.hold is not None:
+            await asyncio.wrap_future(self.hold)
+        return [self.answer(row) for row in rows]
+
+    def answer(self, row):
+        if self.fail is not None:
+            return {"error": {"type": self.fail, "message": "told to fail"}}
+        text = row["messages"][-1]["content"]
+        reward = text.count("a") / max(1, len(text))
+        return {
+            "observation": {"role": "environment", "content": ""},
+            "metadata": None,
+            "stop_strings": None,
+            "reward": reward,
+            "terminated": True,
+            "answer": None,
+        }
+
+
+class World:
+    """Everything around one worker."""
+
+    def __init__(self, **rollout):
+        self.spec = RLJobSpec.model_validate(
+            {
+                "model": {"path": "unused"},
+                "data": {"train": "unused"},
+                "algorithm": {"promptsPerStep": 4, "groupSize": 4},
+                "rollout": {"maxBatch": 16, "sampling": {"maxNewTokens": 8}, **rollout},
+            }
+        )
+        self.env = EnvPod()
+        self.given_back = []
+        self.hub = RpcServer("tcp://127.0.0.1:0", {"give_back": lambda *args: self.given_back.append(args)}).start()
+        self.worker = HFRolloutWorker(self.spec, {"max_seq_len": 32})
+        context = self.worker._context
+        context.files = tokenizer_files()
+        context.hub = RpcClient(self.hub.address)
+        self.worker.init_worker()
+        handlers = {n: getattr(self.worker, n) for n in ("weights_offer", "weights_transfer", "weights_commit")}
+        self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
+        self.publisher = WeightPublisher(self.spec, 0)
+        self.channels = [
+            Channel.create(name, local=True, delivery=kind)
+            for name, kind in (("p", "lease"), ("t", "auto"), ("v", "auto"))
+        ]
+        self.show_env(True)
+
+    def show_env(self, there: bool):
+        member = {
+            "name": "env:0", "role": "env", "group": "env", "rank": 0, "pod": "env-0", "address": self.env.server.address, "pid": 1,
+            "host_token": "", "incarnation": [0, 0], "world_size": 1, "state": "ready" if there else "lost", "policy_version": None,
+            "digest": None, "device_uuids": [], "progress": {}, "wait": None,
+        }  # fmt: skip
+        self.worker._context.update_view({"version": 1, "members": [member]})
+
+    def on_loop(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, HandlerLoop.shared().loop).result(30)
+
+    def publish(self, version: int, seed: int):
+        receivers = [{"name": "rollout:0", "address": self.server.address, "host_token": shared_memory.host_token()}]
+        return self.publisher.publish(
+            version, random_state(seed), receivers, 1, ties={"lm_head.weight": "model.embed_tokens.weight"}
+        )
+
+    def start(self):
+        self.on_loop(self.worker.start_rollout(*self.channels))
+
+    def item(self, index: int, **changes):
+        ids = np.arange(2, 6 + index % 3, dtype=np.int64)
+        sample = {
+            "message_log": [{"role": "user", "content": "x", "token_ids": ids}],
+            "length": len(ids),
+            "extra_env_info": {"ground_truth": "a"},
+            "loss_multiplier": 1.0,
+            "idx": index,
+            "task_name": "math",
+        }
+        base = {
+            "mode": "train",
+            "sample": sample,
+            "group_id": f"0-{index}",
+            "lease_token": f"token-{index}",
+            "attempt": 1,
+            "policy_version": 1,
+            "num_generations": 4,
+            "greedy": False,
+        }
+        return base | changes
+
+    def close(self):
+        self.on_loop(self.worker.close())
+        self.publisher.close()
+        for server in (self.server, self.hub, self.env.server):
+            server.close()
+        self.worker._context.hub.close()
+        self.worker._context.close()
+
+
+@pytest.fixture
+def world():
+    made = World()
+    yield made
+    made.close()
+
+
+def records(world: World, count: int):
+    return [world.channels[1].get(timeout=20) for _ in range(count)]
+
+
+def test_nothing_is_leased_before_a_version_is_proven(world):
+    world.start()
+    world.channels[0].put(world.item(0))
+    assert world.worker.status()["version"] == -1
+    assert world.channels[0].qsize() == 1
+    with pytest.raises(GenerationUnavailable):
+        world.on_loop(world.worker.probe([3, 4, 5], 2))
+    world.publish(1, seed=1)
+    (record,) = records(world, 1)
+    assert record.group_id == "0-0" and record.start_version == record.end_version == 1
+
+
+def test_every_group_arrives_with_the_lease_token_and_versions_of_the_served_weights(world):
+    world.start()
+    world.publish(1, seed=1)
+    for index in range(6):
+        world.channels[0].put(world.item(index))
+    found = {record.group_id: record for record in records(world, 6)}
+    assert sorted(found) == [f"0-{index}" for index in range(6)]
+    for index in range(6):
+        record = found[f"0-{index}"]
+        assert record.lease_token == f"token-{index}" and len(record.completions) == 4
+        for completion in record.completions:
+            assert completion.policy_versions == (1, 1)
+            assert math.isfinite(completion.reward)
+            assert completion.message_log[1]["generation_logprobs"].dtype == torch.float32
+    assert world.channels[0].qsize() == 0
+
+
+def test_samples_repeat_by_seed_whatever_shares_the_batch_and_change_with_the_weights(world):
+    def tokens(record):
+        return [completion.message_log[1]["token_ids"].tolist() for completion in record.completions]
+
+    world.start()
+    world.publish(1, seed=1)
+    world.channels[0].put(world.item(0))
+    (alone,) = records(world, 1)
+    for index in range(5):
+        world.channels[0].put(world.item(index))
+    together = {record.group_id: record for record in records(world, 5)}
+    assert tokens(alone) == tokens(together["0-0"])
+    assert len({tuple(ids) for ids in tokens(alone)}) > 1
+    world.publish(2, seed=2)
+    world.channels[0].put(world.item(0))
+    (after,) = records(world, 1)
+    assert tokens(after) != tokens(alone) and after.completions[0].policy_versions == (2, 2)
+
+
+def test_a_late_joiner_pulls_the_committed_version_and_serves_it(world):
+    world.publisher.publish(5, random_state(3), [], 0)
+    answer = world.on_loop(world.worker.join(world.publisher.address))
+    assert answer["version"] == 5 and answer["digest"]
+    world.start()
+    world.channels[0].put(world.item(0, policy_version=5))
+    (record,) = records(world, 1)
+    assert record.completions[0].policy_versions == (5, 5)
+
+
+def test_the_served_weights_are_the_published_ones(world):
+    world.publish(1, seed=9)
+    served = dict(world.worker._loop.engine._decoder.weights.named_tensors())
+    for name, tensor in random_state(9).items():
+        assert served[name].equal(tensor), name
+
+
+def test_probe_scores_a_continuation_at_the_training_temperature():
+    world = World(sampling={"maxNewTokens": 8, "temperature": 0.5})
+    try:
+        world.publish(1, seed=4)
+        answer = world.on_loop(world.worker.probe([3, 4, 5], 4))
+        assert answer["version"] == 1 and 1 <= len(answer["ids"]) <= 4
+        again = world.on_loop(world.worker.probe([3, 4, 5], 4))
+        assert again == answer
+    finally:
+        world.close()
+
+
+def test_a_data_failure_is_given_back_with_its_reason_and_leaves_no_record(world):
+    world.env.fail = "RolloutDataFailure"
+    world.start()
+    world.publish(1, seed=1)
+    world.channels[0].put(world.item(0))
+    world.channels[0].put(
+        world.item(1, mode="validation", greedy=True, num_generations=1, group_id="val1-1", lease_token="")
+    )
+    answer = world.channels[2].get(timeout=20)
+    assert answer["group_id"] == "val1-1" and "told to fail" in answer["error"] and answer["rewards"] == []
+    wait_for(lambda: world.given_back)
+    assert world.given_back[0][:3] == ("0-0", "token-0", "data") and "told to fail" in world.given_back[0][3]
+    assert world.channels[1].qsize() == 0
+
+
+def test_validation_is_scored_apart_from_training(world):
+    world.start()
+    world.publish(1, seed=1)
+    world.channels[0].put(
+        world.item(3, mode="validation", greedy=True, num_generations=1, group_id="val1-3", lease_token="")
+    )
+    answer = world.channels[2].get(timeout=20)
+    assert answer["group_id"] == "val1-3" and answer["error"] is None
+    assert len(answer["rewards"]) == len(answer["lengths"]) == len(answer["truncated"]) == 1
+
+
+def test_an_update_waits_for_groups_in_flight_and_later_prompts_wait_for_it(world):
+    import concurrent.futures
+
+    world.start()
+    world.publish(1, seed=1)
+    world.env.hold = concurrent.futures.Future()
+    world.channels[0].put(world.item(0))
+    wait_for(lambda: world.env.calls)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(world.publish, 2, 2)
+        wait_for(lambda: world.worker.status()["weights"] == "ready")
+        world.channels[0].put(world.item(1, policy_version=2))
+        assert not publishing.done()
+        world.env.hold.set_result(None)
+        publishing.result(20)
+    first, second = records(world, 2)
+    assert (first.group_id, first.end_version) == ("0-0", 1)
+    assert (second.group_id, second.start_version) == ("0-1", 2)
+
+
+def test_a_new_epoch_drops_work_and_serves_nothing_until_weights_are_proven_again(world):
+    import concurrent.futures
+
+    world.start()
+    world.publish(1, seed=1)
+    world.env.hold = concurrent.futures.Future()
+    world.channels[0].put(world.item(0))
+    wait_for(lambda: world.env.calls)
+    world.on_loop(world.worker.on_new_epoch(1))
+    world.env.hold.set_result(None)
+    assert world.worker.status()["weights"] == "unversioned" and world.worker.status()["groups_in_flight"] == 0
+    assert world.channels[1].qsize() == 0 and world.channels[0].qsize() == 1
+
+
+def test_draining_finishes_what_is_in_flight_and_leases_nothing_more(world):
+    world.start()
+    world.publish(1, seed=1)
+    world.channels[0].put(world.item(0))
+    wait_for(lambda: world.worker.status()["groups_in_flight"] or world.channels[1].qsize())
+    world.on_loop(world.worker.drain())
+    world.channels[0].put(world.item(1))
+    assert world.channels[1].qsize() == 1 and world.channels[0].qsize() == 1
+
+
+def test_groups_wait_for_an_env_worker_to_appear(world):
+    world.show_env(False)
+    world.start()
+    world.publish(1, seed=1)
+    world.channels[0].put(world.item(0))
+    wait_for(lambda: world.worker._loop.statistics()["rows"] == 4)
+    world.show_env(True)
+    (record,) = records(world, 1)
+    assert len(record.completions) == 4 and not world.given_back
+
+
+def test_batches_per_group_repeat_bit_by_bit_under_any_load():
+    world = World(batching="perGroup")
+    try:
+        world.start()
+        world.publish(1, seed=1)
+        world.channels[0].put(world.item(0))
+        (alone,) = records(world, 1)
+        for index in range(4):
+            world.channels[0].put(world.item(index))
+        together = {record.group_id: record for record in records(world, 4)}["0-0"]
+        for one, other in zip(alone.completions, together.completions, strict=True):
+            assert one.message_log[1]["token_ids"].equal(other.message_log[1]["token_ids"])
+            assert one.message_log[1]["generation_logprobs"].equal(other.message_log[1]["generation_logprobs"])
+    finally:
+        world.close()
+
+
+def wait_for(condition, seconds: float = 20.0):
+    """Poll a condition of another thread; a hang fails here instead of at the test's time limit."""
+    import time
+
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.005)
