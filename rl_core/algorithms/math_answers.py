@@ -12,9 +12,11 @@ _DECIMAL = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
 _FRACTION_COMMAND = re.compile(r"([+-]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _NUMBER = re.compile(
-    r"(?<![\d.])-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
-    r"|(?:(?<![\w.)}])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+(?:\.\d+)?)?"
+    r"(?:(?<![\w.)}])-)?"
+    r"(?:\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
+    r"|\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+(?:\.\d+)?)?)"
 )
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _NOISE = re.compile(r"\\[$,! ]|[$\s]")
 
 
@@ -52,26 +54,17 @@ def _marked_answer(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return the content of the last `boxed` command whose braces balance."""
-    command = "\\boxed{"
-    start, stop = text.rfind(command), len(text)
-    while start >= 0:
-        content = _balanced(text, start + len(command))
-        if content is not None:
-            return content
-        stop = start
-        start = text.rfind(command, 0, stop)
-    return None
-
-
-def _balanced(text: str, start: int) -> str | None:
-    """Return `text` from `start` up to the brace that closes one opened before it."""
-    depth = 1
-    for brace in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[start : start + brace.start()]
-    return None
+    """Return the content of the last `boxed` command whose braces balance; one pass over the braces."""
+    opened: list[tuple[int, bool]] = []
+    found: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace.group() != "}":
+            opened.append((brace.end(), brace.group() != "{"))
+        elif opened:
+            start, is_boxed = opened.pop()
+            if is_boxed and (found is None or start > found[0]):
+                found = start, brace.start()
+    return None if found is None else text[found[0] : found[1]]
 
 
 def _normal(text: str) -> str:

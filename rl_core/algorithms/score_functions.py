@@ -1,6 +1,6 @@
 """The autograd functions under `logprobs`: softmax statistics of P rows of V logits, a block of rows at a time.
 
-Only the log-normaliser (and entropy) of a row is kept for the backward pass, which makes the row's softmax again. No
+Only a row's largest logit, normaliser and entropy are kept for the backward pass, which makes the row's softmax again. No
 float32 tensor larger than a block exists. With g the gradient at the log-probability of label y, e the one at the
 entropy H, and p the softmax of a row x, the row's gradient is g (onehot(y) - p) - e p (log p + H).
 
@@ -33,19 +33,19 @@ class ScoresFromLogits(torch.autograd.Function):  # type: ignore[misc]
         scores = _Scores(labels, entropy)
         for part in _parts(len(labels), ctx.block_rows):
             scores.fill(part, _scaled(logits.index_select(0, positions[part]), temperature))
-        ctx.save_for_backward(logits, labels, positions, scores.normalizers, scores.entropies)
+        ctx.save_for_backward(logits, positions, *scores.saved())
         return scores.log_probs, scores.entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of `logits`, in their dtype."""
-        logits, labels, positions, normalizers, entropies = ctx.saved_tensors
+        logits, positions, *saved = ctx.saved_tensors
         if log_prob_grads is None and entropy_grads is None:
             return (None,) * 6
         gradient = torch.zeros_like(logits)
-        row_gradient = _RowGradient(labels, normalizers, entropies, log_prob_grads, entropy_grads, ctx.temperature)
-        for part in _parts(len(labels), ctx.block_rows):
+        row_gradient = _RowGradient(tuple(saved), log_prob_grads, entropy_grads, ctx.temperature)
+        for part in _parts(len(positions), ctx.block_rows):
             block = _scaled(logits.index_select(0, positions[part]), ctx.temperature)
             gradient.index_copy_(0, positions[part], row_gradient(part, block).to(logits.dtype))
         return gradient, None, None, None, None, None
@@ -67,21 +67,21 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
                 logits = hidden[chunk] @ weight.T
                 for part in _parts(len(logits), _block_rows(logits, chunk_size)):
                     scores.fill(_inner(chunk, part), _scaled(logits[part], temperature))
-        ctx.save_for_backward(hidden, weight, labels, scores.normalizers, scores.entropies)
+        ctx.save_for_backward(hidden, weight, *scores.saved())
         return scores.log_probs, scores.entropies
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` and `weight`, in their dtype."""
-        hidden, weight, labels, normalizers, entropies = ctx.saved_tensors
+        hidden, weight, *saved = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if log_prob_grads is None and entropy_grads is None:
             return (None,) * 6
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        row_gradient = _RowGradient(labels, normalizers, entropies, log_prob_grads, entropy_grads, ctx.temperature)
-        for chunk in _parts(len(labels), ctx.chunk_size):
+        row_gradient = _RowGradient(tuple(saved), log_prob_grads, entropy_grads, ctx.temperature)
+        for chunk in _parts(len(hidden), ctx.chunk_size):
             logits = hidden[chunk] @ weight.T
             for part in _parts(len(logits), _block_rows(logits, ctx.chunk_size)):
                 logits[part] = row_gradient(_inner(chunk, part), _scaled(logits[part], ctx.temperature))
@@ -98,23 +98,26 @@ class _Scores:
     def __init__(self, labels: Tensor, entropy: bool) -> None:
         self.labels = labels
         self.log_probs = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        self.normalizers = torch.empty_like(self.log_probs)
+        self.peaks, self.totals = torch.empty_like(self.log_probs), torch.empty_like(self.log_probs)
         self.entropies = torch.empty_like(self.log_probs) if entropy else None
 
     def fill(self, part: slice, block: Tensor) -> None:
         """Score float32 `block` [n, V], which is overwritten."""
-        chosen = block.gather(1, self.labels[part].unsqueeze(1)).squeeze(1)
+        peak = block.amax(dim=1, keepdim=True)
+        chosen = block.gather(1, self.labels[part].unsqueeze(1)) - peak
+        block.sub_(peak)
         if self.entropies is None:
-            normalizer = block.logsumexp(dim=1)
+            total = block.exp_().sum(dim=1)
         else:
-            peak = block.amax(dim=1, keepdim=True)
-            weights = block.sub_(peak).clamp_(min=_LOWEST_LOG_PROB).exp()
+            weights = block.clamp_(min=_LOWEST_LOG_PROB).exp()
             total = weights.sum(dim=1)
-            normalizer = total.log()
-            self.entropies[part] = normalizer - weights.mul_(block).sum(dim=1) / total
-            normalizer = normalizer + peak.squeeze(1)
-        self.normalizers[part] = normalizer
-        self.log_probs[part] = chosen - normalizer
+            self.entropies[part] = total.log() - weights.mul_(block).sum(dim=1) / total
+        self.peaks[part], self.totals[part] = peak.squeeze(1), total
+        self.log_probs[part] = chosen.squeeze(1) - total.log()
+
+    def saved(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return what the backward pass needs."""
+        return self.labels, self.peaks, self.totals, self.entropies
 
 
 class _RowGradient:
@@ -122,28 +125,27 @@ class _RowGradient:
 
     def __init__(
         self,
-        labels: Tensor,
-        normalizers: Tensor,
-        entropies: Tensor | None,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor | None],
         log_prob_grads: Tensor | None,
         entropy_grads: Tensor | None,
         temperature: float,
     ) -> None:
-        self.labels, self.normalizers, self.entropies = labels, normalizers, entropies
-        self.log_prob_grads = torch.zeros_like(normalizers) if log_prob_grads is None else log_prob_grads / temperature
+        self.labels, self.peaks, self.totals, self.entropies = saved
+        self.log_prob_grads = torch.zeros_like(self.totals) if log_prob_grads is None else log_prob_grads / temperature
         self.entropy_grads = None if entropy_grads is None else entropy_grads / temperature
 
     def __call__(self, part: slice, block: Tensor) -> Tensor:
         """Return the gradient at the unscaled logits in the place of float32 `block` [n, V]."""
-        at_label = self.log_prob_grads[part].unsqueeze(1)
-        log_p = block.sub_(self.normalizers[part].unsqueeze(1))
+        at_label, total = self.log_prob_grads[part].unsqueeze(1), self.totals[part].unsqueeze(1)
+        shifted = block.sub_(self.peaks[part].unsqueeze(1))
+        # The division by `total`, which turns exp into the softmax, rides on the per-row factors.
         if self.entropy_grads is None or self.entropies is None:
-            gradient = log_p.exp_().mul_(-at_label)
+            gradient = shifted.exp_().mul_(-at_label / total)
         else:
-            at_entropy = self.entropy_grads[part].unsqueeze(1)
-            p = log_p.clamp_(min=_LOWEST_LOG_PROB).exp()
-            factor = log_p.add_(self.entropies[part].unsqueeze(1)).mul_(-at_entropy).sub_(at_label)
-            gradient = factor.mul_(p)
+            at_entropy, entropy = self.entropy_grads[part].unsqueeze(1), self.entropies[part].unsqueeze(1)
+            weights = shifted.clamp_(min=_LOWEST_LOG_PROB).exp()
+            factor = shifted.add_(entropy - total.log()).mul_(-at_entropy / total).sub_(at_label / total)
+            gradient = factor.mul_(weights)
         return gradient.scatter_add_(1, self.labels[part].unsqueeze(1), at_label)
 
 

@@ -1,0 +1,126 @@
+"""Estimators by name; GDPO and OPD."""
+
+import pytest
+import torch
+
+from rl_core.algorithms import (
+    AdvantageInputs,
+    compute_advantages,
+    gdpo_advantages,
+    grpo_advantages,
+    opd_advantages,
+    whiten,
+)
+
+REWARDS = torch.tensor([3.0, 7.0, 8.0, 40.0])
+GROUP = torch.zeros(4, dtype=torch.int64)
+VALID = torch.tensor([True, True, True, False])
+MASK = torch.tensor([[True, True, False]] * 4)
+INPUTS = AdvantageInputs(mask=MASK, group_ids=GROUP, valid=VALID, rewards=REWARDS)
+
+
+def test_names_reach_their_estimator_with_their_options():
+    grpo = compute_advantages("grpo", INPUTS, baseline="leave_one_out").advantages
+    torch.testing.assert_close(
+        grpo, grpo_advantages(REWARDS, GROUP, MASK, valid=VALID, baseline="leave_one_out").advantages
+    )
+    assert compute_advantages("dr_grpo", INPUTS).advantages[:, 0].tolist() == [-3.0, 1.0, 2.0, 0.0]
+    assert compute_advantages("rloo", INPUTS).advantages[:, 0].tolist() == [-4.5, 1.5, 3.0, 0.0]
+    assert compute_advantages("raw", INPUTS).advantages[:, 0].tolist() == [3.0, 7.0, 8.0, 0.0]
+    assert compute_advantages("reinforce++", INPUTS).advantages[3].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_baseline_variant_subtracts_the_group_mean_before_whitening():
+    rewards = torch.tensor([0.0, 2.0, 10.0, 14.0])
+    inputs = AdvantageInputs(mask=MASK, group_ids=torch.tensor([0, 0, 1, 1]), rewards=rewards)
+    centred = torch.tensor([-1.0, 1.0, -2.0, 2.0]).unsqueeze(1) * MASK
+    found = compute_advantages("reinforce_plus_plus_baseline", inputs).advantages
+    torch.testing.assert_close(found, whiten(centred, MASK))
+
+
+def test_whiten_happens_once_over_valid_tokens():
+    result = compute_advantages("dr_grpo", INPUTS, whiten=True)
+    plain = compute_advantages("dr_grpo", INPUTS).advantages
+    torch.testing.assert_close(result.advantages, whiten(plain, MASK & VALID.unsqueeze(1)))
+    assert float(result.metrics["advantages/mean"]) == pytest.approx(0.0, abs=1e-6)
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"):
+        with pytest.raises(ValueError, match="already whitens"):
+            compute_advantages(name, INPUTS, whiten=True)
+
+
+def test_reduce_reaches_estimators_that_whiten():
+    calls = []
+
+    def reduce(value):
+        calls.append(value)
+        return value
+
+    compute_advantages("reinforce_plus_plus", INPUTS, reduce=reduce)
+    assert len(calls) == 2
+    compute_advantages("grpo", INPUTS, reduce=reduce)
+    assert len(calls) == 2
+
+
+def test_missing_fields_and_unknown_options_are_named():
+    with pytest.raises(ValueError, match="needs group_ids, rewards"):
+        compute_advantages("grpo", AdvantageInputs(mask=MASK))
+    with pytest.raises(ValueError, match="token_rewards"):
+        compute_advantages("gae", INPUTS)
+    with pytest.raises(ValueError, match=r"grpo.*baseline, eps, scale.*got sharpness"):
+        compute_advantages("grpo", INPUTS, sharpness=2)
+    with pytest.raises(ValueError, match="got scale"):
+        compute_advantages("dr_grpo", INPUTS, scale="group_std")
+    with pytest.raises(ValueError, match="got 'grop'"):
+        compute_advantages("grop", INPUTS)
+
+
+def test_all_shared_metrics_are_there():
+    metrics = compute_advantages("reinforce_plus_plus", INPUTS).metrics
+    wanted = {"rewards/std", "advantages/max", "returns/min", "groups/total", "groups/zero_std", "rows/invalid"}
+    assert wanted <= set(metrics)
+
+
+def test_gae_by_name_runs_with_and_without_a_critic():
+    inputs = AdvantageInputs(mask=MASK, token_rewards=torch.ones(4, 3))
+    assert compute_advantages("gae", inputs).returns[0].tolist() == [2.0, 1.0, 0.0]
+    with_values = AdvantageInputs(mask=MASK, token_rewards=torch.ones(4, 3), values=torch.ones(4, 3))
+    assert compute_advantages("ppo", with_values, gamma=0.5).returns[0].tolist() == [1.5, 1.0, 0.0]
+
+
+def test_embodied_gae_by_name_whitens_over_the_embodied_mask():
+    rewards, dones = torch.rand(2, 3, 2), torch.zeros(2, 4, 2, dtype=torch.bool)
+    mask = torch.ones(2, 3, 2, dtype=torch.bool)
+    inputs = AdvantageInputs(mask=mask, rewards=rewards, values=torch.zeros(2, 7), dones=dones)
+    result = compute_advantages("embodied_gae", inputs, whiten=True, level="action")
+    assert result.advantages.shape == (2, 6)
+    assert result.advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_gdpo_compares_each_component_by_itself():
+    parts = {"accuracy": torch.tensor([0.0, 1.0, 1.0, 0.0]), "format": torch.tensor([0.0, 0.0, 100.0, 0.0])}
+    found = gdpo_advantages(parts, GROUP, MASK, weights={"accuracy": 2.0, "format": 1.0}, valid=VALID)
+    columns = torch.ones(4, 1, dtype=torch.bool)
+    row = sum(
+        weight * grpo_advantages(parts[name], GROUP, columns, valid=VALID).advantages
+        for name, weight in (("accuracy", 2.0), ("format", 1.0))
+    )
+    expected = whiten(row, VALID.unsqueeze(1)) * MASK
+    torch.testing.assert_close(found.advantages, expected)
+    inputs = AdvantageInputs(mask=MASK, group_ids=GROUP, valid=VALID, reward_components=parts)
+    by_name = compute_advantages("gdpo", inputs, weights={"accuracy": 2.0, "format": 1.0})
+    torch.testing.assert_close(by_name.advantages, expected)
+
+
+def test_gdpo_mistakes_are_named():
+    one = {"accuracy": REWARDS}
+    with pytest.raises(ValueError, match=r"at least two rewards, got \['accuracy'\]"):
+        gdpo_advantages(one, GROUP, MASK)
+    with pytest.raises(ValueError, match="weights"):
+        gdpo_advantages(one | {"format": REWARDS}, GROUP, MASK, weights={"accuracy": 1.0})
+
+
+def test_opd_is_the_teachers_log_probability_minus_the_students():
+    teacher, student = torch.tensor([[-1.0, float("nan")]]), torch.tensor([[-3.0, 0.0]], requires_grad=True)
+    result = opd_advantages(teacher, student, torch.tensor([[True, False]]))
+    assert result.advantages.tolist() == [[2.0, 0.0]]
+    assert not result.advantages.requires_grad

@@ -1,0 +1,141 @@
+"""What is filtered, and what dynamic sampling keeps."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.algorithms import (
+    DynamicSampler,
+    down_sample,
+    informative_groups,
+    overlong_filter,
+    sequence_error_mask,
+)
+from rl_core.api.errors import DataError, SamplingExhausted
+from rl_core.api.records import Completion, PromptGroupRecord
+
+
+def test_informative_groups_differ_in_valid_raw_rewards():
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 5.0, 0.0, 0.1])
+    group_ids = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    valid = torch.tensor([True, True, True, True, True, False, True, True])
+    found = informative_groups(rewards, group_ids, valid=valid)
+    assert found.tolist() == [False, False, True, True, False, False, True, True]
+    assert informative_groups(rewards, group_ids, valid=valid, min_std=0.1).tolist()[6:] == [False, False]
+    equal = torch.full((6,), 0.1)
+    assert not informative_groups(equal, torch.zeros(6, dtype=torch.int64)).any()
+
+
+def record(*rewards):
+    return PromptGroupRecord(
+        prompt_idx=0,
+        prompt=[],
+        extra_env_info=None,
+        metadata={},
+        completions=[Completion(message_log=[], reward=reward) for reward in rewards],
+    )
+
+
+def test_sampler_keeps_informative_groups_in_arrival_order():
+    sampler = DynamicSampler(target_groups=3, max_batches=3)
+    sampler.add(["a", "b", "c"], [True, False, True])
+    assert not sampler.complete
+    with pytest.raises(RuntimeError, match="3 groups, got 2"):
+        sampler.take()
+    sampler.add(["d", "e", "f"], torch.tensor([False, True, True]))
+    assert sampler.complete
+    assert sampler.surplus == ("f",)
+    assert sampler.take() == ["a", "c", "e"]
+    assert sampler.surplus == ("f",)
+    assert sampler.metrics() == {
+        "dynamic_sampling/batches": 2,
+        "dynamic_sampling/kept_groups": 4,
+        "dynamic_sampling/dropped_groups": 2,
+        "dynamic_sampling/surplus_groups": 1,
+    }
+    with pytest.raises(RuntimeError, match="once"):
+        sampler.take()
+
+
+def test_sampler_reports_the_reward_of_kept_records():
+    sampler = DynamicSampler(target_groups=1, max_batches=1)
+    sampler.add([record(0.0, 1.0), record(1.0, 1.0)], [True, False])
+    assert sampler.metrics()["filtered_reward"] == 0.5
+
+
+def test_last_batch_that_does_not_complete_raises_with_the_counts():
+    sampler = DynamicSampler(target_groups=3, max_batches=2)
+    sampler.add(["a", "b"], [True, False])
+    with pytest.raises(SamplingExhausted, match="3 informative groups in 2 batches, got 2 \\(2 dropped\\)") as caught:
+        sampler.add(["c", "d"], [True, False])
+    assert isinstance(caught.value, DataError)
+
+
+def test_sampler_mistakes_are_named():
+    with pytest.raises(ValueError, match="target_groups"):
+        DynamicSampler(target_groups=0, max_batches=1)
+    with pytest.raises(ValueError, match="got 1 for 2 groups"):
+        DynamicSampler(target_groups=1, max_batches=1).add(["a", "b"], [True])
+
+
+def test_overlong_rows_train_nothing_and_may_stay_in_the_baseline():
+    valid, truncated = torch.tensor([True, True, False]), torch.tensor([False, True, False])
+    assert [t.tolist() for t in overlong_filter(valid, truncated)] == [[True, False, False]] * 2
+    kept, sample_mask = overlong_filter(valid, truncated, keep_in_baseline=True)
+    assert kept.tolist() == [True, True, False] and sample_mask.tolist() == [True, False, False]
+
+
+def test_rows_with_large_log_probability_errors_are_masked():
+    train = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, float("nan")]])
+    rollout = torch.tensor([[0.1, -0.1], [0.0, -2.0], [-9.0, -9.0], [0.1, 0.0]])
+    mask = torch.tensor([[True, True], [True, True], [False, False], [True, False]])
+    found = sequence_error_mask(rollout, train, mask, threshold=1.2)
+    assert found.tolist() == [True, False, False, True]
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards=st.lists(st.integers(0, 5), min_size=1, max_size=7), keep=st.integers(1, 7))
+def test_spread_keeps_the_subset_of_largest_variance(rewards, keep):
+    tensor = torch.tensor(rewards, dtype=torch.float32)
+    kept = down_sample(tensor, torch.zeros(len(rewards), dtype=torch.int64), keep=keep)
+    assert kept.sum().item() == min(keep, len(rewards))
+
+    def variance(values):
+        return torch.tensor(values, dtype=torch.float64).var(correction=0).item()
+
+    best = max(variance(choice) for choice in itertools.combinations(rewards, min(keep, len(rewards))))
+    assert variance([r for r, k in zip(rewards, kept.tolist(), strict=True) if k]) == pytest.approx(best)
+
+
+def test_spread_breaks_ties_by_smallest_k_then_lowest_row():
+    group = torch.zeros(4, dtype=torch.int64)
+    assert down_sample(torch.ones(4), group, keep=2).tolist() == [True, True, False, False]
+    assert down_sample(torch.tensor([1.0, 0.0, 0.0, 1.0]), group, keep=2).tolist() == [True, True, False, False]
+    assert down_sample(torch.tensor([0.0, 1.0, 1.0, 2.0]), group, keep=3).tolist() == [True, True, False, True]
+
+
+def test_down_sampling_counts_valid_rows_per_group():
+    rewards = torch.tensor([0.0, 1.0, float("nan"), 0.0, 5.0, 9.0])
+    group_ids = torch.tensor([7, 3, 7, 3, 7, 7])
+    valid = torch.tensor([True, True, False, True, True, True])
+    assert down_sample(rewards, group_ids, keep=2, valid=valid).tolist() == [True, True, False, True, False, True]
+
+
+def test_random_down_sampling_is_drawn_from_the_generator():
+    rewards, group_ids = torch.arange(8.0), torch.tensor([0, 1] * 4)
+    draws = [
+        down_sample(
+            rewards, group_ids, keep=2, strategy="random", generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+        for seed in (1, 1, 2, 3, 4)
+    ]
+    assert draws[0] == draws[1]
+    assert len({tuple(draw) for draw in draws}) > 1
+    assert all(sum(draw[0::2]) == sum(draw[1::2]) == 2 for draw in draws)
+    with pytest.raises(ValueError, match="generator"):
+        down_sample(rewards, group_ids, keep=2, strategy="random")
+    with pytest.raises(ValueError, match="spread, random"):
+        down_sample(rewards, group_ids, keep=2, strategy="best")

@@ -1,0 +1,92 @@
+"""Names resolve to functions; mistakes say what is known."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from rl_core.algorithms import compute_advantages, names, register, resolve
+from rl_core.algorithms import registry as registry_module
+from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
+from rl_core.api.algorithm import AdvantageName, LossName
+
+MASK = torch.ones(1, 2, dtype=torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    for attribute in ("_known", "_aliases"):
+        copy = {kind: dict(found) for kind, found in getattr(registry_module, attribute).items()}
+        monkeypatch.setattr(registry_module, attribute, copy)
+
+
+@pytest.mark.parametrize("kind", ["advantage", "loss", "reward"])
+def test_every_built_in_resolves_to_a_function(kind):
+    assert names(kind)
+    assert list(names(kind)) == sorted(names(kind))
+    assert all(callable(resolve(kind, name)) for name in names(kind))
+
+
+def test_schema_offers_only_names_the_registry_knows():
+    assert set(get_args(AdvantageName)) <= set(names("advantage"))
+    assert set(get_args(LossName)) <= set(names("loss"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "alias", "name"),
+    [
+        ("advantage", "reinforce++", "reinforce_plus_plus"),
+        ("advantage", "REINPP", "reinforce_plus_plus"),
+        ("advantage", "ppo", "gae"),
+        ("advantage", "Dr-GRPO", "dr_grpo"),
+        ("loss", "actor", "ppo_clip"),
+        ("loss", "actor-critic", "ppo_clip"),
+        ("loss", "decoupled_actor_critic", "decoupled_ppo"),
+        ("loss", "opd", "reinforce"),
+    ],
+)
+def test_aliases_and_spellings_lead_to_one_function(kind, alias, name):
+    assert resolve(kind, alias) is resolve(kind, name)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match=r"cispo, decoupled_ppo, gspo, opd, ppo_clip, reinforce.*'nope'"):
+        resolve("loss", "nope")
+    for call in (lambda: resolve("color", "red"), lambda: names("color"), lambda: register("color", "red")):
+        with pytest.raises(ValueError, match="advantage, loss, reward"):
+            call()
+
+
+def test_registered_function_is_called_under_its_name_and_aliases():
+    @register("advantage", "Half-Reward", aliases=("half",))
+    def half(inputs, *, factor=0.5):
+        return AdvantageResult(inputs.mask * inputs.rewards.unsqueeze(1) * factor)
+
+    assert resolve("advantage", "half_reward") is resolve("advantage", "half") is half
+    assert "half_reward" in names("advantage") and "half" not in names("advantage")
+    inputs = AdvantageInputs(mask=MASK, rewards=MASK.float().sum(1))
+    assert compute_advantages("half", inputs, factor=2.0).advantages.tolist() == [[4.0, 4.0]]
+    with pytest.raises(ValueError, match="got volume"):
+        compute_advantages("half", inputs, volume=11)
+
+
+def test_taken_name_needs_overwrite():
+    for taken in ("grpo", "ppo"):
+        with pytest.raises(ValueError, match="already registered"):
+            register("advantage", taken)
+    replacement = register("advantage", "ppo", overwrite=True)(lambda inputs: inputs)
+    assert resolve("advantage", "ppo") is replacement
+    assert resolve("advantage", "gae") is not replacement
+
+
+def test_user_extension_is_imported_by_path():
+    import json
+
+    assert resolve("reward", "json:dumps") is json.dumps
+
+
+@pytest.mark.parametrize("path", ["no_such_package.x:f", "json:no_such", "json:__name__"])
+def test_failing_extension_is_a_value_error_naming_it(path):
+    with pytest.raises(ValueError, match=path) as caught:
+        resolve("reward", path)
+    assert path == "json:__name__" or caught.value.__cause__ is not None
