@@ -41,7 +41,8 @@ def require_rows(name: str, tensor: Tensor, **others: Tensor | None) -> None:
     for other_name, other in others.items():
         if other is not None and (other.dim() == 0 or other.shape[0] != tensor.shape[0]):
             raise ValueError(
-                f"{name} and {other_name} must have equally many rows, got shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
+                f"{name} and {other_name} must have equally many rows, "
+                f"got shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
             )
 
 

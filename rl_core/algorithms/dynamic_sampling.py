@@ -67,7 +67,7 @@ class DynamicSampler:
         return list(self._taken)
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts so far and, for PromptGroupRecords, `filtered_reward`: the mean raw reward of kept groups."""
+        """Return the counts so far and, for PromptGroupRecords, `filtered_reward`, the mean raw reward kept."""
         kept = (*(self._taken or ()), *self._kept)
         found = {
             "dynamic_sampling/batches": float(self._num_batches),

@@ -25,8 +25,8 @@ def kl_penalty(
 ) -> Tensor:
     """Return the estimate of KL(policy || reference) per token, shape and float32 of `log_probs`.
 
-    With d = ref_log_probs - log_probs, limited to +-`input_clamp`: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, abs = |d|;
-    the result is limited to +-`output_clamp`; the gradient is 0 outside either limit and None lifts it. `k1+` and `k3+`
+    With d = ref_log_probs - log_probs, limited to +-`input_clamp`: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d and
+    abs = |d|; the result is limited to +-`output_clamp`; the gradient is 0 outside either limit and None lifts it. `k1+` and `k3+`
     have k2's gradient. `kl`, `mse`, `low_var_kl` are k1, k2, k3. Gradients flow into `log_probs` only.
     Source: Schulman, "Approximating KL divergence" (2020).
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of tokens, from logits or straight from hidden states, without float32 copies of all logits.
+"""Log-probabilities and entropies of tokens, from logits or from hidden states; all logits never exist in float32.
 
 Results are token-aligned: entry t belongs to token t and comes from position t - 1; the first token of each row (or of
 each `cu_seqlens` segment) has no predecessor and gets 0. Work runs in chunks of positions in float32, forwards and
@@ -47,7 +47,10 @@ def token_log_probs(
 def token_entropy(
     logits: Tensor, *, temperature: float = 1.0, cu_seqlens: Tensor | None = None, chunk_size: int = 1024
 ) -> Tensor:
-    """Return the entropy in nats of the distribution each token was drawn from, [B, S] float32, aligned like `token_log_probs`."""
+    """Return the entropy in nats of the distribution each token was drawn from, [B, S] float32.
+
+    Alignment and errors are those of `token_log_probs`.
+    """
     any_token = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     scores = token_scores(
         logits, any_token, temperature=temperature, cu_seqlens=cu_seqlens, chunk_size=chunk_size, entropy=True

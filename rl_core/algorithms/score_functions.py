@@ -1,7 +1,7 @@
 """The autograd functions under `logprobs`: softmax statistics of P rows of V logits, a block of rows at a time.
 
-Only a row's largest logit, normaliser and entropy are kept for the backward pass, which makes the row's softmax again. No
-float32 tensor larger than a block exists. With g the gradient at the log-probability of label y, e the one at the
+Only a row's largest logit, normaliser and entropy are kept for the backward pass, which makes the row's softmax again.
+No float32 tensor larger than a block exists. With g the gradient at the log-probability of label y, e the one at the
 entropy H, and p the softmax of a row x, the row's gradient is g (onehot(y) - p) - e p (log p + H).
 
 Legend: P scored positions, V vocabulary, H hidden size.

@@ -1,6 +1,6 @@
 """`Stat`: a metric as numerator and denominator, so that parts of a step add up to the whole step's value.
 
-Every loss and advantage reports Stats; the actor merges them over micro-batches, then over ranks, and forms ratios last.
+Every loss and advantage reports Stats; the actor merges them over micro-batches, then ranks, and forms ratios last.
 """
 
 from collections.abc import Iterable, Mapping

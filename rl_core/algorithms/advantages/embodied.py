@@ -21,9 +21,9 @@ def embodied_gae_advantages(
 ) -> AdvantageResult:
     """Return advantages and returns of every step, float32: [B, N] for chunks, [B, N * C] for actions.
 
-    `rewards` [B, N, C]; `dones` [B, N + 1, C] bool, row 0 before the first chunk; `values` [B, N + 1] or [B, N * C + 1],
-    the last one the bootstrap. A chunk's reward is the sum, its done the any of its sub-steps. A done cuts bootstrap and
-    trace. Nothing is masked: combine with `embodied_loss_mask`. Source: as `gae_advantages`.
+    `rewards` [B, N, C]; `dones` [B, N + 1, C] bool, row 0 before the first chunk; `values` [B, N + 1] for chunks or
+    [B, N * C + 1], the last one the bootstrap. A chunk's reward is the sum, its done the any of its sub-steps. A done
+    cuts bootstrap and trace. Nothing is masked: combine with `embodied_loss_mask`. Source: as `gae_advantages`.
     """
     check_discounts(gamma, lam)
     require_float32(values=values)

@@ -57,7 +57,8 @@ def checked_rewards(rewards: Tensor, valid: Tensor | None, **others: Tensor | No
     if not torch.isfinite(cleaned).all():
         rows = (~torch.isfinite(cleaned)).nonzero().flatten().tolist()
         raise ValueError(
-            f"rewards must be finite in valid rows, got {cleaned[rows[0]].item()} in row {rows[0]}; mark failed rows invalid"
+            f"rewards must be finite in valid rows, got {cleaned[rows[0]].item()} in row {rows[0]}; "
+            "mark failed rows invalid"
         )
     return cleaned, valid
 
@@ -87,7 +88,7 @@ def reward_metrics(rewards: Tensor, valid: Tensor) -> dict[str, Stat]:
 
 
 def group_metrics(statistics: GroupStatistics) -> dict[str, Stat]:
-    """Return `groups/{total,degenerate,zero_std}`: all groups, those with under two valid rows, those with equal rewards."""
+    """Return `groups/{total,degenerate,zero_std}`: all, those under two valid rows, those with equal rewards."""
     return {
         "groups/total": sum_stat(statistics.group_sizes.shape[0]),
         "groups/degenerate": sum_stat((statistics.group_sizes < 2).sum()),

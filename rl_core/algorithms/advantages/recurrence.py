@@ -20,7 +20,7 @@ def decayed_suffix_sums(values: Tensor, decay: Tensor) -> Tensor:
 
 
 def next_trainable(values: Tensor, mask: Tensor, after_last: Tensor) -> Tensor:
-    """Return, at each token, the entry of `values` [B, T] at the next true token of `mask`; `after_last` [B] beyond it."""
+    """Return, per token, `values` [B, T] at the next true token of `mask`; `after_last` [B] where there is none."""
     rows, width = values.shape
     index = torch.where(mask, torch.arange(width, device=values.device), width)
     following = index.flip(1).cummin(dim=1).values.flip(1)[:, 1:] if width else index

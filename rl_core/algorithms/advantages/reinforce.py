@@ -42,7 +42,7 @@ def reinforce_plus_plus_advantages(
     The reward [B] stands at the row's last trainable token; `kl_coefficient` times the per-token KL is taken off each
     token. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
     whitening. Source: Hu, "REINFORCE++" (2025).
-    Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL coefficient without log-probabilities.
+    Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL without log-probabilities.
     """
     require_choice("baseline", baseline, BASELINES)
     require_bool(mask=mask)

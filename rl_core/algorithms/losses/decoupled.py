@@ -1,4 +1,4 @@
-"""Decoupled PPO for tokens of older policy versions: the trust region stands at a proximal policy, not at the behaviour.
+"""Decoupled PPO for tokens of older policy versions: the trust region stands at a proximal policy.
 
 Legend: B rows, T tokens.
 """

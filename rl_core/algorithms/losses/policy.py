@@ -67,7 +67,8 @@ def cispo_loss(
 ) -> LossResult:
     """Return REINFORCE weighted by the clipped ratio without gradient, so that every token keeps a gradient.
 
-    Source: MiniMax, "MiniMax-M1" (2025). clip_low 1.0 leaves the ratio unclipped below. Metrics and errors as `ppo_clip_loss`.
+    clip_low 1.0 leaves the ratio unclipped below. Source: MiniMax, "MiniMax-M1" (2025).
+    Metrics and errors as `ppo_clip_loss`.
     """
     check_clip(clip_low, clip_high, None, log_ratio_clamp)
     new, old, gains = trainable_only(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
@@ -101,7 +102,7 @@ def gspo_loss(
 
     Every trainable token of a row has the row's ratio s as value and s times its own log-probability's gradient, which
     stays right when advantages differ within a row. `seq-mean-token-mean` gives the paper's objective.
-    Source: Zheng et al., "GSPO" (2025), sections 4.1 and 4.3. Metrics (of the row's ratio) and errors as `ppo_clip_loss`.
+    Source: Zheng et al., "GSPO" (2025), sections 4.1 and 4.3. Metrics (of the row's ratio), errors as `ppo_clip_loss`.
     """
     check_clip(clip_low, clip_high, None, log_ratio_clamp)
     new, old, gains = trainable_only(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)

@@ -78,7 +78,7 @@ def ratio_metrics(
     old_log_probs: Tensor,
     clamp_fraction: Tensor,
 ) -> dict[str, Stat]:
-    """Return the metrics of a ratio-based loss over trainable tokens; `approx_kl` is the mean of old - new, unclamped."""
+    """Return a ratio-based loss's metrics over trainable tokens; `approx_kl` is the unclamped mean of old - new."""
     count = mask.sum()
     metrics = {
         "ratio_mean": mean_stat(ratio, mask, count),

@@ -30,7 +30,7 @@ def entropy_term(
     normalizers: LossNormalizers | None = None,
     max_tokens: int | None = None,
 ) -> LossResult:
-    """Return the aggregated per-token `entropy` [B, T], to be subtracted from the loss. Metric `entropy` (token mean)."""
+    """Return the aggregated per-token `entropy` [B, T], to be subtracted. Metric `entropy` (token mean)."""
     (kept,) = trainable_only(mask, log_probs=entropy)
     total = weighted_aggregate(kept, mask, None, aggregation, normalizers, max_tokens)
     return LossResult(total, {"entropy": mean_stat(kept, mask)})

@@ -1,4 +1,4 @@
-"""Invariant I9: however a step is cut into micro-batches and ranks, losses, gradients and metrics are those of the whole."""
+"""Invariant I9: however a step is cut, losses, gradients and metrics are those of the whole."""
 
 import itertools
 

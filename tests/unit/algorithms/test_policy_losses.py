@@ -1,4 +1,4 @@
-"""Policy losses: worked examples, gradients against float64 finite differences of the written formulas, masks, errors."""
+"""Policy losses: worked examples, gradients against float64 finite differences of the formulas, masks, errors."""
 
 import math
 
