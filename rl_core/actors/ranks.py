@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 ROLL_CALL_SECONDS = 3.0
 """After a failed collective, how long the others have to show that they are alive."""
 
+_meetings: dict[int, dist.Store] = {}
+"""Store of the process group made here, by its world size; a process has one group in its life."""
+
 
 class Ranks:
     """The ranks that train one model; every method that talks is collective."""
@@ -132,20 +135,21 @@ class Ranks:
 
 
 def _join(size: int, rank: int, device: torch.device, timeout: float) -> dist.Store | None:
-    """Return the store the ranks meet at; None when the process group was made by somebody else."""
+    """Return the store the ranks meet at; None when somebody else made the process group."""
     limit = timedelta(seconds=timeout)
     if dist.is_initialized():
         if (dist.get_world_size(), dist.get_rank()) != (size, rank):
             raise ConfigError(
                 f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the actor was given {rank} of {size}"
             )
-        return None
+        return _meetings.get(size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else _rendezvous(size, rank, limit)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise InfrastructureError(f"actor rank {rank} of {size} could not join the process group: {error}") from error
+    _meetings[size] = store
     return store
 
 

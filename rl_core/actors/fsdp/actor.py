@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,15 @@ from rl_core.actors.reference import ReferencePolicy
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.transports.sockets import split_address
-from rl_core.weights.publisher import WeightPublisher
+
+if TYPE_CHECKING:
+    from rl_core.weights.publisher import WeightPublisher
 
 
 class FSDPActor(FSDPModelManager, Actor):
     """One rank of the trainer. Constructed on every actor process; `init_worker` comes first."""
 
-    publisher: WeightPublisher | None = None
+    publisher: "WeightPublisher | None" = None
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
         """`placement` is not looked at: FSDP has data-parallel ranks only. Raises ConfigError for a role other than actor."""
@@ -36,6 +38,8 @@ class FSDPActor(FSDPModelManager, Actor):
         if self.objective.needs_reference:
             self._reference = ReferencePolicy(list(self.model.parameters()))
         if self.ranks.rank == 0 and self.job is not None:
+            from rl_core.weights.publisher import WeightPublisher  # its compiled kernels are needed on this rank only
+
             host = split_address(self.address)[0] if self.keys is not None else "127.0.0.1"
             self.publisher = WeightPublisher(
                 self.cfg, self.epoch, identity=self.identity, keys=self.keys, bind=f"tcp://{host}:0"

@@ -1,0 +1,45 @@
+"""Runs scenarios on several actor ranks (processes over gloo) or in this process, and collects what each rank saw."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def scenario(name: str, spec: dict, verbs: list, *, world_size: int, groups: int = 4) -> dict:
+    """Return a scenario in which rank r has the groups r, r + world_size, ..."""
+    dealt = [list(range(rank, groups, world_size)) for rank in range(world_size)]
+    return {"name": name, "spec": spec, "verbs": verbs, "groups": dealt}
+
+
+def run_here(name: str, spec: dict, verbs: list) -> dict:
+    """Run a scenario as the only rank, in this process."""
+    from fsdp_rank import run_scenario
+
+    return run_scenario(scenario(name, spec, verbs, world_size=1), 0, 1)
+
+
+def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict]:
+    """Run the scenarios on `world_size` processes; return what each saw by scenario, {} for one that wrote nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes, outputs = [], []
+    for rank in range(world_size):
+        out, file = folder / f"rank-{rank}.out.json", folder / f"rank-{rank}.json"
+        plan = {"rank": rank, "world_size": world_size, "out": str(out), "scenarios": scenarios}
+        file.write_text(json.dumps(plan))
+        processes.append(subprocess.Popen([sys.executable, str(HERE / "fsdp_rank.py"), str(file)], env=environment))
+        outputs.append(out)
+    try:
+        for process in processes:
+            process.wait(timeout=150)
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads(out.read_text()) if out.exists() else {} for out in outputs]
