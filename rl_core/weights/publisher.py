@@ -27,6 +27,7 @@ from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.delivery import Delivery, DeliveryState, Gate
 from rl_core.weights.host_copy import HostCopies, HostCopy
+from rl_core.weights.stream import StreamServer
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +69,10 @@ class WeightPublisher:
         self._loop = HandlerLoop.shared().loop
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._tickets: dict[str, tuple[HostCopy, asyncio.TimerHandle]] = {}
+        self._pulls: dict[str, tuple[HostCopy, Message, asyncio.TimerHandle]] = {}
         handlers = {"weights_pull": self._pull, "weights_pulled": self._pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
+        self._streams = StreamServer(bind, keys, encrypt=self.cfg.weights.encrypt)
         self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
         self.address = self._server.address
         """Where `weights_pull` is served."""
@@ -123,6 +125,7 @@ class WeightPublisher:
     def close(self) -> None:
         """Stop serving and free the host copies."""
         self._server.close()
+        self._streams.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()
@@ -166,6 +169,7 @@ class WeightPublisher:
             source = self._source(copy, shares_host=delivery.shares_host)
             message = {"digest": copy.manifest.digest, "source": source}
             await delivery.transfer(message, self._deadlines.transfer(copy.manifest.total_bytes))
+            self._streams.end(source)
         await self._finish(delivery, copy, gate)
 
     async def _finish(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
@@ -185,7 +189,7 @@ class WeightPublisher:
 
     def _source(self, copy: HostCopy, *, shares_host: bool) -> Message:
         if not (shares_host and copy.segment is not None):
-            raise NotImplementedError
+            return self._streams.open(copy)
         return {"kind": "shared", "segment": copy.segment, "nbytes": copy.layout.nbytes}
 
     def _client(self, name: str, address: str) -> RpcClient:
@@ -245,9 +249,9 @@ class WeightPublisher:
             return {"answer": "NOTHING", "reason": "no version is committed yet"}
         ticket = secrets.token_hex(16)
         self._copies.hold(copy, ticket)
-        expiry = self._loop.call_later(self._deadlines.total(copy.manifest.total_bytes), self._release, ticket)
-        self._tickets[ticket] = (copy, expiry)
         source = self._source(copy, shares_host=have["host_token"] == self._host_token)
+        expiry = self._loop.call_later(self._deadlines.total(copy.manifest.total_bytes), self._release, ticket)
+        self._pulls[ticket] = (copy, source, expiry)
         return {"answer": "OFFER", "ticket": ticket, "source": source, **self._offer(copy)}
 
     async def _pulled(self, ticket: str) -> bool:
@@ -255,10 +259,11 @@ class WeightPublisher:
         return self._release(ticket)
 
     def _release(self, ticket: str) -> bool:
-        entry = self._tickets.pop(ticket, None)
+        entry = self._pulls.pop(ticket, None)
         if entry is None:
             return False
-        copy, expiry = entry
+        copy, source, expiry = entry
         expiry.cancel()
+        self._streams.end(source)
         self._copies.drop(copy, ticket)
         return True

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_core.api.errors import DataError, DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError
+from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
 from rl_core.transports import shared_memory
@@ -53,7 +53,7 @@ class ReceiverState(enum.Enum):
     """A sync was abandoned or failed after it touched memory: no version is committed."""
 
 
-class _Superseded(Exception):  # noqa: N818
+class _Superseded(Exception):
     """A newer offer, an abort or a deadline ended the transfer under way."""
 
 
@@ -149,6 +149,7 @@ class WeightReceiver:
             self._enter(ReceiverState.APPLIED)
             return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
         self._stop.clear()
+        self._sources.ready()
         if self._paused_at is None:
             self._paused_at = time.monotonic()
         self._enter(ReceiverState.READY)
@@ -163,11 +164,9 @@ class WeightReceiver:
         newest = max((one for one in (self._version_held(), self._version_pending()) if one is not None), default=None)
         if newest is not None and (manifest.epoch, manifest.version) < newest:
             return f"older: offered version {manifest.version}, this receiver is at {newest[1]} of epoch {newest[0]}"
-        if self._held is not None and self._version_held() == (manifest.epoch, manifest.version):
-            if self._held[2] != manifest.digest and self._committed:
-                return (
-                    f"version {manifest.version} is held with digest {self._held[2]}, got {manifest.digest}; raise it"
-                )
+        held = self._held
+        if held and self._committed and held[:2] == (manifest.epoch, manifest.version) and held[2] != manifest.digest:
+            return f"version {manifest.version} is held with digest {held[2]}, got {manifest.digest}; raise the version"
         return misfit(manifest, self._target.names_and_shapes())
 
     def _version_held(self) -> tuple[int, int] | None:
@@ -350,8 +349,8 @@ class WeightReceiver:
         """Stop the transfer under way and free groups, streams and the thread."""
         self._interrupt()
         self._forget_offer()
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         self._sources.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
