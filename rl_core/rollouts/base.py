@@ -168,7 +168,7 @@ def sample_seed(seed: int, group_id: str, index: int, attempt: int = 1) -> int:
 
 def as_token_tensor(ids: Any) -> Tensor:
     """Return `ids` (tensor, array or list, possibly empty or [1, T]) as a 1-D int64 tensor."""
-    tensor = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)  # copied: arrays off the wire are read-only
     return tensor.reshape(-1).to(torch.int64)
 
 

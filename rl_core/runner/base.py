@@ -176,8 +176,10 @@ class Runner:
                     self.membership.changed.wait(timeout=0.25)
 
     def _serving(self) -> int:
+        """Count rollouts at the present version: those that say so, and those whose acknowledgement is ahead of their heartbeat."""
+        acked = self.sync.acked_at(self.version)
         members = self.cluster.members("rollout")
-        return sum(m.state == "serving" and m.policy_version == self.version for m in members)
+        return sum((m.state == "serving" and m.policy_version == self.version) or m.name in acked for m in members)
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -280,6 +282,13 @@ class Runner:
         with self.board.during(Phase.CHECKPOINTING), self.timers.measure("checkpoint"):
             path = self.checkpoints.save(self.step, self.actor, state, version=self.version, reward=self.reward)
         self.board.set(checkpoint={"lastStep": self.step, "step": self.step, "path": path, "time": time.time()})
+
+    def finish(self) -> None:
+        """Save what the run came to: a checkpoint of the last step and the model; nothing before the actors hold weights."""
+        if self.ready:
+            self.sync.confirm()
+            self.save_checkpoint()
+            self.await_result(self.actor.export_hf(str(self.output / "model")))
 
     def close(self) -> None:
         """Stop background work."""

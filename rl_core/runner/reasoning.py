@@ -31,10 +31,8 @@ class ReasoningRunner(Runner):
         except Stopped as stop:
             status = "Stopped"
             logger.info("stopping after step %s: %s", self.step, stop)
-        if self.ready:
-            self.sync.confirm()
-            self.save_checkpoint()
-            self.await_result(self.actor.export_hf(str(self.output / "model")))
+        with self.board.during(Phase.CHECKPOINTING):
+            self.finish()
         return RunSummary(
             status=status,
             step=self.step,

@@ -51,6 +51,11 @@ class WeightSync:
         self._probe_prompt = probe_prompt[-PROBE_PROMPT_LIMIT:]
         self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
         self._check: Future[None] | None = None
+        self._acked: tuple[int, frozenset[str]] = (-1, frozenset())
+
+    def acked_at(self, version: int) -> frozenset[str]:
+        """Return the names of the rollouts that acknowledged `version` in the last sync."""
+        return self._acked[1] if self._acked[0] == version else frozenset()
 
     def publish(self, version: int) -> SyncReport:
         """Send `version` to every live rollout and start the content check. Raises DeadlineExceeded below minReplicas."""
@@ -73,6 +78,7 @@ class WeightSync:
                 if key in SyncReport.__dataclass_fields__ and key != "version"
             },
         )
+        self._acked = (version, frozenset(report.acked))
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self._membership.rejoin(list(report.failed))

@@ -1,25 +1,18 @@
 """Real runs of the `rljob` command on a tiny model. Each test looks at what a user would look at: files, output, exit codes."""
 
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-import yaml
+from harness import Run, job_document
 
 REWARD = '''
 def letter_a(prompts, completions, **columns):
     """Share of the letter a: a task that a random model learns within tens of steps."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 '''
-STEP_DEADLINE_S = 150.0
 
 
 @pytest.fixture(scope="session")
@@ -30,124 +23,6 @@ def tiny(tmp_path_factory) -> Path:
     subprocess.run([sys.executable, str(code), str(folder)], check=True, timeout=120)
     (folder / "reward.py").write_text(REWARD)
     return folder
-
-
-def job_document(tiny: Path, **spec) -> dict:
-    """Return a small job; `spec` is merged into the defaults, block by block."""
-    document = {
-        "apiVersion": "rljob.dev/v1alpha1",
-        "kind": "RLJob",
-        "metadata": {"name": "tiny"},
-        "spec": {
-            "model": {"path": str(tiny / "model")},
-            "data": {"train": str(tiny / "data/train.jsonl"), "validation": str(tiny / "data/validation.jsonl")},
-            "algorithm": {"promptsPerStep": 4, "groupSize": 4, "steps": 6},
-            "actor": {"optimizer": {"learningRate": 1.0e-3}},
-            "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}},
-            "env": {"type": "reward", "reward": "reward:letter_a"},
-            "checkpoint": {"everySteps": 2},
-            "validation": {"everySteps": 100, "maxPrompts": 4},
-            "trackers": [],
-        },
-    }
-    for block, fields in spec.items():
-        target = document["spec"].setdefault(block, {})
-        if isinstance(fields, dict) and isinstance(target, dict):
-            target.update(fields)
-        else:
-            document["spec"][block] = fields
-    return document
-
-
-class Run:
-    """One `rljob run` and its output folder."""
-
-    def __init__(self, folder: Path, document: dict, *arguments: str, python_path: Path | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.output = folder / "out"
-        self.job = folder / "job.yaml"
-        self.job.write_text(yaml.safe_dump(document))
-        self.arguments = arguments
-        self.env = os.environ | {"PYTHONPATH": str(python_path or folder), "OMP_NUM_THREADS": "1"}
-        self.process: subprocess.Popen | None = None
-        self.text = ""
-
-    def start(self, *more: str) -> "Run":
-        command = [
-            sys.executable,
-            "-m",
-            "rl_core.cli.main",
-            "run",
-            str(self.job),
-            "--output",
-            str(self.output),
-            "--no-progress",
-        ]
-        self.process = subprocess.Popen(
-            [*command, *self.arguments, *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self.env,
-        )
-        return self
-
-    def wait(self, seconds: float = 240) -> int:
-        self.text, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode
-
-    def run(self, *more: str) -> int:
-        return self.start(*more).wait()
-
-    def until(self, condition: Callable[[], object], what: str, seconds: float = STEP_DEADLINE_S):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if value := condition():
-                return value
-            if self.process.poll() is not None:
-                pytest.fail(
-                    f"the run ended with {self.process.returncode} while waiting for {what}\n{self.process.stdout.read()}\n{self.logs()}"
-                )
-            time.sleep(0.02)
-        pytest.fail(f"{what} did not come within {seconds} s\n{self.logs()}")
-
-    def at_step(self, step: int) -> None:
-        self.until(
-            lambda: len(self.lines("metrics.jsonl")) and self.lines("metrics.jsonl")[-1]["step"] >= step, f"step {step}"
-        )
-
-    def lines(self, name: str) -> list[dict]:
-        path = self.output / name
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-    def status(self) -> dict:
-        path = self.output / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def processes(self, **match) -> list[dict]:
-        path = self.output / "processes.json"
-        found = json.loads(path.read_text()) if path.exists() else []
-        return [p for p in found if all(p.get(key) == value for key, value in match.items())]
-
-    def kill(self, **match) -> int:
-        """SIGKILL the first live process that matches; return its pid."""
-        entry = self.until(lambda: self.processes(**match), f"a process {match}")[0]
-        os.kill(entry["pid"], signal.SIGKILL)
-        return entry["pid"]
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted((self.output / "logs").glob("*.log")))
-
-    def end(self) -> None:
-        """End what a failed test left running."""
-        if self.process is not None and self.process.poll() is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            for process in [*children, psutil.Process(self.process.pid)]:
-                if process.is_running():
-                    process.kill()
-            self.process.wait(10)
 
 
 @pytest.fixture
@@ -162,23 +37,6 @@ def start(tmp_path, tiny):
     yield make
     for run in made:
         run.end()
-
-
-def assert_trained_once(run: Run, *, steps: int, groups: int) -> None:
-    """Every step of the final history trained exactly `groups` groups, and no group twice (I1)."""
-    ledger = run.lines("ledger.jsonl")
-    assert Counter(line["step"] for line in ledger) == dict.fromkeys(range(1, steps + 1), groups)
-    ids = [line["group_id"] for line in ledger]
-    assert len(ids) == len(set(ids))
-    for line in ledger:
-        assert line["policy_version_min"] == line["policy_version_max"] == line["step"] - 1
-    assert [line["step"] for line in run.lines("metrics.jsonl") if line["step"]] == list(range(1, steps + 1))
-
-
-def assert_nothing_left(run: Run, pids: list[int]) -> None:
-    """No process of the run is alive, no shared memory of it remains."""
-    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-    assert alive == []
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Bad input and user code that misbehaves: a clear error or a counted drop, never a hang or a bare traceback."""
 
 import pytest
-from conftest import Run, job_document
+from harness import Run, job_document
 
 
 def write(folder, name, text):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import assert_trained_once
+from harness import assert_trained_once
 
 
 def kill_mid_run(run, *, step, **match):

@@ -7,7 +7,7 @@ import time
 
 import psutil
 import pytest
-from conftest import assert_nothing_left, assert_trained_once
+from harness import assert_nothing_left, assert_trained_once
 
 
 def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(start):
@@ -58,7 +58,8 @@ def test_one_interrupt_checkpoints_and_ends_in_ten_seconds_and_the_run_resumes(s
     assert code == 130, run.text + run.logs()
     assert_nothing_left(run, pids)
     step = run.status()["step"]
-    assert step >= 3 and (run.output / f"checkpoints/step-{step:08d}/manifest.json").is_file()
+    assert step >= 3, run.text + run.logs()
+    assert (run.output / f"checkpoints/step-{step:08d}/manifest.json").is_file()
     assert run.run("--resume", "auto", "--set", f"algorithm.steps={step + 2}") == 0, run.text + run.logs()
     assert_trained_once(run, steps=step + 2, groups=4)
 
