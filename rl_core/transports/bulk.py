@@ -47,7 +47,7 @@ def _tag(key: bytes, kind: bytes, number: int, payload: Any = b"") -> bytes:
 def chunks(buffers: Iterable[Any]) -> Iterator[memoryview]:
     """Yield `buffers` (anything with a contiguous buffer) as byte views of at most CHUNK_BYTES; empty ones are skipped."""
     for buffer in buffers:
-        view = memoryview(np.frombuffer(buffer, np.uint8)) if memoryview(buffer).nbytes else memoryview(b"")
+        view = np.frombuffer(buffer, np.uint8).data if memoryview(buffer).nbytes else memoryview(b"")
         for start in range(0, view.nbytes, CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
 
@@ -118,7 +118,7 @@ class BulkSender:
         poller.register(self._wake, zmq.POLLIN)
         while not self._closing:
             busy = any(stream.credit > 0 for stream in self._streams.values())
-            poller.poll(0 if busy else TICKET_SECONDS * 1000)
+            poller.poll(0 if busy else int(TICKET_SECONDS * 1000))
             try:
                 self._receive()
                 self._send_round()
@@ -146,26 +146,30 @@ class BulkSender:
         self._streams[peer] = stream
 
     def _send_round(self) -> None:
-        """Send one chunk of each stream that has credit."""
+        """Send a few chunks of each stream that has credit."""
         for peer, stream in list(self._streams.items()):
-            if stream.credit <= 0:
-                continue
-            try:
-                message = stream.next_message()
-            except Exception as error:
-                logger.exception("the source of a bulk stream failed")
-                self._finish(
-                    peer, [_REFUSED, _tag(stream.key, _REFUSED, stream.number), f"the source failed: {error}".encode()]
-                )
-                continue
-            if message is None:
-                self._finish(peer, stream.end_message())
-            elif not self._send(peer, message):
-                del self._streams[peer]
+            for _ in range(min(stream.credit, _CREDIT_STEP)):
+                if not self._send_one(peer, stream):
+                    break
 
-    def _finish(self, peer: bytes, message: list[Any]) -> None:
+    def _send_one(self, peer: bytes, stream: _Stream) -> bool:
+        try:
+            message = stream.next_message()
+        except Exception as error:  # whatever the source of the buffers raises belongs to the receiver
+            logger.exception("the source of a bulk stream failed")
+            refusal = [_REFUSED, _tag(stream.key, _REFUSED, stream.number), f"the source failed: {error}".encode()]
+            return self._finish(peer, refusal)
+        if message is None:
+            return self._finish(peer, stream.end_message())
+        if not self._send(peer, message):
+            del self._streams[peer]
+            return False
+        return True
+
+    def _finish(self, peer: bytes, message: list[Any]) -> bool:
         self._send(peer, message)
         del self._streams[peer]
+        return False
 
     def _send(self, peer: bytes, message: list[Any]) -> bool:
         try:
@@ -204,6 +208,7 @@ class BulkReceiver:
     def __iter__(self) -> Iterator[memoryview]:
         socket = IoThread.shared().context.socket(zmq.DEALER)
         sockets.configure(socket)
+        socket.setsockopt(zmq.RCVTIMEO, int(self._timeout * 1000))
         try:
             socket.connect(self._address)
             socket.send_multipart([_HELLO, self._ticket])
@@ -231,27 +236,22 @@ class BulkReceiver:
         return filled
 
     def _next(self, socket: zmq.Socket[Any]) -> memoryview | None:
-        if not socket.poll(self._timeout * 1000):
-            raise DeadlineExceeded(
-                f"the bulk stream from {self._address} sent nothing for {self._timeout:g} s after {self._number} chunks"
-            )
-        kind, tag, body = (frame.buffer for frame in self._three(socket))
+        try:
+            frames = socket.recv_multipart(copy=False)
+        except zmq.Again as error:
+            late = f"sent nothing for {self._timeout:g} s after {self._number} chunks"
+            raise DeadlineExceeded(f"the bulk stream from {self._address} {late}") from error
+        if len(frames) != 3:
+            raise FrameError(f"a bulk message must have 3 frames, got {len(frames)}")
+        kind, tag, body = frames[0].bytes, frames[1].bytes, frames[2].buffer
         if kind == _REFUSED:
             raise InfrastructureError(
                 f"the bulk stream from {self._address} ended after {self._number} chunks: {bytes(body).decode(errors='replace')}"
             )
-        if kind not in (_CHUNK, _END) or not secrets.compare_digest(bytes(tag), self._expected(bytes(kind), body)):
+        expected = _tag(self._key, kind, self._number, body if kind == _CHUNK else b"")
+        if kind not in (_CHUNK, _END) or not secrets.compare_digest(tag, expected):
             raise FrameError(f"chunk {self._number} of the bulk stream from {self._address} is not authentic")
         if kind == _END:
             return None
         self._number += 1
         return memoryview(body)
-
-    def _three(self, socket: zmq.Socket[Any]) -> list[Any]:
-        frames = socket.recv_multipart(copy=False)
-        if len(frames) != 3:
-            raise FrameError(f"a bulk message must have 3 frames, got {len(frames)}")
-        return list(frames)
-
-    def _expected(self, kind: bytes, body: memoryview) -> bytes:
-        return _tag(self._key, kind, self._number, body if kind == _CHUNK else b"")

@@ -14,6 +14,8 @@ from rl_core.transports import shared_memory
 from rl_core.transports.frames import FrameHeader, Placement, read_header
 from rl_core.transports.sockets import IoThread
 
+TRIM_SECONDS = 30.0
+"""Segments that nobody used for this long (up to twice) are deleted."""
 RELEASE_SECONDS = 0.002
 """How long releases are gathered before they are sent."""
 
@@ -26,6 +28,7 @@ class SharedMemory:
 
     def __init__(self, uid: str = "") -> None:
         self.pid = os.getpid()
+        shared_memory.remove_orphans(uid)  # of processes that were killed; their supervisor may be gone too
         self.store = shared_memory.SegmentStore(uid)
         self.reader = shared_memory.SegmentReader()
         self.token = shared_memory.Token(uid)
@@ -37,7 +40,16 @@ class SharedMemory:
             if cls._shared is None or cls._shared.pid != os.getpid():
                 cls._shared = cls(uid)
                 atexit.register(cls._shared.close)
+                cls._shared._trim_later()
             return cls._shared
+
+    def _trim_later(self) -> None:
+        io = IoThread.shared()
+        io.call_at(io.clock() + TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self.store.trim()
+        self._trim_later()
 
     def close(self) -> None:
         """Delete all files of this process."""

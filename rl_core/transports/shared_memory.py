@@ -33,7 +33,7 @@ THRESHOLD = 256 * 1024
 """Arrays of this many bytes and more are worth a segment; below, the socket is as fast."""
 RESERVE = 64 * 2**20
 """Bytes of /dev/shm left to others (NCCL, data loaders)."""
-IDLE_BYTES = 512 * 2**20
+IDLE_BYTES = 256 * 2**20
 """Most bytes kept in segments that nobody holds."""
 _NAME = re.compile(r"rljob-[a-z0-9]+-\d+-\d+\Z")
 _MAPPED = 256
@@ -82,7 +82,7 @@ class SegmentStore:
         self._number = random.randrange(2**31)  # numbers are not reused when a pid is
         self._idle: OrderedDict[str, Segment] = OrderedDict()
         self._lent: dict[tuple[str, int], tuple[Segment, Counter[Hashable]]] = {}
-        self._total = self._idle_bytes = 0
+        self._total = self._idle_bytes = self._kept_since_trim = 0
         self._lock = threading.Lock()
 
     def put(self, buffer: memoryview, holder: Hashable) -> Placement | None:
@@ -143,10 +143,20 @@ class SegmentStore:
             del self._lent[key]
             self._keep(segment)
 
+    def trim(self) -> int:
+        """Delete segments that were not used since the last `trim` and return how many."""
+        with self._lock:
+            unused = max(0, len(self._idle) - self._kept_since_trim)
+            for _ in range(unused):
+                self._evict()
+            self._kept_since_trim = 0
+            return unused
+
     def stats(self) -> dict[str, int]:
         """Return bytes and segments held, and the counters."""
         with self._lock:
-            return {"bytes": self._total, "lent": len(self._lent), "idle": len(self._idle), **self.counters}
+            held = {"bytes": self._total, "lent": len(self._lent), "idle": len(self._idle)}
+            return held | {name: self.counters[name] for name in ("created", "reused", "full")}
 
     def close(self) -> None:
         """Delete every segment; readers keep what they have mapped."""
@@ -189,6 +199,7 @@ class SegmentStore:
             return segment
 
     def _keep(self, segment: Segment) -> None:
+        self._kept_since_trim += 1
         self._idle[segment.name] = segment
         self._idle_bytes += segment.size
         while self._idle_bytes > IDLE_BYTES and len(self._idle) > 1:

@@ -1,0 +1,470 @@
+"""The rules of a channel, one by one, on an injected clock."""
+
+import pytest
+
+from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
+from rl_core.channel.core import ChannelCore
+from rl_core.channel.model import ChannelOptions, Put, Take
+
+
+class Process:
+    """A client of the core."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+class Bench:
+    """A core with a clock to turn and faces that record what came of each operation."""
+
+    def __init__(self, **options):
+        self.now = 100.0
+        self.dropped = []
+        self.core = ChannelCore("c", ChannelOptions(**options), on_drop=self.dropped.append)
+        self.process = Process("actor:0")
+
+    def put(self, item, *, key="k", weight=0.0, nbytes=1, client=None, timeout=600.0, nowait=False):
+        outcome = []
+
+        def store():
+            try:
+                self.core.store(self.now, put, item, weight)
+                outcome.append("stored")
+            except ChannelClosed as error:
+                outcome.append(error)
+
+        put = Put(client or self.process, key, nbytes, store, outcome.append, self.now + timeout, self.now)
+        self.core.put(self.now, put, nowait=nowait)
+        return Operation(put, outcome)
+
+    def take(self, kind="get", *, key="k", client=None, timeout=600.0, nowait=False, target=0.0, allow_oversize=False):
+        outcome = []
+        take = Take(
+            client or self.process,
+            key,
+            kind,
+            outcome.append,
+            outcome.append,
+            self.now + timeout,
+            self.now,
+            target,
+            allow_oversize,
+        )
+        self.core.take(self.now, take, nowait=nowait)
+        return Operation(take, outcome)
+
+    def receive(self, **options):
+        """get and confirm."""
+        taken = self.take(**options)
+        self.core.confirm(self.now, taken.tokens)
+        return taken.items
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.core.tick(self.now)
+
+
+class Operation:
+    def __init__(self, waiting, outcome):
+        self.waiting, self.outcome = waiting, outcome
+
+    @property
+    def done(self):
+        return bool(self.outcome)
+
+    @property
+    def result(self):
+        assert len(self.outcome) == 1, "an operation ends exactly once"
+        return self.outcome[0]
+
+    @property
+    def items(self):
+        return [entry.item.payload for entry in self.result]
+
+    @property
+    def tokens(self):
+        return [entry.token for entry in self.result]
+
+    @property
+    def attempts(self):
+        return [entry.item.attempt for entry in self.result]
+
+
+class TestFifo:
+    def test_items_leave_in_the_order_they_came_per_key(self):
+        bench = Bench()
+        for number in range(3):
+            bench.put(number, key="a")
+            bench.put(number * 10, key="b")
+        assert [bench.receive(key="a") for _ in range(3)] == [[0], [1], [2]]
+        assert bench.receive(key="b") == [0]
+
+    def test_waiting_gets_are_served_in_their_order(self):
+        bench = Bench()
+        takes = [bench.take() for _ in range(3)]
+        bench.put("x")
+        bench.put("y")
+        assert [take.done for take in takes] == [True, True, False]
+        assert takes[0].items == ["x"] and takes[1].items == ["y"]
+
+    def test_get_nowait_is_empty_or_the_oldest(self):
+        bench = Bench()
+        assert isinstance(bench.take(nowait=True).result, ChannelEmpty)
+        bench.put("x")
+        assert bench.take(nowait=True).items == ["x"]
+
+    def test_a_deadline_tells_channel_key_depth_and_producers(self):
+        bench = Bench()
+        bench.core.register_producer(Process("rollout:3"))
+        take = bench.take(timeout=5)
+        bench.pass_time(4.9)
+        assert not take.done
+        bench.pass_time(0.2)
+        assert isinstance(take.result, DeadlineExceeded)
+        for word in ("'c'", "'k'", "depth 0", "rollout:3", "5.1 s"):
+            assert word in str(take.result)
+
+    def test_unknown_keys_are_empty_and_not_full(self):
+        bench = Bench(maxsize=1)
+        assert bench.core.depth("never") == 0 and not bench.core.is_full("never")
+
+
+class TestRoom:
+    def test_puts_wait_for_room_in_order(self):
+        bench = Bench(maxsize=1)
+        puts = [bench.put(number) for number in range(3)]
+        assert [put.done for put in puts] == [True, False, False]
+        assert bench.core.is_full("k")
+        assert bench.receive() == [0]
+        assert [put.done for put in puts] == [True, True, False]
+        assert bench.receive() == [1] and bench.receive() == [2]
+
+    def test_keys_do_not_share_maxsize_but_share_max_bytes(self):
+        bench = Bench(maxsize=1, max_bytes=10)
+        assert bench.put("a", key=1, nbytes=6).done and not bench.put("b", key=2, nbytes=6).done
+        assert bench.receive(key=1) == ["a"]
+        assert bench.core.depth(2) == 1
+
+    def test_leased_items_count_as_bytes_but_not_as_items(self):
+        bench = Bench(maxsize=1, max_bytes=10)
+        bench.put("a", nbytes=6)
+        lease = bench.take("lease")
+        assert bench.core.depth("k") == 0
+        second = bench.put("b", nbytes=6)
+        assert not second.done
+        assert bench.core.ack(bench.now, lease.tokens[0])
+        assert second.done
+
+    def test_put_nowait_is_full_before_the_payload_is_needed(self):
+        bench = Bench(maxsize=1)
+        bench.put("a")
+        assert isinstance(bench.put("b", nowait=True).result, ChannelFull)
+        assert bench.core.depth("k") == 1
+
+    def test_an_item_larger_than_the_channel_is_refused_at_once(self):
+        assert "raise max_bytes" in str(Bench(max_bytes=10).put("a", nbytes=11).result)
+
+    def test_a_put_that_timed_out_stores_nothing(self):
+        bench = Bench(maxsize=1)
+        bench.put("a")
+        late = bench.put("b", timeout=3)
+        bench.pass_time(3)
+        assert isinstance(late.result, DeadlineExceeded)
+        assert bench.receive() == ["a"] and bench.core.depth("k") == 0
+
+    def test_room_that_is_given_up_goes_to_the_next(self):
+        bench = Bench(maxsize=1)
+        admitted = Put(bench.process, "k", 1, lambda: None, lambda error: None, 1e9, bench.now)
+        bench.core.put(bench.now, admitted)
+        waiting = bench.put("b")
+        assert not waiting.done, "reserved room is taken"
+        bench.core.cancel_put(bench.now, admitted)
+        assert waiting.done
+
+
+class TestBatch:
+    def batch(self, weights, target, **options):
+        bench = Bench()
+        for number, weight in enumerate(weights):
+            bench.put(number, weight=weight)
+        return bench, bench.take("batch", target=target, **options)
+
+    def test_the_example_of_the_specification(self):
+        bench, take = self.batch([4, 1, 6], 8)
+        assert take.items == [0, 1] and bench.core.depth("k") == 1
+
+    def test_a_head_heavier_than_the_target_gives_nothing_at_once(self):
+        bench, take = self.batch([9, 1], 8)
+        assert take.result == [] and bench.core.depth("k") == 2
+
+    def test_or_that_one_item_when_oversize_is_allowed(self):
+        bench, take = self.batch([9, 1], 8, allow_oversize=True)
+        assert take.items == [0] and bench.core.depth("k") == 1
+
+    def test_oversize_does_not_apply_behind_a_taken_item(self):
+        bench, take = self.batch([1, 9], 8, allow_oversize=True)
+        assert take.items == [0] and bench.core.depth("k") == 1
+
+    def test_target_zero_takes_one_item_of_weight_zero(self):
+        bench, take = self.batch([0, 0], 0)
+        assert take.items == [0] and bench.core.depth("k") == 1
+
+    def test_target_zero_before_a_heavy_head_gives_nothing(self):
+        assert self.batch([1], 0)[1].result == []
+
+    def test_zero_weights_under_a_positive_target_are_taken_and_waited_on(self):
+        bench, take = self.batch([0, 0], 2)
+        assert not take.done and bench.core.depth("k") == 0
+        bench.put(2, weight=2)
+        assert take.items == [0, 1, 2]
+
+    def test_it_waits_on_an_empty_queue_holding_what_it_has(self):
+        bench, take = self.batch([3], 8)
+        behind = bench.take()
+        assert not take.done
+        bench.put(1, weight=5)
+        assert take.items == [0, 1] and not behind.done
+        bench.put(2)
+        assert behind.items == [2]
+
+    def test_concurrent_batches_never_interleave(self):
+        bench, first = self.batch([], 4)
+        second = bench.take("batch", target=4)
+        for number in range(4):
+            bench.put(number, weight=2)
+        assert first.items == [0, 1] and second.items == [2, 3]
+
+    def test_on_close_it_gives_what_it_holds(self):
+        bench, take = self.batch([3], 8)
+        bench.core.close(bench.now)
+        assert take.items == [0]
+
+    def test_on_close_with_nothing_held_it_is_closed(self):
+        bench, take = self.batch([], 8)
+        bench.core.close(bench.now)
+        assert isinstance(take.result, ChannelClosed)
+
+    @pytest.mark.parametrize("how", ["deadline", "cancel", "death"])
+    def test_held_items_go_back_to_the_head_in_order(self, how):
+        bench = Bench()
+        other = Process("other")
+        for number in range(3):
+            bench.put(number, weight=1)
+        take = bench.take("batch", target=9, timeout=5, client=other)
+        assert bench.core.depth("k") == 0
+        if how == "deadline":
+            bench.pass_time(5)
+            assert isinstance(take.result, DeadlineExceeded)
+        elif how == "cancel":
+            bench.core.cancel_take(bench.now, take.waiting)
+        else:
+            bench.core.client_lost(bench.now, other)
+        assert [bench.receive() for _ in range(3)] == [[0], [1], [2]]
+
+    def test_held_items_make_room_for_puts(self):
+        bench = Bench(maxsize=1)
+        take = bench.take("batch", target=3)
+        assert [bench.put(number, weight=1).done for number in range(3)] == [True] * 3
+        assert take.items == [0, 1, 2]
+
+
+class TestDelivery:
+    def test_auto_keeps_the_item_until_its_receipt(self):
+        bench = Bench()
+        bench.put("x", client=bench.process)
+        consumer = Process("c")
+        bench.take(client=consumer)
+        assert bench.dropped == []
+        bench.core.client_lost(bench.now, consumer)
+        again = bench.take()
+        assert again.items == ["x"] and again.attempts == [2]
+        bench.core.confirm(bench.now, again.tokens)
+        assert bench.dropped == ["x"] and bench.core.bytes == 0
+
+    def test_a_get_that_nobody_took_returns_to_the_head_uncounted(self):
+        bench = Bench()
+        bench.put("x")
+        bench.put("y")
+        take = bench.take()
+        bench.core.cancel_take(bench.now, take.waiting)
+        again = bench.take()
+        assert again.items == ["x"] and again.attempts == [1]
+
+    def test_ack_deletes_a_lease_once(self):
+        bench = Bench(delivery="lease")
+        bench.put("x")
+        token = bench.take("lease").tokens[0]
+        assert bench.core.ack(bench.now, token) is True
+        assert bench.core.ack(bench.now, token) is False
+        assert bench.core.counters["stale_acks"] == 1 and bench.dropped == ["x"]
+
+    def test_an_expired_lease_comes_back_in_its_old_place_with_the_next_attempt(self):
+        bench = Bench(lease_seconds=10)
+        for item in "abc":
+            bench.put(item)
+        first = bench.take("lease")
+        bench.take("lease")
+        bench.pass_time(10)
+        assert bench.core.counters["expired"] == 2
+        again = bench.take("lease")
+        assert again.items == ["a"] and again.attempts == [2]
+        assert bench.take("lease").items == ["b"] and bench.take("lease").items == ["c"]
+        assert bench.core.ack(bench.now, first.tokens[0]) is False, "a stale token's ack is refused without effect"
+        assert bench.core.ack(bench.now, again.tokens[0]) is True
+
+    def test_a_renewed_lease_does_not_expire_and_extend_never_shortens(self):
+        bench = Bench(lease_seconds=10)
+        bench.put("a")
+        token = bench.take("lease").tokens[0]
+        for _ in range(5):
+            bench.pass_time(9)
+            assert bench.core.extend(bench.now, [token]) == []
+        bench.core.extend(bench.now, [token], 50)
+        bench.core.extend(bench.now, [token], 1)
+        bench.pass_time(49)
+        assert bench.core.ack(bench.now, token) is True
+        assert bench.core.extend(bench.now, [token]) == [token]
+
+    def test_a_lost_consumer_returns_its_leases_at_once(self):
+        bench = Bench()
+        consumer = Process("rollout:1")
+        for item in "ab":
+            bench.put(item)
+            bench.take("lease", client=consumer)
+        waiting = bench.take("lease")
+        bench.core.client_lost(bench.now, consumer)
+        assert waiting.items == ["a"] and waiting.attempts == [2]
+
+    def test_a_nack_counts_no_attempt_and_may_be_delayed(self):
+        bench = Bench()
+        bench.put("a")
+        bench.put("b")
+        token = bench.take("lease").tokens[0]
+        assert bench.core.nack(bench.now, token, delay=5) is True
+        assert bench.core.nack(bench.now, token) is False
+        assert bench.receive() == ["b"]
+        waiting = bench.take("lease")
+        bench.pass_time(4)
+        assert not waiting.done
+        bench.pass_time(1)
+        assert waiting.items == ["a"] and waiting.attempts == [1]
+
+    def test_after_the_last_attempt_an_item_is_dead_and_tells_so(self):
+        bench = Bench(max_attempts=2)
+        bench.put("poison", nbytes=5)
+        for _ in range(2):
+            consumer = Process("c")
+            bench.take("lease", client=consumer)
+            bench.core.client_lost(bench.now, consumer)
+        assert bench.core.depth("k") == 0 and bench.core.counters["dead"] == 1
+        assert bench.core.bytes == 0, "the dead do not take the room of the living"
+        ((token, item),) = bench.core.dead_items("k")
+        assert item.payload == "poison" and bench.core.dead_items("other") == []
+        assert bench.core.nack(bench.now, token) is True
+        revived = bench.take("lease")
+        assert revived.items == ["poison"] and revived.attempts == [1]
+
+    def test_a_dead_item_is_removed_by_its_ack(self):
+        bench = Bench(max_attempts=1, lease_seconds=1)
+        bench.put("poison")
+        bench.take("lease")
+        bench.pass_time(1)
+        assert bench.core.ack(bench.now, bench.core.dead_items("k")[0][0]) is True
+        assert bench.core.dead_items("k") == [] and bench.dropped == ["poison"]
+
+
+class TestEnds:
+    def test_stored_items_are_delivered_after_close_then_gets_end(self):
+        bench = Bench()
+        bench.put("a")
+        bench.core.close(bench.now)
+        assert isinstance(bench.put("b").result, ChannelClosed)
+        assert bench.receive() == ["a"]
+        assert isinstance(bench.take().result, ChannelClosed)
+        bench.core.close(bench.now)
+
+    def test_gets_raise_the_error_of_close_and_puts_channel_closed(self):
+        bench = Bench()
+        error = ValueError("bad data")
+        waiting = bench.take()
+        bench.core.close(bench.now, error=error)
+        assert waiting.result is error
+        refused = bench.put("x").result
+        assert type(refused) is ChannelClosed and "bad data" in str(refused)
+        bench.core.close(bench.now, error=KeyError("later"))
+        assert bench.take().result is error, "the first error counts"
+
+    def test_one_key_can_be_closed(self):
+        bench = Bench()
+        bench.core.close(bench.now, "a")
+        assert isinstance(bench.take(key="a").result, ChannelClosed)
+        assert bench.put("x", key="b").result == "stored"
+
+    def test_waiting_puts_end_with_close(self):
+        bench = Bench(maxsize=1)
+        bench.put("a")
+        waiting = bench.put("b")
+        bench.core.close(bench.now)
+        assert isinstance(waiting.result, ChannelClosed)
+
+    def test_an_item_leased_elsewhere_keeps_a_closed_channel_open_for_its_return(self):
+        bench = Bench()
+        other = Process("other")
+        bench.put("a")
+        bench.take("lease", client=other)
+        bench.core.close(bench.now)
+        waiting = bench.take()
+        assert not waiting.done
+        bench.core.client_lost(bench.now, other)
+        assert waiting.items == ["a"]
+
+    def test_what_a_consumer_holds_itself_does_not_keep_it_waiting(self):
+        bench = Bench()
+        bench.put("a")
+        bench.take("lease")
+        bench.core.close(bench.now)
+        assert isinstance(bench.take().result, ChannelClosed)
+
+    def test_the_channel_closes_when_all_producers_are_done(self):
+        bench = Bench()
+        producers = [Process(f"p:{number}") for number in range(2)]
+        for producer in producers:
+            bench.core.register_producer(producer)
+        bench.put("a")
+        bench.core.done_producing(bench.now, producers[0])
+        assert bench.receive() == ["a"]
+        waiting = bench.take()
+        assert not waiting.done
+        bench.core.done_producing(bench.now, producers[1])
+        assert type(waiting.result) is ChannelClosed
+        with pytest.raises(ChannelClosed):
+            bench.core.register_producer(producers[0])
+
+    def test_a_lost_producer_is_named_when_nothing_more_can_come(self):
+        bench = Bench()
+        lost, alive = Process("actor:1"), Process("actor:2")
+        for producer in (lost, alive):
+            bench.core.register_producer(producer)
+        bench.put("a", client=lost)
+        bench.core.client_lost(bench.now, lost)
+        bench.core.done_producing(bench.now, alive)
+        assert bench.receive() == ["a"], "what was accepted survives its producer"
+        assert isinstance(bench.take().result, ProducerLost) and "actor:1" in str(bench.take().result)
+
+    def test_stats_never_show_payloads(self):
+        bench = Bench()
+        bench.put("secret", weight=2, nbytes=6)
+        bench.now += 3
+        stats = bench.core.stats(bench.now)
+        assert stats["keys"]["k"] == {"depth": 1, "bytes": 6, "oldest_age_seconds": 3.0, "waiters": 0}
+        assert "secret" not in str(stats)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"maxsize": -1}, {"max_bytes": 0}, {"delivery": "often"}, {"lease_seconds": 0}, {"max_attempts": 0}],
+    ids=str,
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        ChannelOptions(**options)

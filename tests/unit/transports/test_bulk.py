@@ -1,0 +1,142 @@
+"""Bulk streams: whole, in order, authentic, once per ticket; a bad peer costs only itself."""
+
+import numpy as np
+import pytest
+import zmq
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError
+from rl_core.transports import bulk
+from rl_core.transports.bulk import BulkReceiver, BulkSender
+
+
+@pytest.fixture
+def sender():
+    sender = BulkSender("tcp://127.0.0.1:0")
+    yield sender
+    sender.close()
+
+
+def test_a_stream_arrives_whole_and_in_order(sender):
+    arrays = [
+        np.arange(700_000, dtype=np.float32),
+        np.zeros(0),
+        np.arange(5, dtype=np.uint8),
+        np.full((3, bulk.CHUNK_BYTES), 4, np.uint8),
+    ]
+    received = b"".join(bytes(chunk) for chunk in BulkReceiver(sender.offer(arrays), timeout=20))
+    assert received == b"".join(array.tobytes() for array in arrays)
+
+
+def test_chunks_are_bounded_and_do_not_cross_buffers(sender):
+    sizes = [
+        chunk.nbytes
+        for chunk in BulkReceiver(
+            sender.offer([np.zeros(bulk.CHUNK_BYTES + 5, np.uint8), np.zeros(7, np.uint8)]), timeout=20
+        )
+    ]
+    assert sizes == [bulk.CHUNK_BYTES, 5, 7]
+
+
+def test_a_stream_is_read_into_memory_of_its_size(sender):
+    data = np.random.default_rng(0).integers(0, 255, 3_000_000, dtype=np.uint8)
+    target = np.zeros_like(data)
+    assert BulkReceiver(sender.offer([data]), timeout=20).read_into(target) == data.nbytes
+    assert np.array_equal(target, data)
+    with pytest.raises(FrameError, match="more than the 10 bytes"):
+        BulkReceiver(sender.offer([data]), timeout=20).read_into(bytearray(10))
+
+
+def test_a_ticket_is_good_for_one_stream(sender):
+    ticket = sender.offer([b"abc"])
+    assert [bytes(chunk) for chunk in BulkReceiver(ticket, timeout=20)] == [b"abc"]
+    with pytest.raises(InfrastructureError, match="used before"):
+        list(BulkReceiver(ticket, timeout=20))
+
+
+def test_a_wrong_key_is_noticed_at_the_first_chunk(sender):
+    ticket = {**sender.offer([b"abc"]), "key": bytes(32)}
+    with pytest.raises(FrameError, match="chunk 0 .* not authentic"):
+        list(BulkReceiver(ticket, timeout=20))
+
+
+@pytest.mark.parametrize("attack", ["flip", "swap", "repeat", "leave out", "end early"])
+def test_a_stream_changed_on_the_way_is_refused(attack):
+    """A sender without our code: it plays back authentic messages of a real stream, changed."""
+    key = bytes(range(32))
+    messages = [
+        [b"C", bulk._tag(key, b"C", number, payload), payload]
+        for number, payload in enumerate([b"one", b"two", b"three"])
+    ]
+    messages.append([b"E", bulk._tag(key, b"E", 3), b""])
+    if attack == "flip":
+        messages[1][2] = b"twO"
+    elif attack == "swap":
+        messages[0], messages[1] = messages[1], messages[0]
+    elif attack == "repeat":
+        messages.insert(1, messages[0])
+    elif attack == "leave out":
+        del messages[1]
+    else:
+        del messages[2]
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    receiver = iter(BulkReceiver({"address": f"tcp://127.0.0.1:{port}", "ticket": b"t", "key": key}, timeout=20))
+    import threading
+
+    def play():
+        peer = router.recv_multipart()[0]
+        for message in messages:
+            router.send_multipart([peer, *message])
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    with pytest.raises(FrameError, match="not authentic"):
+        list(receiver)
+    thread.join(10)
+    router.close(0)
+    context.term()
+
+
+def test_many_streams_run_side_by_side_and_a_stalled_one_stops_nobody(sender):
+    stalled = iter(BulkReceiver(sender.offer([np.zeros(100 * bulk.CHUNK_BYTES, np.uint8)]), timeout=20))
+    next(stalled)
+    readers = [
+        iter(BulkReceiver(sender.offer([np.full(3 * bulk.CHUNK_BYTES, number, np.uint8)]), timeout=20))
+        for number in range(3)
+    ]
+    for _ in range(3):
+        for number, reader in enumerate(readers):
+            assert next(reader)[0] == number
+    stalled.close()
+
+
+def test_the_error_of_the_source_reaches_the_receiver(sender):
+    def source():
+        yield b"first"
+        raise OSError("disk gone")
+
+    received = []
+    with pytest.raises(InfrastructureError, match="after 1 chunks: the source failed: disk gone"):
+        for chunk in BulkReceiver(sender.offer(source()), timeout=20):
+            received.append(bytes(chunk))
+    assert received == [b"first"]
+    assert [bytes(chunk) for chunk in BulkReceiver(sender.offer([b"next"]), timeout=20)] == [b"next"]
+
+
+def test_a_silent_sender_is_a_deadline_with_address_and_progress():
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    with pytest.raises(DeadlineExceeded, match=f"127.0.0.1:{port} sent nothing for 0.1 s after 0 chunks"):
+        list(BulkReceiver({"address": f"tcp://127.0.0.1:{port}", "ticket": b"t", "key": bytes(32)}, timeout=0.1))
+    router.close(0)
+    context.term()
+
+
+def test_a_closed_sender_and_a_broken_ticket_are_refused(sender):
+    sender.close()
+    with pytest.raises(InfrastructureError, match="closed"):
+        sender.offer([b"x"])
+    with pytest.raises(ConfigError, match="must have address, ticket and key"):
+        BulkReceiver({"address": "tcp://127.0.0.1:1"})

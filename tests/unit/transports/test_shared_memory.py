@@ -1,0 +1,227 @@
+"""Segments: lent, shared, released, reused; nothing leaks, nothing outlives its owner, a full store is no error."""
+
+import gc
+import os
+import stat
+
+import numpy as np
+import pytest
+
+from rl_core.api.errors import FrameError
+from rl_core.transports import frames, shared_memory
+from rl_core.transports.shared_memory import SegmentReader, SegmentStore, Token, host_token, readable, remove_orphans
+
+MIB = 2**20
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = SegmentStore("Job-0123456789", directory=tmp_path, capacity=8 * MIB)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def reader(tmp_path):
+    return SegmentReader(directory=tmp_path)
+
+
+def data(mib=1, value=7):
+    return np.full(mib * MIB, value, np.uint8)
+
+
+def test_names_carry_job_and_pid_and_files_are_private(store, tmp_path):
+    placement = store.put(data().data, "peer")
+    assert placement.segment.startswith(f"rljob-job01234-{os.getpid()}-")
+    assert stat.S_IMODE((tmp_path / placement.segment).stat().st_mode) == 0o600
+
+
+def test_what_was_put_is_read_without_a_copy(store, reader):
+    placement = store.put(data(value=3).data, "peer")
+    view = reader.view(placement.segment, 0, MIB)
+    assert bytes(view[:4]) == b"\3\3\3\3"
+    store._lent[placement.segment, placement.generation][0].memory[0] = 9
+    assert view[0] == 9
+
+
+def test_a_released_segment_is_used_again_under_a_new_generation(store):
+    first = store.put(data().data, "peer")
+    assert store.release(first.segment, first.generation, "peer")
+    second = store.put(data().data, "peer")
+    assert second.segment == first.segment and second.generation == first.generation + 1
+    assert not store.release(first.segment, first.generation, "peer"), "a late release must not hit the next holder"
+    assert store.stats()["lent"] == 1
+
+
+def test_a_segment_is_free_only_when_its_last_holder_let_go(store):
+    spot = store.put(data().data, "a")
+    store.share(spot.segment, spot.generation, "b")
+    store.share(spot.segment, spot.generation, "b")
+    assert store.release(spot.segment, spot.generation, "a")
+    assert store.release(spot.segment, spot.generation, "b")
+    assert store.stats()["lent"] == 1
+    assert not store.release(spot.segment, spot.generation, "a"), "nobody may release more than it holds"
+    assert store.release(spot.segment, spot.generation, "b")
+    assert store.stats()["lent"] == 0
+
+
+def test_the_death_of_a_holder_frees_what_it_alone_held(store):
+    alone, both = store.put(data().data, "dead"), store.put(data().data, "dead")
+    store.share(both.segment, both.generation, "alive")
+    assert store.release_holder("dead") == 2
+    assert store.stats()["lent"] == 1
+    assert store.release(both.segment, both.generation, "alive")
+    assert not store.release(alone.segment, alone.generation, "dead")
+
+
+def test_a_full_store_says_so_and_counts_and_recovers(store):
+    spots = [store.put(data().data, "peer") for _ in range(8)]
+    assert all(spots)
+    assert store.put(data().data, "peer") is None
+    assert store.stats()["full"] == 1
+    store.release(spots[0].segment, spots[0].generation, "peer")
+    assert store.put(data().data, "peer") is not None
+
+
+def test_idle_segments_of_another_size_make_room(store):
+    small = [store.put(data().data, "peer") for _ in range(8)]
+    for spot in small:
+        store.release(spot.segment, spot.generation, "peer")
+    assert store.put(data(mib=6).data, "peer") is not None
+
+
+def test_trimming_deletes_what_was_not_used_since_the_last_time(store, tmp_path):
+    spots = [store.put(data().data, "peer") for _ in range(3)]
+    for spot in spots:
+        store.release(spot.segment, spot.generation, "peer")
+    assert store.trim() == 0
+    again = store.put(data().data, "peer")
+    store.release(again.segment, again.generation, "peer")
+    assert store.trim() == 2
+    assert [path.name for path in tmp_path.iterdir()] == [again.segment]
+
+
+def test_small_arrays_are_not_worth_a_segment(store):
+    assert store.put(np.zeros(shared_memory.THRESHOLD - 1, np.uint8).data, "peer") is None
+    assert store.stats()["full"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 2**18, 2**18 + 1, 2**20, 3 * 2**20 + 5, 2**26 + 1])
+def test_size_classes_waste_at_most_a_quarter(size):
+    given = shared_memory._size_class(size)
+    assert (
+        given >= max(size, shared_memory.THRESHOLD)
+        and given <= 1.25 * max(size, shared_memory.THRESHOLD)
+        and given % 4096 == 0
+    )
+
+
+class TestReading:
+    def test_the_release_runs_when_the_last_array_over_the_view_dies(self, store, reader):
+        released = []
+        placement = store.put(np.arange(MIB // 4, dtype=np.float32).view(np.uint8).data, "peer")
+        head, _ = frames.encode(np.arange(MIB // 4, dtype=np.float32))
+        view = reader.view(placement.segment, 0, MIB, lambda: released.append(1))
+        array = frames.decode([head, view])
+        part = array.reshape(4, -1)[2][5:10]
+        del array, view
+        gc.collect()
+        assert released == []
+        assert part[0] == 2 * MIB // 16 + 5
+        del part
+        gc.collect()
+        assert released == [1]
+
+    def test_the_release_waits_for_torch_tensors_too(self, store, reader):
+        import torch
+
+        released = []
+        placement = store.put(data().data, "peer")
+        head, _ = frames.encode(torch.zeros(MIB, dtype=torch.uint8))
+        tensor = frames.decode([head, reader.view(placement.segment, 0, MIB, lambda: released.append(1))])
+        part = tensor.view(2, -1)[1]
+        del tensor
+        gc.collect()
+        assert released == [] and part[0] == 7
+        del part
+        gc.collect()
+        assert released == [1]
+
+    @pytest.mark.parametrize(("offset", "size"), [(0, 9 * MIB), (MIB, MIB), (-1, 5), (0, -1)])
+    def test_views_beyond_the_segment_are_refused(self, store, reader, offset, size):
+        placement = store.put(data().data, "peer")
+        with pytest.raises(FrameError):
+            reader.view(placement.segment, offset, size)
+
+    @pytest.mark.parametrize(
+        "name", ["../etc/passwd", "rljob-a-1-2/../../x", "other", "rljob-a-1-token", "rljob-a-1-2\n"]
+    )
+    def test_only_segment_names_are_opened(self, reader, name):
+        with pytest.raises(FrameError, match="not the name of a segment"):
+            reader.view(name, 0, 1)
+
+    def test_a_missing_segment_is_a_frame_error(self, reader):
+        with pytest.raises(FrameError, match="its owner may be gone"):
+            reader.view("rljob-a-1-2", 0, 1)
+
+    def test_a_link_is_not_followed(self, reader, tmp_path):
+        secret = tmp_path / "secret"
+        secret.write_bytes(b"x" * 4096)
+        (tmp_path / "rljob-a-1-2").symlink_to(secret)
+        with pytest.raises(FrameError):
+            reader.view("rljob-a-1-2", 0, 1)
+
+    def test_mappings_of_deleted_segments_are_dropped(self, store, reader, tmp_path):
+        first = store.put(data().data, "peer")
+        reader.view(first.segment, 0, 1)
+        (tmp_path / first.segment).unlink()
+        second = store.put(data().data, "peer")
+        reader.view(second.segment, 0, 1)
+        assert list(reader._maps) == [second.segment]
+
+
+class TestTokens:
+    def test_who_reads_the_file_may_be_lent_to(self, tmp_path):
+        token = Token("job", directory=tmp_path)
+        assert readable(token.show(), directory=tmp_path)
+        assert not readable(token.show(), directory=tmp_path / "elsewhere")
+        assert not readable([token.show()[0], b"0" * 64], directory=tmp_path)
+        token.close()
+        assert not readable(token.show(), directory=tmp_path)
+
+    @pytest.mark.parametrize("shown", [None, [], ["../x", b""], [1, 2], "ab"])
+    def test_nonsense_is_not_readable(self, shown, tmp_path):
+        assert not readable(shown, directory=tmp_path)
+
+    def test_the_host_token_is_equal_for_all_and_stays(self, tmp_path):
+        first = host_token(directory=tmp_path)
+        assert host_token(directory=tmp_path) == first and len(first) == 32
+        assert [path.name for path in tmp_path.iterdir()] == [f"rljob-host-{os.geteuid()}"]
+
+
+class TestOrphans:
+    def test_segments_of_a_living_process_stay(self, tmp_path):
+        token = Token("job", directory=tmp_path)
+        store = SegmentStore("job", directory=tmp_path, capacity=8 * MIB)
+        store.put(data().data, "peer")
+        assert remove_orphans("job", directory=tmp_path) == []
+        token.close()
+        store.close()
+
+    def test_segments_of_dead_processes_go_and_other_jobs_stay(self, tmp_path):
+        for name in (
+            "rljob-job-4194999-17",
+            "rljob-job-4194999-18",
+            "rljob-other-4194999-17",
+            "rljob-job-4194998-token",
+        ):
+            (tmp_path / name).write_bytes(b"x")
+        removed = remove_orphans("job", directory=tmp_path)
+        assert sorted(removed) == ["rljob-job-4194998-token", "rljob-job-4194999-17", "rljob-job-4194999-18"]
+        assert [path.name for path in tmp_path.iterdir()] == ["rljob-other-4194999-17"]
+
+    def test_a_reused_pid_does_not_save_the_segments_of_the_dead(self, tmp_path):
+        """The lock on the token tells, not the process table: another process may have the number now."""
+        (tmp_path / f"rljob-job-{os.getpid()}-token").write_bytes(b"x")
+        (tmp_path / f"rljob-job-{os.getpid()}-5").write_bytes(b"x")
+        assert len(remove_orphans("job", directory=tmp_path)) == 2
