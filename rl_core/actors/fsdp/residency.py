@@ -23,7 +23,6 @@ class Residency:
     def __init__(self) -> None:
         self._weights = Offloader()
         self._moments = Offloader()
-        self._grads_pending = False
         self.is_grad_offloaded = False
         self.offload_metrics: dict[str, float] = {}
         """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last verb of each kind."""
@@ -44,9 +43,8 @@ class Residency:
         Raises RuntimeError when gradients wait for their optimizer step.
         """
         if offload_grad:
-            if self._grads_pending:
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
                 raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
-            self.optimizer.zero_grad(set_to_none=True)
             self.is_grad_offloaded = True
         if not self.is_weight_offloaded:
             self._weights.offload([*self.model.parameters(), *self.model.buffers()])

@@ -1,0 +1,338 @@
+"""The step of one rank: how it is cut changes nothing, what it is asked for is honoured, what comes too late is refused."""
+
+import asyncio
+import math
+
+import actor_samples
+import pytest
+import torch
+
+from rl_core.actors.fsdp.actor import FSDPActor
+from rl_core.actors.preparation import group_entry
+from rl_core.actors.shards import checksum
+from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
+from rl_core.api.records import Completion
+
+NOT_SUMS = ("time/", "perf/")
+
+
+def train(actor, records, step=1):
+    actor.load_batch(records)
+    actor.compute_log_probs()
+    actor.compute_advantages_and_returns()
+    return actor.run_training(step)
+
+
+def gradients(actor, records):
+    """Return the gradient a step would apply; nothing is changed."""
+    taken = {}
+
+    def optimizer_step():
+        taken.update({name: p.grad.clone() for name, p in actor.model.named_parameters()})
+        actor.optimizer.zero_grad()
+        return 0.0, [0.0]
+
+    actor.optimizer_step = optimizer_step
+    metrics = train(actor, records)
+    del actor.optimizer_step
+    return metrics, taken
+
+
+def assert_same_step(ours, theirs, *, loss=1e-6, grad=1e-6):
+    for name, value in ours[0].items():
+        if not name.startswith(NOT_SUMS):
+            assert theirs[0][name] == pytest.approx(value, rel=1e-5, abs=loss), name
+    for name, gradient in ours[1].items():
+        assert torch.allclose(gradient, theirs[1][name], atol=grad), name
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [32, 50, 100])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_the_size_of_micro_batches_changes_neither_loss_nor_gradient(
+    make_actor, records, micro_batch_tokens, aggregation
+):
+    loss = {"aggregation": aggregation, "klCoefficient": 0.1, "entropyCoefficient": 0.05}
+    whole = gradients(make_actor(actor__microBatchTokens=4096, algorithm__loss=loss), records)
+    cut = gradients(make_actor(actor__microBatchTokens=micro_batch_tokens, algorithm__loss=loss), records)
+    assert whole[0]["loss"] != 0
+    assert_same_step(whole, cut)
+
+
+def test_gradient_checkpointing_changes_nothing(make_actor, records):
+    assert_same_step(
+        gradients(make_actor(), records), gradients(make_actor(actor__gradientCheckpointing=True), records)
+    )
+
+
+def test_the_order_of_arrival_changes_no_bit(make_actor, records):
+    one, two = make_actor(), make_actor()
+    first, second = train(one, records), train(two, records[::-1])
+    assert {k: v for k, v in first.items() if not k.startswith(NOT_SUMS)} == {
+        k: v for k, v in second.items() if not k.startswith(NOT_SUMS)
+    }
+    for left, right in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_the_gradient_is_that_of_the_loss_written_out(make_actor, records):
+    """ppo_clip at ratio 1 with grpo advantages, token-mean: -mean(A log p), on padded rows of a plain forward."""
+    actor = make_actor(algorithm__recomputeLogProbs=True)
+    _, ours = gradients(actor, records)
+    rows, rewards = [], []
+    for record in records:
+        scores = torch.tensor([c.reward for c in record.completions], dtype=torch.float64)
+        valid = scores[~scores.isnan()]
+        for score, completion in zip(scores, record.completions, strict=True):
+            if not score.isnan():
+                advantage = (score - valid.mean()) / (valid.std() + 1e-6) if valid.max() > valid.min() else 0.0
+                rows.append([m["token_ids"] for m in completion.message_log])
+                rewards.append(float(advantage))
+    tokens = sum(len(answer) for _, answer in rows)
+    actor.optimizer.zero_grad()
+    for (prompt, answer), advantage in zip(rows, rewards, strict=True):
+        ids = torch.cat((prompt, answer))[None]
+        log_probs = actor.model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, answer[:, None])
+        (-advantage * log_probs.sum() / tokens).backward()
+    for name, parameter in actor.model.named_parameters():
+        assert torch.allclose(ours[name], parameter.grad, atol=1e-6), name
+
+
+def test_training_raises_the_probability_of_what_was_rewarded(make_actor, records):
+    actor = make_actor(actor__optimizer={"learningRate": 1e-2}, algorithm__recomputeLogProbs=True)
+
+    def preference():
+        actor.load_batch(records)
+        actor.compute_log_probs()
+        actor.compute_advantages_and_returns()
+        prepared = actor.prepared
+        return float((prepared.old_log_probs * prepared.advantages)[prepared.batch.loss_mask].sum())
+
+    before = preference()
+    for step in range(1, 4):
+        train(actor, records, step)
+    assert preference() > before + 1
+
+
+def test_metrics_are_complete_and_finite(make_actor, records):
+    metrics = train(make_actor(algorithm__loss={"klCoefficient": 0.1, "entropyCoefficient": 0.01}), records)
+    wanted = {
+        "loss",
+        "policy_loss",
+        "kl",
+        "entropy",
+        "clip_fraction",
+        "ratio_mean",
+        "grad_norm",
+        "lr",
+        "skipped_updates",
+    }
+    assert wanted <= metrics.keys()
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_reference_policy_is_the_starting_one_and_swapping_it_in_leaves_the_trained_bits(
+    make_actor, records, tmp_path
+):
+    changes = {"algorithm__loss": {"klCoefficient": 0.1}, "actor__optimizer": {"learningRate": 1e-2}}
+    actor = make_actor(**changes)
+    actor.load_batch(records)
+    batch = actor.prepared.batch
+    start = actor.compute_log_probs(batch)
+    train(actor, records)
+    parameters = list(actor.model.parameters())
+    before, kept = checksum(parameters), [p.clone() for p in parameters]
+    assert torch.equal(actor.compute_ref_log_probs(batch), start)
+    assert checksum(parameters) == before and all(torch.equal(a, b) for a, b in zip(kept, parameters, strict=True))
+    assert not torch.equal(actor.compute_log_probs(batch), start)
+    actor.save_checkpoint(str(tmp_path), 1)
+    resumed = make_actor(**changes)
+    resumed.load_checkpoint(str(tmp_path))
+    assert torch.equal(resumed.compute_ref_log_probs(batch), start)
+
+
+def test_the_reference_is_swapped_back_when_the_pass_fails(make_actor, records):
+    actor = make_actor(algorithm__loss={"klCoefficient": 0.1})
+    train(actor, records)
+    parameters = list(actor.model.parameters())
+    before = checksum(parameters)
+    with pytest.raises(ZeroDivisionError), actor.reference():
+        raise ZeroDivisionError
+    assert checksum(parameters) == before
+
+
+def test_no_reference_is_kept_without_a_kl_term(make_actor, records):
+    actor = make_actor()
+    actor.load_batch(records)
+    with pytest.raises(RuntimeError, match="klCoefficient"):
+        actor.compute_ref_log_probs(actor.prepared.batch)
+
+
+def test_several_optimizer_steps_use_the_same_old_log_probabilities(make_actor, records):
+    metrics = train(
+        make_actor(algorithm__optimizerStepsPerBatch=2, algorithm__updateEpochs=2, algorithm__recomputeLogProbs=True),
+        records,
+    )
+    assert metrics["ratio_max"] > 1.0001 > 0.9999 > metrics["ratio_min"]
+
+
+def test_a_ratio_above_its_bound_ends_the_step(make_actor, records):
+    shape = {"algorithm__optimizerStepsPerBatch": 4, "algorithm__updateEpochs": 2}
+    actor = make_actor(**shape, algorithm__maxPolicyKl=1e-12)
+    metrics = train(actor, records)
+    assert metrics["early_stopped"] == 1 and actor.counts.attempted < 8
+    actor = make_actor(**shape, algorithm__maxPolicyRatio=1e6)
+    assert train(actor, records)["early_stopped"] == 0 and actor.counts.attempted == 8
+
+
+def test_a_step_without_trainable_tokens_changes_nothing_and_is_counted(make_actor, records):
+    for record in records:
+        for completion in record.completions:
+            completion.reward, completion.finish_reason = math.nan, "error"
+    actor = make_actor()
+    before = checksum(list(actor.model.parameters()))
+    metrics = train(actor, records)
+    assert (metrics["empty_steps"], actor.counts.empty, actor.counts.attempted) == (1, 1, 0)
+    assert checksum(list(actor.model.parameters())) == before
+    assert actor.global_step == 1
+
+
+def test_a_failed_row_trains_as_if_it_were_absent(make_actor):
+    whole = [actor_samples.make_record(group) for group in (3, 10)]
+    assert any(math.isnan(c.reward) for record in whole for c in record.completions)
+    ours = gradients(make_actor(), whole)
+    for record in whole:
+        record.completions = [c for c in record.completions if not math.isnan(c.reward)]
+    theirs = gradients(make_actor(), whole)
+    for name, gradient in ours[1].items():
+        assert torch.allclose(gradient, theirs[1][name], atol=1e-7), name
+
+
+def test_overlong_and_scaled_rewards_reach_the_advantages(make_actor, records):
+    records[0].completions[0].truncated = True
+    actor = make_actor(algorithm__overlong={"filter": True}, algorithm__rewardScale={"sourceMin": 0, "sourceMax": 2})
+    actor.load_batch(records)
+    actor.compute_advantages_and_returns()
+    batch = actor.prepared.batch
+    assert not batch.loss_mask[0].any() and not batch.valid[0]
+    assert batch.rewards[batch.valid].max() == 1.0 and batch.raw_rewards[batch.valid].max() == 2.0
+
+
+def test_mismatched_rows_are_dropped_and_others_weighed(make_actor, records):
+    actor = make_actor(
+        algorithm__recomputeLogProbs=True,
+        algorithm__importance={"mode": "tis", "high": 1.5},
+        algorithm__sequenceErrorThreshold=1e6,
+    )
+    metrics = train(actor, records)
+    assert 0 < metrics["is_weight"] <= 1.5
+    strict = make_actor(algorithm__recomputeLogProbs=True, algorithm__sequenceErrorThreshold=1.0001)
+    assert train(strict, records)["empty_steps"] == 1
+
+
+def test_verbs_out_of_order_say_what_is_missing(make_actor, records):
+    actor = make_actor()
+    with pytest.raises(RuntimeError, match="run_training needs the step's groups"):
+        actor.run_training(1)
+    actor.load_batch(records)
+    with pytest.raises(RuntimeError, match="needs advantages"):
+        actor.run_training(1)
+    train(actor, records)
+    with pytest.raises(RuntimeError, match="needs the step's groups"):
+        actor.run_training(2)
+
+
+def test_a_row_over_the_limit_is_named(make_actor):
+    record = actor_samples.make_record(0)
+    long = dict(record.completions[1].message_log[-1])
+    long["token_ids"], long["generation_logprobs"] = torch.zeros(40, dtype=torch.int64), torch.zeros(40)
+    record.completions[1] = Completion(message_log=[*record.prompt, long], reward=1.0)
+    with pytest.raises(DataError, match="0-0_g1"):
+        make_actor().load_batch([record])
+
+
+def test_a_fixed_sequence_is_scored_at_the_sampling_temperature(make_actor):
+    actor = make_actor(rollout__sampling={"temperature": 0.5, "maxNewTokens": 12})
+    ids = [1, 2, 3, 4, 5, 6]
+    logits = actor.model(torch.tensor([ids])).logits[0] / 0.5
+    expected = logits.log_softmax(-1)[2:-1].gather(-1, torch.tensor(ids[3:])[:, None])[:, 0].tolist()
+    assert actor.score(ids, 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_only_the_role_actor_is_known(make_spec):
+    with pytest.raises(ConfigError, match="critic"):
+        FSDPActor(make_spec(), role="critic")
+
+
+class Shelf:
+    """A channel that holds a list and is empty afterwards."""
+
+    def __init__(self, items):
+        self.items = list(items)
+
+    async def get_async(self, timeout):
+        if not self.items:
+            raise DeadlineExceeded("channel trajectories: nothing arrived")
+        return self.items.pop(0)
+
+
+class GuardedActor(FSDPActor):
+    """An actor whose runner refuses the groups in `refused`."""
+
+    refused: frozenset = frozenset()
+
+    async def hub_call(self, method, /, *args, timeout=None):
+        assert method == "admit"
+        (entries,) = args
+        self.admitted = [*getattr(self, "admitted", []), *entries]
+        return [entry["group_id"] not in self.refused for entry in entries]
+
+
+@pytest.fixture
+def guarded(make_spec):
+    actor = GuardedActor(make_spec())
+    actor.init_worker()
+    return actor
+
+
+async def test_refused_groups_are_replaced_by_the_next_and_never_train(guarded):
+    guarded.refused = frozenset({"0-1"})
+    records = [actor_samples.make_record(group) for group in range(4)]
+    records[0].rollout_metrics = {"turns/mean": 2.0, "turns/max": 3, "name": "x", "turns/histogram": [1]}
+    records[2].rollout_metrics = {"turns/mean": 4.0, "turns/max": 2}
+    metrics = await guarded.recv_batch(Shelf([{"end_of_step": 4}, *records]), 3, 5)
+    assert guarded.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
+    assert [entry["group_id"] for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
+    assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0}
+
+
+async def test_the_end_of_the_step_leaves_what_is_held(guarded):
+    records = [actor_samples.make_record(group) for group in range(2)]
+    await guarded.recv_batch(Shelf([records[0], {"end_of_step": 5}, records[1]]), 3, 5)
+    assert guarded.prepared.batch.group_texts == ["0-0"]
+
+
+async def test_a_rank_left_without_groups_still_trains_along(guarded):
+    await guarded.recv_batch(Shelf([{"end_of_step": 5}]), 3, 5)
+    metrics = await asyncio.to_thread(lambda: (guarded.compute_advantages_and_returns(), guarded.run_training(5))[1])
+    assert metrics["empty_steps"] == 1
+
+
+async def test_missing_groups_are_counted_in_the_error(guarded):
+    with pytest.raises(DeadlineExceeded, match=r"must get 3 groups within deadlines\.rollout .* got 1"):
+        await guarded.recv_batch(Shelf([actor_samples.make_record(0)]), 3, 5)
+
+
+def test_an_entry_tells_the_runner_what_admission_needs():
+    record = actor_samples.make_record(3)
+    for index, completion in enumerate(record.completions):
+        completion.policy_versions = (5, 5 + index)
+    entry = group_entry(record, min_std=0.0, rank=1)
+    assert (entry["group_id"], entry["lease_token"], entry["rank"]) == ("0-3", "token-3", 1)
+    assert (entry["v_min"], entry["v_max"]) == (5, 8)
+    assert entry["tokens"] == sum(len(c.message_log[-1]["token_ids"]) for c in record.completions)
+    assert math.isnan(entry["rewards"][0]) and entry["informative"] is (len(set(entry["rewards"][1:])) > 1)
+    for completion in record.completions:
+        completion.reward = 1.0
+    assert group_entry(record, min_std=0.0, rank=1)["informative"] is False
