@@ -129,13 +129,13 @@ def _copy_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy; arrays become tensors with storage of their own."""
     copied: dict[str, Any] = {}
     for key, value in message.items():
-        if key == "token_ids":
-            ids = as_token_tensor(value)
-            copied[key] = ids.clone()
+        if isinstance(value, Tensor):
+            copied[key] = value.clone()
         elif isinstance(value, str):
             copied[key] = value
         elif hasattr(value, "dtype"):
-            copied[key] = torch.as_tensor(value).clone()
+            copied[key] = torch.tensor(value)
         else:
             copied[key] = copy.deepcopy(value)
+    copied["token_ids"] = as_token_tensor(copied["token_ids"])
     return copied

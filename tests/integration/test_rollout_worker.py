@@ -19,10 +19,10 @@ from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.weights.publisher import WeightPublisher
 
-CONFIG = dict(
-    model_type="qwen2", vocab_size=43, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=1,
-)  # fmt: skip
+CONFIG = {
+    "model_type": "qwen2", "vocab_size": 43, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 1,
+}  # fmt: skip
 
 
 def tokenizer_files() -> dict[str, bytes]:

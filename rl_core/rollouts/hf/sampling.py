@@ -158,7 +158,7 @@ class Draw:
         """Return the probabilities with what top-k, then top-p, leave out set to 0 (not renormalised)."""
         if self._top_k is None and self._top_p is None:
             return probabilities
-        ordered, order = probabilities.sort(-1, descending=True, stable=True)
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         if self._top_k is not None:
             ranks = torch.arange(logits.shape[1], device=logits.device)
             ordered = ordered.masked_fill(ranks >= self._top_k, 0.0)

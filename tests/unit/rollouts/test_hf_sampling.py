@@ -1,0 +1,170 @@
+"""Noise by counter, and the draw against brute force in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.api.errors import RolloutConfigError
+from rl_core.api.roles import SamplingSpec
+from rl_core.rollouts.hf.sampling import Draw, SamplingParams, uniforms
+
+CPU = torch.device("cpu")
+
+
+def chi_square(counts, expected):
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def grid(seeds, positions):
+    return uniforms(np.asarray(seeds, dtype=np.uint64)[:, None], np.asarray(positions)[None, :])
+
+
+def test_noise_is_uniform_over_positions_and_over_seeds():
+    # 64 bins, 63 degrees of freedom: 120 is far beyond the 1 - 1e-5 quantile (about 117).
+    for values in (
+        grid([12345], range(200_000)),
+        grid(range(200_000), [17]),
+        grid([2**62 + i for i in range(2000)], range(100)),
+    ):
+        flat = values.ravel().astype(np.float64)
+        assert flat.min() >= 0 and flat.max() < 1
+        counts = np.histogram(flat, bins=64, range=(0, 1))[0]
+        assert chi_square(counts, len(flat) / 64) < 120
+        assert abs(flat.mean() - 0.5) < 5 / math.sqrt(12 * len(flat))
+
+
+def test_neighbouring_seeds_and_positions_are_uncorrelated():
+    values = grid(range(400), range(400)).astype(np.float64) - 0.5
+    limit = 5 / (12 * math.sqrt(values.size))
+    for one, other in ((values[1:], values[:-1]), (values[:, 1:], values[:, :-1]), (values[1:, 1:], values[:-1, :-1])):
+        assert abs((one * other).mean()) < limit
+    pairs = np.histogram2d(values[1:].ravel(), values[:-1].ravel(), bins=8, range=[[-0.5, 0.5]] * 2)[0]
+    assert chi_square(pairs, pairs.sum() / 64) < 120
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=8), st.integers(0, 10_000))
+def test_noise_depends_on_seed_and_position_alone(seeds, position):
+    together = uniforms(np.array(seeds, dtype=np.uint64), np.full(len(seeds), position))
+    for seed, value in zip(seeds, together, strict=True):
+        assert uniforms(np.array([seed], dtype=np.uint64), np.array([position]))[0] == value
+
+
+def splitmix(state):
+    """SplitMix64 of the paper in whole numbers; splitmix(0) = 0xE220A8397B1DCDAF is its published first output."""
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+def test_noise_is_splitmix_of_the_mixed_seed_at_the_position(seed, position):
+    assert splitmix(0) == 0xE220A8397B1DCDAF
+    state = (splitmix(seed) + position * 0x9E3779B97F4A7C15) % 2**64
+    assert grid([seed], [position])[0, 0] == (splitmix(state) >> 40) / 2**24
+
+
+def draw(logits, noise, **params):
+    rows = [SamplingParams(**params)] * len(logits)
+    return Draw(rows, vocab_size=logits.shape[1], device=CPU)(logits, noise)
+
+
+def reference(logits, *, temperature=1.0, top_k=None, top_p=1.0):
+    """Probabilities in float64 after temperature, then top-k, then top-p."""
+    p = np.exp(logits / temperature - (logits / temperature).max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept = order[:top_k] if top_k else order
+    mass = p[kept] / p[kept].sum()
+    before = np.cumsum(mass) - mass
+    kept = kept[before < top_p - 1e-12] if top_p < 1 else kept
+    out = np.zeros_like(p)
+    out[kept] = p[kept] / p[kept].sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_the_probabilities_of_float64(params):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 12) * 2
+    count = 60_000
+    noise = torch.from_numpy(grid([7], range(count)).ravel().copy())
+    tokens, _ = draw(logits.expand(count, -1).contiguous(), noise, **params)
+    expected = reference(logits[0].double().numpy(), **params) * count
+    counts = np.bincount(tokens.numpy(), minlength=12)
+    assert not counts[expected == 0].any()
+    live = expected > 0
+    assert chi_square(counts[live], expected[live]) < 45
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31), st.sampled_from([0.3, 1.0, 2.0]), st.sampled_from([None, 1, 4]), st.sampled_from([1.0, 0.6])
+)
+def test_log_probabilities_are_of_the_whole_vocabulary_whatever_is_cut(seed, temperature, top_k, top_p):
+    logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(seed)) * 3
+    tokens, logprobs = draw(logits, torch.rand(6), temperature=temperature, top_k=top_k, top_p=top_p)
+    exact = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    assert (logprobs.double() - exact).abs().max() < 1e-5
+
+
+def test_greedy_takes_the_likeliest_token_with_its_probability_at_temperature_one():
+    logits = torch.randn(5, 20)
+    tokens, logprobs = draw(logits, torch.rand(5), temperature=0.0)
+    assert tokens.equal(logits.argmax(-1))
+    assert (logprobs - logits.log_softmax(-1).max(-1).values).abs().max() < 1e-6
+
+
+def test_rows_of_different_settings_share_a_draw():
+    logits, noise = torch.randn(4, 20), torch.rand(4)
+    rows = [
+        SamplingParams(temperature=t, top_k=k, top_p=p)
+        for t, k, p in ((0.0, None, 1.0), (1.0, None, 1.0), (0.5, 2, 1.0), (2.0, None, 0.5))
+    ]
+    tokens, logprobs = Draw(rows, vocab_size=20, device=CPU)(logits, noise)
+    for index, row in enumerate(rows):
+        token, logprob = Draw([row], vocab_size=20, device=CPU)(logits[index : index + 1], noise[index : index + 1])
+        assert token.item() == tokens[index].item() and abs(logprob.item() - logprobs[index].item()) < 1e-6
+
+
+@pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-24])
+def test_tokens_of_no_probability_are_never_taken(noise):
+    logits = torch.full((1, 50), -1e9)
+    logits[0, 20:30] = 0.0
+    tokens, _ = draw(logits, torch.tensor([noise]))
+    assert 20 <= tokens.item() < 30
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0), ("max_new_tokens", -1)]
+)
+def test_settings_out_of_range_are_refused(field, value):
+    with pytest.raises(RolloutConfigError, match=f"{field} must be"):
+        SamplingParams(**{field: value})
+
+
+def test_settings_are_taken_from_maps_and_the_job_and_unknown_ones_refused():
+    assert SamplingParams.of(
+        {"max_new_tokens": 3, "stop": ["a", "a", "b"], "stop_token_ids": [5, 5]}
+    ) == SamplingParams(max_new_tokens=3, stop_strings=("a", "b"), stop_token_ids=(5,))
+    assert SamplingParams.of({"do_sample": False, "temperature": 0.7, "top_k": 4}).greedy
+    spec = SamplingSpec(temperature=0.5, stop=["x"], max_new_tokens=9)
+    assert SamplingParams.of(spec) == SamplingParams(temperature=0.5, stop_strings=("x",), max_new_tokens=9)
+    with pytest.raises(RolloutConfigError, match="repetition_penalty"):
+        SamplingParams.of({"repetition_penalty": 1.1})
