@@ -4,15 +4,19 @@ Pure: equal arguments give byte-equal JSON and digest. The operator makes pods o
 adds more than secret mounts, host names and folders.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.job import RLJob
-from rl_core.api.roles import RoleSpec
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
+    from rl_core.api.roles import RoleSpec
 
 ROLES = ("actor", "rollout", "env")
 WORKER_COMMAND = ("python", "-m", "rl_core.workers.host")

@@ -10,7 +10,6 @@ The control loop runs no user code, so a busy worker keeps its heartbeat. Torch 
 
 import asyncio
 import faulthandler
-import functools
 import importlib
 import logging
 import os
@@ -35,10 +34,14 @@ from rl_core.workers.devices import device_uuids
 from rl_core.workers.member import WIRE_VERSION, MemberState
 from rl_core.workers.servant import Servant
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rl_core.workers.host")
 
 HELLO_TRY = 5.0
 """Seconds of one attempt to say hello."""
+GOODBYE = 0.5
+"""Seconds to say goodbye; a hub that is gone as well does not miss it."""
+RECONNECT = 3.0
+"""Silence of the hub after which it is looked up and connected to afresh, as its successor may be there."""
 FIRST_HEARTBEAT = 2.0
 """Seconds between heartbeats until the hub says otherwise."""
 DEFAULT_LOST = 15.0
@@ -72,7 +75,7 @@ class Host:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        self.context.on_change = functools.partial(loop.call_soon_threadsafe, self._report_now.set)
+        self.context.on_change = lambda: _wake(loop, self._report_now)
         self.servant = await self._on_handlers(self._make_servant())
         self._start_server()
         _connect_channel(self.identity, self.keys, self.context.epoch)
@@ -200,6 +203,9 @@ class Host:
             except (DeadlineExceeded, InfrastructureError) as error:
                 logger.debug("heartbeat: %s", error)
                 await asyncio.sleep(min(0.2, self._heartbeat_seconds))
+                if time.monotonic() - last_heard > RECONNECT:
+                    self.context.hub.close()
+                    self.context.hub = self._connect()
                 continue
             if "refused" in answer:
                 logger.warning("the hub does not know this process (%s)", answer["refused"])
@@ -250,7 +256,9 @@ class Host:
         try:
             await asyncio.wait_for(self._on_handlers(self.servant.drain()), seconds)
             if self.context.hub is not None:
-                await self.context.hub.call("goodbye", self.identity.name, list(self.identity.incarnation), timeout=1.0)
+                await self.context.hub.call(
+                    "goodbye", self.identity.name, list(self.identity.incarnation), timeout=GOODBYE
+                )
             await asyncio.wait_for(self._on_handlers(self.servant.close()), 2.0)
         except (TimeoutError, RLJobError) as error:
             logger.warning("left without an orderly end: %s", error or "time is up")
@@ -286,6 +294,10 @@ class Host:
     async def _on_handlers(self, work: Any) -> Any:
         """Run a coroutine on the loop of RPC handlers, where the worker's async code lives."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, HandlerLoop.shared().loop))
+
+
+def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
 
 
 def _register_extensions(modules: list[str]) -> None:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE = 120.0
 GANG_GRACE = 2.0
-"""Seconds the rest of a pod has to end after one of its processes failed: their common work is lost anyway."""
+"""Seconds the rest of a pod has to end after one of its processes failed; none after the runner, without which nothing is saved."""
 _TICK = 1.0
 
 
@@ -208,7 +208,7 @@ class Supervisor:
         else:
             self._decide(ExitCode.of(code), reason, child)
             if not ended_by_request:
-                self._spawn_task(self._end_others(GANG_GRACE))
+                self._spawn_task(self._end_others(0.0 if kind_of(process) == "runner" else GANG_GRACE))
 
     async def _restart(self, process: "ProcessPlan") -> None:
         await asyncio.sleep(self._budgets[process.name].pause)
