@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,16 @@ class Call:
         """Give the driver's outcome, if there is one, to the sink."""
         outcome, self.outcome = self.outcome, None
         if outcome is not None:
-            self.sink(*outcome)
+            self.end(*outcome)
+
+    def end(self, kind: str, answer: Answer) -> None:
+        """Tell the sink how the call ended, and let go of all it held: callers may keep the future for long."""
+        sink, self.sink, self.parts = self.sink, _unheard, []
+        sink(kind, answer)
+
+
+def _unheard(kind: str, answer: Answer) -> None:
+    answer.discard()
 
 
 class CallFuture(concurrent.futures.Future[Any]):
@@ -113,9 +123,10 @@ class CallFuture(concurrent.futures.Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the value or raise the error; TimeoutError after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
         if self._call is not None and not self.done():
             self._connection.drive(self._call, timeout)
-        return super().result(0 if timeout is not None and not self.done() else timeout)
+        return super().result(None if until is None else max(0.0, until - time.monotonic()))
 
     def cancel(self) -> bool:
         """Cancel the call unless it has ended."""

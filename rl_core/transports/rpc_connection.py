@@ -316,9 +316,9 @@ class Connection:
             elif call.driver != threading.get_ident():
                 os.eventfd_write(self._nudge, 1)
         elif call.inplace:
-            call.sink(kind, answer)
+            call.end(kind, answer)
         else:
-            self._io.call_soon(call.sink, kind, answer)
+            self._io.call_soon(call.end, kind, answer)
 
     # --- connecting, losing ---
 

@@ -276,12 +276,10 @@ class RpcServer:
         if type(hello) is not dict or type(hello.get("pending")) is not list:
             raise FrameError("hello must be a map with the pending ids")
         caller = hello.get("identity")
-        if role is not None:
-            if caller is None or (caller["role"] not in (role, "supervisor")):
-                self._send(
-                    peer, "refused", f"the key is that of role {role}, the message says {caller and caller['role']}"
-                )
-                return
+        if role is not None and (caller is None or not _same_role(caller, role)):
+            why = f"the key is that of role {role}, the message says {caller and caller['role']}"
+            self._send(peer, "refused", why)
+            return
         if caller is not None and self._identity is not None and caller["uid"] != self._identity.uid:
             self._send(
                 peer,

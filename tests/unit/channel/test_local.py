@@ -1,0 +1,248 @@
+"""The local channel: by reference, the same contract as through a server, without a server."""
+
+import asyncio
+import gc
+import time
+
+import numpy as np
+import pytest
+
+from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, ConfigError, DeadlineExceeded
+from rl_core.channel import Channel
+from rl_core.transports import frames
+
+
+@pytest.fixture
+def channel():
+    return Channel.create("c", local=True)
+
+
+def test_items_pass_by_reference(channel):
+    item = {"array": np.zeros(3), "anything": object()}
+    channel.put(item)
+    assert channel.get() is item
+
+
+def test_order_sizes_and_states(channel):
+    assert channel.empty() and not channel.full() and channel.qsize("never") == 0
+    for number in range(3):
+        channel.put(number)
+    assert channel.qsize() == 3 and not channel.empty()
+    assert [channel.get() for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_example_of_weighted_batches(channel):
+    for name, weight in (("a", 4), ("b", 1), ("c", 6)):
+        channel.put(name, weight=weight)
+    assert channel.get_batch(8) == ["a", "b"] and channel.qsize() == 1
+    assert channel.get_batch(5) == [] and channel.get_batch(5, allow_oversize=True) == ["c"]
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_weights_must_be_finite_and_not_negative(channel, weight):
+    with pytest.raises(ValueError, match="must be finite and >= 0"):
+        channel.put(1, weight=weight)
+    with pytest.raises(ValueError, match="must be finite and >= 0"):
+        channel.get_batch(weight)
+
+
+def test_nowait_raises_full_and_empty():
+    channel = Channel.create("c", maxsize=1, local=True)
+    with pytest.raises(ChannelEmpty):
+        channel.get_nowait()
+    channel.put_nowait(1)
+    assert channel.full()
+    with pytest.raises(ChannelFull):
+        channel.put_nowait(2)
+    assert channel.get_nowait() == 1
+
+
+def test_deadlines_are_kept_and_tell_what_was_waited_for(channel):
+    with pytest.raises(DeadlineExceeded, match="get from channel 'c' key 'default_queue'"):
+        channel.get(timeout=0.02)
+    full = Channel.create("f", maxsize=1, local=True)
+    full.put(1)
+    with pytest.raises(DeadlineExceeded, match="put on channel 'f'"):
+        full.put(2, timeout=0.02)
+    assert full.qsize() == 1
+
+
+def test_async_op_returns_a_handle_at_once(channel):
+    waiting = channel.get(async_op=True)
+    assert not waiting.done()
+    stored = channel.put("x", async_op=True)
+    assert stored.wait() is None
+    assert waiting.wait() == "x" and waiting.wait() == "x" and waiting.done()
+
+
+def test_waiting_for_a_handle_has_its_own_deadline(channel):
+    handle = channel.get(async_op=True)
+    with pytest.raises(DeadlineExceeded, match="it goes on"):
+        handle.wait(timeout=0.02)
+    channel.put("x")
+    assert handle.wait(5) == "x"
+
+
+def test_a_handle_that_is_dropped_returns_its_item_to_the_head(channel):
+    channel.put("first")
+    channel.put("second")
+    handle = channel.get(async_op=True)
+    assert handle.done()
+    del handle
+    gc.collect()
+    assert channel.get() == "first"
+    waiting = channel.get_batch(5, async_op=True)
+    del waiting
+    gc.collect()
+    assert channel.get() == "second"
+
+
+def test_dropping_the_handle_of_a_put_does_not_undo_it(channel):
+    channel.put("x", async_op=True)
+    gc.collect()
+    assert channel.get(timeout=5) == "x"
+
+
+def test_waiting_does_not_spin(channel):
+    before = time.process_time()
+    with pytest.raises(DeadlineExceeded):
+        channel.get(timeout=0.3)
+    assert time.process_time() - before < 0.15
+
+
+class TestLeases:
+    def test_a_context_acknowledges_or_returns(self, channel):
+        channel.put("x")
+        with pytest.raises(KeyError), channel.lease():
+            raise KeyError
+        with channel.lease() as delivery:
+            assert delivery.item == "x" and delivery.attempt == 1
+        assert channel.empty() and channel.stats().leases == 0
+
+    def test_stale_tokens_answer_false(self, channel):
+        channel.put("x")
+        delivery = channel.lease()
+        assert delivery.nack() is True
+        assert delivery.ack() is False and delivery.nack() is False and delivery.extend(5) is False
+        assert channel.stats().stale_acks == 2
+
+    def test_an_expired_lease_is_delivered_again(self):
+        channel = Channel.create("c", local=True, lease_seconds=0.05)
+        channel.put("x")
+        first = channel.lease()
+        second = channel.lease(timeout=10)
+        assert second.item == "x" and second.attempt == 2
+        assert first.ack() is False and second.ack() is True
+
+    def test_dead_items_can_be_looked_at_and_removed(self):
+        channel = Channel.create("c", local=True, lease_seconds=0.02, max_attempts=1)
+        channel.put("x")
+        channel.lease()
+        with pytest.raises(DeadlineExceeded):
+            channel.get(timeout=0.2)
+        (dead,) = channel.dead_items()
+        assert dead.item == "x" and channel.stats().dead_items == 1
+        assert dead.ack() is True and channel.dead_items() == []
+
+    def test_get_on_a_lease_channel_takes_and_acknowledges(self):
+        channel = Channel.create("c", local=True, delivery="lease")
+        channel.put("x")
+        assert channel.get() == "x" and channel.stats().leases == 0
+
+
+class TestEnds:
+    def test_a_stream_ends_with_the_channel(self, channel):
+        for number in range(3):
+            channel.put(number)
+        channel.close()
+        assert list(channel.stream()) == [0, 1, 2]
+        with pytest.raises(ChannelClosed):
+            channel.put(4)
+
+    def test_a_leased_stream_gives_deliveries(self, channel):
+        channel.put("x")
+        channel.close()
+        assert [delivery.ack() for delivery in channel.stream(lease=True)] == [True]
+
+    def test_gets_raise_the_error_of_close(self, channel):
+        channel.close(error=ConfigError("no more"))
+        with pytest.raises(ConfigError, match="no more"):
+            channel.get()
+
+    def test_done_producing_closes(self, channel):
+        channel.register_producer()
+        channel.put(1)
+        channel.done_producing()
+        assert list(channel.stream()) == [1]
+
+
+class TestAsync:
+    async def test_coroutines_wait_without_blocking_the_loop(self, channel):
+        waiting = asyncio.create_task(channel.get_async())
+        await asyncio.sleep(0)
+        await channel.put_async("x")
+        assert await waiting == "x"
+
+    async def test_a_cancelled_get_takes_nothing(self, channel):
+        first, second = asyncio.create_task(channel.get_async()), asyncio.create_task(channel.get_async())
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await channel.put_async("x")
+        assert await second == "x"
+
+    async def test_an_item_given_to_a_get_that_is_cancelled_meanwhile_goes_back_to_the_head(self, channel):
+        getting = asyncio.create_task(channel.get_async())
+        await asyncio.sleep(0.01)
+        handles = [channel.put(name, async_op=True) for name in "ab"]  # delivered, not yet taken up by the task
+        assert all(handle.done() for handle in handles)
+        getting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await getting
+        assert [await channel.get_async(), await channel.get_async()] == ["a", "b"]
+
+    async def test_a_cancelled_batch_returns_what_it_held(self, channel):
+        await channel.put_async("a", weight=1)
+        batch = asyncio.create_task(channel.get_batch_async(5))
+        await asyncio.sleep(0.01)
+        batch.cancel()
+        await asyncio.gather(batch, return_exceptions=True)
+        assert await channel.get_async(timeout=5) == "a"
+
+    async def test_async_streams_and_deliveries(self, channel):
+        for number in range(3):
+            await channel.put_async(number)
+        await channel.close_async()
+        seen = []
+        async for delivery in channel.stream(lease=True):
+            async with delivery:
+                seen.append(delivery.item)
+        assert seen == [0, 1, 2]
+
+    async def test_sync_faces_refuse_the_event_loop_and_do_nothing(self, channel):
+        await channel.put_async("x")
+        for face in (channel.get, channel.qsize, channel.lease, channel.close, lambda: channel.put(1), channel.get_nowait):
+            with pytest.raises(RuntimeError, match="event-loop thread"):
+                face()
+        assert (await channel.stats_async()).depth == 1
+        handle = channel.get(async_op=True)
+        assert await handle.async_wait() == "x"
+
+
+def test_a_local_channel_cannot_travel(channel):
+    with pytest.raises(TypeError, match="local to this process"):
+        frames.encode({"c": channel})
+
+
+def test_what_one_server_cannot_do_is_refused():
+    for options in ({"distributed": True}, {"node_rank": 1}):
+        with pytest.raises(ConfigError, match="a channel server per node"):
+            Channel.create("c", local=True, **options)
+
+
+def test_stats_have_the_metrics_of_the_specification(channel):
+    channel.put({"secret": 1})
+    names = {"depth", "bytes", "oldest_age_seconds", "leases", "waiters", "put_wait_seconds"}
+    totals = {"puts_total", "gets_total", "redelivered_total", "expired_total", "dead_total"}
+    assert set(channel.stats().metrics()) == {f"channel/{name}" for name in names | totals}
+    assert "secret" not in str(channel) and "1 items" in str(channel)
