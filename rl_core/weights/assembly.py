@@ -13,8 +13,8 @@ import numpy as np
 from rl_core.api.errors import DataError
 from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.weights import words
-from rl_core.weights.bucket import Layout
-from rl_core.weights.manifest import WeightEntry, WeightManifest, host_bytes
+from rl_core.weights.bucket import Bucket, Layout
+from rl_core.weights.manifest import WeightEntry, WeightManifest, checksum, host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +41,22 @@ class Assembly:
         """Whether anything of the target may have changed."""
         self._partial: tuple[np.ndarray, int, words.Sums] | None = None
         """Of the tensor under way: its memory, bytes so far, sums so far."""
-        self._layout = layout
+        self.manifest, self.layout = manifest, layout
         self._entries = manifest.entries
         self._wanted, self._check = wanted, check
         self._aliases: dict[str, list[str]] = {}
         for entry in manifest.entries:
             if entry.alias_of is not None:
                 self._aliases.setdefault(entry.alias_of, []).append(entry.name)
-        self._places = {name: host_bytes(tensor) for name, tensor in destinations.items()}
+        self._places = {
+            name: host_bytes(tensor)
+            for name, tensor in destinations.items()
+            if tensor.device.type == "cpu" and tensor.is_contiguous()
+        }
 
     def tensors(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield (name, tensor) of what has no destination; valid as long as `pieces` are. Raises DataError for a gap."""
-        order = [(start, self._entries[index]) for index, start in self._layout.starts.items()]
+        order = [(start, self._entries[index]) for index, start in self.layout.starts.items()]
         cursor, end = 0, 0
         for position, data in pieces:
             if position < end:
@@ -71,8 +75,27 @@ class Assembly:
                 self._part(entry, data[max(start - position, 0) :])
         if cursor < len(order):
             raise DataError(
-                f"weights ended at byte {end} of {self._layout.nbytes}, before the end of {order[cursor][1].name!r}"
+                f"weights ended at byte {end} of {self.layout.nbytes}, before the end of {order[cursor][1].name!r}"
             )
+
+    def device_tensors(self, buckets: Iterable[tuple[Bucket, "torch.Tensor"]]) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yield (name, tensor) of whole buckets (uint8) in an accelerator's memory, checked and left there."""
+        import torch
+
+        self._places = {}
+        for bucket, buffer in buckets:
+            for member, offset in zip(bucket.entries, bucket.offsets, strict=True):
+                self._check()
+                entry = self._entries[member]
+                flat = buffer[offset : offset + entry.nbytes]
+                if checksum(flat) != entry.checksum:
+                    self.bad.append(entry.name)
+                    continue
+                self.touched = True
+                tensor = flat.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+                for name in (entry.name, *self._aliases.get(entry.name, ())):
+                    if name in self._wanted:
+                        yield name, tensor
 
     def _reach(self, entry: WeightEntry, start: int, position: int) -> None:
         so_far = self._partial[1] if self._partial is not None else 0

@@ -36,8 +36,10 @@ class Delivery:
         self.state = DeliveryState.OFFERED
         self.reason = ""
         """Why it failed."""
-        self.lost = False
-        """Whether it failed because nobody answered: a collective is over then."""
+        self.verification_failed = False
+        """Whether it got all bytes and some were wrong; a collective goes on then."""
+        self.transport = ""
+        """What carried the bytes: shared, stream, gloo, nccl; "" = no bytes were needed."""
         self.ready: Message = {}
         """Its READY answer."""
         self.ack: Message = {}
@@ -86,6 +88,7 @@ class Delivery:
             self.reason = answer["reason"]  # READY still: the group ended, it will be offered again
         else:
             names = ", ".join(answer["names"][:5])
+            self.verification_failed = bool(names)
             self.fail(f"verification failed: {names}: {answer['reason']}" if names else answer["reason"])
 
     async def commit(self, version: int, digest: str, timeout: float) -> None:
@@ -100,17 +103,16 @@ class Delivery:
         else:
             self.fail(f"commit refused: {answer['reason']}")
 
-    def fail(self, reason: str, *, lost: bool = False) -> None:
+    def fail(self, reason: str) -> None:
         """End the conversation: the receiver is out of this sync."""
         self.reason = f"{self.state.value}: {reason}"
-        self.lost = lost
         self._enter(DeliveryState.FAILED)
 
     async def _call(self, method: str, *args: Any, timeout: float) -> Message | None:
         try:
             answer: Message = await self.client.call(method, *args, timeout=timeout)
         except RLJobError as error:
-            self.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", lost=True)
+            self.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             return None
         return answer
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
-from rl_core.transports import shared_memory
+from rl_core.transports import shared_memory, sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.links import SharedMemory
@@ -31,6 +31,8 @@ from rl_core.weights.stream import StreamServer
 
 if TYPE_CHECKING:
     import torch
+
+    from rl_core.weights.collective import GroupSender
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +54,15 @@ class WeightPublisher:
         identity: Identity | None = None,
         keys: KeyRing | None = None,
         bind: str = "tcp://127.0.0.1:0",
+        device: str = "cpu",
+        device_uuid: str | None = None,
         deadlines: Deadlines | None = None,
         host_token: str | None = None,
     ) -> None:
-        """`host_token` None = this host's; another text makes every receiver a remote one (tests, benchmarks)."""
+        """`device` ("cpu" or "cuda:N") and its UUID: where the trained weights are, for NCCL.
+
+        `host_token` None = this host's; another text makes every receiver a remote one (tests, benchmarks).
+        """
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
         self.epoch = epoch
         self._identity, self._keys = identity, keys
@@ -69,6 +76,8 @@ class WeightPublisher:
         self._loop = HandlerLoop.shared().loop
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._device, self._device_uuid = device, device_uuid
+        self._group: GroupSender | None = None
         self._pulls: dict[str, tuple[HostCopy, Message, asyncio.TimerHandle]] = {}
         handlers = {"weights_pull": self._pull, "weights_pulled": self._pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
@@ -126,6 +135,8 @@ class WeightPublisher:
         """Stop serving and free the host copies."""
         self._server.close()
         self._streams.close()
+        if self._group is not None:
+            self._group.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()
@@ -149,7 +160,10 @@ class WeightPublisher:
             gate = Gate(min_acks=min_acks, deadlines=self._deadlines, opened=lambda: self._commit(copy))
             gate.deliveries = deliveries = [self._delivery(receiver, gate) for receiver in receivers]
             gate.look()
-            await asyncio.gather(*(self._deliver(delivery, copy, gate) for delivery in deliveries))
+            if self.cfg.weights.transport == "zmq" or (self.cfg.weights.transport == "auto" and self._device == "cpu"):
+                await asyncio.gather(*(self._deliver(delivery, copy, gate) for delivery in deliveries))
+            else:
+                await self._deliver_together(deliveries, copy, gate)
             return deliveries
         finally:
             self._quiet.set()
@@ -164,17 +178,66 @@ class WeightPublisher:
         )
 
     async def _deliver(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
+        """Serve one receiver from start to end, independently of the others."""
+        await self._offer_to(delivery, copy)
+        await self._send_and_commit(delivery, copy, gate)
+
+    async def _deliver_together(self, deliveries: list[Delivery], copy: HostCopy, gate: Gate) -> None:
+        """Offer to all; move the bytes in one process group where the job or the devices say so; commit."""
+        await asyncio.gather(*(self._offer_to(delivery, copy) for delivery in deliveries))
+        backend = self._backend([delivery.ready["device"] for delivery in deliveries if delivery.live])
+        if backend is not None:
+            await self._send_in_group(backend, deliveries, copy)
+        await asyncio.gather(*(self._send_and_commit(delivery, copy, gate) for delivery in deliveries))
+
+    async def _offer_to(self, delivery: Delivery, copy: HostCopy) -> None:
         await delivery.offer(self._offer(copy), self._deadlines.ready_seconds)
+
+    async def _send_and_commit(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
         if delivery.live:
             source = self._source(copy, shares_host=delivery.shares_host)
-            message = {"digest": copy.manifest.digest, "source": source}
-            await delivery.transfer(message, self._deadlines.transfer(copy.manifest.total_bytes))
+            delivery.transport = source["kind"]
+            await delivery.transfer({"digest": copy.manifest.digest, "source": source}, self._transfer_seconds(copy))
             self._streams.end(source)
-        await self._finish(delivery, copy, gate)
-
-    async def _finish(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
         if delivery.state is DeliveryState.APPLIED and await gate.wait():
             await delivery.commit(copy.manifest.version, copy.manifest.digest, self._deadlines.commit_seconds)
+
+    async def _send_in_group(self, backend: str, deliveries: list[Delivery], copy: HostCopy) -> None:
+        """Broadcast to all that are READY, again in a smaller group whenever a member is lost."""
+        sender = self._sender(backend)
+        for _ in range(len(deliveries) + 1):
+            ready = [delivery for delivery in deliveries if delivery.live]
+            if not ready:
+                return
+            await sender.send(copy, ready, self._transfer_seconds(copy))
+            await asyncio.gather(*(self._offer_to(delivery, copy) for delivery in ready if delivery.live))
+        for delivery in deliveries:
+            if delivery.live:
+                delivery.fail(f"the process group ended in every generation: {delivery.reason}")
+
+    def _sender(self, backend: str) -> "GroupSender":
+        if self._group is None:
+            from rl_core.weights.collective import GroupSender
+
+            host, _ = sockets.split_address(self.address)
+            timeout = self.cfg.runtime.deadlines.collective
+            device = self._device if backend == "nccl" else "cpu"
+            self._group = GroupSender(host=host, epoch=self.epoch, backend=backend, device=device, timeout=timeout)
+        return self._group
+
+    def _transfer_seconds(self, copy: HostCopy) -> float:
+        return self._deadlines.transfer(copy.manifest.total_bytes)
+
+    def _backend(self, devices: list[str]) -> str | None:
+        """Return the backend for receivers on `devices` (UUIDs or "cpu"); None = each by itself over ZeroMQ."""
+        wanted = self.cfg.weights.transport
+        own = [self._device_uuid or self._device, *devices]
+        possible = "cpu" not in own and len(set(own)) == len(own)
+        if wanted == "nccl" and not possible:
+            raise ConfigError(
+                f"weights.transport nccl needs a device of its own per member, got {own}; use auto or zmq"
+            )
+        return "gloo" if wanted == "gloo" else "nccl" if possible and devices else None
 
     def _offer(self, copy: HostCopy) -> Message:
         manifest = copy.manifest
@@ -220,7 +283,7 @@ class WeightPublisher:
                 f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
             )
         now = time.monotonic()
-        kinds = {"shared" if delivery.shares_host and copy.segment is not None else "stream" for delivery in deliveries}
+        kinds = {delivery.transport for delivery in deliveries if delivery.transport}
         return {
             "version": copy.manifest.version,
             "digest": copy.manifest.digest,

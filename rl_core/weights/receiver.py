@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 NOTHING = (-1, "")
 """`current()` of a receiver that cannot prove any version."""
+GROUP_SECONDS = 60.0
 STOPPED = "replaced by a newer offer, or its time was over"
 Answer = dict[str, Any]
 
@@ -60,7 +61,8 @@ class _Superseded(Exception):
 class WeightReceiver:
     """Feeds `target` with the versions offered to it. Use it on one event loop; `current` may be read anywhere.
 
-    `device`: "cpu", or the UUID of the accelerator that holds the engine's weights. `on_state(state, version, digest)` runs at each change.
+    `device`: where the engine's weights are, "cpu" or "cuda:N"; `device_uuid` of it when it is not the CPU.
+    `on_state(state, version, digest)` runs at each change.
     """
 
     def __init__(
@@ -72,13 +74,15 @@ class WeightReceiver:
         *,
         keys: KeyRing | None = None,
         device: str = "cpu",
+        device_uuid: str | None = None,
         deadlines: Deadlines | None = None,
         on_state: Callable[[ReceiverState, int, str], None] | None = None,
     ) -> None:
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
         self.epoch = epoch
         self.state = ReceiverState.UNVERSIONED
-        self._identity, self._keys, self._target, self._device = identity, keys, target, device
+        self._identity, self._keys, self._target = identity, keys, target
+        self._device = device_uuid or device
         self._deadlines = deadlines or Deadlines()
         self._on_state = on_state
         self._held: tuple[int, int, str] | None = None
@@ -91,7 +95,8 @@ class WeightReceiver:
         self._expiry: asyncio.TimerHandle | None = None
         self._paused_at: float | None = None
         self._applied_seconds = 0.0
-        self._sources = Sources(identity=identity, keys=keys)
+        group_timeout = self.cfg.runtime.deadlines.collective if self.cfg is not None else GROUP_SECONDS
+        self._sources = Sources(keys=keys, device=device, group_timeout=group_timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
         self._thread.submit(words.kernels)  # compiled code is loaded while nobody waits for it
 
@@ -195,7 +200,7 @@ class WeightReceiver:
         )
         started = time.monotonic()
         loop = asyncio.get_running_loop()
-        feeding = loop.run_in_executor(self._thread, self._feed, assembly, manifest, layout, source)
+        feeding = loop.run_in_executor(self._thread, self._feed, assembly, source)
         try:
             reason = await asyncio.shield(feeding)
         except asyncio.CancelledError:  # the publisher gave up; the thread must be out of the target's memory first
@@ -207,18 +212,18 @@ class WeightReceiver:
             reason = f"{len(assembly.bad)} tensors do not have the checksum of the manifest"
         if reason or self._stop.is_set():
             self._abandon(reason or STOPPED, touched=assembly.touched)
-            return _failed(assembly.bad, reason or STOPPED)
+            aborted = not assembly.bad and self._sources.group_ended(source)
+            return {**_failed(assembly.bad, reason or STOPPED), "aborted": aborted}
         self._held, self._committed = (manifest.epoch, manifest.version, manifest.digest), False
         self._applied_seconds = time.monotonic() - started
         self._enter(ReceiverState.APPLIED)
         return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
 
-    def _feed(self, assembly: Assembly, manifest: WeightManifest, layout: Layout, source: Mapping[str, Any]) -> str:
+    def _feed(self, assembly: Assembly, source: Mapping[str, Any]) -> str:
         """In the thread: move the bytes and return "", or why that failed."""
         try:
-            with self._sources.open(source, manifest, layout) as pieces:
-                tensors = assembly.tensors(pieces)
-                self._target.load(tensors, manifest.version)
+            with self._sources.open(source, assembly) as tensors:
+                self._target.load(tensors, assembly.manifest.version)
                 left = next(tensors, None)
             if left is not None:
                 return f"{type(self._target).__name__}.load must take every tensor, it left {left[0]!r}"
@@ -227,7 +232,7 @@ class WeightReceiver:
         except RLJobError as error:
             return f"{type(error).__name__}: {error}"
         except Exception as error:  # the engine's code: whatever it raises, it does not serve this version
-            logger.exception("the engine failed to load version %s", manifest.version)
+            logger.exception("the engine failed to load version %s", assembly.manifest.version)
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -265,8 +270,8 @@ class WeightReceiver:
         }
 
     async def abort(self, generation: int) -> Answer:
-        """Leave the process group `generation`, so that a transfer blocked in it ends at once."""
-        self._sources.abort_group(generation, "the publisher aborted it: a member was lost")
+        """Leave the process group `generation`, so that a transfer blocked in it ends at once; it will be offered again."""
+        self._sources.abort_group(self.epoch, generation, "the publisher ended it: a member was lost")
         return {"answer": "ABORTED"}
 
     # --- late joiners ----------------------------------------------------------------------------------------------
@@ -278,6 +283,7 @@ class WeightReceiver:
         EpochFenced when the publisher is of an older epoch, DeadlineExceeded and WorkerLost as RPC does.
         """
         client = RpcClient(address, self._keys, self._identity, service="actor" if self._keys is not None else None)
+        client.set_epoch(self.epoch)
         try:
             answer: Answer = {}
             for _ in range(2):

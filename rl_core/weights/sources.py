@@ -1,54 +1,84 @@
-"""Where a receiver's bytes come from: one opener per kind of source, all giving pieces of the publisher's host copy.
+"""Where a receiver's bytes come from: one opener per kind of source, all giving the verified tensors of a host copy.
 
 `source` is what the publisher wrote into TRANSFER: {"kind": "shared", segment, nbytes} on one host, what `StreamServer.open`
-returned across hosts.
+returned across hosts, {"kind": "group", plan, rank} in a process group.
 """
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.identity import Identity
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
-from rl_core.weights.assembly import Piece
-from rl_core.weights.bucket import Layout
-from rl_core.weights.manifest import WeightManifest
+from rl_core.weights.assembly import Assembly
 from rl_core.weights.stream import StreamClient
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_core.weights.collective import GroupReceiver
+
+Tensors = Iterator[tuple[str, "torch.Tensor"]]
 
 
 class Sources:
-    """What a receiver keeps between syncs: mapped segments. `open` is used in one thread, the rest from any."""
+    """What a receiver keeps between syncs: mapped segments, a process group. `open` runs in one thread, the rest in any."""
 
-    def __init__(self, *, identity: Identity | None, keys: KeyRing | None) -> None:
-        self._identity, self._keys = identity, keys
+    def __init__(self, *, keys: KeyRing | None, device: str, group_timeout: float) -> None:
+        """`device`: where NCCL puts the bytes. `group_timeout`: seconds for a formation and for each broadcast."""
+        self._keys, self._device, self._group_timeout = keys, device, group_timeout
         self._segments = SegmentReader()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._group: GroupReceiver | None = None
 
     def open(
-        self, source: Mapping[str, Any], manifest: WeightManifest, layout: Layout
-    ) -> AbstractContextManager[Iterable[Piece]]:
-        """Return the pieces of `source` inside a `with`. Raises ConfigError for an unknown kind."""
-        openers = {"shared": self._shared, "stream": self._stream}
+        self, source: Mapping[str, Any], assembly: Assembly
+    ) -> AbstractContextManager[Iterator[tuple[str, "torch.Tensor"]]]:
+        """Return the verified tensors of `source` inside a `with`. Raises ConfigError for an unknown kind."""
+        openers = {"shared": self._shared, "stream": self._stream, "group": self._collective}
         opener = openers.get(source["kind"])
         if opener is None:
             raise ConfigError(f"source of weights must be one of {', '.join(openers)}, got {source['kind']!r}")
-        return opener(source)
+        return opener(source, assembly)
 
     @contextlib.contextmanager
-    def _shared(self, source: Mapping[str, Any]) -> Iterator[Iterable[Piece]]:
+    def _shared(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
         view = self._segments.view(source["segment"], 0, source["nbytes"])
-        yield [(0, np.frombuffer(view, np.uint8))]
+        yield assembly.tensors([(0, np.frombuffer(view, np.uint8))])
 
     @contextlib.contextmanager
-    def _stream(self, source: Mapping[str, Any]) -> Iterator[Iterable[Piece]]:
+    def _stream(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
         with contextlib.closing(StreamClient(source, self._keys, self._wake)) as client:
-            yield client.pieces()
+            yield assembly.tensors(client.pieces())
+
+    @contextlib.contextmanager
+    def _collective(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
+        group = self._group_receiver()
+        if source["plan"]["backend"] == "nccl":
+            yield assembly.device_tensors(group.buckets(source, assembly.layout, device=self._device))
+        else:
+            buckets = group.buckets(source, assembly.layout, device="cpu")
+            yield assembly.tensors((bucket.start, buffer.numpy()) for bucket, buffer in buckets)
+
+    def _group_receiver(self) -> "GroupReceiver":
+        if self._group is None:
+            from rl_core.weights.collective import GroupReceiver
+
+            self._group = GroupReceiver(timeout=self._group_timeout)
+        return self._group
+
+    def abort_group(self, epoch: int, generation: int, reason: str) -> None:
+        """End the process group of that generation, so that a broadcast blocked in it fails at once."""
+        self._group_receiver().abort(epoch, generation, reason)
+
+    def group_ended(self, source: Mapping[str, Any]) -> bool:
+        """Return whether a transfer from `source` ended because its process group did."""
+        return source["kind"] == "group" and self._group_receiver().broken
 
     def interrupt(self) -> None:
         """End the wait for pieces, if there is one."""
@@ -61,4 +91,6 @@ class Sources:
 
     def close(self) -> None:
         """Free what is kept; nothing may be open."""
+        if self._group is not None:
+            self._group.close()
         os.close(self._wake)

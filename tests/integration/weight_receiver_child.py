@@ -10,11 +10,12 @@ import json
 import os
 import signal
 import sys
-import time
 
 import torch
 
+from rl_core.api.identity import Identity
 from rl_core.transports import shared_memory
+from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcServer
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.manifest import checksum
@@ -24,14 +25,14 @@ OPTIONS = json.loads(sys.argv[1])
 
 
 class Engine:
-    """Holds parameters by name; can be told to die or to stall at the first tensor."""
+    """Holds parameters by name; `trap` makes it die or fail in a load."""
 
     def __init__(self):
         dtype = getattr(torch, OPTIONS.get("dtype", "float32"))
         self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in OPTIONS["shapes"].items()}
         self.serving = False
         self.loads = 0
-        self.trap = OPTIONS.get("trap", "")
+        self.trap = ""
 
     async def prepare(self, deadline):
         self.serving = False
@@ -42,12 +43,10 @@ class Engine:
     def load(self, tensors, version):
         self.loads += 1
         if self.trap == "die":
+            next(tensors, None)
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.trap == "die_in_middle":
-            next(tensors)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.trap == "stall":
-            time.sleep(OPTIONS["stall_seconds"])
+        if self.trap == "fail":
+            raise KeyError("the engine is broken")
         for name, tensor in tensors:
             self.weights[name].copy_(tensor)
 
@@ -60,37 +59,47 @@ class InPlaceEngine(Engine):
         return self.weights
 
 
+def own_identity():
+    if "keys" not in OPTIONS:
+        return None, None
+    identity = Identity(
+        job="j", namespace="n", uid="u", epoch=OPTIONS.get("epoch", 0), role="rollout", pod="p", pod_index=0,
+        group="rollout", rank=0, world_size=1,
+    )  # fmt: skip
+    return identity, KeyRing(OPTIONS["keys"], "rollout")
+
+
 async def main():
     torch.set_num_threads(1)
     engine = InPlaceEngine() if OPTIONS.get("in_place") else Engine()
+    identity, keys = own_identity()
     deadlines = Deadlines(**OPTIONS.get("deadlines", {}))
-    receiver = WeightReceiver(None, None, OPTIONS.get("epoch", 0), engine, deadlines=deadlines)
+    receiver = WeightReceiver(None, identity, OPTIONS.get("epoch", 0), engine, keys=keys, deadlines=deadlines)
 
     async def probe():
-        sums = {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()}
         return {
             "current": list(receiver.current()),
             "state": receiver.state.value,
             "serving": engine.serving,
-            "sums": sums,
+            "sums": {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()},
             "loads": engine.loads,
         }
 
     async def set_trap(trap):
         engine.trap = trap
 
-    async def pull(address):
+    async def pull(address, elsewhere=False):
+        if elsewhere:
+            shared_memory.host_token = lambda: "elsewhere"
         return list(await receiver.pull(address, timeout=20))
 
     async def set_epoch(epoch):
         receiver.set_epoch(epoch)
 
     handlers = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, **receiver.handlers()}
-    server = RpcServer("tcp://127.0.0.1:0", handlers).start()
-    print(
-        json.dumps({"address": server.address, "host_token": shared_memory.host_token(), "pid": os.getpid()}),
-        flush=True,
-    )
+    server = RpcServer("tcp://127.0.0.1:0", handlers, keys, identity).start()
+    about = {"address": server.address, "host_token": shared_memory.host_token(), "pid": os.getpid()}
+    print(json.dumps(about), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await receiver.close()
 

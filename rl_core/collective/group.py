@@ -1,0 +1,201 @@
+"""Process groups that can lose a member: formed with a deadline, aborted from any thread, formed again as a new generation.
+
+torch's default group cannot be re-formed, so these are bare ProcessGroup objects over a TCPStore that the first member
+hosts (`GroupStore`). A group is good for one set of members; a failure poisons it, and whoever organises it (the weight
+publisher) forms the next generation without the lost member. Names travel in a `GroupPlan`; ranks are places in it.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+ABORTED = b"aborted"
+JOINED = b"joined"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """Who forms a group, and where they meet."""
+
+    name: str
+    """What it is for, such as "weights"."""
+    epoch: int
+    """Epoch of the job; groups of different epochs never meet."""
+    generation: int
+    """Rises with each formation of the same name and epoch."""
+    members: tuple[str, ...]
+    """Names in rank order."""
+    backend: str
+    """gloo or nccl."""
+    host: str
+    """Where the store is."""
+    port: int
+
+    @property
+    def key(self) -> str:
+        """Prefix of this generation in the store."""
+        return f"{self.name}/{self.epoch}/{self.generation}"
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return plain data for a message."""
+        return asdict(self) | {"members": list(self.members)}
+
+    @classmethod
+    def from_wire(cls, data: dict[str, Any]) -> "GroupPlan":
+        """Return the plan of `to_wire`."""
+        return cls(**{**data, "members": tuple(data["members"])})
+
+
+class GroupStore:
+    """The meeting place of all generations, in the process that organises them (rank 0)."""
+
+    def __init__(self, host: str) -> None:
+        """Listen on a free port. `host`: the address the other members reach this process at."""
+        self.host = host
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.port: int = self._store.port
+
+    def release(self, plan: GroupPlan) -> None:
+        """Let everybody who still waits for `plan` to be complete fail at once."""
+        for rank in range(len(plan.members)):
+            self._store.set(f"{plan.key}/member/{rank}", ABORTED)
+
+
+class TensorGroup:
+    """A formed group. `broadcast` may be called by one thread at a time, `abort` by any."""
+
+    def __init__(self, plan: GroupPlan, rank: int, *, process_group: Any, timeout: float) -> None:
+        """Use `form`."""
+        self.plan, self.rank = plan, rank
+        self._group = process_group
+        self._timeout = timeout
+        self._poison = ""
+        self._changed = threading.Condition()
+
+    @classmethod
+    def form(cls, plan: GroupPlan, rank: int, *, timeout: float) -> "TensorGroup":
+        """Meet the other members, connect to all of them and return the group.
+
+        Raises DeadlineExceeded naming who did not come within `timeout` seconds, InfrastructureError when the formation was
+        released or a member was lost in it, ConfigError for a backend this build or machine does not have.
+        """
+        if plan.backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise ConfigError("backend nccl needs an accelerator and a torch built with NCCL; use gloo on CPUs")
+        deadline = time.monotonic() + timeout
+        try:
+            store = dist.TCPStore(plan.host, plan.port, is_master=False, timeout=timedelta(seconds=timeout))
+            _meet(store, plan, rank, deadline)
+            group = _connect(dist.PrefixStore(f"{plan.key}/{plan.backend}", store), plan, rank, deadline)
+        except RuntimeError as error:  # torch raises nothing narrower
+            raise InfrastructureError(
+                f"group {plan.key} could not be formed by {plan.members[rank]}: {error}"
+            ) from error
+        return cls(plan, rank, process_group=group, timeout=timeout)
+
+    @property
+    def poisoned(self) -> str:
+        """Return why the group cannot be used any more; "" while it can."""
+        return self._poison
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int = 0, timeout: float | None = None) -> None:
+        """Send `tensor` of `root` to everybody, into theirs. After an error leave the tensors alone: a zombie may write them.
+
+        Raises InfrastructureError when the group is or gets aborted or a member is lost, DeadlineExceeded after `timeout`
+        seconds (None = that of the formation). Either poisons the group.
+        """
+        self._refuse_if_poisoned()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        try:
+            work = self._group.broadcast([tensor], options)
+            self._wait(work, timeout if timeout is not None else self._timeout)
+        except RuntimeError as error:  # torch raises nothing narrower
+            self.abort(str(error).partition("\n")[0].partition(". This is typically")[0])
+        self._refuse_if_poisoned()
+
+    def _wait(self, work: Any, timeout: float) -> None:
+        if self.plan.backend == "nccl":
+            work.wait()  # orders the stream; abort ends the kernels
+            torch.cuda.current_stream().synchronize()
+            return
+        finished: list[Any] = []
+
+        def finish(future: Any) -> None:
+            with self._changed:
+                finished.append(future)
+                self._changed.notify_all()
+
+        work.get_future().add_done_callback(finish)
+        with self._changed:
+            # not work.wait(): an abort does not end it
+            if not self._changed.wait_for(lambda: finished or self._poison, timeout):
+                done = "by nobody" if self.rank == 0 else f"by {self.plan.members[0]}"
+                raise DeadlineExceeded(
+                    f"broadcast in group {self.plan.key} was not finished {done} within {timeout:g} s"
+                )
+        if finished:
+            work.wait()  # at once; raises its error
+
+    def abort(self, reason: str) -> None:
+        """Poison the group and end what is under way in it. Idempotent."""
+        with self._changed:
+            if self._poison:
+                return
+            self._poison = reason or "aborted"
+            self._changed.notify_all()
+        logger.warning("group %s is aborted: %s", self.plan.key, self._poison)
+        group, self._group = self._group, None
+        # ending a gloo group joins its threads, which may sit in a read until the timeout: nobody should wait for that
+        threading.Thread(target=_bury, args=(group,), name="rljob-group-end", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave a group in which nothing is under way."""
+        with self._changed:
+            self._poison = self._poison or "closed"
+        self._group = None
+
+    def _refuse_if_poisoned(self) -> None:
+        if self._poison:
+            raise InfrastructureError(f"group {self.plan.key} is over: {self._poison}; form a new generation")
+
+
+def _bury(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.debug("abort of a process group failed: %s", error)
+    del group
+
+
+def _meet(store: Any, plan: GroupPlan, rank: int, deadline: float) -> None:
+    keys = [f"{plan.key}/member/{other}" for other in range(len(plan.members))]
+    if store.compare_set(keys[rank], "", JOINED.decode()) == ABORTED:
+        raise InfrastructureError(f"group {plan.key} was given up before {plan.members[rank]} joined")
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError as error:
+        missing = [name for name, key in zip(plan.members, keys, strict=True) if not store.check([key])]
+        raise DeadlineExceeded(f"group {plan.key} waits for {', '.join(missing) or 'its store'}") from error
+    if any(store.get(key) == ABORTED for key in keys):
+        raise InfrastructureError(f"group {plan.key} was given up while it formed: a member was lost")
+
+
+def _connect(store: Any, plan: GroupPlan, rank: int, deadline: float) -> Any:
+    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    if plan.backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, len(plan.members), left)
+    if plan.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = left
+        return dist.ProcessGroupNCCL(store, rank, len(plan.members), options)
+    raise ConfigError(f"backend must be gloo or nccl, got {plan.backend!r}")

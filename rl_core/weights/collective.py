@@ -1,0 +1,168 @@
+"""Weights by process group (gloo on CPUs, NCCL between GPUs): the publisher broadcasts bucket by bucket.
+
+The group lives as long as its members do. When one is lost no broadcast can end, so the publisher aborts the group at every
+member (RPC `weights_abort`), offers the version again to those that are left, and forms the next generation with them.
+"""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_core.api.errors import InfrastructureError
+from rl_core.collective.group import GroupPlan, GroupStore, TensorGroup
+from rl_core.weights.bucket import Bucket, Layout
+from rl_core.weights.delivery import Delivery
+from rl_core.weights.host_copy import HostCopy
+
+NAME = "weights"
+ABORT_SECONDS = 5.0
+"""How long a member may take to confirm an abort; it is only told, nothing depends on it."""
+
+
+class GroupSender:
+    """The publisher's end: rank 0 of every generation. On the publisher's loop, except `_cast`."""
+
+    def __init__(self, *, host: str, epoch: int, backend: str, device: str, timeout: float) -> None:
+        """`timeout`: seconds for a formation and for each bucket. `device`: where NCCL takes the bytes from."""
+        self._host, self._epoch, self._backend, self._device, self._timeout = host, epoch, backend, device, timeout
+        self._store: GroupStore | None = None
+        self._plan: GroupPlan | None = None
+        self._group: TensorGroup | None = None
+        self._generation = 0
+        self._telling: asyncio.Future[None] | None = None
+        """The last abort under way; held, because the loop itself does not."""
+
+    async def send(self, copy: HostCopy, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Bring the READY `deliveries` to APPLIED; those that are READY still afterwards must be offered again."""
+        plan = self._plan_for(deliveries)
+        casting = asyncio.ensure_future(asyncio.to_thread(self._cast, plan, copy))
+        transfers: dict[asyncio.Future[Any], Delivery] = {}
+        for rank, delivery in enumerate(deliveries, start=1):
+            source = {"kind": "group", "plan": plan.to_wire(), "rank": rank}
+            message = {"digest": copy.manifest.digest, "source": source}
+            delivery.transport = self._backend
+            transfers[asyncio.ensure_future(delivery.transfer(message, timeout))] = delivery
+        pending: set[asyncio.Future[Any]] = {casting, *transfers}
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            reason = next((text for one in done if (text := self._broken(one, transfers))), "")
+            if reason and self._plan is plan:
+                self._abort(plan, reason)
+                left = [delivery for task, delivery in transfers.items() if task in pending]
+                self._telling = asyncio.ensure_future(self._tell(plan, left))
+
+    def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Delivery]) -> str:
+        """Return why the group cannot go on after `done`, or ""."""
+        delivery = transfers.get(done)
+        if delivery is None:
+            error = done.exception()
+            return f"{error}" if error is not None else ""
+        done.result()
+        if delivery.applied or delivery.verification_failed:
+            return ""
+        return f"{delivery.name}: {delivery.reason}"
+
+    def _plan_for(self, deliveries: Sequence[Delivery]) -> GroupPlan:
+        members = ("publisher", *(delivery.name for delivery in deliveries))
+        if self._plan is None or self._plan.members != members or self._group is None or self._group.poisoned:
+            if self._store is None:
+                self._store = GroupStore(self._host)
+            if self._group is not None:
+                self._group.close()
+            self._generation += 1
+            self._group = None
+            self._plan = GroupPlan(
+                name=NAME,
+                epoch=self._epoch,
+                generation=self._generation,
+                members=members,
+                backend=self._backend,
+                host=self._store.host,
+                port=self._store.port,
+            )
+        return self._plan
+
+    def _abort(self, plan: GroupPlan, reason: str) -> None:
+        if self._store is not None:
+            self._store.release(plan)
+        if self._group is not None:
+            self._group.abort(reason)
+        self._plan = self._group = None
+
+    async def _tell(self, plan: GroupPlan, deliveries: Sequence[Delivery]) -> None:
+        calls = [
+            delivery.client.call("weights_abort", plan.generation, timeout=ABORT_SECONDS) for delivery in deliveries
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _cast(self, plan: GroupPlan, copy: HostCopy) -> None:
+        group = self._group
+        if group is None:
+            group = TensorGroup.form(plan, 0, timeout=self._timeout)
+            if self._plan is not plan:
+                group.abort("a member was lost while it formed")
+                raise InfrastructureError(f"group {plan.key} is over before its first broadcast")
+            self._group = group
+        for bucket in copy.layout.buckets:
+            tensor = torch.from_numpy(copy.memory[bucket.start : bucket.start + bucket.nbytes])
+            group.broadcast(tensor.to(self._device), timeout=self._timeout)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+
+
+class GroupReceiver:
+    """A receiver's end. `buckets` runs in its thread, `abort` anywhere."""
+
+    def __init__(self, *, timeout: float) -> None:
+        """`timeout`: seconds for a formation and for each bucket."""
+        self._timeout = timeout
+        self._group: TensorGroup | None = None
+        self._aborted: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the last transfer ended with the group, not with this receiver."""
+        return self._group is None or bool(self._group.poisoned)
+
+    def buckets(
+        self, source: Mapping[str, Any], layout: Layout, *, device: str
+    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield the buckets as they come, each in memory of its own: an aborted broadcast may still write the last."""
+        group = self._join(GroupPlan.from_wire(source["plan"]), source["rank"])
+        for bucket in layout.buckets:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            group.broadcast(buffer, timeout=self._timeout)
+            yield bucket, buffer
+
+    def _join(self, plan: GroupPlan, rank: int) -> TensorGroup:
+        group = self._group
+        if group is not None and group.plan == plan and not group.poisoned:
+            return group
+        if group is not None:
+            group.close()
+        self._group = None
+        group = TensorGroup.form(plan, rank, timeout=self._timeout)
+        with self._lock:
+            self._group = group
+            if (plan.epoch, plan.generation) in self._aborted:
+                group.abort("a member was lost while it formed")
+        return group
+
+    def abort(self, epoch: int, generation: int, reason: str) -> None:
+        """End the group of that generation, also one that is still forming."""
+        with self._lock:
+            self._aborted.add((epoch, generation))
+            if self._group is not None and (self._group.plan.epoch, self._group.plan.generation) == (epoch, generation):
+                self._group.abort(reason)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()

@@ -1,0 +1,340 @@
+"""Weight sync between real processes: whatever dies, whoever serves serves exactly the published bytes.
+
+Two receivers live through the module, one that writes in place and one whose engine copies; each test is an epoch of its
+own, as after a restart of the actor. Tests that kill receivers start their own. Every transport passes the same suite.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.api.identity import Identity
+from rl_core.transports.curve import KeyRing, generate_keys
+from rl_core.transports.rpc import RpcClient
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.manifest import checksum
+from rl_core.weights.publisher import WeightPublisher
+
+HERE = Path(__file__).parent
+SHAPES = {"a": [500, 700], "b": [3], "c": [11], "d": [300, 999]}
+SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
+QUICK = Deadlines(ready_seconds=10, transfer_seconds=10, commit_seconds=10, straggler_seconds=0.2)
+epochs = itertools.count(1)
+
+
+class Receiver:
+    """A receiver process and the way to talk to it."""
+
+    def __init__(self, name, **options):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(HERE / "weight_receiver_child.py"), json.dumps({"shapes": SHAPES, **options})]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.name = name
+
+    def wait(self):
+        self.about = {"name": self.name, **json.loads(self.process.stdout.readline())}
+        self.client = RpcClient(self.about["address"])
+        return self
+
+    def call(self, method, *args, **kwargs):
+        return self.client.call_sync(method, *args, timeout=30, **kwargs)
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:  # a zombie of an aborted gloo group holds the exit
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def started(*receivers):
+    try:
+        yield [receiver.wait() for receiver in receivers]
+    finally:
+        for receiver in receivers:
+            receiver.stop()
+
+
+@pytest.fixture(scope="module")
+def receivers():
+    short = {"deadlines": {"ready_seconds": 5}}
+    with started(Receiver("rollout:0", in_place=True, **short), Receiver("rollout:1", **short)) as both:
+        yield both
+
+
+@pytest.fixture(params=["shared", "stream", "gloo"])
+def transport(request):
+    return request.param
+
+
+@contextlib.contextmanager
+def publisher(transport="shared", epoch=None, **weights):
+    weights = {"bucketBytes": 1 << 20, **weights}
+    if transport == "gloo":
+        weights["transport"] = "gloo"
+    host_token = "elsewhere" if transport == "stream" else None
+    epoch = next(epochs) if epoch is None else epoch
+    made = WeightPublisher({**SPEC, "weights": weights}, epoch, deadlines=QUICK, host_token=host_token)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def model(seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def serves(receiver, version, weights):
+    probe = receiver.call("probe")
+    sums = {name: [hex(part) for part in checksum(tensor)] for name, tensor in weights.items()}
+    return probe["serving"] and probe["current"][0] == version and probe["sums"] == sums
+
+
+def about(receivers):
+    return [receiver.about for receiver in receivers]
+
+
+def test_every_receiver_serves_exactly_what_was_published(receivers, transport):
+    with publisher(transport) as source:
+        for version in (0, 1, 5):
+            weights = model(version)
+            report = source.publish(version, iter(weights.items()), about(receivers), 2)
+            assert report["acked"] == ["rollout:0", "rollout:1"] and report["failed"] == {}
+            assert report["bytes"] == sum(tensor.nbytes for tensor in weights.values())
+            assert report["transport"] == transport
+            assert all(serves(receiver, version, weights) for receiver in receivers)
+            assert [receiver.call("probe")["current"] for receiver in receivers] == [[version, report["digest"]]] * 2
+
+
+def test_tensors_of_another_type_are_cast_to_that_of_the_receiver(receivers, transport):
+    with publisher(transport) as source:
+        weights = model(3, torch.float64)
+        source.publish(1, weights, about(receivers), 2)
+        assert all(
+            serves(receiver, 1, {name: tensor.float() for name, tensor in weights.items()}) for receiver in receivers
+        )
+
+
+def test_a_repeated_offer_is_acknowledged_without_data(receivers, transport):
+    with publisher(transport) as source:
+        first = source.publish(1, model(1), about(receivers), 2)
+        loads = [receiver.call("probe")["loads"] for receiver in receivers]
+        again = source.publish(1, model(1), about(receivers), 2)
+        assert again["digest"] == first["digest"] and again["acked"] == first["acked"] and again["transport"] == "none"
+        assert [receiver.call("probe")["loads"] for receiver in receivers] == loads
+
+
+def test_an_older_epoch_and_an_older_version_are_refused(receivers):
+    old = next(epochs)
+    with publisher() as source:
+        source.publish(4, model(4), about(receivers), 2)
+        with pytest.raises(ValueError, match="4 is committed, got 3"):
+            source.publish(3, model(3), about(receivers), 2)
+        with pytest.raises(ValueError, match="raise the version"):
+            source.publish(4, model(3), about(receivers), 2)
+    with publisher(epoch=old) as late, pytest.raises(DeadlineExceeded, match="refused: older_epoch"):
+        late.publish(9, model(9), about(receivers), 1)
+    assert all(serves(receiver, 4, model(4)) for receiver in receivers)
+
+
+def test_a_restart_from_an_older_checkpoint_lowers_the_version(receivers):
+    with publisher() as source:
+        source.publish(7, model(7), about(receivers), 2)
+    with publisher() as restarted:
+        restarted.publish(2, model(2), about(receivers), 2)
+    assert all(serves(receiver, 2, model(2)) for receiver in receivers)
+
+
+def test_a_new_epoch_ends_service_until_its_first_version(receivers):
+    with publisher() as source:
+        source.publish(1, model(1), about(receivers), 2)
+    receivers[0].call("set_epoch", next(epochs))
+    probe = receivers[0].call("probe")
+    assert (probe["state"], probe["current"]) == ("unversioned", [-1, ""])
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_one_flipped_bit_in_the_segment_fails_the_sync_and_names_the_tensor(receivers, name, monkeypatch):
+    with publisher() as source:
+        source.publish(1, model(1), about(receivers), 2)
+        write = source._copies.write
+
+        def write_badly(*args, **kwargs):
+            copy = write(*args, **kwargs)
+            entry = [entry.name for entry in copy.manifest.entries].index(name)
+            copy.memory[copy.layout.starts[entry] + 5] ^= 1
+            return copy
+
+        with monkeypatch.context() as patch:
+            patch.setattr(source._copies, "write", write_badly)
+            with pytest.raises(DeadlineExceeded, match=f"verification failed: {name}: 1 tensors"):
+                source.publish(2, model(2), about(receivers), 1)
+        assert source.current()[0] == 1
+        for receiver in receivers:
+            probe = receiver.call("probe")
+            assert (probe["serving"], probe["state"], probe["current"]) == (False, "dirty", [-1, ""])
+        source.publish(3, model(3), about(receivers), 2)
+        assert all(serves(receiver, 3, model(3)) for receiver in receivers)
+
+
+def test_an_engine_that_fails_is_out_and_the_other_serves(receivers, transport):
+    with publisher(transport) as source:
+        receivers[1].call("set_trap", "fail")
+        try:
+            report = source.publish(1, model(1), about(receivers), 1)
+        finally:
+            receivers[1].call("set_trap", "")
+        assert report["acked"] == ["rollout:0"]
+        assert "KeyError" in report["failed"]["rollout:1"]
+        assert serves(receivers[0], 1, model(1)) and not receivers[1].call("probe")["serving"]
+
+
+def test_a_model_of_another_shape_is_refused_before_any_data_moves(receivers):
+    with publisher() as source:
+        source.publish(1, model(1), about(receivers), 2)
+    wrong = {**model(2), "b": torch.zeros(4), "x": torch.zeros(1)}
+    with publisher() as other, pytest.raises(DeadlineExceeded, match=r"b must be float32 \[3\], got float32 \[4\]"):
+        other.publish(2, wrong, about(receivers), 1)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["shared", "stream"])
+def test_a_late_joiner_pulls_the_committed_version(receivers, elsewhere):
+    with publisher() as source:
+        with pytest.raises(InfrastructureError, match="no version is committed"):
+            receivers[1].call("pull", source.address)
+        report = source.publish(1, model(1), about(receivers[:1]), 1)
+        for version in (2, 3):
+            report = source.publish(version, model(version), about(receivers[:1]), 1)
+            assert receivers[1].call("pull", source.address, elsewhere=elsewhere) == [version, report["digest"]]
+            assert serves(receivers[1], version, model(version))
+
+
+def test_a_pull_during_a_publish_gets_the_version_being_published(receivers):
+    with publisher() as source:
+        source.publish(1, model(1), about(receivers[:1]), 1)
+        source._quiet.clear()  # as while a publish waits for its receivers
+        pulled = []
+        joiner = threading.Thread(target=lambda: pulled.append(receivers[1].call("pull", source.address)))
+        joiner.start()
+        report = source.publish(2, model(2), about(receivers[:1]), 1)
+        joiner.join(30)
+        assert pulled == [[2, report["digest"]]] and serves(receivers[1], 2, model(2))
+
+
+def test_training_goes_on_over_a_held_copy_and_the_segment_comes_back(receivers):
+    with publisher() as source:
+        source.publish(1, model(1), about(receivers), 2)
+        store, held = source._copies._store, source._committed
+        source._copies.hold(held, "a slow joiner")
+        before = held.memory.copy()
+        for version in range(2, 6):
+            source.publish(version, model(version), about(receivers), 2)
+        assert (held.memory == before).all()
+        created = store.stats()["created"]
+        source._copies.drop(held, "a slow joiner")
+        for version in range(6, 9):
+            source.publish(version, model(version), about(receivers), 2)
+        assert store.stats()["created"] == created and store.stats()["lent"] == 1
+        assert all(serves(receiver, 8, model(8)) for receiver in receivers)
+
+
+def test_a_receiver_killed_in_a_transfer_is_named_and_the_others_serve(receivers, transport):
+    doomed = Receiver("rollout:9")
+    with started(doomed), publisher(transport) as source:
+        everybody = [*about(receivers), doomed.about]
+        assert len(source.publish(1, model(1), everybody, 3)["acked"]) == 3
+        doomed.call("set_trap", "die")
+        report = source.publish(2, model(2), everybody, 2)
+        assert report["acked"] == ["rollout:0", "rollout:1"]
+        assert "ready, not applied" in report["failed"]["rollout:9"] and "WorkerLost" in report["failed"]["rollout:9"]
+        assert all(serves(receiver, 2, model(2)) for receiver in receivers)
+
+
+def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(receivers):
+    missing = {**receivers[1].about, "name": "rollout:9", "address": "tcp://127.0.0.1:9"}
+    brief = Deadlines(ready_seconds=0.5, transfer_seconds=10, commit_seconds=10, straggler_seconds=0.2)
+    with publisher() as source:
+        source._deadlines = brief
+        with pytest.raises(DeadlineExceeded) as caught:
+            source.publish(3, model(3), [receivers[0].about, missing], 2)
+        assert "must be acknowledged by 2 receivers, got 0 of 2" in str(caught.value)
+        assert "rollout:0 applied, not committed for" in str(caught.value)
+        assert "rollout:9 failed for" in str(caught.value) and "offered, not ready" in str(caught.value)
+        assert source.current() == (-1, "") and not receivers[0].call("probe")["serving"]
+        loads = receivers[0].call("probe")["loads"]
+        source.publish(3, model(3), about(receivers), 2)  # offered again: what was applied is not sent twice
+        assert receivers[0].call("probe")["loads"] == loads
+        assert all(serves(receiver, 3, model(3)) for receiver in receivers)
+
+
+def test_a_receiver_that_never_answers_does_not_keep_the_others_from_serving(receivers):
+    missing = {**receivers[1].about, "name": "rollout:9", "address": "tcp://127.0.0.1:9"}
+    with publisher() as source:
+        publishing = threading.Thread(target=source.publish, args=(1, model(1), [*about(receivers), missing], 2))
+        publishing.start()
+        while not all(serves(receiver, 1, model(1)) for receiver in receivers):
+            assert publishing.is_alive()  # it still waits for the third; the test's timeout bounds this loop
+        source.lost("rollout:9", "the hub declared it dead")
+        publishing.join(30)
+        assert source.current()[0] == 1
+
+
+def test_a_publisher_killed_before_commit_leaves_receivers_not_serving_until_the_next_epoch(receivers):
+    command = [sys.executable, str(HERE / "weight_publisher_child.py"), str(next(epochs))]
+    child = subprocess.run(
+        [*command, json.dumps(about(receivers)), json.dumps(SHAPES)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert child.returncode == -signal.SIGKILL
+    for receiver in receivers:
+        probe = receiver.call("probe")
+        assert (probe["serving"], probe["current"]) == (False, [-1, ""])
+    with publisher() as restarted:
+        restarted.publish(1, model(5), about(receivers), 2)
+    assert all(serves(receiver, 1, model(5)) for receiver in receivers)
+
+
+def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
+    for name, text in generate_keys(["actor", "rollout"]).items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    with started(Receiver("rollout:0", keys=str(tmp_path))) as (receiver,):
+        for epoch, encrypt in enumerate((False, True)):
+            identity = Identity(
+                job="j", namespace="n", uid="u", epoch=epoch, role="actor", pod="p", pod_index=0, group="actor", rank=0,
+                world_size=1,
+            )  # fmt: skip
+            keys = KeyRing(tmp_path, "actor")
+            weights = {"bucketBytes": 1 << 20, "encrypt": encrypt}
+            source = WeightPublisher(
+                {**SPEC, "weights": weights},
+                epoch,
+                identity=identity,
+                keys=keys,
+                deadlines=QUICK,
+                host_token="elsewhere",
+            )
+            client = RpcClient(receiver.about["address"], keys, identity, service="rollout")
+            try:
+                report = source.publish(1, model(1), [receiver.about], 1)
+                assert report["transport"] == "stream" and report["acked"] == ["rollout:0"]
+                assert client.call_sync("pull", source.address, elsewhere=True)[0] == 1
+            finally:
+                client.close()
+                source.close()
