@@ -131,7 +131,9 @@ class TestCalls:
 
     async def test_and_awaited_ones(self, client):
         assert await client.call("add", 1, b=2) == 3
-        assert await asyncio.gather(*(client.call("add_async", number, 1) for number in range(200))) == list(range(1, 201))
+        assert await asyncio.gather(*(client.call("add_async", number, 1) for number in range(200))) == list(
+            range(1, 201)
+        )
 
     def test_futures_and_many_threads_share_a_client(self, client):
         results = {}
@@ -207,7 +209,9 @@ class TestDeadlines:
 
     def test_or_that_the_server_never_answered(self):
         client = RpcClient("tcp://127.0.0.1:9")
-        with pytest.raises(DeadlineExceeded, match=r"add at tcp://127.0.0.1:9 .*0\.05 s; it was not sent: the server never answered"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"add at tcp://127.0.0.1:9 .*0\.05 s; it was not sent: the server never answered"
+        ):
             client.call_sync("add", timeout=0.05)
         client.close()
 
@@ -302,7 +306,9 @@ class RawPeer:
 
     def send(self, kind, obj, number=None, *, epoch=None, method=None, options=None):
         self.socket.send_multipart(
-            frames.encode_message(kind, obj, epoch=epoch, request_id=number, sender=None, method=method, options=options)
+            frames.encode_message(
+                kind, obj, epoch=epoch, request_id=number, sender=None, method=method, options=options
+            )
         )
 
     def receive(self, *kinds):
@@ -385,7 +391,12 @@ class TestHostileMessages:
 
 class TestEpochs:
     def test_older_epochs_are_fenced_and_counted_and_newer_are_served(self):
-        server = RpcServer("tcp://127.0.0.1:0", {"f": lambda: 1, "hello": lambda: 2}, identity=identity("runner", epoch=3), unfenced=frozenset({"hello"})).start()
+        server = RpcServer(
+            "tcp://127.0.0.1:0",
+            {"f": lambda: 1, "hello": lambda: 2},
+            identity=identity("runner", epoch=3),
+            unfenced=frozenset({"hello"}),
+        ).start()
         client = RpcClient(server.address, identity=identity("rollout", epoch=2))
         with pytest.raises(EpochFenced, match="came from epoch 2 of rollout:0, runner:0 at .* is at epoch 3"):
             client.call_sync("f")
@@ -412,7 +423,15 @@ class TestCallers:
     def test_a_handler_learns_its_caller(self, service):
         server = RpcServer("tcp://127.0.0.1:0", service, identity=identity("runner")).start()
         client = RpcClient(server.address, identity=identity("rollout", rank=3, attempt=2))
-        assert client.call_sync("who") == {"job": "j", "uid": "u1", "epoch": 0, "role": "rollout", "group": "rollout", "rank": 3, "incarnation": (2, 0)}
+        assert client.call_sync("who") == {
+            "job": "j",
+            "uid": "u1",
+            "epoch": 0,
+            "role": "rollout",
+            "group": "rollout",
+            "rank": 3,
+            "incarnation": (2, 0),
+        }
         assert client.peer.startswith("runner:0 at tcp://")
         client.close()
         server.close()

@@ -221,7 +221,14 @@ class TestAsync:
 
     async def test_sync_faces_refuse_the_event_loop_and_do_nothing(self, channel):
         await channel.put_async("x")
-        for face in (channel.get, channel.qsize, channel.lease, channel.close, lambda: channel.put(1), channel.get_nowait):
+        for face in (
+            channel.get,
+            channel.qsize,
+            channel.lease,
+            channel.close,
+            lambda: channel.put(1),
+            channel.get_nowait,
+        ):
             with pytest.raises(RuntimeError, match="event-loop thread"):
                 face()
         assert (await channel.stats_async()).depth == 1
