@@ -53,6 +53,10 @@ class StepTimers:
 
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def carried(self, name: str) -> dict[str, float]:
+        """Return the seconds of a part that is measured after its step was logged, for the next step's line."""
+        return {key: value for key, value in self.seconds.items() if key == f"time/{name}"}
+
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's wall time to `time/<name>`."""

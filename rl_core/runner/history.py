@@ -29,23 +29,22 @@ class LedgerFile:
 
 
 def cut_back(path: Path, step: int) -> int:
-    """Keep the lines of `path` up to `step`; move later or torn ones to `<name>.lost.jsonl`; return how many were moved."""
+    """Keep the lines of `path` up to `step`; move those from the first later or torn one on to `<name>.lost.jsonl`.
+
+    Return how many were moved. The file is truncated in place, so that writers that hold it open go on at its new end.
+    """
     if not path.exists():
         return 0
-    kept: list[str] = []
-    lost: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        (kept if _step_of(line) <= step else lost).append(line)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    keep = next((number for number, line in enumerate(lines) if _step_of(line) > step), len(lines))
+    lost = lines[keep:]
     if not lost:
         return 0
     with path.with_suffix(".lost.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(line if line.endswith("\n") else line + "\n" for line in lost)
-    staging = path.with_suffix(".cut")
-    with staging.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
-    staging.replace(path)
+    os.truncate(path, sum(len(line.encode()) for line in lines[:keep]))
     return len(lost)
 
 

@@ -16,6 +16,8 @@ from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.hub import Member
 
 logger = logging.getLogger(__name__)
+RETRY_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds between attempts to bring in a member that is alive."""
 
 
 class Membership:
@@ -34,7 +36,7 @@ class Membership:
         self._serving: set[tuple[str, tuple[int, int]]] = set()
         self._publisher: str | None = None
         self._start_args: tuple[Any, ...] = ()
-        self._closed = False
+        self._ended = threading.Event()
         self.on_failure: Callable[[RLJobError], None] = lambda error: None
         """Told what another process would fail at too: a wrong setting, an error of user or library code."""
         self.changed = threading.Condition()
@@ -47,27 +49,37 @@ class Membership:
 
     def close(self) -> None:
         """Accept nobody any more."""
-        self._closed = True
+        self._ended.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def welcome(self, member: Member) -> None:
         """Begin to bring in a member that said hello (hub callback; returns at once)."""
-        if member.role in ("rollout", "env") and not self._closed:
+        if member.role in ("rollout", "env") and not self._ended.is_set():
             self._pool.submit(self._bring_in, member)
 
     def _bring_in(self, member: Member) -> None:
-        try:
-            with self._turn(member.name):
-                self._groups[member.role].construct(member)
-                if member.role == "rollout":
-                    self._bring_rollout_in(member)
-        except (InfrastructureError, DeadlineExceeded) as error:  # it is replaced, or pulls again after the next sync
-            logger.warning("%s could not join: %s", member.name, error)
-        except RLJobError as error:
-            logger.error("%s could not join: %s", member.name, error)
-            self.on_failure(error)
+        for pause in RETRY_PAUSES:
+            try:
+                with self._turn(member.name):
+                    self._groups[member.role].construct(member)
+                    if member.role == "rollout":
+                        self._bring_rollout_in(member)
+                break
+            except (InfrastructureError, DeadlineExceeded) as error:
+                logger.warning("%s could not join: %s", member.name, error)
+            except RLJobError as error:
+                logger.error("%s could not join: %s", member.name, error)
+                self.on_failure(error)
+                break
+            if self._ended.wait(pause) or not self._present(member):
+                break
         with self.changed:
             self.changed.notify_all()
+
+    def _present(self, member: Member) -> bool:
+        """Return whether the process is still the one that said hello; a replacement is welcomed by itself."""
+        now = self._cluster.hub.get(member.name)
+        return now is not None and not now.state.gone and now.incarnation == member.incarnation
 
     def _turn(self, name: str) -> threading.Lock:
         """Return the lock that lets one join of a member run at a time."""
@@ -94,6 +106,6 @@ class Membership:
     def rejoin(self, names: list[str]) -> None:
         """Let receivers that failed a sync pull the weights again, once, in the background."""
         for member in self._cluster.members("rollout"):
-            if member.name in names and not self._closed:
+            if member.name in names and not self._ended.is_set():
                 self._serving.discard((member.name, member.incarnation))
                 self._pool.submit(self._bring_in, member)

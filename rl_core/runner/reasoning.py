@@ -44,7 +44,7 @@ class ReasoningRunner(Runner):
 
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, checkpoint, log."""
-        self.timers = StepTimers()
+        self.timers = StepTimers(self.timers.carried("checkpoint"))
         with self.timers.measure("step"):
             self.await_rollouts()
             received = self.generate()
@@ -56,9 +56,9 @@ class ReasoningRunner(Runner):
         last = self.step == self.spec.algorithm.steps
         if self.validation is not None and (last or self.step % self.spec.validation.every_steps == 0):
             metrics |= self.evaluate()
+        self._log(metrics | self._rates(taken))  # before the checkpoint: a resume from it must find the line
         if self.checkpoint_due():
             self.save_checkpoint()
-        self._log(metrics | self._rates(taken))
         if self.stopping:
             raise Stopped("asked at a step boundary")
 

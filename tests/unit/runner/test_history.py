@@ -13,11 +13,13 @@ def test_lines_after_the_checkpoint_and_torn_ones_are_moved_not_lost(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = LedgerFile(path)
     ledger.write({"step": step, "group_id": f"0-{step}"} for step in (1, 2, 3))
-    ledger.close()
     with path.open("a") as file:
         file.write('{"step": 2, "gro')
     assert cut_back(path, 2) == 2
     assert [line["step"] for line in lines(path)] == [1, 2]
+    ledger.write([{"step": 3, "group_id": "0-9"}])  # opened before the cut
+    ledger.close()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
     lost = (tmp_path / "ledger.lost.jsonl").read_text().splitlines()
     assert json.loads(lost[0])["step"] == 3 and lost[1] == '{"step": 2, "gro'
 
