@@ -190,14 +190,7 @@ class Host:
             self._report_now.clear()
             self._beat()
             try:
-                answer = await self.context.hub.call(
-                    "heartbeat",
-                    self.identity.name,
-                    list(self.identity.incarnation),
-                    self.context.report(),
-                    timeout=max(self._heartbeat_seconds, 1.0),
-                    idempotent=True,
-                )
+                answer = await self._report(self.context.hub)
             except EpochFenced as error:
                 raise Ended(3, str(error)) from error
             except (DeadlineExceeded, InfrastructureError) as error:
@@ -214,6 +207,22 @@ class Host:
             self.context.update_view(answer.get("view"))
             await self._pause()
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
+
+    async def _report(self, hub: RpcClient) -> dict[str, Any]:
+        timeout = max(self._heartbeat_seconds, 1.0)
+        name, incarnation = self.identity.name, list(self.identity.incarnation)
+        answer: dict[str, Any] = await hub.call(
+            "heartbeat", name, incarnation, self.context.report(), timeout=timeout, idempotent=True
+        )
+        return answer
+
+    async def _tell_ready(self) -> None:
+        """Have the hub know the new state before the runner hears that the construction is done. On the handlers' loop."""
+        if self.context.hub is not None:
+            try:
+                await self._report(self.context.hub)
+            except (DeadlineExceeded, InfrastructureError) as error:
+                logger.debug("the next heartbeat will tell: %s", error)
 
     async def _pause(self) -> None:
         try:
@@ -283,7 +292,9 @@ class Host:
     # --- wiring ----------------------------------------------------------------------------------------------------
 
     async def _make_servant(self) -> Servant:
-        return Servant(self.context, on_methods=lambda methods: self._server.add_handlers(methods))
+        return Servant(
+            self.context, on_methods=lambda methods: self._server.add_handlers(methods), on_ready=self._tell_ready
+        )
 
     def _start_server(self) -> None:
         host = "127.0.0.1" if self.keys is None or split_address(self.identity.hub)[0] == "127.0.0.1" else "0.0.0.0"

@@ -11,7 +11,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError
@@ -30,11 +30,22 @@ ASYNC_CONCURRENCY = 64
 class Servant:
     """One worker object, or none yet."""
 
-    def __init__(self, context: WorkerContext, *, on_methods: Callable[[dict[str, Callable[..., Any]]], None]) -> None:
-        """Serve in `context`; `on_methods` is given the handlers of methods to be served under their own names."""
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        on_methods: Callable[[dict[str, Callable[..., Any]]], None],
+        on_ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Serve in `context`.
+
+        `on_methods` is given the handlers of methods to be served under their own names; `on_ready` is awaited when the
+        object is there, before the caller of `construct` is told.
+        """
         self.worker: Worker | None = None
         self._context = context
         self._on_methods = on_methods
+        self._on_ready = on_ready
         self._served: set[str] = set()
         self._built_from: Any = None
         self._epoch_told = context.epoch
@@ -46,6 +57,7 @@ class Servant:
         """Build the object of `{cls, args, kwargs, max_concurrency}`; the same again keeps it and tells it the epoch."""
         async with self._building:
             await self._construct(spec)
+            await self._on_ready()
         return {"value": None, "durations": {}}
 
     async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""A plan on this machine: loopback addresses, own folders, attempts; and the files that tell its processes."""
+
+import json
+
+from rl_core.api.job import RLJob
+from rl_core.launch.control import ControlClient
+from rl_core.launch.local_plan import as_attempt, control_port, localise, under_epoch
+from rl_core.launch.ports import free_ports
+from rl_core.launch.registry import ProcessEntry, ProcessRegistry
+from rl_core.plan.launch import Ports, build_launch_plan
+from rl_core.runner.control import ControlServer
+
+JOB = RLJob.model_validate(
+    {
+        "apiVersion": "rljob.dev/v1alpha1",
+        "kind": "RLJob",
+        "metadata": {"name": "j"},
+        "spec": {"model": {"path": "/m"}, "data": {"train": "t.jsonl"}, "rollout": {"replicas": 2}},
+    }
+)
+PORTS = Ports(hub=1, channel=2, control=3, health=4, master=5)
+
+
+def envs(plan):
+    return {p.name: p.env for pod in plan.pods for c in pod.containers for p in c.processes}
+
+
+def test_a_plan_made_for_a_cluster_runs_on_loopback_with_the_folders_of_this_run(tmp_path):
+    plan = localise(
+        build_launch_plan(JOB, name="j", uid="u"),
+        ports=PORTS,
+        curve_dir=tmp_path / "keys",
+        config=tmp_path / "job.json",
+    )
+    found = envs(plan)
+    for env in found.values():
+        assert env["RLJOB_HUB"] == "tcp://127.0.0.1:1" and env["RLJOB_CHANNEL"] == "tcp://127.0.0.1:2"
+        assert env["RLJOB_CURVE_DIR"] == str(tmp_path / "keys")
+    assert found["actor-0"]["MASTER_ADDR"] == "127.0.0.1" and found["actor-0"]["MASTER_PORT"] == "5"
+    assert found["runner"]["RLJOB_CONFIG"] == str(tmp_path / "job.json")
+    assert "RLJOB_CONFIG" not in found["rollout-0"] and control_port(plan) == 3
+
+
+def test_a_plan_made_for_loopback_keeps_its_ports_and_an_existing_job_file(tmp_path):
+    config = tmp_path / "mine.json"
+    config.write_text("{}")
+    plan = build_launch_plan(
+        JOB, name="j", uid="u", host="127.0.0.1", ports=Ports(hub=11, control=13), config=str(config)
+    )
+    found = envs(localise(plan, ports=PORTS, curve_dir=tmp_path, config=tmp_path / "job.json"))
+    assert found["rollout-1"]["RLJOB_HUB"] == "tcp://127.0.0.1:11"
+    assert found["runner"]["RLJOB_CONTROL_PORT"] == "13" and found["runner"]["RLJOB_CONFIG"] == str(config)
+
+
+def test_an_epoch_and_an_attempt_change_nothing_else():
+    plan = build_launch_plan(JOB, name="j", uid="u", epoch=0)
+    assert under_epoch(plan, 4) == build_launch_plan(JOB, name="j", uid="u", epoch=4)
+    pod = plan.pods[1]
+    again = as_attempt(pod, 3)
+    assert {p.env["RLJOB_INCARNATION"] for c in again.containers for p in c.processes} == {"3.0"}
+    assert as_attempt(again, 0) == pod
+
+
+def test_free_ports_are_different():
+    ports = free_ports()
+    assert len({ports.hub, ports.channel, ports.control, ports.health, ports.master}) == 5
+
+
+def entry(pid, process, **changes):
+    return ProcessEntry(**({"role": "env", "index": 0, "rank": None, "pid": pid, "process": process} | changes))
+
+
+def test_processes_json_lists_the_living_and_drops_what_an_ended_one_had_started(tmp_path):
+    path = tmp_path / "processes.json"
+    registry = ProcessRegistry(path)
+    assert json.loads(path.read_text()) == []
+    registry.add(entry(1, "supervisor"))
+    registry.add(entry(2, "worker", rank=0), parent=1)
+    registry.add(entry(3, "env-child", rank=0), parent=2)
+    registry.add(entry(4, "supervisor", role="rollout"))
+    assert json.loads(path.read_text())[0] == {"role": "env", "index": 0, "rank": 0, "pid": 3, "process": "env-child"}
+    registry.remove(2)
+    assert [e.pid for e in registry.entries()] == [1, 4]
+    registry.remove(1)
+    assert [e["pid"] for e in json.loads(path.read_text())] == [4]
+
+
+def test_the_control_client_shows_the_token_and_takes_silence_for_an_answer(tmp_path):
+    token = tmp_path / "control.token"
+    token.write_text("right\n")
+    finished = []
+    server = ControlServer(
+        "127.0.0.1",
+        0,
+        token="right",
+        status=lambda: {"step": 3},
+        actions={"POST /finish": lambda _: finished.append(1) or {}},
+    )
+    client = ControlClient(server.port, token)
+    assert client.status() == {"step": 3} and client.finish() and finished == [1]
+    token.write_text("wrong")
+    assert client.status() is None and not client.finish()
+    server.close()
+    assert ControlClient(server.port, token).status() is None

@@ -1,0 +1,217 @@
+"""Who is in the job, over a clock that the tests move: registration, silence, fencing, and what other members are told."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.api.errors import EpochFenced
+from rl_core.workers.member import WIRE_VERSION, Member, MemberState
+from rl_core.workers.membership import Membership
+
+
+class Clock:
+    """Time that tests move."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def hello(rank=0, *, incarnation=(0, 0), pid=10, role="rollout", **changes):
+    return {
+        "uid": "u",
+        "epoch": 3,
+        "role": role,
+        "group": role,
+        "rank": rank,
+        "world_size": 2,
+        "incarnation": list(incarnation),
+        "address": f"tcp://127.0.0.1:{5000 + pid}",
+        "pod": f"j-{role}-{rank}",
+        "pid": pid,
+        "host_token": "h",
+        "wire_version": WIRE_VERSION,
+    } | changes
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def table(clock):
+    return Membership(uid="u", epoch=3, suspect_seconds=6, lost_seconds=15, clock=clock)
+
+
+def advance(table, clock, seconds, step=0.5):
+    """Let time pass as the hub does: with a sweep every half second."""
+    for _ in range(round(seconds / step)):
+        clock.now += step
+        table.sweep()
+
+
+def test_an_accepted_hello_tells_the_epoch_and_everybody_present(table):
+    table.hello(hello(0))
+    answer = table.hello(hello(1, pid=11))
+    assert answer["accepted"] and answer["epoch"] == 3
+    assert [m["name"] for m in answer["view"]["members"]] == ["rollout:0", "rollout:1"]
+    assert [(c.kind, c.member.name) for c in table.take_changes()] == [("joined", "rollout:0"), ("joined", "rollout:1")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"uid": "other"}, "wrong_job"),
+        ({"wire_version": 0}, "wire_version"),
+        ({"epoch": 2}, "older_epoch"),
+        ({"epoch": 4}, "newer_epoch"),
+    ],
+    ids=["job", "wire", "older", "newer"],
+)
+def test_a_refused_hello_tells_the_reason_and_the_right_epoch_and_registers_nobody(table, changes, reason):
+    assert table.hello(hello(**changes)) == {"accepted": False, "reason": reason, "epoch": 3}
+    assert table.members() == [] and table.take_changes() == [] and table.refused == {reason: 1}
+
+
+def test_two_processes_of_one_rank_and_incarnation_are_a_duplicate(table):
+    table.hello(hello(pid=10))
+    assert table.hello(hello(pid=11))["reason"] == "duplicate_rank"
+    assert table["rollout:0"].pid == 10
+
+
+def test_a_lower_incarnation_is_refused_and_its_heartbeat_fenced(table):
+    table.hello(hello(incarnation=(1, 0), pid=20))
+    assert table.hello(hello(incarnation=(0, 3), pid=19))["reason"] == "duplicate_rank"
+    with pytest.raises(EpochFenced, match=r"rollout:0 incarnation 0\.3 was replaced by 1\.0"):
+        table.heartbeat("rollout:0", (0, 3), {})
+
+
+def test_a_higher_incarnation_replaces_the_old_member_which_is_told_lost_first(table):
+    table.hello(hello(pid=10))
+    table.take_changes()
+    assert table.hello(hello(pid=11, incarnation=(0, 1)))["accepted"]
+    told = [(c.kind, c.member.incarnation) for c in table.take_changes()]
+    assert told == [("lost", (0, 0)), ("joined", (0, 1))]
+
+
+def test_a_process_that_says_hello_again_counts_as_lost_and_joined(table):
+    table.hello(hello())
+    table.take_changes()
+    assert table.hello(hello())["accepted"]
+    assert [c.kind for c in table.take_changes()] == ["lost", "joined"]
+
+
+def test_silence_makes_suspect_then_lost_and_a_heartbeat_in_between_heals(table, clock):
+    table.hello(hello())
+    table.heartbeat("rollout:0", (0, 0), {"state": "serving"})
+    advance(table, clock, 6.5)
+    assert table["rollout:0"].state is MemberState.SUSPECT
+    table.heartbeat("rollout:0", (0, 0), {"state": "serving"})
+    assert table["rollout:0"].state is MemberState.SERVING
+    advance(table, clock, 15.5)
+    assert table["rollout:0"].state is MemberState.LOST and table.members() == []
+    lost = [c for c in table.take_changes() if c.kind == "lost"]
+    assert len(lost) == 1 and "no heartbeat for 15.5 s" in lost[0].reason
+
+
+def test_a_pause_of_the_hub_itself_is_no_silence_of_others(table, clock):
+    table.hello(hello())
+    advance(table, clock, 1)
+    clock.now += 3600
+    table.sweep()
+    assert table["rollout:0"].state is MemberState.JOINING
+    advance(table, clock, 15.5)
+    assert table["rollout:0"].state is MemberState.LOST
+
+
+def test_a_childs_end_is_a_loss_at_once_but_an_older_childs_is_no_news(table):
+    table.hello(hello(incarnation=(0, 1)))
+    table.take_changes()
+    table.child_ended("rollout:0", (0, 0), 137)
+    assert table.take_changes() == []
+    table.child_ended("rollout:0", (0, 1), 137)
+    assert [(c.kind, c.reason) for c in table.take_changes()] == [("lost", "its process ended with code 137")]
+
+
+def test_a_member_that_said_goodbye_is_drained_and_no_longer_listed(table):
+    table.hello(hello())
+    table.goodbye("rollout:0", (0, 0))
+    assert table["rollout:0"].state is MemberState.DRAINED and table.members("rollout") == []
+
+
+@pytest.mark.parametrize("gone", ["never seen", "lost"])
+def test_a_heartbeat_of_a_stranger_is_answered_with_say_hello(table, gone):
+    if gone == "lost":
+        table.hello(hello())
+        table.child_ended("rollout:0", (0, 0), 1)
+    assert table.heartbeat("rollout:0", (0, 0), {}) == {"epoch": 3, "refused": "unknown"}
+
+
+def test_ready_is_told_once_per_registration_even_through_a_suspicion(table, clock):
+    table.hello(hello())
+    table.heartbeat("rollout:0", (0, 0), {"state": "constructing"})
+    advance(table, clock, 7)
+    for state in ("ready", "serving", "updating", "serving"):
+        table.heartbeat("rollout:0", (0, 0), {"state": state})
+    assert [c.kind for c in table.take_changes()] == ["joined", "ready"]
+    table.hello(hello())
+    table.heartbeat("rollout:0", (0, 0), {"state": "ready"})
+    assert [c.kind for c in table.take_changes()] == ["lost", "joined", "ready"]
+
+
+def test_a_heartbeat_carries_the_view_only_when_it_moved(table):
+    table.hello(hello(0))
+    view = table.hello(hello(1, pid=11))["view"]
+    assert "view" not in table.heartbeat("rollout:1", (0, 0), {"view_version": view["version"]})
+    table.heartbeat("rollout:0", (0, 0), {"state": "serving", "policy_version": 7, "digest": "d"})
+    moved = table.heartbeat("rollout:1", (0, 0), {"view_version": view["version"]})["view"]
+    assert [(m["name"], m["state"], m["policy_version"]) for m in moved["members"]] == [("rollout:0", "serving", 7)]
+
+
+def test_progress_alone_does_not_move_the_view(table):
+    table.hello(hello(0))
+    version = table.version
+    table.heartbeat("rollout:0", (0, 0), {"progress": {"tokens": 5}})
+    assert table.version == version and table["rollout:0"].progress == {"tokens": 5}
+
+
+steps = st.one_of(
+    st.tuples(st.just("hello"), st.integers(0, 2), st.integers(0, 3)),
+    st.tuples(st.just("beat"), st.integers(0, 2), st.sampled_from(["joining", "constructing", "ready", "serving"])),
+    st.tuples(st.just("ended"), st.integers(0, 2), st.integers(0, 3)),
+    st.tuples(st.just("time"), st.floats(0.1, 20), st.just(0)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(steps, max_size=40))
+def test_whatever_happens_views_by_parts_equal_the_whole_and_comings_and_goings_alternate(script):
+    clock = Clock()
+    table = Membership(uid="u", epoch=3, suspect_seconds=6, lost_seconds=15, clock=clock)
+    follower, known, present = {}, -1, {}
+    for kind, a, b in script:
+        if kind == "hello":
+            table.hello(hello(a, incarnation=(b, 0), pid=100 * a + b))
+        elif kind == "beat":
+            member = table.get(f"rollout:{a}")
+            if member is not None:
+                table.heartbeat(member.name, member.incarnation, {"state": b})
+        elif kind == "ended":
+            table.child_ended(f"rollout:{a}", (b, 0), 1)
+        else:
+            advance(table, clock, a)
+        part = table.view(since=known)
+        known = part["version"]
+        follower |= {entry["name"]: Member.from_view(entry) for entry in part["members"]}
+        for change in table.take_changes():
+            if change.kind == "joined":
+                assert change.member.name not in present
+                present[change.member.name] = change.member.incarnation
+            elif change.kind == "lost":
+                assert present.pop(change.member.name) == change.member.incarnation
+    whole = {entry["name"]: Member.from_view(entry) for entry in table.view()["members"]}
+    assert follower == whole
+    assert sorted(present) == [m.name for m in table.members()]
