@@ -15,6 +15,13 @@ def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) ->
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
 
 
+def _transposed_product(left_MN: Tensor, right_MK: Tensor) -> Tensor:
+    """Return left transposed x right, [N, K]. The first operand is copied to be contiguous: the narrower one goes there."""
+    if left_MN.shape[1] <= right_MK.shape[1]:
+        return _product(left_MN.t(), right_MK.t())
+    return _product(right_MK.t(), left_MN.t()).t()
+
+
 class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,7 +35,7 @@ class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
         rows_MN, inputs_MK = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
         wants_inputs, wants_weight, _ = ctx.needs_input_grad
         grad_inputs = _product(rows_MN, weight.t()).view(inputs.shape) if wants_inputs else None
-        grad_weight = _product(rows_MN.t(), inputs_MK.t()) if wants_weight else None
+        grad_weight = _transposed_product(rows_MN, inputs_MK) if wants_weight else None
         return grad_inputs, grad_weight, rows_MN.sum(0) if ctx.has_bias else None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from rl_core.actors.base import Actor
 from rl_core.actors.forward import PackedBatch, score
 from rl_core.actors.fsdp.manager import FSDPModelManager
+from rl_core.actors.memory import keep_freed_memory
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
@@ -34,6 +35,8 @@ class FSDPActor(FSDPModelManager, Actor):
 
     def init_worker(self) -> None:
         """Build model and optimizer from `model.path`, keep the reference policy where KL needs one, open the publisher on rank 0."""
+        if self.compute_device.type == "cpu":
+            keep_freed_memory()
         self.setup_model_and_optimizer()
         if self.objective.needs_reference:
             self._reference = ReferencePolicy(list(self.model.parameters()))
