@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -67,7 +68,9 @@ def run_table(status: dict[str, Any]) -> Table:
     """Return the row that `kubectl get rljobs` shows."""
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
-    table = Table("PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "EPOCH", "TOK/S", "S/STEP")
+    table = Table(
+        "PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "EPOCH", "TOK/S", "S/STEP", box=SIMPLE
+    )
     table.add_row(
         status.get("phase", "-"),
         f"{status.get('step', 0)}/{status.get('totalSteps', '?')}",
@@ -87,7 +90,7 @@ def member_table(status: dict[str, Any]) -> Table | None:
     """Return a row per member, None before any joined."""
     if not status.get("members"):
         return None
-    table = Table("MEMBER", "POD", "STATE", "VERSION")
+    table = Table("MEMBER", "POD", "STATE", "VERSION", box=SIMPLE)
     for member in status["members"]:
         table.add_row(member["name"], member["pod"], member["state"], str(member["policyVersion"]))
     return table
@@ -98,7 +101,9 @@ def wait_table(status: dict[str, Any]) -> Table | None:
     if not status.get("waits") and not status.get("stall"):
         return None
     stall = status.get("stall")
-    table = Table("WHO", "WAITS FOR", "WHAT", "SECONDS", title=f"stall: {stall['message']}" if stall else None)
+    table = Table(
+        "WHO", "WAITS FOR", "WHAT", "SECONDS", title=f"stall: {stall['message']}" if stall else None, box=SIMPLE
+    )
     for wait in status.get("waits", []):
         table.add_row(wait["who"], wait["on"], wait["what"], _number(wait["seconds"], 1))
     return table

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -28,20 +29,22 @@ def show_plan(file: Path, settings: Sequence[str]) -> int:
 
 def process_table(plan: LaunchPlan) -> Table:
     """Return one row per process of the plan."""
-    table = Table("POD", "PROCESS", "GROUP", "RANK", "DEVICES", "THREADS", "COMMAND", title=f"{len(plan.pods)} pods")
+    table = Table("POD", "PROCESS", "RANK", "DEVICES", "THREADS", "MODULE", title=f"{len(plan.pods)} pods", box=SIMPLE)
     for pod in plan.pods:
         for container in pod.containers:
             for process in container.processes:
                 devices = ",".join(process.visible_devices) or "cpu"
                 threads = process.env.get("OMP_NUM_THREADS", "")
-                command = " ".join(process.command)
-                table.add_row(pod.name, process.name, process.group, str(process.rank), devices, threads, command)
+                command = " ".join(process.command).removeprefix("python -m ")
+                table.add_row(pod.name, process.name, str(process.rank), devices, threads, command)
     return table
 
 
 def memory_table(report: CapacityReport) -> Table:
     """Return one row per role and phase of the estimate."""
-    table = Table("ROLE", "PHASE", "DEVICE GiB", "HOST GiB", "LARGEST PART", title="memory per process (estimate)")
+    table = Table(
+        "ROLE", "PHASE", "DEVICE GiB", "HOST GiB", "LARGEST PART", title="memory per process (estimate)", box=SIMPLE
+    )
     for row in report.rows:
         largest = max(row.parts, key=lambda part: row.parts[part]) if row.parts else ""
         table.add_row(row.role, row.phase, f"{row.device / GIB:.2f}", f"{row.host / GIB:.2f}", largest)

@@ -97,3 +97,29 @@ def test_a_full_disk_while_checkpointing_ends_the_run_clearly_and_keeps_the_olde
     for path in complete:
         manifest = json.loads((path / "manifest.json").read_text())
         assert all((path / file["path"]).stat().st_size == file["size"] for file in manifest["files"])
+
+
+def test_a_stall_is_found_named_and_acted_on(start, tmp_path, tiny):
+    """A reward that hangs once, with deadlines too long to help: the stall rule restarts what is waited for."""
+    (tmp_path / "hang.py").write_text(
+        "import pathlib, time\n"
+        "MARK = pathlib.Path(__file__).with_suffix('.done')\n\n"
+        "def reward(prompts, completions, **columns):\n"
+        "    if not MARK.exists():\n"
+        "        MARK.touch()\n"
+        "        time.sleep(3600)\n"
+        "    return [float(len(text)) for text in completions]\n"
+    )
+    run = start(
+        algorithm={"steps": 3},
+        env={"type": "reward", "reward": "hang:reward"},
+        runtime={"deadlines": {"envStep": 1000.0}},
+        failurePolicy={"stall": {"seconds": 8.0}},
+        validation={"everySteps": 1000, "beforeTraining": False},
+    )
+    run.env["PYTHONPATH"] = str(tmp_path)
+    run.start()
+    stall = run.until(lambda: run.status().get("stall"), "a stall")
+    assert stall["reason"] == "WaitingForEnv" and "env" in stall["message"]
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=3, groups=4)
