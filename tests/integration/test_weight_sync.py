@@ -5,6 +5,7 @@ own, as after a restart of the actor. Tests that kill receivers start their own.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -45,8 +46,11 @@ class Receiver:
 
     def wait(self):
         self.about = {"name": self.name, **json.loads(self.process.stdout.readline())}
-        self.client = RpcClient(self.about["address"])
         return self
+
+    @functools.cached_property
+    def client(self):
+        return RpcClient(self.about["address"])
 
     def call(self, method, *args, **kwargs):
         return self.client.call_sync(method, *args, timeout=30, **kwargs)
@@ -315,16 +319,16 @@ def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
     with started(Receiver("rollout:0", keys=str(tmp_path))) as (receiver,):
-        for epoch, encrypt in enumerate((False, True)):
+        for version, encrypt in ((1, False), (3, True)):
             identity = Identity(
-                job="j", namespace="n", uid="u", epoch=epoch, role="actor", pod="p", pod_index=0, group="actor", rank=0,
+                job="j", namespace="n", uid="u", epoch=0, role="actor", pod="p", pod_index=0, group="actor", rank=0,
                 world_size=1,
             )  # fmt: skip
             keys = KeyRing(tmp_path, "actor")
             weights = {"bucketBytes": 1 << 20, "encrypt": encrypt}
             source = WeightPublisher(
                 {**SPEC, "weights": weights},
-                epoch,
+                0,
                 identity=identity,
                 keys=keys,
                 deadlines=QUICK,
@@ -332,9 +336,10 @@ def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
             )
             client = RpcClient(receiver.about["address"], keys, identity, service="rollout")
             try:
-                report = source.publish(1, model(1), [receiver.about], 1)
+                report = source.publish(version, model(version), [receiver.about], 1)
                 assert report["transport"] == "stream" and report["acked"] == ["rollout:0"]
-                assert client.call_sync("pull", source.address, elsewhere=True)[0] == 1
+                source.publish(version + 1, model(version + 1), [], 0)
+                assert client.call_sync("pull", source.address, elsewhere=True)[0] == version + 1
             finally:
                 client.close()
                 source.close()

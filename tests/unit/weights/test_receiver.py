@@ -1,0 +1,259 @@
+"""The receiver's states: only COMMIT of a proven version serves; whatever ends a sync before that does not.
+
+The publisher is played by hand, message by message, over a segment of this process.
+"""
+
+import asyncio
+
+import pytest
+import torch
+
+from rl_core.api.errors import DeadlineExceeded
+from rl_core.transports.shared_memory import SegmentStore
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.host_copy import HostCopies
+from rl_core.weights.manifest import build_manifest
+from rl_core.weights.receiver import ReceiverState, WeightReceiver, misfit
+
+
+class FakeEngine:
+    """A WeightTarget that records what it is told; `wait` holds a load until it is set, `slow` fails a pause."""
+
+    def __init__(self):
+        self.weights = {"a": torch.zeros(300), "b": torch.zeros(2, 2)}
+        self.calls = []
+        self.slow = False
+        self.leave = 0
+
+    async def prepare(self, deadline):
+        self.calls.append("prepare")
+        if self.slow:
+            raise DeadlineExceeded("rows 3 and 4 still run")
+
+    def names_and_shapes(self):
+        return {name: (tuple(tensor.shape), "float32") for name, tensor in self.weights.items()}
+
+    def load(self, tensors, version):
+        self.calls.append(f"load {version}")
+        for left, (name, tensor) in enumerate(tensors, start=-1):
+            self.weights[name].copy_(tensor)
+            if self.leave and left >= -self.leave:
+                return
+
+    async def resume(self, version, digest):
+        self.calls.append(f"resume {version}")
+
+
+class Wire:
+    """What a publisher would send for one version."""
+
+    def __init__(self, copies, version, *, epoch=1, value=None, deadline=30.0):
+        fill = float(version) if value is None else value
+        self.weights = {"a": torch.full((300,), fill), "b": torch.full((2, 2), fill)}
+        self.copy = copies.write(self.weights, version=version, epoch=epoch)
+        manifest = self.copy.manifest
+        self.offer = {
+            "digest": manifest.digest,
+            "manifest": manifest.packed,
+            "bucket_bytes": 1 << 20,
+            "deadline": deadline,
+        }
+        source = {"kind": "shared", "segment": self.copy.segment, "nbytes": self.copy.layout.nbytes}
+        self.transfer = {"digest": manifest.digest, "source": source}
+        self.commit = (version, manifest.digest)
+
+
+@pytest.fixture
+def copies():
+    store = SegmentStore("unit")
+    yield HostCopies(store, bucket_bytes=1 << 20, dtype="float32")
+    store.close()
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+async def receiver(engine):
+    made = WeightReceiver(None, None, 1, engine, deadlines=Deadlines(ready_seconds=5))
+    yield made
+    await made.close()
+
+
+async def sync(receiver, wire):
+    answers = [await receiver.offer(wire.offer)]
+    if answers[-1]["answer"] == "READY":
+        answers.append(await receiver.transfer(wire.transfer))
+    if answers[-1]["answer"] == "APPLIED":
+        answers.append(await receiver.commit(*wire.commit))
+    return [answer["answer"] for answer in answers]
+
+
+async def test_a_version_is_served_after_commit_and_not_before(receiver, engine, copies):
+    assert receiver.current() == (-1, "")
+    first, second = Wire(copies, 3), Wire(copies, 4)
+    assert await sync(receiver, first) == ["READY", "APPLIED", "ACK"]
+    assert receiver.current() == first.commit and torch.equal(engine.weights["a"], first.weights["a"])
+    assert engine.calls == ["prepare", "load 3", "resume 3"]
+    assert (await receiver.offer(second.offer))["have"] == list(first.commit)
+    assert receiver.state is ReceiverState.READY and engine.calls[-1] == "prepare"
+    await receiver.transfer(second.transfer)
+    assert receiver.state is ReceiverState.APPLIED and receiver.current() == (-1, "")
+    assert (await receiver.commit(*second.commit))["pause_seconds"] > 0
+    assert receiver.state is ReceiverState.SERVING and receiver.current() == second.commit
+
+
+async def test_repeated_messages_change_nothing(receiver, engine, copies):
+    wire = Wire(copies, 3)
+    await sync(receiver, wire)
+    calls = list(engine.calls)
+    assert await sync(receiver, wire) == ["ACK"]
+    assert (await receiver.commit(*wire.commit))["answer"] == "ACK"
+    assert engine.calls == calls
+
+
+async def test_a_transfer_repeated_after_a_lost_answer_moves_no_data(receiver, engine, copies):
+    wire = Wire(copies, 3)
+    await receiver.offer(wire.offer)
+    await receiver.transfer(wire.transfer)
+    assert (await receiver.transfer(wire.transfer))["answer"] == "APPLIED"
+    assert await sync(receiver, wire) == ["APPLIED", "ACK"]
+    assert engine.calls.count("load 3") == 1
+
+
+async def test_versions_may_be_skipped_but_never_go_back_inside_an_epoch(receiver, copies):
+    await sync(receiver, Wire(copies, 3))
+    assert await sync(receiver, Wire(copies, 9)) == ["READY", "APPLIED", "ACK"]
+    refusal = await receiver.offer(Wire(copies, 8).offer)
+    assert refusal["answer"] == "REFUSE" and "this receiver is at 9" in refusal["reason"]
+    assert receiver.state is ReceiverState.SERVING
+    other = await receiver.offer(Wire(copies, 9, value=1.0).offer)
+    assert other["answer"] == "REFUSE" and "raise the version" in other["reason"]
+
+
+async def test_the_first_offer_of_a_newer_epoch_is_accepted_whatever_its_version(receiver, copies):
+    await sync(receiver, Wire(copies, 9))
+    assert await sync(receiver, Wire(copies, 2, epoch=5)) == ["READY", "APPLIED", "ACK"]
+    assert receiver.epoch == 5 and receiver.current()[0] == 2
+    refusal = await receiver.offer(Wire(copies, 30, epoch=4).offer)
+    assert refusal == {"answer": "REFUSE", "reason": "older_epoch: offered 4, this receiver is at 5"}
+
+
+async def test_a_commit_of_what_was_not_applied_is_refused(receiver, copies):
+    wire = Wire(copies, 3)
+    assert (await receiver.commit(*wire.commit))["answer"] == "REFUSE"
+    await receiver.offer(wire.offer)
+    assert (await receiver.commit(*wire.commit))["answer"] == "REFUSE"
+    await receiver.transfer(wire.transfer)
+    assert (await receiver.commit(3, "another digest"))["answer"] == "REFUSE"
+    assert receiver.current() == (-1, "")
+
+
+async def test_a_transfer_that_was_not_offered_fails(receiver, copies):
+    answer = await receiver.transfer(Wire(copies, 3).transfer)
+    assert answer["answer"] == "FAILED" and "offer it first" in answer["reason"]
+
+
+async def test_a_newer_offer_replaces_an_uncommitted_one(receiver, copies):
+    old, new = Wire(copies, 3), Wire(copies, 4)
+    await receiver.offer(old.offer)
+    await receiver.transfer(old.transfer)
+    assert await sync(receiver, new) == ["READY", "APPLIED", "ACK"]
+    assert (await receiver.commit(*old.commit))["answer"] == "REFUSE"
+    assert receiver.current() == new.commit
+
+
+async def test_a_silent_publisher_before_the_data_leaves_the_old_version_intact_but_not_served(
+    receiver, engine, copies
+):
+    old, new = Wire(copies, 3), Wire(copies, 4, deadline=0.01)
+    await sync(receiver, old)
+    await receiver.offer(new.offer)
+    await until(lambda: receiver.state is ReceiverState.PAUSED)
+    assert receiver.current() == old.commit and engine.calls[-1] == "prepare"
+    assert await sync(receiver, old) == ["APPLIED", "ACK"]  # proven still: no data is needed to serve it again
+
+
+async def test_a_silent_publisher_before_commit_leaves_the_receiver_without_a_version(receiver, engine, copies):
+    await sync(receiver, Wire(copies, 3))
+    new = Wire(copies, 4, deadline=0.05)
+    await receiver.offer(new.offer)
+    await receiver.transfer(new.transfer)
+    await until(lambda: receiver.state is ReceiverState.DIRTY)
+    assert receiver.current() == (-1, "") and "resume 4" not in engine.calls
+    assert (await receiver.commit(*new.commit))["answer"] == "REFUSE"
+    assert await sync(receiver, Wire(copies, 1, epoch=2)) == ["READY", "APPLIED", "ACK"]
+
+
+async def test_a_wrong_checksum_names_the_tensor_and_leaves_no_version(receiver, copies):
+    await sync(receiver, Wire(copies, 3))
+    wire = Wire(copies, 4)
+    wire.copy.memory[wire.copy.layout.starts[1]] ^= 1
+    await receiver.offer(wire.offer)
+    answer = await receiver.transfer(wire.transfer)
+    assert (answer["answer"], answer["names"]) == ("FAILED", ["b"])
+    assert receiver.state is ReceiverState.DIRTY and receiver.current() == (-1, "")
+    assert await sync(receiver, Wire(copies, 5)) == ["READY", "APPLIED", "ACK"]
+
+
+async def test_an_engine_that_does_not_take_every_tensor_fails(receiver, engine, copies):
+    engine.leave = 1
+    wire = Wire(copies, 4)
+    await receiver.offer(wire.offer)
+    answer = await receiver.transfer(wire.transfer)
+    assert answer["answer"] == "FAILED" and "must take every tensor, it left 'b'" in answer["reason"]
+
+
+async def test_an_engine_that_cannot_pause_refuses(receiver, engine, copies):
+    engine.slow = True
+    answer = await receiver.offer(Wire(copies, 4).offer)
+    assert answer["answer"] == "REFUSE" and "rows 3 and 4 still run" in answer["reason"]
+    engine.slow = False
+    assert await sync(receiver, Wire(copies, 5)) == ["READY", "APPLIED", "ACK"]
+
+
+async def test_a_vanished_segment_is_a_failure_that_says_so(receiver, copies):
+    wire = Wire(copies, 4)
+    wire.transfer["source"]["segment"] = "rljob-unit-1-1"
+    await receiver.offer(wire.offer)
+    answer = await receiver.transfer(wire.transfer)
+    assert answer["answer"] == "FAILED" and "cannot be opened" in answer["reason"]
+    assert receiver.state is ReceiverState.UNVERSIONED  # nothing was touched
+
+
+async def test_an_unknown_source_is_refused(receiver, copies):
+    wire = Wire(copies, 4)
+    await receiver.offer(wire.offer)
+    answer = await receiver.transfer({**wire.transfer, "source": {"kind": "pigeon"}})
+    assert answer["answer"] == "FAILED" and "must be one of shared, stream, group" in answer["reason"]
+
+
+async def test_states_are_told_in_order(engine, copies):
+    told = []
+    receiver = WeightReceiver(
+        None, None, 1, engine, on_state=lambda state, version, digest: told.append((state.value, version))
+    )
+    await sync(receiver, Wire(copies, 3))
+    receiver.set_epoch(2)
+    assert told == [("ready", -1), ("applied", -1), ("serving", 3), ("unversioned", -1)]
+    await receiver.close()
+
+
+def test_misfit_names_what_is_missing_unknown_and_mis_shaped():
+    tied = torch.zeros(4, 2)
+    manifest = build_manifest({"a": torch.zeros(3), "e": tied, "h": tied, "x": torch.zeros(1)}, version=0, epoch=0)
+    fits = {"a": ((3,), "float32"), "e": (4, 2), "x": (1,)}
+    assert misfit(manifest, fits) == ""
+    assert (
+        misfit(manifest, {**{k: v for k, v in fits.items() if k != "e"}, "h": (4, 2)}) == ""
+    )  # either tied name will do
+    assert "missing q" in misfit(manifest, {**fits, "q": (1,)})
+    assert "unknown x" in misfit(manifest, {k: v for k, v in fits.items() if k != "x"})
+    assert "a must be bfloat16 [3], got float32 [3]" in misfit(manifest, {**fits, "a": ((3,), "bfloat16")})
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
