@@ -1,0 +1,107 @@
+"""The task of trl_side_by_side and recovery: a random 77,312-parameter model learns to write the letter a."""
+
+import json
+import os
+from pathlib import Path
+
+PROMPTS = 512
+PROMPT_LENGTH = 8
+MAX_NEW_TOKENS = 32
+PROMPTS_PER_STEP = 4
+GROUP_SIZE = 8
+LEARNING_RATE = 1e-3
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-=?!"
+REWARD_FILE = '''"""The reward of both sides."""
+
+
+def letter_a(prompts, completions, **columns):
+    return [text.count("a") / max(len(text), 1) for text in completions]
+'''
+
+
+def make_task(folder: Path, seed: int) -> None:
+    """Write model/, data/train.jsonl and reward.py for `seed` below `folder`."""
+    import random
+
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "data").mkdir(exist_ok=True)
+    vocabulary = _make_tokenizer(folder / "model")
+    _make_model(folder / "model", vocabulary, seed)
+    draw = random.Random(seed)
+    prompts = ["".join(draw.choices("bcdefghijklmnopqrstuvwxyz", k=PROMPT_LENGTH)) for _ in range(PROMPTS)]
+    lines = [json.dumps({"prompt": prompt, "answer": "a"}) + "\n" for prompt in prompts]
+    (folder / "data" / "train.jsonl").write_text("".join(lines))
+    (folder / "reward.py").write_text(REWARD_FILE)
+
+
+def _make_tokenizer(folder: Path) -> int:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = ["<pad>", "<eos>", "<unk>", *ALPHABET]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(names[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(names)
+
+
+def _make_model(folder: Path, vocabulary: int, seed: int) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def job_document(folder: Path, *, seed: int, steps: int, rollouts: int, **spec) -> dict:
+    """Return the job of the task in `folder`; `spec` replaces further blocks."""
+    return {
+        "apiVersion": "rljob.dev/v1alpha1",
+        "kind": "RLJob",
+        "metadata": {"name": "letters"},
+        "spec": {
+            "model": {"path": str(folder / "model")},
+            "data": {"train": str(folder / "data" / "train.jsonl")},
+            "algorithm": {
+                "promptsPerStep": PROMPTS_PER_STEP,
+                "groupSize": GROUP_SIZE,
+                "steps": steps,
+                "seed": seed,
+                "loss": {"clipLow": 0.2, "clipHigh": 0.2},
+            },
+            "actor": {"optimizer": {"learningRate": LEARNING_RATE, "weightDecay": 0.0}, "gradClip": 1.0},
+            "rollout": {
+                "replicas": rollouts,
+                "sampling": {"maxNewTokens": MAX_NEW_TOKENS},
+                "maxSequenceLength": PROMPT_LENGTH + MAX_NEW_TOKENS + 1,
+            },
+            "env": {"type": "reward", "reward": "reward:letter_a"},
+            "checkpoint": {"everySteps": None},
+        }
+        | spec,
+    }
+
+
+def one_thread() -> dict[str, str]:
+    """Return the environment of a process that computes on one thread and asks no model hub."""
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | threads | {"HF_HUB_OFFLINE": "1"}
