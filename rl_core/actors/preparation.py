@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.advantages import AdvantageInputs, clip_advantages, compute_advantages
-from rl_core.algorithms.filtering import overlong_filter, sequence_error_mask
+from rl_core.algorithms.advantages import AdvantageInputs, clip_advantages, compute_advantages, whiten
+from rl_core.algorithms.filtering import informative_groups, overlong_filter, sequence_error_mask
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
 from rl_core.algorithms.stats import Stat
@@ -65,13 +65,14 @@ def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens:
     result = compute_advantages(
         algorithm.name,
         AdvantageInputs(mask=batch.loss_mask, group_ids=batch.group_ids, valid=batch.valid, rewards=batch.rewards),
-        whiten=algorithm.whiten,
         reduce=reduce,
     )
-    limit = algorithm.advantage_clip
-    prepared.advantages = (
-        result.advantages if limit is None else clip_advantages(result.advantages, low=-limit, high=limit)
-    )
+    advantages, limit = result.advantages, algorithm.advantage_clip
+    if limit is not None:
+        advantages = clip_advantages(advantages, low=-limit, high=limit)
+    if algorithm.whiten:  # after the clip: whitening comes last, once
+        advantages = whiten(advantages, batch.loss_mask & batch.valid[:, None], reduce=reduce)
+    prepared.advantages = advantages
     prepared.metrics |= result.metrics
 
 
@@ -122,7 +123,6 @@ def _masked(batch: TrainingBatch, sample_mask: Tensor) -> TrainingBatch:
 def group_entry(record: PromptGroupRecord, *, min_std: float, rank: int) -> dict[str, Any]:
     """Return what the runner needs to admit a finished group (protocol.md 2): versions, tokens, raw rewards, informative or not."""
     rewards = [float(completion.reward) for completion in record.completions]
-    finite = torch.tensor([reward for reward in rewards if reward == reward], dtype=torch.float64)
     versions = [version for completion in record.completions for version in completion.policy_versions]
     return {
         "group_id": record.group_id,
@@ -131,9 +131,16 @@ def group_entry(record: PromptGroupRecord, *, min_std: float, rank: int) -> dict
         "v_max": max(versions, default=record.end_version),
         "tokens": sum(_generated(completion.message_log) for completion in record.completions),
         "rewards": rewards,
-        "informative": len(finite) >= 2 and float(finite.std()) > min_std,
+        "informative": _is_informative(record, min_std),
         "rank": rank,
     }
+
+
+def _is_informative(record: PromptGroupRecord, min_std: float) -> bool:
+    rewards = torch.tensor([completion.reward for completion in record.completions], dtype=torch.float32)
+    valid = torch.tensor([completion.loss_multiplier != 0 for completion in record.completions]) & rewards.isfinite()
+    groups = torch.zeros(len(rewards), dtype=torch.int64)
+    return bool(informative_groups(rewards, groups, valid=valid, min_std=min_std).any())
 
 
 def _generated(log: Sequence[Any]) -> int:
