@@ -22,7 +22,12 @@ FULL = {
     "algorithm__importance": {"mode": "tis"},
     "algorithm__loss": {"klCoefficient": 0.1, "entropyCoefficient": 0.01},
 }
-PER_SEQUENCE = {"algorithm__name": "dr_grpo", "actor__balance": False, "actor__accumulateWithoutSync": False}
+PER_SEQUENCE = {
+    "algorithm__name": "dr_grpo",
+    "actor__balance": False,
+    "actor__accumulateWithoutSync": False,
+    "actor__gradientCheckpointing": True,
+}
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 
 
@@ -56,6 +61,7 @@ def pair(folder, model, alone):
         scenario(name, make_spec(model, **changes), TRAIN_AND_LOOK, world_size=2)
         for name, changes in {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE}.items()
     ]
+    scenarios.append(scenario("half", make_spec(model, model__dtype="bfloat16"), [["train", 1]], world_size=2))
     named = {
         "uninterrupted": [["train", 1], ["save", by_two, 1], ["train", 2], ["train", 3], ["weights"]],
         "resumed": [["load", by_two], ["train", 2], ["train", 3], ["weights"]],
@@ -90,6 +96,10 @@ def test_two_ranks_train_like_one(alone, pair, name):
         # Adam divides by the gradient's own size, so a gradient that is zero up to rounding moves weights by rounding x lr.
         assert pair[0][name]["weights"][tensor] == pytest.approx(values, abs=2e-5), tensor
     assert pair[0][name]["counts"] == pair[1][name]["counts"] == alone[name]["counts"]
+
+
+def test_half_precision_trains_nearly_the_same_loss(alone, pair):
+    assert pair[0]["half"]["metrics"][0]["loss"] == pytest.approx(alone["plain"]["metrics"][0]["loss"], abs=2e-2)
 
 
 def test_all_ranks_report_the_same_metrics_and_rank_zero_alone_gets_weights_and_scores(pair):

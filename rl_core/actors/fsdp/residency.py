@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rl_core.actors.fsdp.optimizer import MOMENTS
 from rl_core.actors.offload import Offloader
+from rl_core.actors.shards import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class Residency:
         Raises RuntimeError when gradients wait for their optimizer step.
         """
         if offload_grad:
-            if any(parameter.grad is not None for parameter in self.model.parameters()):
+            if self._grads_wait():
                 raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
+            self.optimizer.zero_grad(set_to_none=True)
             self.is_grad_offloaded = True
         if not self.is_weight_offloaded:
             self._weights.offload([*self.model.parameters(), *self.model.buffers()])
@@ -59,7 +61,9 @@ class Residency:
         if self.is_weight_offloaded:
             self._weights.reload()
             self._report("onload", self._weights)
-        if load_grad:
+        if load_grad and self.is_grad_offloaded:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
             self.is_grad_offloaded = False
 
     def offload_optimizer(self) -> None:
@@ -93,6 +97,10 @@ class Residency:
     def _require_loaded(self, doing: str) -> None:
         if self.is_weight_offloaded:
             raise RuntimeError(f"{doing} needs the weights, which are offloaded; call load_param_and_grad first")
+
+    def _grads_wait(self) -> bool:
+        grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
+        return any(bool(grad.count_nonzero()) for grad in grads)
 
     def _moment_tensors(self) -> list[Tensor]:
         return [state[moment] for state in self.optimizer.state.values() for moment in MOMENTS]

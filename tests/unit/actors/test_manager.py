@@ -263,7 +263,7 @@ def test_offloaded_weights_are_away_and_back_bit_for_bit(make_manager, tmp_path)
     manager.load_param_and_grad(0, True)
     manager.load_optimizer(0)
     assert equal(weights(manager), before) and [id(p) for p in manager.model.parameters()] == objects
-    assert not manager.is_grad_offloaded
+    assert not manager.is_grad_offloaded and all(not p.grad.any() for p in manager.model.parameters())
 
 
 def test_gradients_waiting_for_their_step_cannot_be_dropped(make_manager):
