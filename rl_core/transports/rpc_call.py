@@ -91,7 +91,8 @@ class Call:
         """Thread that waits for this call and settles it itself."""
         self.outcome: tuple[str, Answer] | None = None
         """What a driver has to settle."""
-        self.woken = threading.Semaphore(0)
+        self.woken: threading.Lock | None = None
+        """What a driver that does not lead waits on."""
 
     def settle(self) -> None:
         """Give the driver's outcome, if there is one, to the sink."""

@@ -114,20 +114,21 @@ class Connection:
             if leads:
                 self._leader = call
                 self._io.mute(self._descriptor, True)
-        until = None if timeout is None else self._io.clock() + timeout
+            else:
+                call.woken = threading.Lock()
+                call.woken.acquire()
         try:
             if leads:
-                self._lead(call, until)
-            else:
+                self._lead(call, None if timeout is None else self._io.clock() + timeout)
+            elif call.woken is not None:
                 call.woken.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
             with self._lock:
                 call.driver = None
                 if leads:
                     self._leader = None
-                    if self._state is not _State.CLOSED:
+                    if self._state is not _State.CLOSED:  # news since the last read is still told by the descriptor
                         self._io.mute(self._descriptor, False)
-                        self._read_all()
             call.settle()
 
     def abandon(self, call: Call) -> None:
@@ -157,7 +158,7 @@ class Connection:
         with self._lock:
             if self._state in (_State.GREETING, _State.READY):
                 parts = frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None)
-                self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+                sockets.send(self._socket, parts)
                 self._read_if_swallowed()
 
     def fail(self, reason: str) -> None:
@@ -178,6 +179,9 @@ class Connection:
         if keys is not None and service is not None:
             keys.connect(self._socket, service)
         self._descriptor = sockets.descriptor(self._socket)
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        self._poll.register(self._nudge, select.POLLIN)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._io.register(self._monitor, self._watch)
         self._io.register(self._socket, self._on_readable)
@@ -214,25 +218,21 @@ class Connection:
             self._sent[call.id] = call
             self._bytes += call.nbytes
             call.sent = True
-            self._socket.send_multipart(call.parts, zmq.NOBLOCK, copy=False)
+            sockets.send(self._socket, call.parts)
 
     # --- reading ---
 
     def _lead(self, call: Call, until: float | None) -> None:
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        poll.register(self._nudge, select.POLLIN)
-        while True:
-            with self._lock:
-                self._read_all()
-                if call.ended:
-                    return
+        """Wait and read until `call` ended. `submit` has read before; what came since is told by the descriptor."""
+        while not call.ended:
             left = None if until is None else until - self._io.clock()
             if left is not None and left <= 0:
                 return
-            for descriptor, _ in poll.poll(None if left is None else left * 1000 + 1):
+            for descriptor, _ in self._poll.poll(None if left is None else left * 1000 + 1):
                 if descriptor == self._nudge:
                     os.eventfd_read(self._nudge)
+            with self._lock:
+                self._read_all()
 
     def _on_readable(self) -> None:
         with self._lock:
@@ -247,7 +247,7 @@ class Connection:
         self._reading = True
         try:
             while self._state is not _State.CLOSED and sockets.readable(self._socket):
-                self._read(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                self._read(sockets.receive(self._socket))
         finally:
             self._reading = False
 
@@ -312,7 +312,8 @@ class Connection:
         if call.driver is not None:
             call.outcome = (kind, answer)
             if call is not self._leader:
-                call.woken.release()
+                if call.woken is not None:
+                    call.woken.release()
             elif call.driver != threading.get_ident():
                 os.eventfd_write(self._nudge, 1)
         elif call.inplace:

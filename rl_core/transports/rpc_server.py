@@ -233,7 +233,7 @@ class RpcServer:
                 for _ in range(_BATCH):
                     if self._socket is None or not sockets.readable(self._socket):
                         return
-                    self._receive(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                    self._receive(sockets.receive(self._socket))
             finally:
                 self._receiving = False
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
@@ -410,7 +410,7 @@ class RpcServer:
             if self._socket is None:
                 return False
             try:
-                self._socket.send_multipart([peer.routing_id, *parts], zmq.NOBLOCK, copy=False)
+                sockets.send(self._socket, [peer.routing_id, *parts])
             except zmq.ZMQError as error:
                 if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise

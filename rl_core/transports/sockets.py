@@ -35,6 +35,10 @@ LINGER_MS = 1_000
 RECONNECT_MS = (200, 5_000)
 """First and longest pause between two attempts to connect."""
 
+# as plain integers: pyzmq's flag enums cost microseconds per operation
+_EVENTS, _POLLIN, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.MORE)
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+
 
 class Timer:
     """A callback waiting for its time; `cancel` forgets it."""
@@ -206,9 +210,26 @@ class IoThread:
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
-    """Return whether a message waits on `socket`."""
-    events: Any = socket.getsockopt(zmq.EVENTS)
-    return bool(events & zmq.POLLIN)
+    """Return whether a message waits on `socket`. Takes about 3 us: ask once per turn."""
+    events: Any = socket.get(_EVENTS)
+    return bool(events & _POLLIN)
+
+
+def send(socket: zmq.Socket[Any], parts: list[Any]) -> None:
+    """Send a message without waiting and without copying its large parts. Raises zmq.ZMQError."""
+    for part in parts[:-1]:
+        socket.send(part, _NOBLOCK_MORE, copy=False)
+    socket.send(parts[-1], _NOBLOCK, copy=False)
+
+
+def receive(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
+    """Return the frames of a message that waits on `socket`."""
+    frame = socket.recv(_NOBLOCK, copy=False)
+    parts = [frame]
+    while frame.get(_MORE):
+        frame = socket.recv(_NOBLOCK, copy=False)
+        parts.append(frame)
+    return parts
 
 
 def descriptor(socket: zmq.Socket[Any]) -> int:

@@ -240,15 +240,21 @@ class TestDeadlines:
         blocking = asyncio.create_task(client.call("block"))
         assert await asyncio.to_thread(service.started.wait, 10)
         queued = asyncio.create_task(client.call("block"))
-        await asyncio.sleep(0.05)
+        await self.settled(client)
         queued.cancel()
         await asyncio.gather(queued, return_exceptions=True)
+        await self.settled(client)
         service.release.set()
         assert await blocking == 1
         assert await client.call("echo", 1) == 1
         assert service.runs == 1
         client.close()
         server.close()
+
+    async def settled(self, client):
+        """Return when the server has taken up all that was sent before: unknown methods are answered without a handler."""
+        with pytest.raises(ConfigError):
+            await client.call("nothing")
 
 
 class TestStreams:

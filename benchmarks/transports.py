@@ -1,0 +1,315 @@
+"""Speed of RPC, channels, tensors and bulk streams beside Ray, raw pyzmq and memcpy, in one run. Prints JSON.
+
+    OMP_NUM_THREADS=1 python benchmarks/transports.py [--runs 5] [--no-ray]
+
+Every figure is the median over runs in which ours and the peers take turns, so that a busy machine slows them alike. All
+servers are processes of their own. Units: calls or items per second (put then get, one after the other), GB/s.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import zmq
+from blake3 import blake3
+
+KIB, MIB = 2**10, 2**20
+SIZES = {"1KB": KIB, "1MB": MIB, "64MB": 64 * MIB}
+SECONDS = 0.6
+
+
+# --- processes at the other end ---------------------------------------------------------------------------------------
+
+
+def serve_rpc():
+    from rl_core.transports.rpc import RpcServer
+
+    return RpcServer("tcp://127.0.0.1:0", {"nbytes": lambda array: array.nbytes}).start().address
+
+
+def serve_channel():
+    from rl_core.channel.server import ChannelServer
+
+    return ChannelServer("tcp://127.0.0.1:0").start().address
+
+
+def serve_tensors(shared: bool):
+    from rl_core.transports.rpc import RpcServer
+
+    return RpcServer("tcp://127.0.0.1:0", {"nbytes": lambda array: array.nbytes}, share_memory=shared).start().address
+
+
+def serve_echo():
+    """Raw pyzmq ROUTER: takes multipart messages, answers with their size; its own thread is the main thread."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    print(f"tcp://127.0.0.1:{port}", flush=True)
+    while True:
+        peer, *frames = router.recv_multipart(copy=False)
+        router.send_multipart([peer.bytes, str(sum(len(frame.buffer) for frame in frames)).encode()])
+
+
+def serve_bulk():
+    """On "bulk": offer 256 MiB. On "plain" and "tagged": push them by raw pyzmq, without and with a BLAKE3 tag each."""
+    from rl_core.transports.bulk import WINDOW, BulkSender, chunks
+
+    data = np.ones(256 * MIB, np.uint8)
+    sender = BulkSender("tcp://127.0.0.1:0")
+    push = zmq.Context().socket(zmq.PUSH)
+    push.set_hwm(WINDOW)
+    port = push.bind_to_random_port("tcp://127.0.0.1")
+    print(f"tcp://127.0.0.1:{port}", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "bulk":
+            ticket = sender.offer([data])
+            print(ticket["address"], ticket["ticket"].hex(), ticket["key"].hex(), flush=True)
+        else:
+            for chunk in chunks([data]):
+                if line.strip() == "tagged":
+                    push.send(blake3(chunk, key=bytes(32)).digest(), zmq.SNDMORE)
+                push.send(chunk, copy=False)
+            push.send(b"")
+
+
+class Other:
+    """A process that serves `what`; its first line of output is `address`."""
+
+    def __init__(self, what):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.address = self.line()
+
+    def line(self):
+        return self.process.stdout.readline().strip()
+
+    def tell(self, word):
+        print(word, file=self.process.stdin, flush=True)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def rate(operation, *, seconds=SECONDS, least=3):
+    """Return operations per second over about `seconds`, after a short warm-up."""
+    for _ in range(2):
+        operation()
+    count, began = 0, time.perf_counter()
+    while count < least or time.perf_counter() - began < seconds:
+        operation()
+        count += 1
+    return count / (time.perf_counter() - began)
+
+
+def rpc_cases(stack):
+    from rl_core.transports.rpc import RpcClient
+
+    ours, raw = Other("rpc"), Other("echo")
+    stack.callback(ours.close)
+    stack.callback(raw.close)
+    client = RpcClient(ours.address)
+    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.connect(raw.address)
+    cases = {}
+    for name in ("1KB", "1MB"):
+        array = np.ones(SIZES[name], np.uint8)
+        cases[f"rpc {name}", "ours"] = lambda array=array: client.call_sync("nbytes", array)
+
+        def echo(array=array):
+            dealer.send(array, copy=False)
+            dealer.recv()
+
+        cases[f"rpc {name}", "raw pyzmq"] = echo
+    return cases
+
+
+def channel_cases(stack):
+    from rl_core.channel import Channel
+    from rl_core.channel.client import ChannelClient
+
+    server = Other("channel")
+    stack.callback(server.close)
+    channel = Channel.create("bench", client=ChannelClient(server.address))
+    cases = {}
+    for name, size in SIZES.items():
+        array = np.ones(size, np.uint8)
+
+        def put_get(array=array):
+            channel.put(array)
+            channel.get()
+
+        cases[f"channel put-get {name}", "ours"] = put_get
+    return cases
+
+
+def tensor_cases(stack):
+    """One 64 MB tensor to another process: GB/s. The raw peer sends one frame of the same size in the same mode."""
+    from rl_core.transports.rpc import RpcClient
+
+    shared, socket, raw = Other("shared"), Other("socket"), Other("echo")
+    for other in (shared, socket, raw):
+        stack.callback(other.close)
+    array, target = np.ones(64 * MIB, np.uint8), np.zeros(64 * MIB, np.uint8)
+    by_memory, by_socket = RpcClient(shared.address), RpcClient(socket.address, share_memory=False)
+    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.connect(raw.address)
+
+    def echo():
+        dealer.send(array, copy=False)
+        dealer.recv()
+
+    return {
+        ("64MB by shared memory, GB/s", "ours"): lambda: by_memory.call_sync("nbytes", array),
+        ("64MB by shared memory, GB/s", "memcpy"): lambda: np.copyto(target, array),
+        ("64MB by socket, GB/s", "ours"): lambda: by_socket.call_sync("nbytes", array),
+        ("64MB by socket, GB/s", "raw pyzmq"): echo,
+    }
+
+
+def bulk_cases(stack):
+    from rl_core.transports.bulk import WINDOW, BulkReceiver
+
+    other = Other("bulk")
+    stack.callback(other.close)
+    pull = zmq.Context().socket(zmq.PULL)
+    pull.set_hwm(WINDOW)
+    pull.connect(other.address)
+
+    def ours():
+        other.tell("bulk")
+        address, ticket, key = other.line().split()
+        for chunk in BulkReceiver({"address": address, "ticket": bytes.fromhex(ticket), "key": bytes.fromhex(key)}):
+            del chunk
+
+    def plain():
+        other.tell("plain")
+        while len(pull.recv(copy=False).buffer):
+            pass
+
+    def tagged():
+        other.tell("tagged")
+        while len(frames := pull.recv_multipart(copy=False)) == 2:
+            if blake3(frames[1].buffer, key=bytes(32)).digest() != frames[0].bytes:
+                raise AssertionError("a tag does not hold")
+
+    return {
+        ("256MB stream, GB/s", "ours"): ours,
+        ("256MB stream, GB/s", "raw pyzmq with tags"): tagged,
+        ("256MB stream, GB/s", "raw pyzmq without tags"): plain,
+    }
+
+
+def ray_cases(stack):
+    import ray
+    from ray.util.queue import Queue
+
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=1024 * MIB, logging_level="ERROR", log_to_driver=False
+    )
+    stack.callback(ray.shutdown)
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def nbytes(self, array):
+            return array.nbytes
+
+    actor, queue = Actor.remote(), Queue(actor_options={"num_cpus": 0})
+    cases = {}
+    for name, size in SIZES.items():
+        array = np.ones(size, np.uint8)
+        if name != "64MB":
+            cases[f"rpc {name}", "ray actor"] = lambda array=array: ray.get(actor.nbytes.remote(array))
+
+        def put_get(array=array):
+            queue.put(array)
+            queue.get()
+
+        cases[f"channel put-get {name}", "ray.util.queue"] = put_get
+    return cases
+
+
+def measure(runs, with_ray):
+    samples = defaultdict(list)
+    with contextlib.ExitStack() as stack:
+        cases = {**rpc_cases(stack), **channel_cases(stack), **tensor_cases(stack), **bulk_cases(stack)}
+        if with_ray:
+            cases |= ray_cases(stack)
+        for _ in range(runs):
+            for case, operation in sorted(cases.items()):
+                factor = {"64MB by": 64 * MIB / 1e9, "256MB s": 256 * MIB / 1e9}.get(case[0][:7], 1.0)
+                samples[case].append(rate(operation) * factor)
+    return {case: statistics.median(values) for case, values in samples.items()}
+
+
+GOALS = {
+    ("rpc 1KB", "ray actor"): 3.0,
+    ("rpc 1MB", "ray actor"): 3.0,
+    **{(f"channel put-get {name}", "ray.util.queue"): 10.0 for name in SIZES},
+    ("64MB by shared memory, GB/s", "memcpy"): 0.5,
+    ("64MB by socket, GB/s", "raw pyzmq"): 0.9,
+    ("256MB stream, GB/s", "raw pyzmq with tags"): 0.9,
+}
+"""(figure, peer) -> the ratio ours / peer to reach."""
+
+
+def report(figures):
+    table = {}
+    for (figure, who), value in sorted(figures.items()):
+        entry = table.setdefault(figure, {})
+        entry[who] = round(value, 2)
+        if who != "ours":
+            entry[f"ours / {who}"] = round(figures[figure, "ours"] / value, 2)
+            if (figure, who) in GOALS:
+                entry["goal"] = GOALS[figure, who]
+    return table
+
+
+SERVICES = {
+    "rpc": serve_rpc,
+    "channel": serve_channel,
+    "shared": lambda: serve_tensors(True),
+    "socket": lambda: serve_tensors(False),
+    "echo": serve_echo,
+    "bulk": serve_bulk,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--no-ray", action="store_true")
+    parser.add_argument("--serve", choices=sorted(SERVICES), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        address = SERVICES[options.serve]()
+        print(address, flush=True)
+        sys.stdin.read()
+        return
+    figures = measure(options.runs, not options.no_ray)
+    load = os.getloadavg()[0]
+    print(
+        json.dumps(
+            {"cores": os.cpu_count(), "load_after": round(load, 1), "runs": options.runs, "figures": report(figures)},
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
