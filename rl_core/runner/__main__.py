@@ -113,10 +113,13 @@ def _lost(runner: Runner, member: Member, reason: str) -> None:
 
 
 def housekeeping(runner: Runner, ended: threading.Event) -> None:
-    """Once a second requeue overdue leases and log what the stall detector sees."""
+    """Once a second let the runner tidy up and log what the stall detector sees."""
     told = None
     while not ended.wait(1.0):
-        runner.intake.expire()
+        try:
+            runner.housekeep()
+        except RLJobError as error:
+            logger.warning("housekeeping: %s", error)
         stall = runner.status()["stall"]
         if stall is not None and stall["reason"] != told:
             logger.warning("stall: %s: %s", stall["reason"], stall["message"])

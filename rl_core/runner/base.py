@@ -109,6 +109,7 @@ class Runner:
         self.membership.on_failure = self._fail
         self.board = StatusBoard(self.spec, cluster, epoch=epoch)
         self.board.ledger_metrics = self.intake.metrics
+        self.board.channels = lambda: self._channels
         self.checkpoints = Checkpoints(self.spec, output=output, epoch=epoch)
         probe = [int(token) for message in train[0]["message_log"] for token in message["token_ids"]]
         self.sync = WeightSync(
@@ -118,6 +119,7 @@ class Runner:
         if validation is not None:
             self.validation = Validation(self.spec, validation.samples, prompts=self.prompts, results=self.results)
         self.ledger_file: LedgerFile | None = None
+        self._channels: list[dict[str, Any]] = []
         self._guard = threading.Lock()
         self._pending: WorkerGroupFuncResult | None = None
         self._failure: RLJobError | None = None
@@ -228,6 +230,21 @@ class Runner:
     def _end_step(self, step: int) -> None:
         for _ in range(self.spec.actor.world_size):
             self.trajectories.put({"end_of_step": step})
+
+    def housekeep(self) -> None:
+        """Once a second, from a thread: requeue overdue leases and dead prompts, look at the channels."""
+        self.intake.expire()
+        stats = [channel.stats() for channel in (self.prompts, self.trajectories, self.results)]
+        self._channels = [
+            {"name": s.name, "depth": s.depth, "oldestAge": round(s.oldest_age_seconds, 3)} for s in stats
+        ]
+        for delivery in self.prompts.dead_items() if stats[0].dead_items else []:
+            item = delivery.item
+            if item["mode"] == "train":
+                self.intake.give_back(
+                    item["group_id"], item["lease_token"], "worker_lost", "its rollouts were lost each time"
+                )
+            delivery.ack()
 
     # --- control ---------------------------------------------------------------------------------------------------
 
