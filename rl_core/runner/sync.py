@@ -70,20 +70,14 @@ class WeightSync:
             reports = self._actor.sync_model_to_rollout(version, receivers, wanted).wait(
                 self._spec.runtime.deadlines.weight_sync
             )
-        report = SyncReport(
-            version=version,
-            **{
-                key: value
-                for key, value in reports[0].items()
-                if key in SyncReport.__dataclass_fields__ and key != "version"
-            },
-        )
+        facts = {key: reports[0][key] for key in ("digest", "failed", "seconds", "bytes", "transport")}
+        report = SyncReport(version=version, acked=tuple(reports[0]["acked"]), **facts)
         self._acked = (version, frozenset(report.acked))
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self._membership.rejoin(list(report.failed))
         if self._spec.weights.content_check and report.acked:
-            self._check = self._checker.submit(self._compare, version, tuple(report.acked))
+            self._check = self._checker.submit(self._compare, version, report.acked)
         return report
 
     def confirm(self) -> None:

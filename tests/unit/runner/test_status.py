@@ -1,0 +1,60 @@
+"""`/status` tells phases, roles, lag and missing pods as they are."""
+
+from types import SimpleNamespace
+
+from rl_core.api.job import RLJobSpec
+from rl_core.runner.status import Phase, StatusBoard
+
+
+def member(name, *, state="serving", version=0, wait=None, progress=None):
+    role, _, rank = name.partition(":")
+    facts = {
+        "device_uuids": (),
+        "progress": progress or {},
+        "wait": wait,
+        "pod": f"j-{role}-{rank}",
+        "policy_version": version,
+    }
+    return SimpleNamespace(name=name, role=role, rank=int(rank), state=state, **facts)
+
+
+def board(members, **spec):
+    job = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 2}, **spec})
+    return StatusBoard(job, SimpleNamespace(members=lambda: members), epoch=2)
+
+
+def test_a_role_tells_ready_lost_versions_and_lag():
+    told = board([member("actor:0", state="ready"), member("rollout:0", version=4)])
+    told.set(policyVersion=5, step=5)
+    status = told.snapshot()
+    rollout = next(role for role in status["roles"] if role["name"] == "rollout")
+    assert rollout == {"name": "rollout", "desired": 2, "ready": 1, "lost": 1, "versions": {"4": 1}, "lag": 1}
+    assert (status["epoch"], status["step"], status["totalSteps"]) == (2, 5, 200)
+
+
+def test_a_phase_ends_with_its_block_even_by_an_error():
+    told = board([])
+    try:
+        with told.during(Phase.TRAINING):
+            assert told.phase is Phase.TRAINING
+            raise OSError
+    except OSError:
+        pass
+    assert told.phase is Phase.STARTING
+
+
+def test_waits_of_members_and_of_the_runner_form_the_graph():
+    told = board([member("rollout:0", wait={"what": "scores", "on": "env:0", "since_seconds": 3.0})])
+    with told.during(Phase.GENERATING):
+        waits = {(wait["who"], wait["on"]) for wait in told.snapshot()["waits"]}
+    assert waits == {("rollout:0", "env:0"), ("runner", "rollout")}
+
+
+def test_a_failure_is_counted_and_told_at_the_end():
+    told = board([])
+    told.count_failure("rollout", "lost")
+    told.count_failure("rollout", "lost")
+    told.end(Phase.FAILED, {"type": "DataError", "message": "bad"})
+    status = told.snapshot()
+    assert status["failures"] == {"rollout/lost": 2} and status["failure"]["message"] == "bad"
+    assert status["phase"] == "Failed" and status["stall"] is None
