@@ -12,6 +12,7 @@ from rl_core.actors.forward import PackedBatch, score
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.memory import keep_freed_memory
 from rl_core.actors.reference import ReferencePolicy
+from rl_core.actors.shards import host_alias
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.transports.sockets import split_address
@@ -87,7 +88,7 @@ class FSDPActor(FSDPModelManager, Actor):
         """
         version = self.global_step if version is None else version
         with self.loaded(), self.ranks.guard(f"publishing version {version}"):
-            tensors = self.whole_tensors()
+            tensors = ((name, host_alias(tensor)) for name, tensor in self.whole_tensors())
             try:
                 if self.publisher is None:
                     return None

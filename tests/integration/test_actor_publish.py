@@ -1,0 +1,80 @@
+"""I2 from the trainer's side: what a receiver gets and proves is what was trained, tied names once, sharded or not."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from actor_samples import make_model, make_record, make_spec
+
+from rl_core.actors.fsdp.actor import FSDPActor
+from rl_core.actors.shards import local_tensor
+from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.receiver import WeightReceiver
+
+
+class Engine:
+    """Holds the tensors it is given."""
+
+    def __init__(self, shapes):
+        self.shapes, self.weights, self.serves = shapes, {}, None
+
+    async def prepare(self, deadline):
+        self.serves = None
+
+    def names_and_shapes(self):
+        return self.shapes
+
+    def load(self, tensors, version):
+        self.weights = {name: tensor.clone() for name, tensor in tensors}
+
+    async def resume(self, version, digest):
+        self.serves = (version, digest)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def actor(request, tmp_path):
+    actor = FSDPActor(make_spec(make_model(tmp_path / "model"), model__dtype=request.param))
+    actor.init_worker()
+    actor.publisher = WeightPublisher(actor.cfg, 0)
+    yield actor
+    actor.close()
+
+
+def train(actor, step):
+    actor.load_batch([make_record(group) for group in range(4)])
+    actor.compute_advantages_and_returns()
+    actor.run_training(step)
+
+
+async def test_a_late_joiner_holds_the_trained_weights(actor):
+    assert actor.strategy.shards == (actor.dtype == torch.bfloat16)
+    await asyncio.to_thread(train, actor, 1)
+    report = await asyncio.to_thread(actor.sync_model_to_rollout, 1, [], 0)
+    own = dict(actor.model.named_parameters())
+    assert report["bytes"] == sum(p.numel() for p in own.values()) * actor.dtype.itemsize
+    state = await asyncio.to_thread(actor.get_model_state_dict, True, True)
+    engine = Engine({name: (tuple(t.shape), actor.cfg.model.dtype) for name, t in state.items()})
+    receiver = WeightReceiver(actor.cfg, None, 0, engine)
+    await receiver.pull(actor.publisher_address())
+    assert engine.serves == (1, report["digest"]) == receiver.current()
+    for name, tensor in engine.weights.items():
+        assert torch.equal(tensor, state[name].to(actor.dtype)), name
+    assert set(state) - set(engine.weights) <= {"lm_head.weight"}
+
+
+def test_publishing_brings_offloaded_weights_in_and_takes_them_away_again(actor):
+    before = actor.sync_model_to_rollout(1, [], 0)["digest"]
+    actor.offload_param_and_grad()
+    assert all(local_tensor(p).untyped_storage().nbytes() == 0 for p in actor.model.parameters())
+    assert actor.sync_model_to_rollout(1, [], 0)["digest"] == before
+    assert actor.is_weight_offloaded
+
+
+def test_the_version_is_the_global_step_unless_given(actor):
+    train(actor, 6)
+    assert actor.sync_model_to_rollout()["version"] == 6
