@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -244,7 +244,7 @@ class BulkReceiver:
         self._keys, self._timeout, self._wake = keys, timeout, wake
         self._number = 0
 
-    def __iter__(self) -> Iterator[memoryview]:
+    def __iter__(self) -> Generator[memoryview, None, None]:
         socket = IoThread.shared().context.socket(zmq.DEALER)
         sockets.configure(socket)
         poller = zmq.Poller()

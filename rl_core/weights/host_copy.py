@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_core.transports.bulk import Share
 from rl_core.transports.dtypes import CODES, ITEMSIZES, tensor_view
 from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights import words
@@ -37,6 +38,8 @@ class HostCopy:
     """Name of the segment; None when /dev/shm was full and the memory is private."""
     generation: int = 0
     holders: set[Hashable] = field(default_factory=set)
+    share: Share = field(default_factory=Share)
+    """Key and tags of its streams."""
 
 
 class HostCopies:

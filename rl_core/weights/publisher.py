@@ -18,6 +18,7 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
 from rl_core.transports import shared_memory, sockets
+from rl_core.transports.bulk import BulkSender
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.links import SharedMemory
@@ -27,7 +28,6 @@ from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.delivery import Delivery, DeliveryState, Gate
 from rl_core.weights.host_copy import HostCopies, HostCopy
-from rl_core.weights.stream import StreamServer
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,8 @@ class WeightPublisher:
         `host_token` None = this host's; another text makes every receiver a remote one (tests, benchmarks).
         """
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
+        if self.cfg.weights.encrypt and keys is None:
+            raise ConfigError("weights.encrypt needs CURVE keys, got none; set RLJOB_CURVE_DIR or encrypt: false")
         self.epoch = epoch
         self._identity, self._keys = identity, keys
         self._deadlines = deadlines or Deadlines()
@@ -78,10 +80,10 @@ class WeightPublisher:
         self._quiet.set()
         self._device, self._device_uuid = device, device_uuid
         self._group: GroupSender | None = None
-        self._pulls: dict[str, tuple[HostCopy, Message, asyncio.TimerHandle]] = {}
+        self._pulls: dict[str, tuple[HostCopy, asyncio.TimerHandle]] = {}
         handlers = {"weights_pull": self._pull, "weights_pulled": self._pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
-        self._streams = StreamServer(bind, keys, encrypt=self.cfg.weights.encrypt)
+        self._bulk: BulkSender | None = None
         self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
         self.address = self._server.address
         """Where `weights_pull` is served."""
@@ -134,7 +136,8 @@ class WeightPublisher:
     def close(self) -> None:
         """Stop serving and free the host copies."""
         self._server.close()
-        self._streams.close()
+        if self._bulk is not None:
+            self._bulk.close()
         if self._group is not None:
             self._group.close()
         for client in self._clients.values():
@@ -198,7 +201,6 @@ class WeightPublisher:
             source = self._source(copy, shares_host=delivery.shares_host)
             delivery.transport = source["kind"]
             await delivery.transfer({"digest": copy.manifest.digest, "source": source}, self._transfer_seconds(copy))
-            self._streams.end(source)
         if delivery.state is DeliveryState.APPLIED and await gate.wait():
             await delivery.commit(copy.manifest.version, copy.manifest.digest, self._deadlines.commit_seconds)
 
@@ -252,8 +254,15 @@ class WeightPublisher:
 
     def _source(self, copy: HostCopy, *, shares_host: bool) -> Message:
         if not (shares_host and copy.segment is not None):
-            return self._streams.open(copy)
+            return self._stream(copy)
         return {"kind": "shared", "segment": copy.segment, "nbytes": copy.layout.nbytes}
+
+    def _stream(self, copy: HostCopy) -> Message:
+        encrypt = self.cfg.weights.encrypt
+        if self._bulk is None:
+            host, _ = sockets.split_address(self.address)
+            self._bulk = BulkSender(f"tcp://{host}:0", self._keys if encrypt else None)
+        return {"kind": "stream", "ticket": self._bulk.offer([copy.memory], share=copy.share), "encrypted": encrypt}
 
     def _client(self, name: str, address: str) -> RpcClient:
         client = self._clients.get(name)
@@ -314,7 +323,7 @@ class WeightPublisher:
         self._copies.hold(copy, ticket)
         source = self._source(copy, shares_host=have["host_token"] == self._host_token)
         expiry = self._loop.call_later(self._deadlines.total(copy.manifest.total_bytes), self._release, ticket)
-        self._pulls[ticket] = (copy, source, expiry)
+        self._pulls[ticket] = (copy, expiry)
         return {"answer": "OFFER", "ticket": ticket, "source": source, **self._offer(copy)}
 
     async def _pulled(self, ticket: str) -> bool:
@@ -325,8 +334,7 @@ class WeightPublisher:
         entry = self._pulls.pop(ticket, None)
         if entry is None:
             return False
-        copy, source, expiry = entry
+        copy, expiry = entry
         expiry.cancel()
-        self._streams.end(source)
         self._copies.drop(copy, ticket)
         return True

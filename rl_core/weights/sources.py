@@ -1,22 +1,22 @@
 """Where a receiver's bytes come from: one opener per kind of source, all giving the verified tensors of a host copy.
 
-`source` is what the publisher wrote into TRANSFER: {"kind": "shared", segment, nbytes} on one host, what `StreamServer.open`
-returned across hosts, {"kind": "group", plan, rank} in a process group.
+`source` is what the publisher wrote into TRANSFER: {"kind": "shared", segment, nbytes} on one host, {"kind": "stream",
+ticket, encrypted} across hosts, {"kind": "group", plan, rank} in a process group.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_core.api.errors import ConfigError
+from rl_core.transports.bulk import BulkReceiver
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
-from rl_core.weights.assembly import Assembly
-from rl_core.weights.stream import StreamClient
+from rl_core.weights.assembly import Assembly, Piece
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rl_core.weights.collective import GroupReceiver
 
 Tensors = Iterator[tuple[str, "torch.Tensor"]]
+SILENCE_SECONDS = 15.0
+"""A publisher that sends nothing for so long is gone: heartbeats and reconnection had their time."""
 
 
 class Sources:
@@ -53,8 +55,10 @@ class Sources:
 
     @contextlib.contextmanager
     def _stream(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
-        with contextlib.closing(StreamClient(source, self._keys, self._wake)) as client:
-            yield assembly.tensors(client.pieces())
+        keys = self._keys if source["encrypted"] else None
+        chunks = iter(BulkReceiver(source["ticket"], keys, timeout=SILENCE_SECONDS, wake=self._wake))
+        with contextlib.closing(chunks):
+            yield assembly.tensors(_positioned(chunks))
 
     @contextlib.contextmanager
     def _collective(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
@@ -94,3 +98,10 @@ class Sources:
         if self._group is not None:
             self._group.close()
         os.close(self._wake)
+
+
+def _positioned(chunks: Iterable[memoryview]) -> Iterator[Piece]:
+    position = 0
+    for chunk in chunks:
+        yield position, np.frombuffer(chunk, np.uint8)
+        position += chunk.nbytes

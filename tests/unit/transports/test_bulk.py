@@ -1,5 +1,7 @@
 """Bulk streams: whole, in order, authentic, once per ticket; a bad peer costs only itself."""
 
+import os
+
 import numpy as np
 import pytest
 import zmq
@@ -7,6 +9,7 @@ import zmq
 from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError
 from rl_core.transports import bulk
 from rl_core.transports.bulk import BulkReceiver, BulkSender
+from rl_core.transports.curve import KeyRing, generate_keys
 
 
 @pytest.fixture
@@ -140,3 +143,35 @@ def test_a_closed_sender_and_a_broken_ticket_are_refused(sender):
         sender.offer([b"x"])
     with pytest.raises(ConfigError, match="must have address, ticket and key"):
         BulkReceiver({"address": "tcp://127.0.0.1:1"})
+
+
+def test_streams_of_one_share_hash_each_chunk_once(sender, monkeypatch):
+    data, share, hashed = np.zeros(5 * bulk.CHUNK_BYTES, np.uint8), bulk.Share(), []
+    real = bulk._tag
+    monkeypatch.setattr(bulk, "_tag", lambda *args: (hashed.append(args[1:3]), real(*args))[1])
+    tickets = [sender.offer([data], share=share) for _ in range(2)]
+    assert tickets[0]["key"] == tickets[1]["key"] and tickets[0]["ticket"] != tickets[1]["ticket"]
+    for ticket in tickets:
+        assert len(list(BulkReceiver(ticket, timeout=20))) == 5
+    assert all(hashed.count((b"C", number)) == 3 for number in range(5))  # at the sender once, at each receiver once
+
+
+def test_a_receiver_is_woken_out_of_its_wait(sender):
+    wake = os.eventfd(1, os.EFD_NONBLOCK)
+    with pytest.raises(InfrastructureError, match="given up after 0 chunks"):
+        list(BulkReceiver(sender.offer([np.zeros(9)]), timeout=20, wake=wake))
+    os.close(wake)
+
+
+def test_a_stream_with_keys_is_encrypted_and_needs_the_right_role(tmp_path):
+    for name, text in generate_keys(["actor", "rollout", "env"]).items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    sender = BulkSender("tcp://127.0.0.1:0", KeyRing(tmp_path, "actor"))
+    try:
+        assert b"".join(BulkReceiver(sender.offer([b"abc"]), KeyRing(tmp_path, "rollout"), timeout=20)) == b"abc"
+        for keys in (KeyRing(tmp_path, "env"), None):
+            with pytest.raises(DeadlineExceeded, match="sent nothing"):
+                list(BulkReceiver(sender.offer([b"abc"]), keys, timeout=0.2))
+    finally:
+        sender.close()
