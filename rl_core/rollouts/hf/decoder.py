@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rl_core.rollouts.hf.cache import KVCache
+from rl_core.rollouts.hf.products import add_linear, linear
 from rl_core.rollouts.hf.rope import rotation_table
 from rl_core.rollouts.hf.weights import DecoderWeights, LayerWeights
 
@@ -68,7 +69,7 @@ class LeanDecoder:
     """`Decoder` over `DecoderWeights`."""
 
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, compile: bool = False) -> None:
-        """`compile` compiles what lies between the attentions of a layer with torch.compile."""
+        """`compile` compiles what lies between the attentions of a layer (all but the rotation, a complex product)."""
         config = weights.config
         self.weights = weights
         self.device = weights.device
@@ -88,7 +89,6 @@ class LeanDecoder:
         self._into, self._out_of = self._before_attention, self._after_attention
         if compile:
             self._into, self._out_of = (torch.compile(part, dynamic=True) for part in (self._into, self._out_of))
-        self._layers = [(index, layer, layer.out.t(), layer.down.t()) for index, layer in enumerate(weights.layers)]
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
         """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
@@ -132,30 +132,27 @@ class LeanDecoder:
         where = torch.from_numpy(positions).to(self.device)
         hidden = self.weights.embedding[ids.to(self.device)]
         rotation = self._rotation[where]
-        for index, layer, out_t, down_t in self._layers:
-            qkv = self._into(layer, hidden, rotation)
-            hidden = self._out_of(layer, out_t, down_t, hidden, attend(index, qkv))
+        for index, layer in enumerate(self.weights.layers):
+            qkv = self._into(layer, hidden)
+            self._rotate(qkv, layer.qk_norm, rotation)
+            hidden = self._out_of(layer, hidden, attend(index, qkv))
         return hidden
 
-    def _before_attention(self, layer: LayerWeights, hidden: Tensor, rotation: Tensor) -> Tensor:
-        """Return query, key and value of N tokens, normalised and rotated, [N, (heads + 2 K) D]."""
+    def _before_attention(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        """Return query, key and value of N tokens, not rotated yet, [N, (heads + 2 K) D]."""
         config = self._config
         normed = F.rms_norm(hidden, (config.hidden_size,), layer.input_norm, config.norm_eps)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-        self._rotate(qkv, layer.qk_norm, rotation)
-        return qkv
+        return linear(normed, layer.qkv, layer.qkv_bias)
 
-    def _after_attention(
-        self, layer: LayerWeights, out_t: Tensor, down_t: Tensor, hidden: Tensor, attended: Tensor
-    ) -> Tensor:
+    def _after_attention(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """Return `hidden` [N, H] plus the attention's output, plus the feed-forward part."""
         config = self._config
-        hidden = torch.addmm(hidden, attended, out_t)
+        hidden = add_linear(hidden, attended, layer.out)
         if layer.out_bias is not None:
             hidden = hidden + layer.out_bias
         normed = F.rms_norm(hidden, (config.hidden_size,), layer.post_norm, config.norm_eps)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        hidden = torch.addmm(hidden, F.silu(gate).mul_(up), down_t)
+        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        hidden = add_linear(hidden, F.silu(gate).mul_(up), layer.down)
         return hidden if layer.down_bias is None else hidden + layer.down_bias
 
     def _rotate(self, qkv: Tensor, norm: Tensor | None, rotation: Tensor) -> None:
@@ -173,7 +170,7 @@ class LeanDecoder:
     def _logits(self, hidden: Tensor) -> Tensor:
         config, weights = self._config, self.weights
         normed = F.rms_norm(hidden, (config.hidden_size,), weights.norm, config.norm_eps)
-        return F.linear(normed, weights.head).float()
+        return linear(normed, weights.head).float()
 
     def _step_attention(self) -> Attend:
         """Return the attention of one new token per row over the live window."""
