@@ -104,7 +104,8 @@ class Actor(Worker, ABC):
     def load_batch(self, records: Iterable[PromptGroupRecord]) -> None:
         """Hold `records` as the step's groups of this rank; their order does not matter."""
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
-        self.prepared = preparation.collate(ordered, max_length=self.max_length)
+        budget = self.cfg.actor.micro_batch_tokens
+        self.prepared = preparation.collate(ordered, max_length=self.max_length, micro_batch_tokens=budget)
 
     # Log-probabilities and advantages -------------------------------------------------------------------------------
 
@@ -141,18 +142,14 @@ class Actor(Worker, ABC):
     def _score(self, batch: TrainingBatch) -> Tensor:
         scored = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
         lengths = batch.lengths.tolist()
+        columns = {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
+        rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
         for part in self._micro_batches(lengths):
-            rows = part or None
-            ids, mask, part_lengths = (
-                (batch.input_ids[rows], batch.loss_mask[rows], [lengths[row] for row in rows])
-                if rows
-                else (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool), [1])
-            )
+            micro = rows.take(part) if part else StepRows.masked_row(rows)
             with torch.no_grad():
-                width = max(part_lengths)
-                log_probs, _ = self.score_rows(ids[:, :width], part_lengths, mask[:, :width])
-            if rows:
-                scored[rows, :width] = log_probs.cpu()
+                log_probs, _ = self.score_rows(micro.columns["input_ids"], micro.lengths, micro.columns["loss_mask"])
+            if part:
+                scored[part, : log_probs.shape[1]] = log_probs.cpu()
         return scored
 
     # Training -------------------------------------------------------------------------------------------------------

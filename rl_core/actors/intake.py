@@ -1,7 +1,9 @@
 """How a data rank comes by its groups: one record at a time, each admitted by the runner before it counts (protocol.md 2)."""
 
+import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +18,33 @@ if TYPE_CHECKING:
 async def receive(actor: "Actor", channel: Any, wanted: int, step: int | None) -> list[PromptGroupRecord]:
     """Return `wanted` admitted records, or fewer when the runner ends the step early.
 
-    Refused records (of an older lease, stale, filtered, surplus) are dropped. Raises DeadlineExceeded after deadlines.rollout.
+    Refused records (of an older lease, stale, filtered, surplus) are dropped. While the runner decides on one record the
+    next is fetched, unless it might be one too many. Raises DeadlineExceeded after deadlines.rollout.
     """
     limit = actor.cfg.runtime.deadlines.rollout
     deadline = time.monotonic() + limit
     admitted: list[PromptGroupRecord] = []
+    asked: deque[tuple[PromptGroupRecord, asyncio.Task[list[bool]]]] = deque()
+
+    async def settle() -> None:
+        record, answer = asked.popleft()
+        if (await answer)[0]:
+            admitted.append(record)
+            actor.record_progress("groups")
+
     with actor.waiting("trajectories", "rollout"):
         while len(admitted) < wanted:
-            item = await _next(channel, deadline, limit, len(admitted), wanted)
-            if isinstance(item, dict):
-                if item.get("end_of_step") == step:
-                    break
-                continue  # the end of an earlier step, in which this rank was complete already
-            entry = group_entry(item, min_std=actor.cfg.algorithm.dynamic_sampling.min_std, rank=actor.ranks.rank)
-            if (await actor.hub_call("admit", [entry]))[0]:
-                admitted.append(item)
-                actor.record_progress("groups")
+            if len(admitted) + len(asked) == wanted:
+                await settle()
+                continue
+            item = await _next(channel, deadline, limit, len(admitted) + len(asked), wanted)
+            if not isinstance(item, dict):
+                entry = group_entry(item, min_std=actor.cfg.algorithm.dynamic_sampling.min_std, rank=actor.ranks.rank)
+                asked.append((item, asyncio.ensure_future(actor.hub_call("admit", [entry]))))
+            elif item.get("end_of_step") == step:  # else of an earlier step, in which this rank was complete already
+                break
+        while asked:
+            await settle()
     return admitted
 
 

@@ -16,6 +16,7 @@ from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
 from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.errors import DataError
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch, collate_groups
 
@@ -52,9 +53,16 @@ class PreparedBatch:
         return columns | {name: column for name, column in optional.items() if column is not None}
 
 
-def collate(records: Sequence[PromptGroupRecord], *, max_length: int) -> PreparedBatch:
-    """Return the records as a batch. Raises DataError naming the sample that is malformed or too long."""
-    return PreparedBatch(batch=collate_groups(records, pad_token_id=0, max_length=max_length))
+def collate(records: Sequence[PromptGroupRecord], *, max_length: int, micro_batch_tokens: int) -> PreparedBatch:
+    """Return the records as a batch. Raises DataError naming the sample that is malformed or longer than a bound."""
+    batch = collate_groups(records, pad_token_id=0, max_length=max_length)
+    longest = int(batch.lengths.argmax()) if len(batch) else None
+    if longest is not None and batch.lengths[longest] > micro_batch_tokens:
+        raise DataError(
+            f"actor.microBatchTokens must hold the longest row, got {micro_batch_tokens} and {batch.lengths[longest]} tokens in sample "
+            f"{batch.sample_ids[longest]}; raise it, or bound rollout.maxSequenceLength"
+        )
+    return PreparedBatch(batch=batch)
 
 
 def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens: int, reduce: Reduce | None) -> None:

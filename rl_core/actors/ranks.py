@@ -194,5 +194,6 @@ def _of_collective(error: RuntimeError) -> bool:
             "NCCL",
             "ProcessGroup",
             "Broken pipe",
+            "Timed out waiting",
         )
     )

@@ -252,6 +252,14 @@ def test_a_row_over_the_limit_is_named(make_actor):
         make_actor().load_batch([record])
 
 
+def test_a_row_over_the_micro_batch_is_named_with_the_setting_to_raise(make_spec):
+    spec = make_spec(rollout__maxSequenceLength=None, actor__microBatchTokens=8)
+    actor = FSDPActor(spec)
+    actor.init_worker()
+    with pytest.raises(DataError, match=r"actor\.microBatchTokens must hold the longest row, got 8 and \d+ .* 0-1_g"):
+        actor.load_batch([actor_samples.make_record(1)])
+
+
 def test_a_fixed_sequence_is_scored_at_the_sampling_temperature(make_actor):
     actor = make_actor(rollout__sampling={"temperature": 0.5, "maxNewTokens": 12})
     ids = [1, 2, 3, 4, 5, 6]
