@@ -44,9 +44,21 @@ RUNNER_SHARE = 0.7
 """Part of that time that the runner has to checkpoint."""
 STATUS_SECONDS = 1.0
 FINAL_PHASES = ("Finished", "Failed")
+ANNOUNCED = {
+    Action.FAIL: "ending the run",
+    Action.RESTART_POD: "starting a new pod",
+    Action.RESTART_ROLE: "restarting all pods of the role",
+    Action.RESTART_JOB: "restarting the actors from the newest checkpoint",
+}
 INTERRUPTED = 130
 PRIVATE = ".rljob"
 """Folder for keys, pod plans and the resolved job, inside the output folder."""
+
+
+def brief(reason: str) -> str:
+    """Return the first and the last line of a reason that holds the end of a log; the log file has the rest."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return "; ".join(lines if len(lines) < 2 else (lines[0], lines[-1]))
 
 
 class LocalCluster:
@@ -93,7 +105,7 @@ class LocalCluster:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock_file: IO[str] | None = None
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
-        self._say: Callable[[str], None] = lambda text: None
+        self._say: Callable[[str], None] = lambda text: logger.warning("%s", text)
         self._interrupts = 0
 
     # --- the public face (any thread) ------------------------------------------------------------------------------
@@ -278,7 +290,7 @@ class LocalCluster:
         if action is Action.FINISH:
             self._begin_end(decision.code, "", STOP_SECONDS)
             return
-        logger.warning("%s: %s", action.value, decision.reason)
+        self._say(f"{ANNOUNCED[action]}: {brief(decision.reason)}")
         if action is Action.FAIL:
             self._begin_end(decision.code, decision.reason, STOP_SECONDS)
         elif action is Action.RESTART_POD and pod is not None:

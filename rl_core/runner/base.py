@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import DeadlineExceeded, RLJobError
+from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError, WorkerLost
 from rl_core.api.job import RLJob
 from rl_core.channel import Channel
 from rl_core.data.dataset import PromptDataset
@@ -290,7 +290,7 @@ class Runner:
         return asked or (every is not None and self.step % every == 0) or self.step == self.spec.algorithm.steps
 
     def save_checkpoint(self) -> None:
-        """Publish a checkpoint of the last finished step, unless it exists."""
+        """Publish a checkpoint of the last finished step, unless it exists. Raises InfrastructureError when the storage refuses."""
         if self.checkpoints.last_step == self.step:
             return
         state = {
@@ -304,11 +304,25 @@ class Runner:
             path = self.checkpoints.save(self.step, self.actor, state, version=self.version, reward=self.reward)
         self.board.set(checkpoint={"lastStep": self.step, "step": self.step, "path": path, "time": time.time()})
 
+    def try_checkpoint(self) -> None:
+        """Publish a checkpoint, or tell and count that the storage refused: the next one may succeed, and training loses nothing."""
+        try:
+            self.save_checkpoint()
+        except WorkerLost:
+            raise
+        except InfrastructureError as error:
+            logger.error("%s; training goes on from the weights in memory", error)
+            self.board.count_failure("runner", "checkpoint")
+            self.board.set(checkpoint={**self.board.fact("checkpoint"), "error": str(error)})
+
     def finish(self) -> None:
         """Save what the run came to: a checkpoint of the last step and the model; nothing before the actors hold weights."""
-        if self.ready:
-            self.sync.confirm()
+        if not self.ready:
+            return
+        self.sync.confirm()
+        try:
             self.save_checkpoint()
+        finally:
             self.await_result(self.actor.export_hf(str(self.output / "model")))
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class ReasoningRunner(Runner):
             metrics |= self.evaluate()
         self._log(metrics | self._rates(taken))  # before the checkpoint: a resume from it must find the line
         if self.checkpoint_due():
-            self.save_checkpoint()
+            self.try_checkpoint()
         if self.stopping:
             raise Stopped("asked at a step boundary")
 

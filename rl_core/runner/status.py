@@ -90,6 +90,11 @@ class StatusBoard:
             self._facts.update(facts, lastProgress=now_text())
             self._loop_progress += 1
 
+    def fact(self, name: str) -> Any:
+        """Return one fact as set."""
+        with self._lock:
+            return self._facts[name]
+
     def count_failure(self, role: str, kind: str) -> None:
         """Count a failure of a role (`failures_total{role,kind}`)."""
         with self._lock:

@@ -88,15 +88,19 @@ def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the
     assert [value for _, value in history(disturbed)[1]] == pytest.approx([value for _, value in rewards], abs=1e-6)
 
 
-def test_a_full_disk_while_checkpointing_ends_the_run_clearly_and_keeps_the_older_checkpoint(start, small_disk):
-    run = start(algorithm={"steps": 40}, checkpoint={"everySteps": 1, "keep": 40, "path": str(small_disk)})
-    assert run.run() == 3, run.text + run.logs()
-    assert "No space left on device" in run.text, run.text
+def test_a_full_disk_costs_no_step_and_no_older_checkpoint_and_is_told(start, small_disk):
+    run = start(algorithm={"steps": 12}, checkpoint={"everySteps": 1, "keep": 40, "path": str(small_disk)})
+    run.start("--set", "failurePolicy.maxRestarts=0")
+    run.until(lambda: run.status().get("checkpoint", {}).get("error"), "a refused checkpoint in the status")
+    assert run.wait() == 3, run.text + run.logs()
+    assert "No space left on device" in run.text and "Traceback" not in run.text, run.text
+    assert_trained_once(run, steps=12, groups=4)
+    assert (run.output / "model/model.safetensors").is_file()
     complete = [path for path in small_disk.glob("step-*") if (path / "manifest.json").is_file()]
     assert complete and not list(small_disk.glob(".step-*"))
     for path in complete:
         manifest = json.loads((path / "manifest.json").read_text())
-        assert all((path / file["path"]).stat().st_size == file["size"] for file in manifest["files"])
+        assert all((path / name).stat().st_size == file["bytes"] for name, file in manifest["files"].items())
 
 
 def test_a_stall_is_found_named_and_acted_on(start, tmp_path, tiny):
