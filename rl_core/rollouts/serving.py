@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ChannelClosed, DeadlineExceeded, RLJobError
@@ -41,23 +41,27 @@ class PromptServer:
         *,
         give_back: Callable[[str, str, str, str], Awaitable[Any]],
         row_limit: Callable[[], int],
+        group_rows: int,
         version: Callable[[], int],
         waiting: Callable[[str, str], AbstractContextManager[None]],
     ) -> None:
         """`run` makes the record of an item; `give_back(group_id, lease_token, reason, message)` tells the runner of a failure.
 
-        `row_limit` is the number of rows in flight at which leasing stops; `waiting(what, on)` declares a wait.
+        `row_limit` is the number of rows in flight at which leasing stops, `group_rows` what a group is expected to have;
+        `waiting(what, on)` declares a wait.
         """
         self._run = run
         self._give_back = give_back
         self._row_limit = row_limit
+        self._group_rows = group_rows
         self._version = version
         self._waiting = waiting
         self._gate = asyncio.Event()
         self._room = asyncio.Event()
         self._rows = 0
         self._groups: dict[asyncio.Task[None], str] = {}
-        self._leasing: asyncio.Task[Delivery] | None = None
+        self._leases: list[asyncio.Task[Delivery]] = []
+        """Leases that wait for a prompt, the oldest first."""
         self._loop_task: asyncio.Task[None] | None = None
         self.groups_done = 0
 
@@ -79,8 +83,8 @@ class PromptServer:
     def close(self) -> None:
         """Lease no more prompts; those in flight go on."""
         self._gate.clear()
-        if self._leasing is not None:
-            self._leasing.cancel()
+        for lease in self._leases:
+            lease.cancel()
 
     async def pause(self, seconds: float | None) -> None:
         """Close, and wait until nothing is in flight; what has not ended after `seconds` goes back to its channel.
@@ -101,7 +105,16 @@ class PromptServer:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
             self._loop_task = None
+        await self._return_leases()
         await self._cancel_groups()
+
+    async def _return_leases(self) -> None:
+        leases, self._leases = self._leases, []
+        if leases:
+            await asyncio.wait(leases)
+        for lease in leases:
+            if not lease.cancelled() and lease.exception() is None:
+                await _quietly(lease.result().nack_async())
 
     async def _cancel_groups(self) -> None:
         groups = set(self._groups)
@@ -115,46 +128,47 @@ class PromptServer:
             if not self._gate.is_set():
                 with self._waiting("weights", "actor"):
                     await self._gate.wait()
-            while self._rows and self._rows >= self._row_limit():
-                self._room.clear()
-                await self._room.wait()
-            delivery = await self._lease(prompts)
-            if delivery is None:
-                continue
-            if delivery.item["policy_version"] > self._version():
-                await _quietly(delivery.nack_async())
-                await asyncio.sleep(TOO_NEW_DELAY_S)
-                continue
-            self._begin(delivery)
+            self._room.clear()
+            self._ask(prompts)
+            room = asyncio.ensure_future(self._room.wait())
+            try:
+                with nullcontext() if self._groups else self._waiting("prompts", "channel:prompts"):
+                    await asyncio.wait({room, *self._leases}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                room.cancel()
+            pause = 0.0
+            for lease in [lease for lease in self._leases if lease.done()]:
+                self._leases.remove(lease)
+                if not lease.cancelled():
+                    pause = max(pause, await self._take_up(lease))
+            await asyncio.sleep(pause)
 
-    async def _lease(self, prompts: Channel) -> Delivery | None:
-        """Return the next prompt; None when the gate closed, nothing came in time, or the channel is not there."""
-        if not self._gate.is_set():
-            return None
-        self._leasing = asyncio.ensure_future(prompts.lease_async())
+    def _ask(self, prompts: Channel) -> None:
+        """Have as many leases under way as groups fit, so that prompts which are put together start together."""
+        room = -(-(self._row_limit() - self._rows) // self._group_rows)
+        wanted = max(room, 0 if self._groups else 1)
+        for lease in self._leases[wanted:]:
+            lease.cancel()
+        missing = wanted - len(self._leases)
+        self._leases += [asyncio.ensure_future(prompts.lease_async()) for _ in range(missing)]
+
+    async def _take_up(self, lease: asyncio.Task[Delivery]) -> float:
+        """Begin the group of a lease; return the seconds to leave the channel alone, for what it gave instead."""
         try:
-            if self._groups:
-                await asyncio.wait({self._leasing})
-            else:
-                with self._waiting("prompts", "channel:prompts"):
-                    await asyncio.wait({self._leasing})
-        except asyncio.CancelledError:
-            self._leasing.cancel()
-            raise
-        leasing, self._leasing = self._leasing, None
-        if leasing.cancelled():
-            return None
-        try:
-            return leasing.result()
+            delivery = lease.result()
         except DeadlineExceeded:
-            return None
+            return 0.0
         except ChannelClosed:
             logger.info("the prompts channel is closed")
             await asyncio.Event().wait()
         except RLJobError as error:
             logger.warning("no prompt can be leased: %s", error)
-            await asyncio.sleep(RETRY_SECONDS)
-        return None
+            return RETRY_SECONDS
+        if self._gate.is_set() and delivery.item["policy_version"] <= self._version():
+            self._begin(delivery)
+            return 0.0
+        await _quietly(delivery.nack_async())
+        return TOO_NEW_DELAY_S if self._gate.is_set() else 0.0
 
     def _begin(self, delivery: Delivery) -> None:
         rows = int(delivery.item["num_generations"])

@@ -158,6 +158,7 @@ class RolloutWorkerBase(Worker):
                 self._counted_run,
                 give_back=lambda *args: self.hub_call("give_back", *args),
                 row_limit=self._row_limit,
+                group_rows=self.spec.algorithm.group_size,
                 version=self._policy_version,
                 waiting=self.waiting,
             )

@@ -65,11 +65,10 @@ class ReasoningRunner(Runner):
     def generate(self) -> dict[str, float]:
         """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*`."""
         with self.board.during(Phase.GENERATING), self.timers.measure("rollout"):
-            self.intake.open(self.step + 1, self.version)
             per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.world_size
-            received = self.await_result(
-                self.actor.recv_batch(self.trajectories, per_rank, self.step + 1), self.spec.runtime.deadlines.rollout
-            )
+            receiving = self.actor.recv_batch(self.trajectories, per_rank, self.step + 1)
+            self.intake.open(self.step + 1, self.version)
+            received = self.await_result(receiving, self.spec.runtime.deadlines.rollout)
         self.sync.confirm()
         return dict(received[0] or {})
 

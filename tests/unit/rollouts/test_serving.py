@@ -36,6 +36,7 @@ class Harness:
             self.run,
             give_back=self.give_back,
             row_limit=lambda: self.limit,
+            group_rows=2,
             version=lambda: self.version,
             waiting=self.waiting,
         )
@@ -121,6 +122,37 @@ async def test_closing_the_gate_ends_a_lease_that_waits_and_loses_no_prompt(harn
     await harness.settle()
     harness.server.close()
     await harness.put(item(0))
+    await harness.settle()
+    assert harness.started == [] and await harness.depth(harness.prompts) == 1
+
+
+async def test_prompts_put_together_start_together_up_to_the_row_limit(harness):
+    harness.limit = 6
+    harness.holds = {f"g{i}": asyncio.Event() for i in range(4)}
+    harness.start()
+    await harness.settle()
+    assert (await asyncio.to_thread(harness.prompts.stats)).keys["default_queue"].waiters == 3
+    await harness.put(*[item(i) for i in range(4)])
+    await harness.settle()
+    assert harness.started == ["g0", "g1", "g2"] and await harness.depth(harness.prompts) == 1
+
+
+async def test_a_row_limit_that_fell_takes_leases_back(harness):
+    harness.limit = 8
+    harness.start()
+    await harness.settle()
+    harness.limit = 2
+    harness.server.close()
+    harness.server.open()
+    await harness.settle()
+    assert (await asyncio.to_thread(harness.prompts.stats)).keys["default_queue"].waiters == 1
+
+
+async def test_a_prompt_that_arrives_as_the_gate_closes_goes_back(harness):
+    harness.start()
+    await harness.settle()
+    await harness.put(item(0))
+    harness.server.close()
     await harness.settle()
     assert harness.started == [] and await harness.depth(harness.prompts) == 1
 
