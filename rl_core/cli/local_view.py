@@ -92,13 +92,14 @@ def member_table(status: dict[str, Any]) -> Table | None:
         return None
     table = Table("MEMBER", "POD", "STATE", "VERSION", box=SIMPLE)
     for member in status["members"]:
-        table.add_row(member["name"], member["pod"], member["state"], str(member["policyVersion"]))
+        version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
+        table.add_row(member["name"], member["pod"], member["state"], version)
     return table
 
 
 def wait_table(status: dict[str, Any]) -> Table | None:
-    """Return the waits-for graph and the stall, None when nobody waits."""
-    if not status.get("waits") and not status.get("stall"):
+    """Return the waits-for graph and the stall, None when nobody waits or the run has ended."""
+    if status.get("phase") in FINAL or not (status.get("waits") or status.get("stall")):
         return None
     stall = status.get("stall")
     table = Table(

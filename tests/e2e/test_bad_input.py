@@ -45,7 +45,7 @@ def test_unusable_data_is_refused_with_its_line(tmp_path, tiny, content, words):
 MISBEHAVING = {
     "raises": ("raise KeyError('no such column')", "no such column"),
     "returns NaN": ("return [float('nan')] * len(completions)", "nan"),
-    "wrong length": ("return [1.0]", "1"),
+    "wrong length": ("return [1.0] * (len(completions) + 1)", "2"),
     "sleeps for ever": ("import time; time.sleep(3600)", "deadline"),
     "exits": ("import os; os._exit(7)", "reward"),
 }
