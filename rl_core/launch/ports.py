@@ -1,17 +1,50 @@
 """Free TCP ports of this machine for a local run."""
 
+import random
 import socket
-from contextlib import ExitStack
 from dataclasses import fields
+from pathlib import Path
 
+from rl_core.api.errors import InfrastructureError
 from rl_core.plan.launch import Ports
+
+_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST = 10_000
+_TRIES = 1_000
 
 
 def free_ports(host: str = "127.0.0.1") -> Ports:
-    """Return ports that were free a moment ago, all different."""
+    """Return ports that were free a moment ago, all different.
+
+    They lie below the range from which the kernel serves outgoing connections and port 0: nobody is handed one of them by
+    chance before the processes of the run bind it, and a process that connects too early cannot meet itself.
+    """
     names = [field.name for field in fields(Ports)]
-    with ExitStack() as stack:
-        probes = {name: stack.enter_context(socket.socket()) for name in names}
-        for probe in probes.values():
-            probe.bind((host, 0))
-        return Ports(**{name: int(probe.getsockname()[1]) for name, probe in probes.items()})
+    first, last = _FIRST, _first_ephemeral() - 1
+    found: list[int] = []
+    for _ in range(_TRIES):
+        port = random.randint(first, last)
+        if port not in found and _is_free(host, port):
+            found.append(port)
+        if len(found) == len(names):
+            return Ports(**dict(zip(names, found, strict=True)))
+    raise InfrastructureError(
+        f"{len(names)} free ports are needed between {first} and {last}, got {len(found)}; end what holds them"
+    )
+
+
+def _first_ephemeral() -> int:
+    try:
+        first = int(_RANGE_FILE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32_768
+    return first if first > _FIRST + 1_000 else 65_536
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

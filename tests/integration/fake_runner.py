@@ -37,8 +37,9 @@ def main():
         with history.open("a") as file:
             file.write(json.dumps({"time": time.time(), "epoch": identity.epoch, **what}) + "\n")
 
-    hub.on_joined = lambda m: note(event="joined", name=m.name, incarnation=m.incarnation, pid=m.pid) or (
-        rollout.construct(m) if m.role == "rollout" else None
+    hub.on_joined = lambda m: (
+        note(event="joined", name=m.name, incarnation=m.incarnation, pid=m.pid)
+        or (rollout.construct(m) if m.role == "rollout" else None)
     )
     hub.on_lost = lambda m, reason: note(event="lost", name=m.name, incarnation=m.incarnation, reason=reason)
     state = {"step": 0, "stop": False}
@@ -49,10 +50,19 @@ def main():
 
     def status():
         stall = wish("stall", None)
-        return {"schema": 1, "phase": "Generating", "epoch": identity.epoch, "step": state["step"], "stall": stall, "resume": os.environ["RLJOB_RESUME"]}
+        return {
+            "schema": 1,
+            "phase": "Generating",
+            "epoch": identity.epoch,
+            "step": state["step"],
+            "stall": stall,
+            "resume": os.environ["RLJOB_RESUME"],
+        }
 
     token = (Path(identity.curve_dir) / "control.token").read_text().strip()
-    ControlServer("127.0.0.1", int(os.environ["RLJOB_CONTROL_PORT"]), token=token, status=status, actions={"POST /finish": finish})
+    ControlServer(
+        "127.0.0.1", int(os.environ["RLJOB_CONTROL_PORT"]), token=token, status=status, actions={"POST /finish": finish}
+    )
     signal.signal(signal.SIGTERM, lambda *_: finish(None))
     hub.start()
     cluster.wait_ready(["actor", "rollout"], 30)

@@ -1,6 +1,8 @@
 """A plan on this machine: loopback addresses, own folders, attempts; and the files that tell its processes."""
 
 import json
+import socket
+from pathlib import Path
 
 from rl_core.api.job import RLJob
 from rl_core.launch.control import ControlClient
@@ -61,9 +63,15 @@ def test_an_epoch_and_an_attempt_change_nothing_else():
     assert as_attempt(again, 0) == pod
 
 
-def test_free_ports_are_different():
+def test_free_ports_are_different_free_and_never_handed_out_by_the_kernel():
     ports = free_ports()
-    assert len({ports.hub, ports.channel, ports.control, ports.health, ports.master}) == 5
+    found = {ports.hub, ports.channel, ports.control, ports.health, ports.master}
+    assert len(found) == 5
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in found:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+        assert port < first_ephemeral or first_ephemeral < 11_000
 
 
 def entry(pid, process, **changes):
