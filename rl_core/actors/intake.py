@@ -32,19 +32,27 @@ async def receive(actor: "Actor", channel: Any, wanted: int, step: int | None) -
             admitted.append(record)
             actor.record_progress("groups")
 
-    with actor.waiting("trajectories", "rollout"):
-        while len(admitted) < wanted:
-            if len(admitted) + len(asked) == wanted:
+    try:
+        with actor.waiting("trajectories", "rollout"):
+            while len(admitted) < wanted:
+                if len(admitted) + len(asked) == wanted:
+                    await settle()
+                    continue
+                item = await _next(channel, deadline, limit, len(admitted) + len(asked), wanted)
+                if not isinstance(item, dict):
+                    entry = group_entry(
+                        item, min_std=actor.cfg.algorithm.dynamic_sampling.min_std, rank=actor.ranks.rank
+                    )
+                    asked.append((item, asyncio.ensure_future(actor.hub_call("admit", [entry]))))
+                elif (
+                    item.get("end_of_step") == step
+                ):  # else of an earlier step, in which this rank was complete already
+                    break
+            while asked:
                 await settle()
-                continue
-            item = await _next(channel, deadline, limit, len(admitted) + len(asked), wanted)
-            if not isinstance(item, dict):
-                entry = group_entry(item, min_std=actor.cfg.algorithm.dynamic_sampling.min_std, rank=actor.ranks.rank)
-                asked.append((item, asyncio.ensure_future(actor.hub_call("admit", [entry]))))
-            elif item.get("end_of_step") == step:  # else of an earlier step, in which this rank was complete already
-                break
-        while asked:
-            await settle()
+    finally:
+        for _, answer in asked:
+            answer.cancel()
     return admitted
 
 
