@@ -25,6 +25,7 @@ from blake3 import blake3
 KIB, MIB = 2**10, 2**20
 SIZES = {"1KB": KIB, "1MB": MIB, "64MB": 64 * MIB}
 SECONDS = 0.6
+STREAM_ITEMS = 200
 
 
 # --- processes at the other end ---------------------------------------------------------------------------------------
@@ -158,6 +159,37 @@ def channel_cases(stack):
     return cases
 
 
+def produce_on_demand(address):
+    """Put as many items of 1 KB as each line of input says, one after the other."""
+    from rl_core.channel import Channel
+    from rl_core.channel.client import ChannelClient
+
+    channel = Channel.connect("stream", client=ChannelClient(address))
+    array = np.ones(KIB, np.uint8)
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            channel.put(array)
+
+
+def stream_cases(stack):
+    """One process puts, this one gets, both with the plain blocking calls."""
+    from rl_core.channel import Channel
+    from rl_core.channel.client import ChannelClient
+
+    server = Other("channel")
+    stack.callback(server.close)
+    channel = Channel.create("stream", client=ChannelClient(server.address))
+    producer = Other(f"producer={server.address}")
+    stack.callback(producer.close)
+
+    def stream():
+        producer.tell(STREAM_ITEMS)
+        for _ in range(STREAM_ITEMS):
+            channel.get()
+
+    return {(f"channel stream {KIB} B, items/s", "ours"): stream}
+
+
 def tensor_cases(stack):
     """One 64 MB tensor to another process: GB/s. The raw peer sends one frame of the same size in the same mode."""
     from rl_core.transports.rpc import RpcClient
@@ -241,18 +273,38 @@ def ray_cases(stack):
             queue.get()
 
         cases[f"channel put-get {name}", "ray.util.queue"] = put_get
+
+    @ray.remote(num_cpus=0)
+    def produce(queue, count):
+        array = np.ones(KIB, np.uint8)
+        for _ in range(count):
+            queue.put(array)
+
+    def stream():
+        produced = produce.remote(queue, STREAM_ITEMS)
+        for _ in range(STREAM_ITEMS):
+            queue.get()
+        ray.get(produced)
+
+    cases[f"channel stream {KIB} B, items/s", "ray.util.queue"] = stream
     return cases
+
+
+FACTORS = {"64MB by": 64 * MIB / 1e9, "256MB": 256 * MIB / 1e9, "channel stream": STREAM_ITEMS}
+"""What one operation of a case counts for."""
 
 
 def measure(runs, with_ray):
     samples = defaultdict(list)
     with contextlib.ExitStack() as stack:
-        cases = {**rpc_cases(stack), **channel_cases(stack), **tensor_cases(stack), **bulk_cases(stack)}
+        cases = {}
+        for make in (rpc_cases, channel_cases, stream_cases, tensor_cases, bulk_cases):
+            cases |= make(stack)
         if with_ray:
             cases |= ray_cases(stack)
         for _ in range(runs):
             for case, operation in sorted(cases.items()):
-                factor = {"64MB by": 64 * MIB / 1e9, "256MB s": 256 * MIB / 1e9}.get(case[0][:7], 1.0)
+                factor = next((value for start, value in FACTORS.items() if case[0].startswith(start)), 1.0)
                 samples[case].append(rate(operation) * factor)
     return {case: statistics.median(values) for case, values in samples.items()}
 
@@ -260,6 +312,7 @@ def measure(runs, with_ray):
 GOALS = {
     ("rpc 1KB", "ray actor"): 3.0,
     ("rpc 1MB", "ray actor"): 3.0,
+    (f"channel stream {KIB} B, items/s", "ray.util.queue"): 10.0,
     **{(f"channel put-get {name}", "ray.util.queue"): 10.0 for name in SIZES},
     ("64MB by shared memory, GB/s", "memcpy"): 0.5,
     ("64MB by socket, GB/s", "raw pyzmq"): 0.9,
@@ -294,8 +347,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--no-ray", action="store_true")
-    parser.add_argument("--serve", choices=sorted(SERVICES), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve and options.serve.startswith("producer="):
+        print("ready", flush=True)
+        produce_on_demand(options.serve.removeprefix("producer="))
+        return
     if options.serve:
         address = SERVICES[options.serve]()
         print(address, flush=True)

@@ -1,8 +1,7 @@
 """A process's connection to the channel server; `configure` sets the one that Channel uses.
 
-Small items go in one message. Large ones ask the server for room first (`reserve`), are copied into its segments by a copy
-thread, and are handed over; `_Lanes` keeps the program order of puts per key meanwhile. Receipts of `get` ride on the next
-take or leave a little later; leases are renewed by the I/O thread while their Delivery lives.
+Receipts of `get` ride on the next take or leave a little later; leases are renewed by the I/O thread while their Delivery
+lives. How items get to the server is told in `puts`.
 """
 
 import concurrent.futures
@@ -10,9 +9,6 @@ import functools
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rl_core.api.errors import ConfigError
@@ -20,19 +16,16 @@ from rl_core.api.identity import Identity
 from rl_core.channel import payload
 from rl_core.channel.backend import Taken, TakeRequest
 from rl_core.channel.model import ChannelOptions, Key
+from rl_core.channel.puts import MARGIN, Target, Uplink
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import Placement
-from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.shared_memory import copy_into
 from rl_core.transports.sockets import IoThread, Timer
 
 logger = logging.getLogger(__name__)
 
 Future = concurrent.futures.Future
-MARGIN = 5.0
-"""Seconds the transport waits beyond the server's own deadline, whose error tells more."""
 CONFIRM_SECONDS = 0.005
 """How long receipts wait for a take to ride on."""
 
@@ -41,9 +34,10 @@ class ChannelClient:
     """One per process. `identity` None = anonymous, legal without keys only."""
 
     def __init__(self, address: str, keys: KeyRing | None = None, identity: Identity | None = None) -> None:
-        self.rpc = RpcClient(address, keys, identity, service="channel", lend_arguments=False)
-        self.copier = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="rljob-channel-copy")
-        self.lanes = _Lanes()
+        self.rpc = RpcClient(
+            address, keys, identity, service="channel", lend_arguments=False, on_welcome=self._on_welcome
+        )
+        self.uplink = Uplink(self.rpc)
         self.receipts = _Receipts(self.rpc)
         self.leases = _Leases(self.rpc)
 
@@ -73,7 +67,11 @@ class ChannelClient:
         self.leases.close()
         self.receipts.flush()
         self.rpc.close()
-        self.copier.shutdown(wait=False, cancel_futures=True)
+        self.uplink.copier.shutdown(wait=False, cancel_futures=True)
+
+    def _on_welcome(self, known: bool) -> None:
+        if not known and hasattr(self, "uplink"):  # the first welcome may come before the constructor ends
+            self.uplink.spares.clear()
 
 
 class RemoteBackend:
@@ -87,15 +85,8 @@ class RemoteBackend:
 
     def put(self, item: Any, *, key: Key, weight: float, timeout: float, nowait: bool) -> "Future[None]":
         """Return a future that is done when the server has accepted `item`."""
-        parts = payload.encode(item)
-        target = _Target(self._name, key, weight, timeout, nowait)
-        if self._rpc.shares_memory and any(map(payload.worth_a_segment, parts)):
-            put = _LargePut(self._client, parts, target)
-            self._client.lanes.enter_large(put)
-            return put.future
-        args = (self._name, key, weight, [payload.inline(part) for part in parts], timeout)
-        send = functools.partial(self._rpc.start_call, "put", args, {"nowait": nowait}, timeout=timeout + MARGIN)
-        return self._client.lanes.enter_small(target.lane, send)
+        target = Target(self._name, key, weight, timeout, nowait)
+        return self._client.uplink.put(payload.encode(item), target)
 
     def take(self, request: TakeRequest) -> "Future[list[Taken]]":
         """Return a future of what was taken."""
@@ -147,117 +138,6 @@ class RemoteBackend:
             key, error = args
             return call((self._name, key, None if error is None else rpc_wire.pack_error(error)), {}, idempotent=True)
         return call((self._name, *args), {}, idempotent=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where and how an item is put."""
-
-    channel: str
-    key: Key
-    weight: float
-    timeout: float
-    nowait: bool
-
-    @property
-    def lane(self) -> tuple[str, Key]:
-        """Return what puts must keep their order in."""
-        return self.channel, self.key
-
-
-class _LargePut:
-    """reserve -> copy -> hand over. The lane is held until the hand-over is sent."""
-
-    def __init__(self, client: ChannelClient, parts: list[Any], target: _Target) -> None:
-        self.future: Future[None] = Future()
-        self.target = target
-        self._client = client
-        self._parts = parts
-
-    def start(self) -> None:
-        """Ask for room; the rest follows from the answer."""
-        target = self.target
-        sizes = [memoryview(part).nbytes for part in self._parts]
-        args = (target.channel, target.key, sizes, target.timeout)
-        granted = self._client.rpc.start_call(
-            "reserve", args, {"nowait": target.nowait}, timeout=target.timeout + MARGIN
-        )
-        self.future.add_done_callback(lambda done: granted.cancel() if done.cancelled() else None)
-        granted.add_done_callback(self._granted)
-
-    def _granted(self, granted: "Future[Any]") -> None:
-        if granted.cancelled() or granted.exception() is not None:
-            self._client.lanes.leave(self.target.lane)
-            if not granted.cancelled() and self.future.set_running_or_notify_cancel():
-                self.future.set_exception(granted.exception())
-            return
-        self._client.copier.submit(self._write, *granted.result())
-
-    def _write(self, ticket: int, segments: list[Any]) -> None:
-        rpc, target = self._client.rpc, self.target
-        try:
-            parts = [self._fill(part, segment) for part, segment in zip(self._parts, segments, strict=True)]
-            if self.future.cancelled():
-                rpc.start_call("abort", (ticket,), {}, idempotent=True)
-                return
-            args = (target.channel, target.key, target.weight, parts, target.timeout, ticket)
-            _chain(rpc.start_call("put", args, {}, timeout=target.timeout + MARGIN), self.future)
-        except Exception as error:  # noqa: BLE001 - the future carries it; the room must not stay taken
-            rpc.start_call("abort", (ticket,), {}, idempotent=True)
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_exception(error)
-        finally:
-            self._client.lanes.leave(target.lane)
-
-    def _fill(self, part: Any, segment: list[Any] | None) -> payload.Part:
-        if segment is None:
-            return payload.inline(part)
-        copy_into(SharedMemory.shared().reader.view(segment[0], 0, segment[2]), memoryview(part).cast("B"))
-        return segment
-
-
-class _Lanes:
-    """Program order of puts per (channel, key): while a large put is being written, later ones wait behind it."""
-
-    def __init__(self) -> None:
-        self._busy: dict[tuple[str, Key], deque[_LargePut | tuple[Future[None], Callable[[], Future[None]]]]] = {}
-        self._lock = threading.Lock()
-
-    def enter_small(self, lane: tuple[str, Key], send: "Callable[[], Future[None]]") -> "Future[None]":
-        """Send at once, or when the lane is free."""
-        with self._lock:
-            queue = self._busy.get(lane)
-            if queue is None:
-                return send()
-            future: Future[None] = Future()
-            queue.append((future, send))
-            return future
-
-    def enter_large(self, put: _LargePut) -> None:
-        """Start `put` at once, or when the lane is free; it holds the lane until `leave`."""
-        with self._lock:
-            queue = self._busy.get(put.target.lane)
-            if queue is not None:
-                queue.append(put)
-                return
-            self._busy[put.target.lane] = deque()
-        put.start()
-
-    def leave(self, lane: tuple[str, Key]) -> None:
-        """Let the next puts of the lane go, up to and including the next large one."""
-        with self._lock:
-            queue = self._busy[lane]
-            while queue:
-                waiting = queue.popleft()
-                if isinstance(waiting, _LargePut):
-                    break
-                future, send = waiting
-                if not future.cancelled():
-                    _chain(send(), future)
-            else:
-                del self._busy[lane]
-                return
-        waiting.start()
 
 
 class _Receipts:
@@ -352,22 +232,6 @@ class _Leases:
 
 def _rows(rows: list[Any]) -> list[Taken]:
     return [Taken(*row) for row in rows]
-
-
-def _chain(inner: "Future[Any]", outer: "Future[Any]") -> None:
-    """Let `outer` end as `inner` does, and cancel `inner` with it."""
-
-    def copy(done: "Future[Any]") -> None:
-        if done.cancelled() or not outer.set_running_or_notify_cancel():
-            return
-        error = done.exception()
-        if error is not None:
-            outer.set_exception(error)
-        else:
-            outer.set_result(done.result())
-
-    inner.add_done_callback(copy)
-    outer.add_done_callback(lambda done: inner.cancel() if done.cancelled() else None)
 
 
 _current: ChannelClient | None = None

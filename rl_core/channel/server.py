@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rl_core.api.errors import ChannelClosed, ConfigError, DeadlineExceeded
+from rl_core.api.errors import ChannelClosed, ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.channel import payload
 from rl_core.channel.core import ChannelCore
@@ -37,6 +37,8 @@ ALLOWED_METHODS = {
     **dict.fromkeys(("actor", "rollout", "env", "supervisor"), _MEMBER_METHODS),
 }
 _RECENT = 1_024
+SPARE_BYTES = 8 * 2**20
+"""Up to this size a producer is lent a segment in advance."""
 
 
 class ChannelServer:
@@ -198,13 +200,13 @@ class ChannelServer:
             return
         core, now = self._core(channel), self._clock()
         nbytes = sum(map(payload.size, parts))
-        if payload.placements(parts):
-            raise ConfigError("a payload in segments needs the ticket of its reservation")
+        self._check_spares(call.peer, parts)
 
         def store() -> None:
             call.on_cancel = None
+            self._take_over(call.peer, parts, parts)
             core.store(self._clock(), put, parts, weight)
-            call.reply(None)
+            call.reply(self._spare(call.peer, parts))
 
         put = Put(call.peer, key, nbytes, store, call.fail, now + timeout, now)
         call.on_cancel = self._undo(call, lambda: core.cancel_put(self._clock(), put))
@@ -244,17 +246,36 @@ class ChannelServer:
             raise ConfigError(
                 f"the payload has {nbytes} bytes in {len(parts)} parts, the reservation was for {put.nbytes} bytes"
             )
-        store = self._memory.store
-        for spot in payload.placements(parts):
-            store.share(spot.segment, spot.generation, self)
-        for spot in payload.placements(segments):
-            store.release(spot.segment, spot.generation, peer.link)
+        self._take_over(peer, parts, segments)
         try:
             core.store(self._clock(), put, parts, weight)
         except ChannelClosed:
             self._drop(parts)
             raise
-        call.reply(None)
+        call.reply(self._spare(peer, parts))
+
+    def _take_over(self, peer: Peer, parts: list[Any], lent: list[Any]) -> None:
+        """Make the segments of an accepted payload the server's; its producer holds none of `lent` any more."""
+        store = self._memory.store
+        for spot in payload.placements(parts):
+            store.share(spot.segment, spot.generation, self)
+        for spot in payload.placements(lent):
+            store.release(spot.segment, spot.generation, peer.link)
+
+    def _check_spares(self, peer: Peer, parts: list[Any]) -> None:
+        for part in parts:
+            if isinstance(part, list) and not self._memory.store.holds(part[0], part[1], peer.link, part[2]):
+                raise InfrastructureError(
+                    "a segment of this item is not lent to its producer, which was taken for lost"
+                )
+
+    def _spare(self, peer: Peer, parts: list[Any]) -> list[Any] | None:
+        """Return a segment for the next item like this one, so that its put needs one message; None if not worth it."""
+        sizes = [part[2] for part in parts if isinstance(part, list)]
+        if len(sizes) != 1 or sizes[0] > SPARE_BYTES or not peer.link.lends:
+            return None
+        segment = self._memory.store.lend(sizes[0], peer.link)
+        return None if segment is None else [segment.name, segment.generation, segment.size]
 
     def _abort(self, call: IncomingCall, ticket: int) -> None:
         self._give_up_ticket(ticket)

@@ -173,22 +173,29 @@ class Packing:
         self._enter(node)
         kinds = set(map(type, node))
         if kinds <= _ATOMS or (kinds == {int} and min(node) in _INT64 and max(node) in _INT64):
-            plain = node
+            plain = list(node) if type(node) is tuple else node
         else:
-            plain = [self._child(value, f"[{index}]") for index, value in enumerate(node)]
+            plain = []
+            try:
+                for value in node:
+                    plain.append(value if type(value) in _ATOMS else self._plain(value))
+            except _Refused as refusal:
+                refusal.path.append(f"[{len(plain)}]")
+                raise
         self._active.pop()
-        return list(plain) if type(plain) is tuple else plain
+        return plain
 
     def _dict(self, node: dict[Any, Any]) -> dict[Any, Any]:
         self._enter(node)
         plain: dict[Any, Any] = {}
         for key, value in node.items():
-            if type(key) is str:
-                plain[key] = self._child(value, f".{key}")
-            elif type(key) is int and key in _INT64:
-                plain[key] = self._child(value, f"[{key}]")
-            else:
+            if type(key) is not str and (type(key) is not int or key not in _INT64):
                 raise _Refused(TypeError, "dict", f"has the key {key!r}; keys must be str or int64")
+            try:
+                plain[key] = value if type(value) in _ATOMS else self._plain(value)
+            except _Refused as refusal:
+                refusal.path.append(f".{key}" if type(key) is str else f"[{key}]")
+                raise
         self._active.pop()
         return plain
 
@@ -200,13 +207,6 @@ class Packing:
         else:
             fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
         return msgpack.ExtType(RECORD, _pack([name, self._dict(fields)]))
-
-    def _child(self, value: Any, step: str) -> Any:
-        try:
-            return self._plain(value)
-        except _Refused as refusal:
-            refusal.path.append(step)
-            raise
 
 
 class Unpacking:

@@ -51,7 +51,8 @@ class _State(enum.Enum):
 
 
 class Connection:
-    """See the module. `on_welcome(replaced)` runs on the I/O thread after each greeting."""
+    """See the module. `on_welcome(known)` runs on the I/O thread after each greeting; not known = the server
+    has nothing of this connection (any more)."""
 
     def __init__(
         self,
@@ -354,7 +355,7 @@ class Connection:
         self._server, self._refusal = welcome["identity"], ""
         replaced = self._instance is not None and self._instance != welcome["instance"]
         self._instance = welcome["instance"]
-        if replaced:
+        if not welcome["known"]:
             self.link.lost()
         can_read = self._share_memory and shared_memory.readable(welcome["token"])
         self.link.lends = can_read and welcome["readable"] is True
@@ -362,7 +363,7 @@ class Connection:
         self.send("attach", can_read)
         self._resume(set(welcome["running"]), set(welcome["finished"]), replaced)
         if self._on_welcome is not None:
-            self._io.call_soon(self._on_welcome, replaced)
+            self._io.call_soon(self._on_welcome, welcome["known"] is True)
         self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:

@@ -287,17 +287,18 @@ class RpcServer:
                 f"this is job {self._identity.job} ({self._identity.uid}), not {caller['job']} ({caller['uid']})",
             )
             return
-        peer.caller, peer.welcome = caller, True
         self._peers[peer.routing_id] = peer
         shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
         answer = {
             "identity": rpc_wire.describe(self._identity),
             "instance": self._instance,
+            "known": peer.welcome,
             "token": shared.token.show() if shared is not None else None,
             "readable": shared is not None and shared_memory.readable(hello.get("token")),
             "running": [number for number in hello["pending"] if number in peer.calls],
             "finished": [number for number in hello["pending"] if number in peer.finished],
         }
+        peer.caller, peer.welcome = caller, True
         self._send(peer, "welcome", answer)
         if self._on_peer is not None:
             self._on_peer(peer)

@@ -47,7 +47,7 @@ def short_uid(uid: str) -> str:
 class Segment:
     """One file of the store; `generation` rises each time it is lent, so that a late release cannot hit the next holder."""
 
-    __slots__ = ("generation", "memory", "name", "path", "size")
+    __slots__ = ("generation", "memory", "name", "path", "size", "tainted")
 
     def __init__(self, path: Path, size: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -60,6 +60,8 @@ class Segment:
         finally:
             os.close(descriptor)
         self.path, self.name, self.size, self.generation = path, path.name, size, 0
+        self.tainted = False
+        """A holder was lost; if it lives after all (stopped, cut off), it may still read or write here: never used again."""
 
     def remove(self) -> None:
         """Delete the file; memory goes when the last mapping does."""
@@ -128,19 +130,32 @@ class SegmentStore:
             self._drop_if_free((name, generation))
             return True
 
+    def holds(self, name: str, generation: int, holder: Hashable, nbytes: int) -> bool:
+        """Return whether `holder` holds that generation of a segment of at least `nbytes`."""
+        with self._lock:
+            entry = self._lent.get((name, generation))
+            return entry is not None and entry[1][holder] > 0 and entry[0].size >= nbytes
+
     def release_holder(self, holder: Hashable) -> int:
-        """End all holds of `holder`, which is gone, and return how many segments it held."""
+        """End all holds of `holder`, which is lost, and return how many segments it held; they are never used again."""
         with self._lock:
             held = [key for key, (_, holders) in self._lent.items() if holders[holder] > 0]
             for key in held:
-                self._lent[key][1][holder] = 0
+                segment, holders = self._lent[key]
+                segment.tainted = True
+                holders[holder] = 0
                 self._drop_if_free(key)
             return len(held)
 
     def _drop_if_free(self, key: tuple[str, int]) -> None:
         segment, holders = self._lent[key]
-        if not any(holders.values()):
-            del self._lent[key]
+        if any(holders.values()):
+            return
+        del self._lent[key]
+        if segment.tainted:
+            self._total -= segment.size
+            segment.remove()
+        else:
             self._keep(segment)
 
     def trim(self) -> int:

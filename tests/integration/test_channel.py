@@ -16,6 +16,7 @@ from rl_core.api.errors import (
     DataError,
     DeadlineExceeded,
     EpochFenced,
+    InfrastructureError,
     ProducerLost,
 )
 from rl_core.api.identity import Identity
@@ -182,7 +183,7 @@ class TestContract:
 class TestLargeItems:
     def test_they_lie_in_segments_of_the_server_and_are_freed(self, channel, server):
         store = SharedMemory.shared().store
-        array = np.arange(MIB, dtype=np.int64)
+        array = np.arange(2 * MIB, dtype=np.int64)  # too large for a segment lent in advance
         channel.put({"array": array, "small": array[:3]})
         assert server.stats()["memory"]["lent"] == 1
         item = channel.get()
@@ -202,12 +203,32 @@ class TestLargeItems:
 
     def test_a_full_queue_holds_large_items_back_before_they_are_written(self, connect, server):
         channel = Channel.create("one", maxsize=1, client=connect())
-        channel.put(np.zeros(MIB))
-        waiting = channel.put(np.ones(MIB), async_op=True)
+        channel.put(np.zeros(2 * MIB))
+        waiting = channel.put(np.ones(2 * MIB), async_op=True)
         channel.qsize()
         assert server.stats()["memory"]["lent"] == 1 and not waiting.done()
         assert channel.get()[0] == 0
         assert waiting.wait(10) is None and channel.get()[0] == 1
+
+    def test_a_second_item_goes_into_a_segment_lent_in_advance(self, channel, server):
+        for number in range(5):
+            channel.put(np.full(MIB, number, np.uint8))
+        counts = server.stats()
+        assert counts["memory"]["lent"] == 6, "five items and one segment for the next"
+        assert counts["channels"]["c"]["bytes"] < 5.1 * MIB, "the segment in advance is nobody's item"
+        assert [int(channel.get()[-1]) for _ in range(5)] == list(range(5))
+
+    def test_a_segment_of_a_producer_taken_for_lost_is_refused_and_the_next_put_works(self, connect, server):
+        client = connect(identity())
+        channel = Channel.create("c", client=client)
+        channel.put(np.zeros(MIB, np.uint8))
+        (peer,) = server._rpc.peers()
+        peer.link.lost()
+        with pytest.raises(InfrastructureError, match="taken for lost"):
+            channel.put(np.ones(MIB, np.uint8))
+        peer.link.lends = True
+        channel.put(np.full(MIB, 2, np.uint8))
+        assert [int(channel.get()[0]) for _ in range(2)] == [0, 2]
 
     def test_without_shared_memory_they_go_by_socket(self, server, connect, monkeypatch):
         from rl_core.transports import rpc_connection

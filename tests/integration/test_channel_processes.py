@@ -132,7 +132,7 @@ def test_a_consumer_killed_while_it_reads_a_segment_frees_it(channel, spawn):
         print(int(item[0]), flush=True)
         sys.stdin.read()
     """
-    channel.put(np.full(2_000_000, 6, np.uint8))
+    channel.put(np.full(20_000_000, 6, np.uint8))
     process, word = spawn(code, channel._backend._client.rpc.address)
     assert word == "6"
     rpc = channel._backend._client.rpc

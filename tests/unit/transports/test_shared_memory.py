@@ -74,6 +74,25 @@ def test_the_death_of_a_holder_frees_what_it_alone_held(store):
     assert not store.release(alone.segment, alone.generation, "dead")
 
 
+def test_what_a_lost_holder_had_is_never_used_again(store, tmp_path):
+    """It may only be stopped or cut off: when it goes on it reads and writes there still."""
+    alone, both = store.put(data().data, "lost"), store.put(data().data, "lost")
+    store.share(both.segment, both.generation, "alive")
+    store.release_holder("lost")
+    assert not (tmp_path / alone.segment).exists() and (tmp_path / both.segment).exists()
+    store.release(both.segment, both.generation, "alive")
+    assert not (tmp_path / both.segment).exists()
+    assert store.stats() == {"bytes": 0, "lent": 0, "idle": 0, "created": 2, "reused": 0, "full": 0}
+
+
+def test_a_hold_is_of_one_generation_one_holder_and_enough_bytes(store):
+    spot = store.put(data().data, "a")
+    assert store.holds(spot.segment, spot.generation, "a", MIB)
+    assert not store.holds(spot.segment, spot.generation, "a", 2 * MIB)
+    assert not store.holds(spot.segment, spot.generation, "b", MIB)
+    assert not store.holds(spot.segment, spot.generation + 1, "a", MIB)
+
+
 def test_a_full_store_says_so_and_counts_and_recovers(store):
     spots = [store.put(data().data, "peer") for _ in range(8)]
     assert all(spots)

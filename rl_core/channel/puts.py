@@ -1,0 +1,234 @@
+"""How items get to the channel server: small ones in one message, large ones through segments the server owns.
+
+A large put reserves room, copies into the server's segments on a copy thread, and hands over. Where the server has lent a
+segment in advance (`Spares`), the caller copies into that and one message is enough. `Lanes` keeps the program order of
+puts per key meanwhile. Used by `client`.
+"""
+
+import concurrent.futures
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.channel import payload
+from rl_core.channel.model import Key
+from rl_core.transports.frames import Placement
+from rl_core.transports.links import SharedMemory
+from rl_core.transports.rpc import RpcClient
+from rl_core.transports.shared_memory import copy_into
+
+Future = concurrent.futures.Future
+MARGIN = 5.0
+"""Seconds the transport waits beyond the server's own deadline, whose error tells more."""
+MAX_SPARES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and how an item is put."""
+
+    channel: str
+    key: Key
+    weight: float
+    timeout: float
+    nowait: bool
+
+    @property
+    def lane(self) -> tuple[str, Key]:
+        """Return what puts must keep their order in."""
+        return self.channel, self.key
+
+
+class LargePut:
+    """reserve -> copy -> hand over. The lane is held until the hand-over is sent."""
+
+    def __init__(self, uplink: "Uplink", parts: list[Any], target: Target) -> None:
+        self.future: Future[None] = Future()
+        self.target = target
+        self._uplink = uplink
+        self._parts = parts
+
+    def start(self) -> None:
+        """Ask for room; the rest follows from the answer."""
+        target = self.target
+        sizes = [memoryview(part).nbytes for part in self._parts]
+        args = (target.channel, target.key, sizes, target.timeout)
+        granted = self._uplink.rpc.start_call(
+            "reserve", args, {"nowait": target.nowait}, timeout=target.timeout + MARGIN
+        )
+        self.future.add_done_callback(lambda done: granted.cancel() if done.cancelled() else None)
+        granted.add_done_callback(self._granted)
+
+    def _granted(self, granted: "Future[Any]") -> None:
+        if granted.cancelled() or granted.exception() is not None:
+            self._uplink.lanes.leave(self.target.lane)
+            if not granted.cancelled() and self.future.set_running_or_notify_cancel():
+                self.future.set_exception(granted.exception())
+            return
+        self._uplink.copier.submit(self._write, *granted.result())
+
+    def _write(self, ticket: int, segments: list[Any]) -> None:
+        rpc, target = self._uplink.rpc, self.target
+        try:
+            parts = [self._fill(part, segment) for part, segment in zip(self._parts, segments, strict=True)]
+            if self.future.cancelled():
+                rpc.start_call("abort", (ticket,), {}, idempotent=True)
+                return
+            args = (target.channel, target.key, target.weight, parts, target.timeout, ticket)
+            sent = rpc.start_call("put", args, {}, timeout=target.timeout + MARGIN, convert=self._uplink.spares.keep)
+            chain(sent, self.future)
+        except Exception as error:  # noqa: BLE001 - the future carries it; the room must not stay taken
+            rpc.start_call("abort", (ticket,), {}, idempotent=True)
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+        finally:
+            self._uplink.lanes.leave(target.lane)
+
+    def _fill(self, part: Any, segment: list[Any] | None) -> payload.Part:
+        return payload.inline(part) if segment is None else fill(segment, part)
+
+
+class Lanes:
+    """Program order of puts per (channel, key): while a large put is being written, later ones wait behind it."""
+
+    def __init__(self) -> None:
+        self._busy: dict[tuple[str, Key], deque[LargePut | tuple[Future[None], Callable[[], Future[None]]]]] = {}
+        self._lock = threading.Lock()
+
+    def enter_small(self, lane: tuple[str, Key], send: "Callable[[], Future[None]]") -> "Future[None]":
+        """Send at once, or when the lane is free."""
+        with self._lock:
+            queue = self._busy.get(lane)
+            if queue is None:
+                return send()
+            future: Future[None] = Future()
+            queue.append((future, send))
+            return future
+
+    def enter_large(self, put: LargePut) -> None:
+        """Start `put` at once, or when the lane is free; it holds the lane until `leave`."""
+        with self._lock:
+            queue = self._busy.get(put.target.lane)
+            if queue is not None:
+                queue.append(put)
+                return
+            self._busy[put.target.lane] = deque()
+        put.start()
+
+    def leave(self, lane: tuple[str, Key]) -> None:
+        """Let the next puts of the lane go, up to and including the next large one."""
+        with self._lock:
+            queue = self._busy[lane]
+            while queue:
+                waiting = queue.popleft()
+                if isinstance(waiting, LargePut):
+                    break
+                future, send = waiting
+                if not future.cancelled():
+                    chain(send(), future)
+            else:
+                del self._busy[lane]
+                return
+        waiting.start()
+
+
+class Spares:
+    """Segments the server lent in advance, one with the answer to each large put. Thread-safe."""
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
+        self._free: list[list[Any]] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> list[Any] | None:
+        """Return [segment, generation, size] with room for `nbytes` and not much more, if there is one."""
+        with self._lock:
+            for spare in self._free:
+                if nbytes <= spare[2] <= 2 * nbytes:
+                    self._free.remove(spare)
+                    return spare
+        return None
+
+    def keep(self, spare: list[Any] | None) -> None:
+        """Keep what came with an answer, in place of the oldest if there are too many."""
+        if spare is None:
+            return
+        with self._lock:
+            self._free.append(spare)
+            surplus = self._free.pop(0) if len(self._free) > MAX_SPARES else None
+        if surplus is not None:
+            self.give_back(surplus)
+
+    def give_back(self, spare: list[Any]) -> None:
+        """Let the server have a segment again."""
+        self._rpc.give_back(Placement(spare[0], spare[1], 0))
+
+    def clear(self) -> None:
+        """Forget all: the server knows nothing of them any more."""
+        with self._lock:
+            self._free.clear()
+
+
+class Uplink:
+    """What the puts of one client share."""
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self.rpc = rpc
+        self.copier = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="rljob-channel-copy")
+        self.lanes = Lanes()
+        self.spares = Spares(rpc)
+
+    def put(self, parts: list[Any], target: Target) -> "Future[None]":
+        """Return a future that is done when the server has accepted the payload."""
+        large = [part for part in parts if payload.worth_a_segment(part)] if self.rpc.shares_memory else []
+        spare = self.spares.take(memoryview(large[0]).nbytes) if len(large) == 1 else None
+        if spare is not None:
+            return self._put_in_spare(spare, parts, target)
+        if large:
+            put = LargePut(self, parts, target)
+            self.lanes.enter_large(put)
+            return put.future
+        return self._send([payload.inline(part) for part in parts], target, None)
+
+    def _put_in_spare(self, spare: list[Any], parts: list[Any], target: Target) -> "Future[None]":
+        filled = [fill(spare, part) if payload.worth_a_segment(part) else payload.inline(part) for part in parts]
+        future = self._send(filled, target, self.spares.keep)
+
+        def done(ended: "Future[None]") -> None:
+            if ended.cancelled() or ended.exception() is not None:
+                self.spares.give_back(spare)  # without effect if the server took it over after all
+
+        future.add_done_callback(done)
+        return future
+
+    def _send(self, parts: list[Any], target: Target, convert: Callable[[Any], Any] | None) -> "Future[None]":
+        args = (target.channel, target.key, target.weight, parts, target.timeout)
+        options, timeout = {"nowait": target.nowait}, target.timeout + MARGIN
+        return self.lanes.enter_small(
+            target.lane, lambda: self.rpc.start_call("put", args, options, timeout=timeout, convert=convert)
+        )
+
+
+def fill(segment: list[Any], part: Any) -> payload.Part:
+    """Copy `part` into [segment, generation, size] and return how it stands on the wire."""
+    view = memoryview(part).cast("B")
+    copy_into(SharedMemory.shared().reader.view(segment[0], 0, view.nbytes), view)
+    return [segment[0], segment[1], view.nbytes]
+
+
+def chain(inner: "Future[Any]", outer: "Future[Any]") -> None:
+    """Let `outer` end as `inner` does, and cancel `inner` with it."""
+
+    def copy(done: "Future[Any]") -> None:
+        if done.cancelled() or not outer.set_running_or_notify_cancel():
+            return
+        error = done.exception()
+        if error is not None:
+            outer.set_exception(error)
+        else:
+            outer.set_result(done.result())
+
+    inner.add_done_callback(copy)
+    outer.add_done_callback(lambda done: inner.cancel() if done.cancelled() else None)
