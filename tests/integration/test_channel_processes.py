@@ -225,7 +225,7 @@ def test_the_channel_server_runs_as_a_process_until_sigterm():
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     process.stderr.close()
-    assert not [path for path in shared_memory.DIRECTORY.glob(f"rljob-u1-{process.pid}-*")]
+    assert not list(shared_memory.DIRECTORY.glob(f"rljob-u1-{process.pid}-*"))
 
 
 def test_a_channel_process_without_an_address_ends_with_the_code_of_a_bad_configuration():
