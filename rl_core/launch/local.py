@@ -7,8 +7,6 @@ their socket to us, their children with them, and a last sweep finds strays by a
 
 import asyncio
 import contextlib
-import fcntl
-import json
 import logging
 import os
 import secrets
@@ -17,9 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import ConfigError
 from rl_core.api.settings import FailurePolicySpec
 from rl_core.launch.control import ControlClient
 from rl_core.launch.local_plan import as_attempt, control_port, localise, under_epoch
@@ -27,9 +24,8 @@ from rl_core.launch.local_pod import LocalPod
 from rl_core.launch.policy import Action, Decision, RestartPolicy
 from rl_core.launch.ports import free_ports
 from rl_core.launch.registry import ProcessEntry, ProcessRegistry
-from rl_core.plan import keys
+from rl_core.launch.workspace import INTERRUPTED, Workspace
 from rl_core.plan.launch import LaunchPlan, PodPlan
-from rl_core.runner.history import write_json
 from rl_core.workers import processes
 from rl_core.workers.supervisor import ExitCode
 
@@ -43,16 +39,12 @@ STOP_SECONDS = 10.0
 RUNNER_SHARE = 0.7
 """Part of that time that the runner has to checkpoint."""
 STATUS_SECONDS = 1.0
-FINAL_PHASES = ("Finished", "Failed")
 ANNOUNCED = {
     Action.FAIL: "ending the run",
     Action.RESTART_POD: "starting a new pod",
     Action.RESTART_ROLE: "restarting all pods of the role",
     Action.RESTART_JOB: "restarting the actors from the newest checkpoint",
 }
-INTERRUPTED = 130
-PRIVATE = ".rljob"
-"""Folder for keys, pod plans and the resolved job, inside the output folder."""
 
 
 def brief(reason: str) -> str:
@@ -81,7 +73,7 @@ class LocalCluster:
         defaults. `resume` (auto, none, a path) holds for the first start; restarts resume. `job` is written for the runner
         where the plan's RLJOB_CONFIG does not exist. `environ` None: this process's environment.
         """
-        self.workdir = Path(workdir).resolve()
+        self._space = Workspace(workdir)
         self.status: dict[str, Any] = {}
         """The runner's last status."""
         self.failure = ""
@@ -94,7 +86,6 @@ class LocalCluster:
         spec = policy if policy is not None else (job.spec.failure_policy if job is not None else FailurePolicySpec())
         self._policy = RestartPolicy(spec)
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._private = self.workdir / PRIVATE
         self._ports = free_ports()
         self._pods: dict[str, LocalPod] = {}
         self._attempts: dict[str, int] = {}
@@ -103,12 +94,16 @@ class LocalCluster:
         self._started = threading.Event()
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock_file: IO[str] | None = None
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
         self._say: Callable[[str], None] = lambda text: logger.warning("%s", text)
         self._interrupts = 0
 
     # --- the public face (any thread) ------------------------------------------------------------------------------
+
+    @property
+    def workdir(self) -> Path:
+        """The output folder."""
+        return self._space.folder
 
     @property
     def epoch(self) -> int:
@@ -174,32 +169,14 @@ class LocalCluster:
     # --- start -----------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        try:
-            for folder in (self.workdir, self.workdir / "logs", self._private):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock_file = (self._private / "lock").open("w")
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{self.workdir} is in use by another run; choose another folder with --output"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"the output folder {self.workdir} must be writable, got: {error.strerror}") from error
-        self._key_folder = self._private / "keys"
-        if not (self._key_folder / keys.TOKEN_FILE).is_file():
-            files = keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), self._first.uid)
-            keys.write_key_folder(self._key_folder, files)
-        self._config: Path | None = None
-        if self._job is not None:
-            self._config = self._private / "job.json"
-            self._config.write_text(self._job.model_dump_json(by_alias=True))
+        self._space.open(uid=self._first.uid, job=self._job)
         self._plan = self._localised(self._first)
         port = control_port(self._plan)
-        self._control = ControlClient(port, self._key_folder / keys.TOKEN_FILE) if port else None
+        self._control = ControlClient(port, self._space.token_file) if port else None
         self._registry = ProcessRegistry(self.workdir / "processes.json")
 
     def _localised(self, plan: LaunchPlan) -> LaunchPlan:
-        return localise(plan, ports=self._ports, curve_dir=self._key_folder, config=self._config)
+        return localise(plan, ports=self._ports, curve_dir=self._space.key_folder, config=self._space.config)
 
     def _thread(self) -> None:
         try:
@@ -228,18 +205,16 @@ class LocalCluster:
             for task in self._tasks:
                 task.cancel()
             await self._kill_pods(list(self._pods.values()))
-            self._write_final()
-            if self._lock_file is not None:
-                self._lock_file.close()
+            self._tell(self._space.final_status(self._code, self.failure, epoch=self.epoch))
+            self._space.close()
 
     def _start_pod(self, plan: PodPlan) -> None:
         attempt = self._attempts.get(plan.name, -1) + 1
         self._attempts[plan.name] = attempt
-        plan_file = self._private / f"{plan.role}-{plan.index}.json"
         environ = {
             **self._environ,
             "RLJOB_OUTPUT": str(self.workdir),
-            "RLJOB_CURVE_DIR": str(self._key_folder),
+            "RLJOB_CURVE_DIR": str(self._space.key_folder),
             "RLJOB_HEALTH_PORT": "0",
             "RLJOB_HEALTH_HOST": "127.0.0.1",
             "RLJOB_GRACE_SECONDS": str(STOP_SECONDS),
@@ -250,8 +225,8 @@ class LocalCluster:
         pod = LocalPod(
             as_attempt(plan, attempt),
             attempt=attempt,
-            plan_file=plan_file,
-            log_file=self.workdir / "logs" / f"{plan.role}-{plan.index}.log",
+            plan_file=self._space.plan_file(plan),
+            log_file=self._space.log_file(plan),
             environ=environ,
             on_event=self._on_event,
             on_end=self._on_pod_end,
@@ -298,6 +273,8 @@ class LocalCluster:
         elif action is Action.RESTART_ROLE:
             self._spawn(self._restart_role(decision.role))
         elif action is Action.RESTART_JOB:
+            for one in self._pods.values():
+                one.expected = one.expected or one.role == "actor"  # the gang ends together: once is enough
             self._spawn(self._restart_job())
 
     async def _replace_pod(self, name: str, pause: float) -> None:
@@ -322,7 +299,7 @@ class LocalCluster:
         plan = self._plan_for(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
         self._plan = self._localised(plan)
         self.status = {}
-        self._tell({**self._last_written(), "phase": "Restarting", "epoch": epoch, "stall": None})
+        self._tell({**self._space.read_status(), "phase": "Restarting", "epoch": epoch, "stall": None})
         for pod in self._plan.pods:
             if pod.role == "actor":
                 self._start_pod(pod)
@@ -335,24 +312,17 @@ class LocalCluster:
             if status is None or status.get("epoch", epoch) != epoch or self._ending.is_set():
                 continue
             self.status = status
-            if self._last_written().get("phase") not in FINAL_PHASES or self._last_written().get("epoch") != epoch:
+            if not self._space.is_final(epoch):
                 self._tell(status)
             self._carry_out(self._policy.stalled(status.get("stall")))
 
     def _tell(self, status: dict[str, Any]) -> None:
-        write_json(self.workdir / "status.json", {**status, "restarts": self._policy.restarts})
+        self._space.write_status(status, restarts=self._policy.restarts)
         for listener in self._listeners:
             try:
                 listener(status)
             except Exception:  # a display must not end the run
                 logger.exception("a status listener failed")
-
-    def _last_written(self) -> dict[str, Any]:
-        try:
-            found = json.loads((self.workdir / "status.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
     # --- ending ----------------------------------------------------------------------------------------------------
 
@@ -401,18 +371,6 @@ class LocalCluster:
         self._begin_end(INTERRUPTED, "killed on request", 0.0)
         for pod in self._pods.values():
             pod.kill()
-
-    def _write_final(self) -> None:
-        """Leave a status.json that tells the end, where the runner could not."""
-        status = self._last_written() or {"schema": 1, "epoch": self._plan.epoch, "step": 0}
-        if self._code == 0:
-            status["phase"] = "Finished"
-        elif self._code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
-            status["phase"] = "Failed"
-        if self._code and not status.get("failure"):
-            message = self.failure or "the launcher failed"
-            status["failure"] = {"type": "", "message": message, "exitCode": self._code}
-        self._tell(status)
 
     def _sweep(self, pod: str | None = None) -> None:
         """Kill what carries our mark and is left (of one pod)."""

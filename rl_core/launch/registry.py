@@ -1,10 +1,13 @@
 """`processes.json`: every live process of a local run with its place, kept current, so that a person can find it."""
 
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core.runner.history import write_json
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,4 +56,7 @@ class ProcessRegistry:
 
     def _write(self) -> None:
         entries: list[dict[str, Any]] = [asdict(entry) for entry in self.entries()]
-        write_json(self._path, entries)
+        try:
+            write_json(self._path, entries)
+        except OSError as error:  # a full disk must not end the run
+            logger.warning("%s could not be written: %s", self._path, error)

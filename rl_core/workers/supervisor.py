@@ -311,8 +311,10 @@ class Supervisor:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._changed.set()
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a task of the supervisor failed", exc_info=task.exception())
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the supervisor failed", exc_info=error)
+            self._decide(ExitCode.INFRASTRUCTURE, f"the supervisor failed: {error}")
+            self._kill_all()
 
     # --- telling ---------------------------------------------------------------------------------------------------
 

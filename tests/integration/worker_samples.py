@@ -28,7 +28,12 @@ class Sample(Worker):
         return self.base + x + self.rank
 
     def made(self):
-        return {"made_at": self.made_at, "pid": os.getpid(), "epochs": list(self.epochs), "torch": "torch" in sys.modules}
+        return {
+            "made_at": self.made_at,
+            "pid": os.getpid(),
+            "epochs": list(self.epochs),
+            "torch": "torch" in sys.modules,
+        }
 
     def fail_on(self, ranks, kind="value"):
         if self.rank in ranks:

@@ -1,0 +1,101 @@
+"""The output folder of a local run as the launcher uses it: lock, keys, logs, the resolved job, `status.json`."""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.plan import keys
+from rl_core.plan.launch import PodPlan
+from rl_core.runner.history import write_json
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
+
+logger = logging.getLogger(__name__)
+
+FINAL_PHASES = ("Finished", "Failed")
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop."""
+PRIVATE = ".rljob"
+"""Folder for keys, pod plans and the resolved job, inside the output folder."""
+
+
+class Workspace:
+    """Paths and files of one run; `open` before anything is started, `close` when all has ended."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).resolve()
+        self.private = self.folder / PRIVATE
+        self.key_folder = self.private / "keys"
+        self.token_file = self.key_folder / keys.TOKEN_FILE
+        self.config: Path | None = None
+        """The resolved job, if this workspace was given one to write."""
+        self._lock: IO[str] | None = None
+
+    def open(self, *, uid: str, job: "RLJob | None") -> None:
+        """Make the folders, take the lock, write missing keys and `job`. Raises ConfigError when the folder cannot be used."""
+        try:
+            for folder in (self.folder, self.folder / "logs", self.private):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.private / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{self.folder} is in use by another run; choose another folder with --output") from error
+        except OSError as error:
+            raise ConfigError(f"the output folder {self.folder} must be writable, got: {error.strerror}") from error
+        if not self.token_file.is_file():
+            keys.write_key_folder(self.key_folder, keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), uid))
+        if job is not None:
+            self.config = self.private / "job.json"
+            self.config.write_text(job.model_dump_json(by_alias=True))
+
+    def close(self) -> None:
+        """Let another run use the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def plan_file(self, pod: PodPlan) -> Path:
+        """Return where the plan of a pod is written for its supervisor."""
+        return self.private / f"{pod.role}-{pod.index}.json"
+
+    def log_file(self, pod: PodPlan) -> Path:
+        """Return where all output of a pod goes."""
+        return self.folder / "logs" / f"{pod.role}-{pod.index}.log"
+
+    def read_status(self) -> dict[str, Any]:
+        """Return the last written status; empty when there is none."""
+        try:
+            found = json.loads((self.folder / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write_status(self, status: Mapping[str, Any], *, restarts: int) -> None:
+        """Replace the status; a full disk is told and does not end the run."""
+        try:
+            write_json(self.folder / "status.json", {**status, "restarts": restarts})
+        except OSError as error:
+            logger.warning("status.json could not be written: %s", error)
+
+    def is_final(self, epoch: int) -> bool:
+        """Return whether the runner of `epoch` has written its last word."""
+        status = self.read_status()
+        return status.get("phase") in FINAL_PHASES and status.get("epoch") == epoch
+
+    def final_status(self, code: int | None, failure: str, *, epoch: int) -> dict[str, Any]:
+        """Return the status that tells the end with exit code `code`, also where the runner could not."""
+        status = self.read_status() or {"schema": 1, "epoch": epoch, "step": 0}
+        if code == 0:
+            status["phase"] = "Finished"
+        elif code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
+            status["phase"] = "Failed"
+        if code != 0 and not status.get("failure"):
+            message = failure or "the launcher failed"
+            status["failure"] = {"type": "", "message": message, "exitCode": code}
+        return status
