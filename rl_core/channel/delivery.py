@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.channel.backend import Backend, Taken
 from rl_core.transports.rpc_wire import refuse_on_event_loop
+from rl_core.transports.sockets import IoThread
 
 Value = TypeVar("Value")
 Future = concurrent.futures.Future
@@ -73,8 +74,8 @@ class AsyncHandle(Generic[Value]):
         return self._value
 
     def __del__(self) -> None:
-        if not self._received:
-            self._abandon(self._future)
+        if not self._received:  # the collector may run anywhere, under any lock: the work is done elsewhere
+            IoThread.shared().call_soon(self._abandon, self._future)
 
 
 class Delivery:

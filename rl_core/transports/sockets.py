@@ -63,8 +63,6 @@ class IoThread:
         self.context = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, 65_535)
         self.clock = clock
-        self.heartbeat = clock()
-        """Time of the last turn of the loop, for /healthz."""
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sleeping = False
@@ -162,7 +160,6 @@ class IoThread:
 
     def _run(self) -> None:
         while not self._stopping:
-            self.heartbeat = self.clock()
             for number, _ in self._epoll.poll(self._pause()):
                 self._sleeping = False
                 if number == self._wake:

@@ -10,6 +10,13 @@ import pytest
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, ConfigError, DeadlineExceeded
 from rl_core.channel import Channel
 from rl_core.transports import frames
+from rl_core.transports.sockets import IoThread
+
+
+def _collect():
+    """Return when what was dropped has been cleaned up, which the I/O thread does."""
+    gc.collect()
+    IoThread.shared().run(lambda: None)
 
 
 @pytest.fixture
@@ -89,17 +96,17 @@ def test_a_handle_that_is_dropped_returns_its_item_to_the_head(channel):
     handle = channel.get(async_op=True)
     assert handle.done()
     del handle
-    gc.collect()
+    _collect()
     assert channel.get() == "first"
     waiting = channel.get_batch(5, async_op=True)
     del waiting
-    gc.collect()
+    _collect()
     assert channel.get() == "second"
 
 
 def test_dropping_the_handle_of_a_put_does_not_undo_it(channel):
     channel.put("x", async_op=True)
-    gc.collect()
+    _collect()
     assert channel.get(timeout=5) == "x"
 
 
