@@ -27,6 +27,10 @@ class Phase(StrEnum):
     FAILED = "Failed"
 
 
+UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED})
+"""Phases without a stall bound: bring-up has deadlines of its own."""
+
+
 def now_text() -> str:
     """Return the present time, RFC 3339, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -115,12 +119,9 @@ class StatusBoard:
         members = list(self._cluster.members())
         with self._lock:
             progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
-            finished = self._phase in (Phase.FINISHED, Phase.FAILED)
-            stall = (
-                None
-                if finished
-                else self._stall.report(progress, self._waits(members), missing_pods=self._missing(members))
-            )
+            if self._phase in UNWATCHED:
+                self._stall.reset()
+            stall = self._stall.report(progress, self._waits(members), missing_pods=self._missing(members))
             facts = dict(self._facts)
         return facts | {
             "phase": self._phase.value,

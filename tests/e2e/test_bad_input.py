@@ -71,7 +71,7 @@ def test_bad_samples_within_the_budget_are_dropped_counted_and_replaced(tmp_path
     write(
         tmp_path,
         "user_reward.py",
-        "def f(prompts, completions, **columns):\n    assert '003' not in prompts[0]\n    return [float(len(c)) for c in completions]\n",
+        "def f(prompts, completions, **columns):\n    assert not any('003' in prompt for prompt in prompts)\n    return [float(len(c)) for c in completions]\n",
     )
     spec = {
         "env": {"type": "reward", "reward": "user_reward:f"},
