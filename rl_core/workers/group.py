@@ -66,9 +66,10 @@ class WorkerGroup:
     def launch(
         self,
         cluster: Cluster,
-        *,
+        placement_strategy: object | None = None,
         name: str | None = None,
         max_concurrency: int | None = None,
+        isolate_gpu: bool = True,
         timeout: float | None = None,
     ) -> "WorkerGroup":
         """Construct the class in the processes of the group `name`; return self.
@@ -76,8 +77,14 @@ class WorkerGroup:
         While the hub does not serve yet nothing is waited for: members are constructed as they join, `cluster.wait_ready`
         waits for them. Else it waits up to `timeout` (None: `deadlines.waitReady`) for all ranks of a fixed group, or for
         the present members of an elastic one, and raises what construction raised.
+        The processes were placed by the launch plan: another `placement_strategy` or shared devices raise ConfigError.
         `name` None: the only group there is. `max_concurrency` None: sync methods one at a time, async ones 64.
         """
+        if placement_strategy is not None or not isolate_gpu:
+            raise ConfigError(
+                "the launch plan has placed the processes with isolated devices; got "
+                f"placement_strategy={placement_strategy!r}, isolate_gpu={isolate_gpu}: set spec.placement of the job instead"
+            )
         self._cluster, self._max_concurrency = cluster, max_concurrency
         self.name = self._only_group(cluster) if name is None else name
         limit = cluster.ready_deadline if timeout is None else timeout

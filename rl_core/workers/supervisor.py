@@ -9,6 +9,7 @@ supervisor or its launcher is killed, no process of the pod is left.
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -40,6 +41,8 @@ DEFAULT_GRACE = 120.0
 GANG_GRACE = 2.0
 """Seconds the rest of a pod has to end after one of its processes failed; none after the runner, without which nothing is saved."""
 _TICK = 1.0
+_WARM_UP = 5.0
+"""Seconds after the start at which the way to the hub is loaded, so that a child's end is told within milliseconds."""
 
 
 class ExitCode(IntEnum):
@@ -129,7 +132,9 @@ class Supervisor:
             events.report("health", port=health.port)
             for process in self._processes:
                 self._start(process)
+            warm_up = self._loop.create_task(self._warm_up())
             await self._until_ended()
+            warm_up.cancel()
         except (ConfigError, OSError) as error:
             self._decide(ExitCode.CONFIG if isinstance(error, ConfigError) else ExitCode.INFRASTRUCTURE, str(error))
             logger.error("%s", error)
@@ -147,6 +152,11 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _TICK)
             self._reap_orphans()
+
+    async def _warm_up(self) -> None:
+        if any("RLJOB_HUB" in self._env_of(process) for process in self._processes):
+            await asyncio.sleep(_WARM_UP)
+            await asyncio.to_thread(importlib.import_module, "rl_core.workers.report")
 
     def _listen(self) -> None:
         assert self._loop is not None
