@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rl_core.api.errors import FrameError
 from rl_core.channel import payload
 from rl_core.channel.model import Key
 from rl_core.transports.frames import Placement
@@ -185,15 +186,21 @@ class Uplink:
         large = [part for part in parts if payload.worth_a_segment(part)] if self.rpc.shares_memory else []
         spare = self.spares.take(memoryview(large[0]).nbytes) if len(large) == 1 else None
         if spare is not None:
-            return self._put_in_spare(spare, parts, target)
+            try:
+                filled = [
+                    fill(spare, part) if payload.worth_a_segment(part) else payload.inline(part) for part in parts
+                ]
+            except FrameError:
+                pass  # the server deleted it, because it took this process for lost: ask for room as if there was none
+            else:
+                return self._put_spare(spare, filled, target)
         if large:
             put = LargePut(self, parts, target)
             self.lanes.enter_large(put)
             return put.future
         return self._send([payload.inline(part) for part in parts], target, None)
 
-    def _put_in_spare(self, spare: list[Any], parts: list[Any], target: Target) -> "Future[None]":
-        filled = [fill(spare, part) if payload.worth_a_segment(part) else payload.inline(part) for part in parts]
+    def _put_spare(self, spare: list[Any], filled: list[Any], target: Target) -> "Future[None]":
         future = self._send(filled, target, self.spares.keep)
 
         def done(ended: "Future[None]") -> None:
