@@ -6,7 +6,8 @@ of the same size in order until each batch's longest row ends. `through_manager`
 rollout process: RolloutManager, one task per sample, an environment that answers at once. Limits: `matmul_tokens_per_second`
 is a decode loop of nothing but this model's matrix products (attention included, window growing as in the run);
 `bandwidth_tokens_per_second` reads every weight and every live key and value once per step at the measured speed of memcpy.
-Runs are interleaved, one thread, medians over the repetitions.
+Runs are interleaved, one thread, medians over the
+repetitions; seconds are processor seconds of this process, so that a shared machine does not change them much.
 """
 
 import asyncio
@@ -21,7 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 REPETITIONS = 5
 SETUPS = {
@@ -87,9 +87,7 @@ def interleaved(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(REPETITIONS):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(_timed(call))
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -112,17 +110,19 @@ class Products:
         self.scores = torch.randn(rows * KV_HEADS, HEADS // KV_HEADS, self.prompt + self.new)
 
     def __call__(self) -> None:
+        from rl_core.rollouts.hf.products import linear
+
         with torch.inference_mode():
             for step in range(self.new):
                 window = self.prompt + step + 1
                 for _ in range(self.layers):
-                    functional.linear(self.hidden, self.qkv)
+                    linear(self.hidden, self.qkv)
                     torch.bmm(self.query, self.keys[:, :window].transpose(1, 2))
                     torch.bmm(self.scores[:, :, :window], self.keys[:, :window])
-                    functional.linear(self.attended, self.out)
-                    functional.linear(self.hidden, self.gate_up)
-                    functional.linear(self.wide, self.down)
-                functional.linear(self.hidden, self.head)
+                    linear(self.attended, self.out)
+                    linear(self.hidden, self.gate_up)
+                    linear(self.wide, self.down)
+                linear(self.hidden, self.head)
 
 
 def memcpy_bytes_per_second() -> float:
@@ -132,9 +132,9 @@ def memcpy_bytes_per_second() -> float:
 
 
 def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def bandwidth_seconds(setup: tuple[int, ...], bytes_per_second: float) -> float:
@@ -240,9 +240,9 @@ def through_manager() -> dict[str, Any]:
     ]
 
     async def step() -> tuple[float, float]:
-        start, own = time.perf_counter(), time.thread_time()
+        start, own = time.process_time(), time.thread_time()
         await asyncio.gather(*[manager.run(group) for group in groups])
-        return time.perf_counter() - start, time.thread_time() - own
+        return time.process_time() - start, time.thread_time() - own
 
     async def main() -> list[tuple[float, float]]:
         return [await step() for _ in range(REPETITIONS + 1)][1:]
@@ -251,7 +251,7 @@ def through_manager() -> dict[str, Any]:
     generation.shutdown()
     rows = prompts * samples
     return {
-        "tokens_per_second": round(rows * new / statistics.median(wall for wall, _ in taken)),
+        "tokens_per_second": round(rows * new / statistics.median(both for both, _ in taken)),
         "python_milliseconds_per_sample": round(1e3 * statistics.median(own for _, own in taken) / rows, 3),
     }
 

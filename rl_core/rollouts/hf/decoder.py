@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from rl_core.rollouts.hf.cache import KVCache
-from rl_core.rollouts.hf.products import add_linear, linear
+from rl_core.rollouts.hf.products import add_linear, linear, padded_rows, pads
 from rl_core.rollouts.hf.rope import rotation_table
 from rl_core.rollouts.hf.weights import DecoderWeights, LayerWeights
 
@@ -75,6 +75,7 @@ class LeanDecoder:
         self.device = weights.device
         self.vocab_size = config.vocab_size
         self._config = config
+        self._pads = pads(weights.dtype, weights.device)
         self._query_size = config.num_heads * config.head_dim
         self._rotary_heads = config.num_heads + config.num_kv_heads
         self._rotation = rotation_table(config, max_seq_len + 1, self.device)
@@ -114,9 +115,9 @@ class LeanDecoder:
         stored = self._cache.add_rows(lengths[row_prompts], padded)
         index = torch.from_numpy(row_prompts).to(self.device)
         attend = self._prefill_attention(stored, index, lengths, padded)
-        hidden = self._hidden(ids.reshape(-1), offsets.reshape(-1), attend)
-        last = hidden.view(len(prompts), padded, -1)[:, -1]
-        return self._logits(last)[index]
+        hidden = self._hidden(torch.from_numpy(ids).view(-1), offsets.reshape(-1), attend)
+        last = hidden[: ids.size].view(len(prompts), padded, -1)[:, -1]
+        return self._logits(self._padded(last))[index]
 
     def _step(self, tokens: Tensor) -> Tensor:
         cache = self._cache
@@ -124,19 +125,29 @@ class LeanDecoder:
         attend = self._step_attention()
         hidden = self._hidden(tokens, cache.positions(), attend)
         cache.advance()
-        return self._logits(hidden)
+        return self._logits(hidden)[: cache.rows]
 
-    def _hidden(self, tokens: Tensor | np.ndarray, positions: np.ndarray, attend: Attend) -> Tensor:
-        """Return [N, H] before the final norm, for N tokens at `positions`."""
-        ids = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
-        where = torch.from_numpy(positions).to(self.device)
-        hidden = self.weights.embedding[ids.to(self.device)]
-        rotation = self._rotation[where]
+    def _hidden(self, tokens: Tensor, positions: np.ndarray, attend: Attend) -> Tensor:
+        """Return [N, H] before the final norm, for N tokens at `positions`; rows beyond N are padding."""
+        count = len(tokens)
+        ids = self._padded(tokens.to(self.device))
+        where = self._padded(torch.from_numpy(positions).to(self.device))
+        hidden, rotation = self.weights.embedding[ids], self._rotation[where]
+        padding = hidden.new_zeros(len(ids), self._query_size) if len(ids) > count else None
         for index, layer in enumerate(self.weights.layers):
             qkv = self._into(layer, hidden)
             self._rotate(qkv, layer.qk_norm, rotation)
-            hidden = self._out_of(layer, hidden, attend(index, qkv))
+            attended = attend(index, qkv[:count])
+            if padding is not None:
+                padding[:count] = attended
+                attended = padding
+            hidden = self._out_of(layer, hidden, attended)
         return hidden
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Return `rows` with zeros appended up to one of few sizes, where products want that."""
+        missing = padded_rows(len(rows)) - len(rows) if self._pads else 0
+        return F.pad(rows, (0,) * (2 * rows.dim() - 1) + (missing,)) if missing else rows
 
     def _before_attention(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         """Return query, key and value of N tokens, not rotated yet, [N, (heads + 2 K) D]."""

@@ -1,8 +1,9 @@
 """Matrix products of the forward, by whichever library of torch is faster on this machine.
 
-On CPUs torch sends float32 products to MKL, which runs AMD processors at about half of their speed; oneDNN, which torch
-carries too, does not, but costs about 10 us per call. So larger products go to oneDNN (benchmarks/hf_engine.py). Both
-compute in float32 and differ by rounding only.
+On CPUs torch sends float32 products to MKL, which runs AMD processors at about half of their speed. oneDNN, which torch
+carries too, does not, but costs 10 us per call and, for each new shape, half a millisecond and half a megabyte of
+generated code. So larger products go to oneDNN (benchmarks/hf_engine.py), and the number of rows, which changes from step
+to step, is padded to few sizes (`padded_rows`). Both compute in float32 and differ by rounding only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 ONEDNN_FROM = 1_500_000
 """Multiplications of a product from which oneDNN's cost per call is regained."""
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def pads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether rows should be padded: where products may go to oneDNN."""
+    return _ONEDNN and dtype == torch.float32 and device.type == "cpu"
+
+
+def padded_rows(rows: int) -> int:
+    """Return the next of the sizes with four steps per doubling, from 8 on: 8, 16, 24, 32, 40, 48, 56, 64, 80, ..."""
+    step = max(8, 1 << max(0, (rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,8 +43,7 @@ def add_linear(hidden: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _worth_onednn(x: Tensor, weight: Tensor) -> bool:
-    large = x.shape[0] * weight.numel() >= ONEDNN_FROM
-    return large and _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
+    return x.shape[0] * weight.numel() >= ONEDNN_FROM and pads(x.dtype, x.device)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

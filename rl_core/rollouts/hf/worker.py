@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,8 @@ class HFRolloutWorker(RolloutWorkerBase):
             available=self.view_changed,
             waiting=lambda address: self.waiting("environment step", "env"),
         )
+        # What was built lives as long as the process: a collection over it takes longer than a decode step.
+        gc.freeze()
         return EngineTarget(self._loop, pause=self._pause)
 
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:

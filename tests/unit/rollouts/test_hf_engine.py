@@ -10,6 +10,7 @@ from rl_core.api.errors import DataError, RolloutConfigError
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.cache import KVCache
 from rl_core.rollouts.hf.config import DecoderConfig
+from rl_core.rollouts.hf.products import add_linear, linear, padded_rows
 from rl_core.rollouts.hf.rope import deinterleave, interleave
 from rl_core.rollouts.hf.sampling import SamplingParams
 from rl_core.rollouts.hf.weights import DecoderWeights
@@ -266,6 +267,22 @@ def test_a_bad_number_in_one_row_does_not_reach_rows_that_come_later():
 def test_what_the_lean_forward_cannot_run_is_refused(changes, match):
     with pytest.raises(RolloutConfigError, match=match):
         DecoderConfig.from_dict({**RAW, **changes})
+
+
+@given(st.integers(1, 5000))
+def test_padded_sizes_are_few_and_near(rows):
+    size = padded_rows(rows)
+    assert rows <= size <= max(rows + 7, 1.25 * rows)
+    assert padded_rows(size) == size
+    assert len({padded_rows(n) for n in range(1, 257)}) == 16
+
+
+@pytest.mark.parametrize("rows", [3, 200], ids=["small", "large enough for oneDNN"])
+def test_products_agree_with_torch(rows):
+    x, weight, bias, hidden = torch.randn(rows, 96), torch.randn(128, 96), torch.randn(128), torch.randn(rows, 128)
+    exact = x.double() @ weight.double().T
+    assert (linear(x, weight, bias) - (exact + bias)).abs().max() < 1e-4
+    assert (add_linear(hidden, x, weight) - (exact + hidden)).abs().max() < 1e-4
 
 
 class Model:
