@@ -232,7 +232,7 @@ class LocalCluster:
             on_end=self._on_pod_end,
         )
         self._pods[plan.name] = pod
-        entry = ProcessEntry(role=plan.role, index=plan.index, rank=None, pid=pod.pid, process="supervisor")
+        entry = ProcessEntry(role="supervisor", index=plan.index, rank=None, pid=pod.pid, pod=plan.name)
         self._registry.add(entry)
 
     # --- watching --------------------------------------------------------------------------------------------------
@@ -240,8 +240,10 @@ class LocalCluster:
     def _on_event(self, pod: LocalPod, event: dict[str, Any]) -> None:
         if event["event"] == "started":
             kind = event.get("process", "worker")
-            rank = event.get("rank") if kind in ("worker", "env-child") else None
-            entry = ProcessEntry(role=pod.role, index=pod.index, rank=rank, pid=event["pid"], process=kind)
+            role = pod.role if kind == "worker" else kind
+            entry = ProcessEntry(
+                role=role, index=pod.index, rank=event.get("rank"), pid=event["pid"], pod=pod.plan.name
+            )
             self._registry.add(entry, parent=event.get("parent", pod.pid))
         elif event["event"] == "ended":
             self._registry.remove(event["pid"])

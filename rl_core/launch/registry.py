@@ -15,14 +15,14 @@ class ProcessEntry:
     """One line of the file."""
 
     role: str
-    """actor, rollout or env: the pod's role."""
+    """actor, rollout or env for the workers; runner, channel, supervisor, env-child for the others."""
     index: int
-    """Index of the pod inside its role."""
+    """Index of its pod inside the pod's role."""
     rank: int | None
-    """Rank of a worker; None for others."""
+    """Rank in its group; None for supervisors."""
     pid: int
-    process: str
-    """runner, channel, worker, supervisor or env-child."""
+    pod: str
+    """Name of its pod, `<job>-<role>-<index>`."""
 
 
 class ProcessRegistry:
@@ -35,8 +35,8 @@ class ProcessRegistry:
         self._write()
 
     def entries(self) -> list[ProcessEntry]:
-        """Return the live processes by role, index, kind and rank."""
-        return sorted(self._entries.values(), key=lambda e: (e.role, e.index, e.process, e.rank or 0, e.pid))
+        """Return the live processes by pod, role and rank."""
+        return sorted(self._entries.values(), key=lambda e: (e.pod, e.role, e.rank or 0, e.pid))
 
     def add(self, entry: ProcessEntry, *, parent: int | None = None) -> None:
         """Note a started process; it goes with its `parent`."""

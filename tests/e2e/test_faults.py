@@ -15,7 +15,7 @@ def kill_mid_run(run, *, step, **match):
 
 @pytest.mark.parametrize(
     "match",
-    [{"process": "worker", "role": "rollout", "index": 1}, {"process": "worker", "role": "env"}],
+    [{"role": "rollout", "index": 1}, {"role": "env"}],
     ids=["rollout", "env"],
 )
 def test_a_killed_worker_is_replaced_and_training_goes_on_in_the_same_epoch(start, match):
@@ -28,19 +28,19 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_in_the_same_epoch(star
     assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
 
 
-@pytest.mark.parametrize("process", ["runner", "channel", "worker"], ids=["runner", "channel server", "actor rank"])
-def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_a_new_epoch(start, process):
+@pytest.mark.parametrize("role", ["runner", "channel", "actor"])
+def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_a_new_epoch(start, role):
     run = start(algorithm={"steps": 12}, validation={"everySteps": 1000, "beforeTraining": False})
     run.start()
     run.at_step(5)
-    rollouts = {p["pid"] for p in run.processes(role="rollout", process="worker")}
-    run.kill(role="actor", process=process)
+    rollouts = {p["pid"] for p in run.processes(role="rollout")}
+    run.kill(role=role)
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=12, groups=4)
     ledger = run.lines("ledger.jsonl")
     assert [line["epoch"] for line in ledger] == sorted(line["epoch"] for line in ledger)
     assert ledger[0]["epoch"] == 0 and ledger[-1]["epoch"] == 1
-    assert {p["pid"] for p in run.processes(role="rollout", process="worker")} <= rollouts or not run.processes()
+    assert {p["pid"] for p in run.processes(role="rollout")} <= rollouts or not run.processes()
     assert run.status()["epoch"] == 1
 
 
@@ -52,7 +52,7 @@ def test_restarts_are_bounded(start):
     )
     run.start()
     run.at_step(1)
-    run.kill(role="actor", process="worker")
+    run.kill(role="actor")
     assert run.wait() == 3
     assert "maxRestarts" in run.text
 
@@ -66,7 +66,7 @@ def history(run):
 
 @pytest.mark.parametrize(
     ("victim", "resumed"),
-    [({"role": "rollout", "process": "worker", "index": 0}, False), ({"role": "actor", "process": "worker"}, True)],
+    [({"role": "rollout", "index": 0}, False), ({"role": "actor"}, True)],
     ids=["rollout killed", "actor killed"],
 )
 def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the_same_rewards(start, victim, resumed):

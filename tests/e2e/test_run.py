@@ -16,7 +16,7 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     run.at_step(1)
     pids = [entry["pid"] for entry in run.processes()]
     roles = {(entry["role"], entry["index"]) for entry in run.processes()}
-    assert {("actor", 0), ("rollout", 0), ("rollout", 1), ("env", 0)} <= roles
+    assert {("runner", 0), ("channel", 0), ("actor", 0), ("rollout", 0), ("rollout", 1), ("env", 0)} <= roles
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=4, groups=4)
     assert_nothing_left(run, pids)

@@ -46,9 +46,9 @@ class Run:
         path = self.folder / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def pid(self, role, kind):
+    def pid(self, pod, role):
         entries = json.loads((self.folder / "processes.json").read_text())
-        return next((e["pid"] for e in entries if (e["role"], e["process"]) == (role, kind)), None)
+        return next((e["pid"] for e in entries if f"-{pod}-" in e["pod"] and e["role"] == role), None)
 
     def until(self, condition, seconds=60):
         """Return the condition's value once it is true; looks every 20 ms."""
@@ -90,13 +90,13 @@ def test_a_run_that_ends_by_itself_is_finished_and_leaves_files_but_no_process(r
 def test_processes_json_holds_every_process_and_stop_saves_and_ends_all(run):
     run.start().runs()
     entries = json.loads((run.folder / "processes.json").read_text())
-    assert [(e["role"], e["index"], e["rank"], e["process"]) for e in entries] == [
-        ("actor", 0, None, "channel"),
-        ("actor", 0, None, "runner"),
-        ("actor", 0, None, "supervisor"),
-        ("actor", 0, 0, "worker"),
-        ("rollout", 0, None, "supervisor"),
-        ("rollout", 0, 0, "worker"),
+    assert [(e["pod"].partition("-")[2], e["role"], e["index"], e["rank"]) for e in entries] == [
+        ("actor-0", "actor", 0, 0),
+        ("actor-0", "channel", 0, 0),
+        ("actor-0", "runner", 0, 0),
+        ("actor-0", "supervisor", 0, None),
+        ("rollout-0", "rollout", 0, 0),
+        ("rollout-0", "supervisor", 0, None),
     ]
     assert sorted(e["pid"] for e in entries) == sorted(run.left())
     with pytest.raises(ConfigError, match="in use by another run"):
@@ -108,8 +108,8 @@ def test_processes_json_holds_every_process_and_stop_saves_and_ends_all(run):
 
 def test_a_killed_rollout_process_is_lost_at_once_and_replaced_and_nothing_else_restarts(run):
     run.start().runs()
-    before = {kind: run.pid("actor", kind) for kind in ("runner", "channel", "worker")}
-    os.kill(run.pid("rollout", "worker"), signal.SIGKILL)
+    before = {kind: run.pid("actor", kind) for kind in ("runner", "channel", "actor")}
+    os.kill(run.pid("rollout", "rollout"), signal.SIGKILL)
     lost = run.until(lambda: run.history("lost"))[0]
     assert lost["name"] == "rollout:0" and lost["reason"] == "its process ended with code 137"
     run.until(lambda: [h["incarnation"] for h in run.history("joined") if h["name"] == "rollout:0"] == [[0, 0], [0, 1]])
@@ -120,16 +120,16 @@ def test_a_killed_rollout_process_is_lost_at_once_and_replaced_and_nothing_else_
     assert run.status()["epoch"] == 0 and run.cluster.restarts == 0
 
 
-@pytest.mark.parametrize("victim", ["runner", "channel", "worker", "supervisor"])
+@pytest.mark.parametrize("victim", ["runner", "channel", "actor", "supervisor"])
 def test_any_killed_part_of_the_gang_restarts_it_whole_under_a_new_epoch_while_rollouts_stay(run, victim):
     run.start().runs()
-    gang = {kind: run.pid("actor", kind) for kind in ("runner", "channel", "worker", "supervisor")}
-    rollout = run.pid("rollout", "worker")
+    gang = {kind: run.pid("actor", kind) for kind in ("runner", "channel", "actor", "supervisor")}
+    rollout = run.pid("rollout", "rollout")
     os.kill(gang[victim], signal.SIGKILL)
     run.runs(epoch=1)
     after = {kind: run.pid("actor", kind) for kind in gang}
     assert not set(gang.values()) & set(after.values()) and None not in after.values()
-    assert run.pid("rollout", "worker") == rollout
+    assert run.pid("rollout", "rollout") == rollout
     joined = [(h["epoch"], h["name"], h["incarnation"]) for h in run.history("joined") if h["epoch"] == 1]
     assert sorted(joined) == [(1, "actor:0", [1, 0]), (1, "rollout:0", [0, 0])]
     assert run.status()["resume"] == "auto" and run.status()["restarts"] == 1

@@ -74,8 +74,8 @@ def test_free_ports_are_different_free_and_never_handed_out_by_the_kernel():
         assert port < first_ephemeral or first_ephemeral < 11_000
 
 
-def entry(pid, process, **changes):
-    return ProcessEntry(**({"role": "env", "index": 0, "rank": None, "pid": pid, "process": process} | changes))
+def entry(pid, role, **changes):
+    return ProcessEntry(**({"role": role, "index": 0, "rank": None, "pid": pid, "pod": "j-env-0"} | changes))
 
 
 def test_processes_json_lists_the_living_and_drops_what_an_ended_one_had_started(tmp_path):
@@ -83,10 +83,10 @@ def test_processes_json_lists_the_living_and_drops_what_an_ended_one_had_started
     registry = ProcessRegistry(path)
     assert json.loads(path.read_text()) == []
     registry.add(entry(1, "supervisor"))
-    registry.add(entry(2, "worker", rank=0), parent=1)
+    registry.add(entry(2, "env", rank=0), parent=1)
     registry.add(entry(3, "env-child", rank=0), parent=2)
-    registry.add(entry(4, "supervisor", role="rollout"))
-    assert json.loads(path.read_text())[0] == {"role": "env", "index": 0, "rank": 0, "pid": 3, "process": "env-child"}
+    registry.add(entry(4, "supervisor", pod="j-rollout-0"))
+    assert json.loads(path.read_text())[0] == {"role": "env", "index": 0, "rank": 0, "pid": 2, "pod": "j-env-0"}
     registry.remove(2)
     assert [e.pid for e in registry.entries()] == [1, 4]
     registry.remove(1)
