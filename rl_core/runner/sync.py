@@ -61,17 +61,9 @@ class WeightSync:
         """Send `version` to every live rollout and start the content check. Raises DeadlineExceeded below minReplicas."""
         self.confirm()
         with self._membership.sync_lock:
-            receivers = [
-                {"name": m.name, "address": m.address, "host_token": m.host_token}
-                for m in self._cluster.members("rollout")
-                if m.state in ("serving", "updating", "ready")
-            ]
-            wanted = min(self._spec.rollout.min_replicas, len(receivers))
-            reports = self._actor.sync_model_to_rollout(version, receivers, wanted).wait(
-                self._spec.runtime.deadlines.weight_sync
-            )
-        facts = {key: reports[0][key] for key in ("digest", "failed", "seconds", "bytes", "transport")}
-        report = SyncReport(version=version, acked=tuple(reports[0]["acked"]), **facts)
+            told = self._send(version)
+        facts = {key: told[key] for key in ("digest", "failed", "seconds", "bytes", "transport")}
+        report = SyncReport(version=version, acked=tuple(told["acked"]), **facts)
         self._acked = (version, frozenset(report.acked))
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
@@ -79,6 +71,29 @@ class WeightSync:
         if self._spec.weights.content_check and report.acked:
             self._check = self._checker.submit(self._compare, version, report.acked)
         return report
+
+    def _send(self, version: int) -> dict[str, Any]:
+        """Return the publisher's report; where too few acknowledge because rollouts were lost meanwhile, those left are asked again."""
+        receivers = self._receivers()
+        while True:
+            wanted = min(self._spec.rollout.min_replicas, len(receivers))
+            sending = self._actor.sync_model_to_rollout(version, receivers, wanted)
+            try:
+                report: dict[str, Any] = sending.wait(self._spec.runtime.deadlines.weight_sync)[0]
+                return report
+            except DeadlineExceeded:
+                asked, receivers = receivers, self._receivers()
+                left = {receiver["address"] for receiver in receivers}
+                if all(receiver["address"] in left for receiver in asked):
+                    raise
+                logger.warning("version %s: %s of %s rollouts are left to take it", version, len(left), len(asked))
+
+    def _receivers(self) -> list[dict[str, str]]:
+        return [
+            {"name": m.name, "address": m.address, "host_token": m.host_token}
+            for m in self._cluster.members("rollout")
+            if m.state in ("serving", "updating", "ready")
+        ]
 
     def confirm(self) -> None:
         """Wait for the content check of the last sync. Raises WeightsDiverged when a rollout scores the prompt differently."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.errors import WeightsDiverged, WorkerLost
+from rl_core.api.errors import DeadlineExceeded, WeightsDiverged, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.sync import WeightSync
 
@@ -47,7 +47,10 @@ class FakeCluster:
         self.answers = answers
 
     def members(self, role):
-        return [SimpleNamespace(name=name, address="a", host_token="h", state="serving") for name in self.answers]
+        return [
+            SimpleNamespace(name=name, address=f"tcp://{name}", host_token="h", state="serving")
+            for name in self.answers
+        ]
 
     def call(self, name, method, *args, timeout):
         assert method == "probe"
@@ -103,3 +106,38 @@ def test_the_check_can_be_switched_off():
     sync = make({"rollout:0": probe(-9.0)}, contentCheck=False)
     sync.publish(3)
     sync.confirm()
+
+
+class LosingActor(FakeActor):
+    """Too few acknowledge as long as `lost` members are asked; then the hub knows of the loss."""
+
+    def __init__(self, cluster, lost):
+        self.cluster, self.lost, self.asked = cluster, lost, []
+
+    def sync_model_to_rollout(self, version, receivers, min_acks):
+        names = [receiver["name"] for receiver in receivers]
+        self.asked.append((names, min_acks))
+        if set(names) & set(self.lost):
+            for name in self.lost:
+                self.cluster.answers.pop(name, None)
+            return FailingResult(DeadlineExceeded("too few"))
+        return super().sync_model_to_rollout(version, receivers, min_acks)
+
+
+class FailingResult(FakeResult):
+    def wait(self, timeout=None):
+        raise self.value
+
+
+def test_a_version_is_published_though_its_only_rollout_dies_while_it_is_sent():
+    sync = make({"rollout:0": probe(-1.0)})
+    sync._actor = LosingActor(sync._cluster, ["rollout:0"])
+    assert sync.publish(3).acked == ()
+    assert sync._actor.asked == [(["rollout:0"], 1), ([], 0)]
+
+
+def test_a_rollout_that_lives_and_does_not_acknowledge_is_an_error():
+    sync = make({"rollout:0": probe(-1.0)})
+    sync._actor.sync_model_to_rollout = lambda *args: FailingResult(DeadlineExceeded("too few"))
+    with pytest.raises(DeadlineExceeded, match="too few"):
+        sync.publish(3)
