@@ -63,6 +63,8 @@ class PromptServer:
         self._leases: list[asyncio.Task[Delivery]] = []
         """Leases that wait for a prompt, the oldest first."""
         self._loop_task: asyncio.Task[None] | None = None
+        self._complaint = ""
+        """Why the channel gave nothing, so that leases which fail together are told once."""
         self.groups_done = 0
 
     @property
@@ -162,8 +164,11 @@ class PromptServer:
             logger.info("the prompts channel is closed")
             await asyncio.Event().wait()
         except RLJobError as error:
-            logger.warning("no prompt can be leased: %s", error)
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.warning("no prompt can be leased: %s", error)
             return RETRY_SECONDS
+        self._complaint = ""
         if self._gate.is_set() and delivery.item["policy_version"] <= self._version():
             self._begin(delivery)
             return 0.0

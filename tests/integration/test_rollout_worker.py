@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -342,6 +344,15 @@ def test_batches_per_group_repeat_bit_by_bit_under_any_load():
             assert one.message_log[1]["generation_logprobs"].equal(other.message_log[1]["generation_logprobs"])
     finally:
         world.close()
+
+
+def test_a_rollout_process_never_imports_transformers():
+    code = (
+        "import sys; from rl_core.rollouts.hf.worker import HFRolloutWorker; from rl_core.rollouts.hf.models import model_from_files; import json, torch;"
+        f"model_from_files({{'config.json': json.dumps({CONFIG!r}).encode()}}, dtype=torch.float32);"
+        "assert not {'transformers', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def wait_for(condition, seconds: float = 20.0):
