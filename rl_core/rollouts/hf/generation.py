@@ -108,20 +108,16 @@ class HFGeneration(GenerationInterface):
             if future not in wanted:
                 future.set_result(NO_ROOM)
                 yield index, self._batch([prompts[index]], [NO_ROOM])
+        finished: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
+        for future in wanted:
+            future.add_done_callback(finished.put_nowait)
         mailbox.post(rows, data.get("batch_keys"))
         index_of = {future: index for index, future in enumerate(futures)}
-        pending = {future for future in futures if future in wanted}
         try:
-            while pending:
-                if len(pending) == 1:
-                    done = set(pending)
-                    await next(iter(pending))
-                    pending = set()
-                else:
-                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for future in sorted(done, key=index_of.__getitem__):
-                    index = index_of[future]
-                    yield index, self._batch([prompts[index]], [future.result()])
+            for _ in range(len(wanted)):
+                future = await finished.get()
+                index = index_of[future]
+                yield index, self._batch([prompts[index]], [future.result()])
         finally:
             mailbox.withdraw([future for future in futures if not future.done()])
 
