@@ -109,15 +109,16 @@ class HFGeneration(GenerationInterface):
                 future.set_result(NO_ROOM)
                 yield index, self._batch([prompts[index]], [NO_ROOM])
         finished: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
-        for future in wanted:
+        posted = [future for future in futures if future in wanted]
+        for future in posted:
             future.add_done_callback(finished.put_nowait)
         mailbox.post(rows, data.get("batch_keys"))
         index_of = {future: index for index, future in enumerate(futures)}
         try:
-            for _ in range(len(wanted)):
-                future = await finished.get()
-                index = index_of[future]
-                yield index, self._batch([prompts[index]], [future.result()])
+            for _ in posted:
+                done = await finished.get()
+                index = index_of[done]
+                yield index, self._batch([prompts[index]], [done.result()])
         finally:
             mailbox.withdraw([future for future in futures if not future.done()])
 
