@@ -5,8 +5,9 @@
 "publish" is the whole call (copy to host memory, handshake, transfer, verification, last ACK); "sync" is OFFER to last ACK,
 as trainers.md 13 defines it; "pause" is how long the slowest receiver served nothing. GB/s count the model's bytes once,
 however many receivers. The peers, in turns with ours so that a busy machine slows them alike: memcpy of the same bytes in
-one thread, and in as many processes at once as there are receivers (what their memory allows); raw pyzmq with 1 MiB messages, 16 in flight per receiver, to the same number of processes, which drop them
-("plain"), or hash and copy them as we must ("tagged"). Medians.
+one thread, and in as many processes at once as there are receivers (what their memory allows); raw pyzmq with 1 MiB
+messages, 16 in flight per receiver, to the same number of processes, which drop them ("plain"), or hash and copy them as
+we must ("tagged"). Medians.
 """
 
 import argparse
