@@ -4,7 +4,7 @@ Same weights, prompts, limits and thread for both; greedy tokens must be identic
 temperature 1. `ragged` rows have limits of their own (lognormal): the engine fills freed rows, `generate` runs batches
 of the same size in order until each batch's longest row ends. `through_manager` is the whole way of a prompt group in a
 rollout process: RolloutManager, one task per sample, an environment that answers at once. Limits: `matmul_tokens_per_second`
-is a decode loop of nothing but this model's matrix products (attention included, window growing as in the run);
+is a loop of nothing but this model's matrix products (prefill, and attention with the window growing as in the run);
 `bandwidth_tokens_per_second` reads every weight and every live key and value once per step at the measured speed of memcpy.
 Runs are interleaved, one thread, medians over the
 repetitions; seconds are processor seconds of this process, so that a shared machine does not change them much.
@@ -108,12 +108,18 @@ class Products:
         self.query = torch.randn(rows * KV_HEADS, HEADS // KV_HEADS, dim)
         self.keys = torch.randn(rows * KV_HEADS, self.prompt + self.new, dim)
         self.scores = torch.randn(rows * KV_HEADS, HEADS // KV_HEADS, self.prompt + self.new)
+        tokens = prompts * self.prompt
+        self.prefill = [torch.randn(tokens, size) for size in (hidden, hidden, hidden, intermediate)]
 
     def __call__(self) -> None:
         from rl_core.rollouts.hf.products import linear
 
+        weights = (self.qkv, self.out, self.gate_up, self.down)
         with torch.inference_mode():
-            for step in range(self.new):
+            for _ in range(self.layers):
+                for rows, weight in zip(self.prefill, weights, strict=True):
+                    linear(rows, weight)
+            for step in range(self.new - 1):
                 window = self.prompt + step + 1
                 for _ in range(self.layers):
                     linear(self.hidden, self.qkv)
