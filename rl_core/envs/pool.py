@@ -9,8 +9,9 @@ so that one call of user code scores many rows. A row that failed together with 
     a batch's process dies       -> likewise; alone again: InfrastructureError, the third time RolloutDataFailure
 
 A row called alone fails at once, and a sample with such a failure is not put into a batch again until it succeeds. So one
-bad row fails no other. The cost is bounded: a row is in at most two calls, and a row without an answer `patience` seconds
-(twice envStep and a start) after its arrival is answered with RolloutTimeout wherever it stands.
+bad row fails no other. The cost is bounded: a row is in at most two calls; after three calls in a row past their deadline
+the environment itself is taken to hang, and its rows are answered without being tried alone; and a row without an answer
+`patience` seconds (twice envStep and a start) after its arrival is answered with RolloutTimeout wherever it stands.
 
 Stickiness. Rows of a key go to the process that served the key before, until its episode terminates or the process is
 replaced. The state of an episode lives in the metadata an environment returns; what it keeps in the process is a cache.
@@ -38,6 +39,8 @@ from rl_core.envs.waiting import REMEMBERED, Row, Suspects, WaitingRow, pop_batc
 
 MAX_BATCH = 256
 """Rows of one call of user code."""
+HANGING_CALLS = 3
+"""Calls in a row past their deadline that mean the environment hangs, and not one row."""
 START_PATIENCE_SECONDS = 30.0
 """Most that is waited for the start of a process besides two steps; less where starts were seen to be quick."""
 RETRY_START_SECONDS = (0.1, 0.5, 2.0, 5.0)
@@ -82,6 +85,7 @@ class EnvPool:
         self._suspects = Suspects()
         self._tasks: list[asyncio.Task[None]] = []
         self._start_seconds = 0.0
+        self._timeouts_in_a_row = 0
         self.counters: Counter[str] = Counter()
 
     @property
@@ -212,6 +216,7 @@ class EnvPool:
         try:
             answer = await process.call([row.payload for row in batch], deadline=self._step_deadline)
         except RolloutTimeout as error:
+            self._timeouts_in_a_row += 1
             self._broke(slot, batch, "timeouts", str(error), self._suspects.timed_out)
         except InfrastructureError as error:
             self._broke(slot, batch, "deaths", str(error), self._suspects.died)
@@ -224,6 +229,7 @@ class EnvPool:
                 batch, RolloutDataFailure, f"{self._source.label}: metadata cannot travel to the process: {error}"
             )
         else:
+            self._timeouts_in_a_row = 0
             if "error" in answer:
                 kind = error_types().get(answer["error"]["type"], RolloutDataFailure)
                 self._failed(batch, kind, answer["error"]["message"])
@@ -267,6 +273,14 @@ class EnvPool:
             self._try_alone(batch)
         else:
             strike(batch[0], message)
+        if self._timeouts_in_a_row >= HANGING_CALLS:
+            self._give_up_suspects(message)
+
+    def _give_up_suspects(self, message: str) -> None:
+        """Answer the rows that wait to be tried alone: the environment hangs for all of them."""
+        for row in self._shared:
+            if row.alone:
+                row.fail(RolloutTimeout, f"{message}; so did the {self._timeouts_in_a_row - 1} calls before it")
 
     def _try_alone(self, batch: list[WaitingRow]) -> None:
         for row in batch:

@@ -206,7 +206,9 @@ class EnvProcess:
     async def kill(self) -> None:
         """Kill the child and what it started, and reap it."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # not Process.kill, which may reap the child before its watcher
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # not Process.kill, which may reap the child before its watcher
         await asyncio.shield(self._ended)
         self._writer.close()
         with suppress(ConnectionError, OSError):

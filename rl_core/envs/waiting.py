@@ -45,8 +45,8 @@ class WaitingRow:
             self.answer.set_result(row)
 
     def fail(self, kind: type[RLJobError], message: str) -> None:
-        """Answer the row with an error that names its sample."""
-        self.resolve(error_row(kind(f"sample {self.key}: {message}" if self.key else message)))
+        """Answer the row with an error; the caller knows which sample it sent."""
+        self.resolve(error_row(kind(message)))
 
 
 def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:

@@ -74,9 +74,3 @@ def test_a_success_clears_the_suspicion_and_rows_without_key_are_never_suspects(
     assert "k" not in suspects
     assert verdicts(loop, suspects, "timed_out", 1) == ["RolloutTimeout"]
     assert verdicts(loop, suspects, "timed_out", 3, key="") == ["RolloutTimeout"] * 3
-
-
-def test_errors_name_the_sample(loop):
-    row = waiting(loop, key="0-7_g3")
-    Suspects().timed_out(row, "reward r: a step must end")
-    assert row.answer.result()["error"]["message"].startswith("sample 0-7_g3: reward r: a step must end")
