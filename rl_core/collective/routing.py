@@ -4,7 +4,7 @@ A batch of B rows lies on S sources, source s owning rows [s*B/S, (s+1)*B/S), an
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Route = list[tuple[int, int]]
@@ -104,7 +104,7 @@ def _rows(value: Any, key: str) -> int:
     return int(shape[0])
 
 
-def _joiner(value: Any) -> Callable[[list[Any]], Any]:
+def _joiner(value: Any) -> Any:
     if isinstance(value, list):
         return lambda parts: [row for part in parts for row in part]
     if isinstance(value, tuple):
