@@ -89,6 +89,7 @@ class Runner:
         self.cluster, self.groups, self.trackers = cluster, groups, trackers
         self.actor = groups["actor"]
         self.output, self.epoch, self.resume = output, epoch, resume
+        self.dropped_overlong = train.dropped_overlong
         self.step = 0
         self.version = 0
         self.reward: float | None = None

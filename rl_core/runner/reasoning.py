@@ -123,6 +123,7 @@ class ReasoningRunner(Runner):
             "train/staleness_mean": sum(ages) / max(len(ages), 1),
             "train/staleness_max": float(max(ages, default=0)),
             "rollout/filtered_groups": float(taken.filtered),
+            "data/dropped_overlong": float(self.dropped_overlong),
             "rollout/stale_groups": float(taken.stale),
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / devices,
