@@ -63,7 +63,14 @@ class RolloutWorkerBase(Worker):
         if self._receiver is None:
             target = self._build()
             self._receiver = WeightReceiver(
-                self.spec, self.identity, self.epoch, target, keys=self.keys, on_state=self._on_weights
+                self.spec,
+                self.identity,
+                self.epoch,
+                target,
+                keys=self.keys,
+                device=self.device,
+                device_uuid=next(iter(self.worker_info.device_uuids), None),
+                on_state=self._on_weights,
             )
 
     async def join(self, publisher_address: str, ticket: Mapping[str, Any] | None = None) -> dict[str, Any]:

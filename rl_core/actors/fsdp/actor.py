@@ -46,7 +46,13 @@ class FSDPActor(FSDPModelManager, Actor):
 
             host = split_address(self.address)[0] if self.keys is not None else "127.0.0.1"
             self.publisher = WeightPublisher(
-                self.cfg, self.epoch, identity=self.identity, keys=self.keys, bind=f"tcp://{host}:0"
+                self.cfg,
+                self.epoch,
+                identity=self.identity,
+                keys=self.keys,
+                bind=f"tcp://{host}:0",
+                device=self.device,
+                device_uuid=next(iter(self.worker_info.device_uuids), None),
             )
 
     # Actor's backend ------------------------------------------------------------------------------------------------
