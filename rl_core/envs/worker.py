@@ -3,6 +3,7 @@
 User code is imported from PYTHONPATH, which the launcher begins with the job file's folder.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,9 @@ class TextEnvWorker(Worker):
             pool.close()
 
     def _tell(self, event: str, pid: int, index: int) -> None:
+        """Keep the launcher's list of processes current; a child leaves it with this worker."""
+        name = f"env-child-{index}"
         if event == "started":
-            events.report("started", name=f"env-child-{index}", pid=pid, rank=self.rank, process="env-child")
+            events.report(event, name=name, pid=pid, parent=os.getpid(), rank=self.rank, process="env-child")
         else:
-            events.report("ended", name=f"env-child-{index}", pid=pid, code=None, reason="")
+            events.report(event, name=name, pid=pid, code=None, reason="")
