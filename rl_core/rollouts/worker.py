@@ -72,6 +72,7 @@ class RolloutWorkerBase(Worker):
                 device_uuid=next(iter(self.worker_info.device_uuids), None),
                 on_state=self._on_weights,
             )
+            self._receiver.warm_up()
 
     async def join(self, publisher_address: str, ticket: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Load the committed weights of the publisher at `publisher_address`; return {version, digest} once proven."""

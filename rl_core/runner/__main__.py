@@ -103,10 +103,11 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
 
 
 def _lost(runner: Runner, member: Member, reason: str) -> None:
-    """Hand a lost rollout's leases back at once; its replacement will be welcomed."""
+    """Hand a lost rollout's leases back at once and let a weight sync go on without it; its replacement will be welcomed."""
     runner.board.count_failure(member.role, "lost")
     logger.warning("%s is lost: %s", member.name, reason)
     if member.role == "rollout":
+        runner.actor.execute_on(0).receiver_lost(member.name, reason)
         current().rpc.call_future(
             "consumer_lost", member.name, list(member.incarnation), timeout=runner.spec.runtime.deadlines.rpc
         )

@@ -98,7 +98,11 @@ class WeightReceiver:
         group_timeout = self.cfg.runtime.deadlines.collective if self.cfg is not None else GROUP_SECONDS
         self._sources = Sources(keys=keys, device=device, group_timeout=group_timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
-        self._thread.submit(words.kernels)  # compiled code is loaded while nobody waits for it
+        self._kernels = self._thread.submit(words.kernels)
+
+    def warm_up(self) -> None:
+        """Wait until the compiled code is loaded (seconds, once per process), so that the first transfer does not."""
+        self._kernels.result()
 
     def handlers(self) -> dict[str, Callable[..., Awaitable[Answer]]]:
         """Return the RPC methods a worker must serve for its publisher."""

@@ -111,6 +111,11 @@ class FSDPActor(FSDPModelManager, Actor):
         """Return the address late joiners pull from; None on ranks other than 0."""
         return None if self.publisher is None else self.publisher.address
 
+    async def receiver_lost(self, name: str, reason: str) -> None:
+        """Let a sync under way go on without the rollout `name`, which the hub declared dead."""
+        if self.publisher is not None:
+            self.publisher.lost(name, reason)
+
     def score(self, ids: Sequence[int], prompt_length: int) -> list[float] | None:
         """Return the log-probabilities of ids[prompt_length:] at the sampling temperature; rank 0 answers, the others None."""
         input_ids = torch.tensor([list(ids)], dtype=torch.int64)
