@@ -105,6 +105,7 @@ class Supervisor:
         """Last lines of the process that ended it."""
         self._launcher: socket.socket | None = None
         self._signals = 0
+        self._told: set[int] = set()
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -262,21 +263,26 @@ class Supervisor:
     async def _drain(self) -> None:
         deadline = self._clock() + self._grace - min(5.0, self._grace / 4)
         runner = [c for name, c in self._children.items() if kind_of(self._plans[name]) == "runner" and c.running]
-        for child in runner:
-            child.signal(signal.SIGTERM)
+        self._tell_to_end(runner)
         await self._wait_ended(runner, deadline)
         await self._end_others(max(deadline - self._clock(), 0.0))
 
     async def _end_others(self, seconds: float) -> None:
         """SIGTERM all, SIGKILL what is left after `seconds`."""
         running = [child for child in self._children.values() if child.running]
-        for child in running:
-            child.signal(signal.SIGTERM)
+        self._tell_to_end(running)
         await self._wait_ended(running, self._clock() + seconds)
         for child in running:
             if child.running:
                 logger.warning("%s did not end in time: SIGKILL", child.name)
                 child.kill()
+
+    def _tell_to_end(self, children: list[Child]) -> None:
+        """SIGTERM each child once: the end of the runner and a signal to us may both get here, and a second one means haste."""
+        for child in children:
+            if child.pid not in self._told:
+                self._told.add(child.pid)
+                child.signal(signal.SIGTERM)
 
     async def _wait_ended(self, children: list[Child], deadline: float) -> None:
         while any(child.running for child in children) and self._clock() < deadline:
