@@ -151,6 +151,9 @@ class Intake:
     def give_back(self, group_id: str, lease_token: str, reason: str, message: str) -> None:
         """Take back a group a rollout gave up: requeued, or dropped when its budget is used up."""
         with self._lock:
+            if self._ledger.outstanding().get(group_id) is GroupState.CONSUMED:
+                logger.info("group %s given back (%s) after its record was admitted: nothing to do", group_id, reason)
+                return
             logger.warning("group %s given back (%s): %s", group_id, reason, message)
             self._requeue(group_id, lease_token, reason, message)
             self._refill()
@@ -159,8 +162,8 @@ class Intake:
         before = self._ledger.counts["dropped"]
         try:
             self._ledger.requeue(token, reason)
-        except KeyError:
-            logger.warning("group %s: unknown lease token of an earlier run ignored", group_id)
+        except (KeyError, ValueError) as error:  # a token of an earlier run, or a record that arrived meanwhile
+            logger.warning("group %s is not given out again: %s", group_id, error)
             return
         if self._ledger.counts["dropped"] > before:
             self._dropped(group_id, reason, message)

@@ -270,7 +270,7 @@ class Host:
                 )
             await asyncio.wait_for(self._on_handlers(self.servant.close()), 2.0)
         except (TimeoutError, RLJobError) as error:
-            logger.warning("left without an orderly end: %s", error or "time is up")
+            logger.info("ended without a goodbye, the hub is gone or slow: %s", error or "time is up")
 
     def _on_signal(self) -> None:
         self._signals += 1
