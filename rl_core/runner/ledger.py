@@ -190,9 +190,9 @@ class PromptLedger:
     def requeue(self, token: str, reason: RequeueReason) -> bool:
         """Give a group back; return whether it is pending again (False: nothing to do, or dropped by budget).
 
-        Takes effect once per token. From `generated` only with reason stale or epoch: a loss of the worker after its
-        record arrived loses nothing. Raises ValueError for an unknown reason or a group already consumed, KeyError for
-        a token never given out.
+        Takes effect once per token. From `generated` only with reason stale or epoch; the loss of the worker after its
+        record arrived (worker_lost) changes nothing. Raises ValueError for an unknown reason or a group in another
+        state, KeyError for a token never given out.
         """
         if reason not in self._budgets:
             raise ValueError(f"reason must be one of {sorted(self._budgets)}, got {reason!r}")
@@ -200,13 +200,12 @@ class PromptLedger:
         if found is None:
             return False
         group_id, group = found
-        if group.state is GroupState.PENDING:
+        if group.state is GroupState.PENDING or (reason == "worker_lost" and group.state is not GroupState.LEASED):
             return False
-        if group.state is GroupState.GENERATED and reason not in ("stale", "epoch"):
-            return False
-        if group.state not in (GroupState.LEASED, GroupState.GENERATED):
+        again = reason in ("stale", "epoch") and group.state is GroupState.GENERATED
+        if group.state is not GroupState.LEASED and not again:
             raise ValueError(
-                f"group {group_id} must be leased or generated to be requeued, got state {group.state.value}"
+                f"group {group_id} must be leased to be requeued for {reason}, got state {group.state.value}"
             )
         group.record, group.owner = None, ""
         group.failures[reason] = group.failures.get(reason, 0) + 1
@@ -267,9 +266,24 @@ class PromptLedger:
             self._finish(group_id, GroupState.DISCARDED)
 
     def _group(self, group_id: str) -> _Group:
-        if group_id not in self._groups:
-            raise KeyError(f"group {group_id!r} is not outstanding in the ledger")
-        return self._groups[group_id]
+        """Return an outstanding group. Raises ValueError for one that has ended, KeyError for one never leased."""
+        if group_id in self._groups:
+            return self._groups[group_id]
+        position = self._position(group_id)
+        if position is None:
+            raise KeyError(f"group {group_id!r} was never leased by this ledger")
+        ended = self._final.get(position)
+        state = "acknowledged, dropped or discarded" if ended is None else ended.value
+        raise ValueError(f"group {group_id} must be outstanding, got state {state}")
+
+    def _position(self, group_id: str) -> int | None:
+        """Return the position of a group that was leased before, None for another text. Walks its data epoch."""
+        data_epoch, _, _ = group_id.partition("-")
+        if not data_epoch.isdecimal():
+            return None
+        start = int(data_epoch) * len(self.dataset)
+        positions = range(start, min(start + len(self.dataset), self._cursor))
+        return next((position for position in positions if self._group_id(position) == group_id), None)
 
     def _in_state(self, group_id: str, state: GroupState) -> _Group:
         group = self._group(group_id)

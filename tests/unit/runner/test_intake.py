@@ -55,6 +55,17 @@ def test_a_record_of_another_version_is_given_out_again_not_trained():
     assert h.admit(h.put[4], version=3) == [True]
 
 
+@pytest.mark.parametrize("reason", ["worker_lost", "infrastructure", "data"])
+def test_giving_back_a_group_whose_record_was_admitted_changes_nothing(reason):
+    h = Harness()
+    h.intake.open(1, 0)
+    assert h.admit(*h.put) == [True] * 4
+    h.intake.give_back(h.put[0]["group_id"], h.put[0]["lease_token"], reason, "a second delivery failed")
+    assert len(h.put) == 4 and not h.failures
+    h.intake.close()
+    assert len(h.intake.acknowledge(1)) == 4
+
+
 def test_uninformative_groups_are_replaced_by_new_prompts():
     h = Harness(dynamicSampling={"enabled": True})
     h.intake.open(1, 0)

@@ -1,6 +1,7 @@
 """The ledger's guarantees (I1): trained at most once, nothing skipped, nothing repeated after a resume."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +85,9 @@ def test_losing_the_worker_after_its_record_arrived_loses_nothing():
     ledger.complete(lease.token, "record")
     assert not ledger.requeue(lease.token, "worker_lost")
     assert ledger.outstanding() == {lease.group_id: GroupState.GENERATED}
+    ledger.consume([lease.group_id], 1)
+    assert not ledger.requeue(lease.token, "worker_lost")
+    assert ledger.outstanding() == {lease.group_id: GroupState.CONSUMED}
 
 
 @pytest.mark.parametrize("reason", ["stale", "epoch"])
@@ -143,8 +147,25 @@ def test_wrong_states_name_group_and_state():
         ledger.consume(["9-9"], 1)
     with pytest.raises(KeyError):
         ledger.requeue("nonsense", "data")
+    ledger.complete(lease.token, "record")
+    with pytest.raises(ValueError, match=f"group {lease.group_id} must be leased .* for data, got state generated"):
+        ledger.requeue(lease.token, "data")
     with pytest.raises(ValueError, match="reason must be one of"):
         ledger.requeue(lease.token, "boredom")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_group_that_has_ended_is_in_a_wrong_state_not_unknown(shuffle):
+    ledger = make(3, shuffle=shuffle)
+    first, second, third, again = ledger.lease(4, "a")
+    train(ledger, [first, third], step=1)
+    for lease, state in ((first, "acknowledged"), (third, "state acknowledged")):
+        with pytest.raises(ValueError, match=f"group {lease.group_id} must be outstanding, got .*{state}"):
+            ledger.consume([lease.group_id], 2)
+    for unknown in ("0-3", "1-7", "2-0", "nonsense"):
+        with pytest.raises(KeyError):
+            ledger.discard([unknown], "surplus")
+    assert set(ledger.outstanding()) == {second.group_id, again.group_id}
 
 
 def test_an_empty_data_set_is_refused():
@@ -204,7 +225,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(lease=leases, reason=st.sampled_from(["worker_lost", "data", "stale"]))
     def requeue(self, lease, reason):
-        self.ledger.requeue(lease.token, reason)
+        refused = reason == "data" and self.ledger.outstanding().get(lease.group_id) is GroupState.GENERATED
+        with (
+            pytest.raises(ValueError, match="must be leased") if refused and self._is_current(lease) else nullcontext()
+        ):
+            self.ledger.requeue(lease.token, reason)
+
+    def _is_current(self, lease):
+        return self.ledger.describe(lease.group_id)[1] == lease.attempt
 
     @rule()
     def time_passes(self):
