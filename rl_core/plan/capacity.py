@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_core.api.errors import CapacityError
-from rl_core.api.job import RLJobSpec
+from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.plan.model_facts import ModelFacts
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "estimate"]
@@ -94,9 +94,10 @@ class CapacityReport:
 
 
 def estimate(
-    job: RLJobSpec, facts: ModelFacts, device_memory: int | None = None, host_memory: int | None = None
+    job: RLJob | RLJobSpec, facts: ModelFacts, device_memory: int | None = None, host_memory: int | None = None
 ) -> CapacityReport:
     """Return what each role of `job` needs in each phase; memory sizes in bytes, None = unknown."""
+    job = job.spec if isinstance(job, RLJob) else job
     rows = [*_actor_rows(job, facts), *_rollout_rows(job, facts), _row("env", "idle", {})]
     roles = {"actor": job.actor, "rollout": job.rollout, "env": job.env}
     return CapacityReport(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rl_core.api.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rl_core.api.job import RLJob
+    from rl_core.api.job import RLJob, RLJobSpec
     from rl_core.api.roles import RoleSpec
 
 ROLES = ("actor", "rollout", "env")
@@ -149,7 +149,7 @@ class LaunchPlan(_Plan):
 class _Context:
     """What all processes of a plan share."""
 
-    job: RLJob
+    spec: RLJobSpec
     name: str
     namespace: str
     uid: str
@@ -161,7 +161,7 @@ class _Context:
 
 
 def build_launch_plan(
-    job: RLJob,
+    job: RLJob | RLJobSpec,
     *,
     name: str,
     namespace: str = "default",
@@ -178,7 +178,8 @@ def build_launch_plan(
     Service; a host (local mode, 127.0.0.1): all pods share that machine, so that devices are numbered over all of them.
     Raises ConfigError for replicas of another role or below 0, and for accelerators that do not divide over processes.
     """
-    counts = {"actor": job.spec.actor.replicas, "rollout": job.spec.rollout.replicas, "env": job.spec.env.replicas}
+    spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
+    counts = {"actor": spec.actor.replicas, "rollout": spec.rollout.replicas, "env": spec.env.replicas}
     for role, count in (replicas or {}).items():
         if role not in ("rollout", "env") or count < 0:
             raise ConfigError(
@@ -186,7 +187,7 @@ def build_launch_plan(
             )
         counts[role] = count
     context = _Context(
-        job=job,
+        spec=spec,
         name=name,
         namespace=namespace,
         uid=uid,
@@ -198,15 +199,15 @@ def build_launch_plan(
     )
     pods, taken = [], 0
     for role in ROLES:
-        spec: RoleSpec = getattr(job.spec, role)
+        of_role: RoleSpec = getattr(spec, role)
         for index in range(counts[role]):
-            pods.append(_build_pod(context, role, index, spec, counts[role], taken if context.local else 0))
-            taken += spec.gpus
+            pods.append(_build_pod(context, role, index, of_role, counts[role], taken if context.local else 0))
+            taken += of_role.gpus
     return LaunchPlan(job=name, namespace=namespace, uid=uid, epoch=epoch, pods=tuple(pods))
 
 
 def _build_pod(context: _Context, role: str, index: int, spec: RoleSpec, count: int, first_device: int) -> PodPlan:
-    per_pod = context.job.spec.actor.processes_per_pod if role == "actor" else 1
+    per_pod = context.spec.actor.processes_per_pod if role == "actor" else 1
     if spec.gpus % per_pod:
         raise ConfigError(
             f"{role}.gpus must be a multiple of processesPerPod {per_pod}, got {spec.gpus}; change one of them"

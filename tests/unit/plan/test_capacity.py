@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rl_core.api.errors import CapacityError, ConfigError
-from rl_core.api.job import RLJobSpec
+from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.plan.capacity import CONTEXT_BYTES, ModelFacts, estimate
 
 GIB = 1024**3
@@ -109,6 +109,12 @@ def test_cpu_processes_of_a_pod_share_its_host_memory():
     estimate(many, FACTS, host_memory=8 * GIB).check()
     with pytest.raises(CapacityError, match="role actor.*host memory, got 3.00 GiB"):
         estimate(many, FACTS, host_memory=3 * GIB).check()
+
+
+def test_a_whole_job_is_estimated_as_its_spec():
+    written = spec()
+    job = RLJob(api_version="rljob.dev/v1alpha1", kind="RLJob", metadata={"name": "sums"}, spec=written)
+    assert estimate(job, FACTS) == estimate(written, FACTS)
 
 
 def test_unknown_memory_is_not_checked():

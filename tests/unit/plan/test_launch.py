@@ -44,6 +44,10 @@ def test_runner_and_channel_are_in_actor_0_only():
     assert len(of_group(found, "runner")) == len(of_group(found, "channel")) == 1
 
 
+def test_a_spec_without_its_job_gives_the_same_plan():
+    assert plan(job().spec) == plan(job())
+
+
 def test_equal_arguments_give_equal_bytes_and_other_epochs_another_digest():
     assert plan().to_json() == plan().to_json() and plan().digest == plan().digest
     assert plan(epoch=1).digest != plan().digest
