@@ -101,11 +101,8 @@ class GenerationInterface(ABC):  # noqa: B024 - either of the two generates is e
     """Whether `prepare_for_generation` also brings weights."""
     requires_kv_scale_sync: bool = False
     """Whether scales of a quantised KV cache travel with the weights."""
-
-    @property
-    def policy_version(self) -> int:
-        """Return the version of the weights that new tokens come from."""
-        return 0
+    policy_version: int = 0
+    """Version of the weights that new tokens come from; a backend may set it or make it a property."""
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Join the collective that brings weights, where the backend uses one."""

@@ -113,7 +113,7 @@ class RolloutManager:
         )
         self.retry = retry or RetryPolicy()
         self.buffer = buffer
-        self._weight_version = weight_version or (lambda: policy_generation.policy_version)
+        self._weight_version = weight_version or (lambda: self._impl.policy_version)
         self._group_seconds = group_seconds
         self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._redispatched: dict[str, int] = {}

@@ -73,10 +73,15 @@ class AsyncRolloutImpl:
         self.env_step_seconds = env_step_seconds
         self.greedy = greedy
 
+    @property
+    def policy_version(self) -> int:
+        """Return the version of the backend's weights; 0 (initial weights) for one that has no versions."""
+        return getattr(self.policy_generation, "policy_version", 0)
+
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
         """Return the group of `input_sample`; raises the first failure after all siblings have ended."""
         started = time.perf_counter()
-        start_version = self.policy_generation.policy_version
+        start_version = self.policy_version
         results = await self._gather(input_sample)
         ran = time.perf_counter()
         completions = [completion for completion, _ in results]
@@ -95,7 +100,7 @@ class AsyncRolloutImpl:
             group_id=_group_id(input_sample),
             attempt=input_sample.get("attempt", 1),
             start_version=start_version,
-            end_version=self.policy_generation.policy_version,
+            end_version=self.policy_version,
         )
 
     async def _gather(self, input_sample: Mapping[str, Any]) -> list[tuple[Completion, dict[str, Any]]]:
@@ -132,7 +137,7 @@ class AsyncRolloutImpl:
                 episode.max_turns_reached = True
         finally:
             self._release(episode)
-        return episode.completion(default_version=self.policy_generation.policy_version), episode.metrics()
+        return episode.completion(default_version=self.policy_version), episode.metrics()
 
     def _sampling(self, group_id: str, attempt: int, turn: int, seed: int) -> dict[str, Any]:
         """Return what the backend gets besides ids: the seed, and which rows form one engine batch where it asks."""
@@ -193,7 +198,7 @@ class AsyncRolloutImpl:
             raise RolloutDataFailure(f"log-probabilities must be finite, got {logprobs.tolist()[:8]} ...")
         versions = output["policy_versions"][0] if "policy_versions" in output else None
         if versions is None:
-            versions = [(0, len(ids), self.policy_generation.policy_version)] if len(ids) else []
+            versions = [(0, len(ids), self.policy_version)] if len(ids) else []
         return {
             "role": "assistant",
             "content": self.tokenizer.decode(ids.tolist(), skip_special_tokens=True),

@@ -63,12 +63,12 @@ class RetryPolicy:
         return min(self.max_delay, self.base_delay * 2.0 ** (failures - 1))
 
 
-def classify_failure(error: BaseException) -> FailureKind:
-    """Return the kind of `error`: typed where it was raised, else by its causes (not contexts) to depth 8.
+def classify_failure(exc: BaseException) -> FailureKind:
+    """Return the kind of `exc`: typed where it was raised, else by its causes (not contexts) to depth 8.
 
     An explicit data failure anywhere in the chain wins; what nobody typed is DATA.
     """
-    kinds = [_kind(link) for link in _causes(error)]
+    kinds = [_kind(link) for link in _causes(exc)]
     if FailureKind.DATA in kinds:
         return FailureKind.DATA
     return next((kind for kind in kinds if kind is not None), FailureKind.DATA)

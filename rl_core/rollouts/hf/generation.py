@@ -63,7 +63,7 @@ class HFGeneration(GenerationInterface):
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
 
     @property
-    def policy_version(self) -> int:
+    def policy_version(self) -> int:  # type: ignore[override]
         """Return the version of the weights that new tokens come from."""
         return self.engine.version
 

@@ -108,3 +108,11 @@ async def test_a_backend_with_the_sync_call_only_can_be_used_asynchronously():
 
     rows = [row async for row in Doubling().generate_async({"input_ids": torch.tensor([[1], [2]])})]
     assert [(index, row["output_ids"].tolist()) for index, row in rows] == [(0, [[2]]), (1, [[4]])]
+
+
+def test_a_backend_may_set_its_version_as_an_attribute():
+    class Versioned(GenerationInterface):
+        def __init__(self):
+            self.policy_version = 4
+
+    assert Versioned().policy_version == 4 and GenerationInterface().policy_version == 0

@@ -299,3 +299,19 @@ async def test_an_error_of_the_environment_keeps_its_type(fakes):
     impl, _ = make(fakes, env=Down())
     with pytest.raises(InfrastructureError, match="env pod lost"):
         await impl.run_rollout(fakes.sample())
+
+
+async def test_a_backend_without_versions_serves_the_initial_weights(fakes):
+    class Plain:
+        async def generate_async(self, data, greedy=False):
+            ids = torch.cat([data["input_ids"], torch.tensor([[65, 66]])], dim=1)
+            logprobs = torch.full(ids.shape, -0.5)
+            yield (
+                0,
+                {"output_ids": ids, "unpadded_sequence_lengths": torch.tensor([ids.shape[1]]), "logprobs": logprobs},
+            )
+
+    impl = AsyncRolloutImpl(fakes.Tokenizer(), {"task": fakes.Env()}, 1, 100, Plain())
+    record = await impl.run_rollout(fakes.sample())
+    assert (record.start_version, record.end_version) == (0, 0)
+    assert record.completions[0].message_log[1]["policy_versions"] == [(0, 2, 0)]
