@@ -143,7 +143,9 @@ class WorkerGroupFuncResult:
         reduce = _reduction(reduction)
         return reduce([durations.get(self.method, 0.0) for durations in self._take_durations()])
 
-    def consume_durations(self, reduction: Literal["max", "min", "mean"] = "max", return_per_rank: bool = False) -> Any:
+    def consume_durations(
+        self, return_per_rank: bool = False, *, reduction: Literal["max", "min", "mean"] = "max"
+    ) -> Any:
         """Return seconds by timer tag, the method's own under its name, reduced over ranks; with `return_per_rank` also [rank] of maps.
 
         Consumed once, then 0.0. Waits for the end.

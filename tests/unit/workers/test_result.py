@@ -164,7 +164,7 @@ def test_durations_come_by_tag_and_by_rank():
     calls, result = make(2)
     calls[0].end(None, train=1.0, forward=0.5)
     calls[1].end(None, train=2.0)
-    reduced, per_rank = result.consume_durations(return_per_rank=True)
+    reduced, per_rank = result.consume_durations(True)
     assert reduced == {"train": 2.0, "forward": 0.5}
     assert per_rank == [{"train": 1.0, "forward": 0.5}, {"train": 2.0}]
     assert result.consume_durations() == {"train": 0.0, "forward": 0.0}
