@@ -1,6 +1,8 @@
 """Starts a command and watches the memory of its process tree."""
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -40,6 +42,19 @@ class Watched:
             return [root, *root.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+    def freeze(self) -> None:
+        """Stop all processes where they are."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let all processes go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def wait(self, timeout: float) -> float:
         """Return the seconds the command took. Raises RuntimeError with the end of its output when it fails."""
