@@ -1,106 +1,20 @@
 """RPC over real sockets: results, typed errors, deadlines, cancellation, streams, at most once, epochs, roles, memory."""
 
 import asyncio
-import gc
 import threading
 
-import numpy as np
 import pytest
-import zmq
+from rpc_samples import RawPeer, Service, identity
 
 from rl_core.api.errors import (
     ConfigError,
     DataError,
     DeadlineExceeded,
     EpochFenced,
-    InfrastructureError,
     RemoteError,
-    WorkerLost,
 )
-from rl_core.api.identity import Identity
-from rl_core.transports import curve, frames, rpc_wire, shared_memory
-from rl_core.transports.links import SharedMemory
-from rl_core.transports.rpc import RpcClient, RpcServer, current_caller
-
-
-def identity(role, *, rank=0, epoch=0, uid="u1", attempt=0):
-    return Identity(
-        job="j", namespace="n", uid=uid, epoch=epoch, role=role, pod=f"j-{role}-{rank}", pod_index=rank, group=role, rank=rank,
-        world_size=1, attempt=attempt,
-    )  # fmt: skip
-
-
-class Service:
-    """Handlers of all kinds."""
-
-    def __init__(self):
-        self.started = threading.Event()
-        self.cancelled = threading.Event()
-        self.release = threading.Event()
-        self.runs = 0
-        self.threads = set()
-
-    def add(self, a, b=0):
-        return a + b
-
-    async def add_async(self, a, b=0):
-        await asyncio.sleep(0)
-        return a + b
-
-    def echo(self, value):
-        return value
-
-    def raise_error(self, kind, text):
-        raise {"data": DataError, "config": ConfigError, "value": ValueError, "exit": SystemExit}[kind](text)
-
-    def unsendable(self):
-        return object()
-
-    def block(self):
-        self.runs += 1
-        self.started.set()
-        self.release.wait(20)
-        return self.runs
-
-    async def hang(self):
-        self.started.set()
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    async def count(self, n):
-        for number in range(n):
-            yield number
-
-    def count_sync(self, n):
-        yield from range(n)
-
-    async def endless(self):
-        try:
-            number = 0
-            while True:
-                yield number
-                number += 1
-        finally:
-            self.cancelled.set()
-
-    async def broken_stream(self):
-        yield 1
-        raise DataError("bad row")
-
-    def who(self):
-        return current_caller()
-
-    def remember_thread(self):
-        self.threads.add(threading.current_thread().name)
-
-    def nbytes(self, array):
-        return array.nbytes
-
-    def _private(self):
-        return "secret"
+from rl_core.transports import curve, rpc_wire
+from rl_core.transports.rpc import RpcClient, RpcServer
 
 
 @pytest.fixture
@@ -300,37 +214,6 @@ class TestCredit:
         assert len([future.result(20) for future in blocked]) == rpc_wire.MAX_CALLS
         client.close()
         server.close()
-
-
-class RawPeer:
-    """A DEALER that speaks the protocol by hand, to send what our client never would."""
-
-    def __init__(self, address):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(address)
-
-    def send(self, kind, obj, number=None, *, epoch=None, method=None, options=None):
-        self.socket.send_multipart(
-            frames.encode_message(
-                kind, obj, epoch=epoch, request_id=number, sender=None, method=method, options=options
-            )
-        )
-
-    def receive(self, *kinds):
-        while True:
-            assert self.socket.poll(10_000), "no answer"
-            message = frames.decode_message(self.socket.recv_multipart())
-            if message.kind in kinds:
-                return message
-
-    def hello(self, described=None):
-        self.send("hello", {"identity": described, "token": None, "pending": []})
-        return self.receive("welcome", "refused")
-
-    def close(self):
-        self.socket.close(0)
-        self.context.term()
 
 
 @pytest.fixture
@@ -535,97 +418,3 @@ class TestCurve:
             RpcClient("tcp://127.0.0.1:1", keys("env"))
         with pytest.raises(ConfigError, match="pass service="):
             RpcClient("tcp://127.0.0.1:1", keys("env"), identity("env"))
-
-
-class TestSharedMemory:
-    def test_large_arrays_travel_by_segments_and_come_back(self, client, server):
-        client.call_sync("add", 1)
-        assert client.shares_memory
-        big = np.arange(300_000, dtype=np.float64)
-        again = client.call_sync("echo", {"big": big, "small": big[:10]})
-        assert np.array_equal(again["big"], big) and np.array_equal(again["small"], big[:10])
-        assert client.counters["shared_memory"] == 1 and server.counters["shared_memory"] == 1
-
-    def test_segments_are_given_back_when_nobody_looks_any_more(self, client):
-        store = SharedMemory.shared().store
-        client.call_sync("add", 1)
-        gc.collect()
-        held = [client.call_sync("echo", np.zeros(400_000)) for _ in range(3)]
-        assert store.stats()["lent"] >= 3
-        held.clear()
-        gc.collect()
-        _until(lambda: store.stats()["lent"] == 0)
-
-    def test_segments_of_calls_that_were_given_up_come_back(self, client, service):
-        store = SharedMemory.shared().store
-        client.call_sync("add", 1)
-        service.release.set()
-        with pytest.raises(RemoteError):
-            client.call_sync("add", np.zeros(400_000), c=1)
-        with pytest.raises(ConfigError):
-            client.call_sync("nothing", np.zeros(400_000))
-        future = client.call_future("echo", np.zeros(400_000))
-        future.cancel()
-        client.call_sync("add", 1)
-        gc.collect()
-        _until(lambda: store.stats()["lent"] == 0)
-
-    def test_a_full_store_falls_back_to_the_socket_and_counts(self, client, monkeypatch):
-        client.call_sync("add", 1)
-        monkeypatch.setattr(SharedMemory.shared().store, "lend", lambda size, holder: None)
-        big = np.arange(300_000, dtype=np.float64)
-        assert np.array_equal(client.call_sync("echo", big), big)
-        assert client.counters["shared_memory_full"] == 1
-
-    def test_it_is_not_assumed(self, service, monkeypatch):
-        """A peer that cannot read our token file gets everything by socket."""
-        monkeypatch.setattr(shared_memory, "readable", lambda shown, **options: False)
-        server = RpcServer("tcp://127.0.0.1:0", service).start()
-        client = RpcClient(server.address)
-        assert client.call_sync("nbytes", np.zeros(400_000)) == 3_200_000
-        assert not client.shares_memory and client.counters["shared_memory"] == 0
-        client.close()
-        server.close()
-
-
-def _until(condition):
-    """Wait for what other threads do, with a bound."""
-    waited = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        waited.wait(0.01)
-    raise AssertionError("did not happen within 30 s")
-
-
-class TestEnds:
-    def test_closing_the_client_fails_its_calls(self, client, service):
-        future = client.call_future("block")
-        assert service.started.wait(10)
-        client.close()
-        with pytest.raises(InfrastructureError, match="the client was closed"):
-            future.result(10)
-        with pytest.raises(InfrastructureError, match="the client was closed"):
-            client.call_sync("add", 1)
-
-    def test_a_member_declared_lost_fails_its_calls_at_once(self, client, service):
-        future = client.call_future("block")
-        assert service.started.wait(10)
-        client.fail("declared lost by the hub")
-        with pytest.raises(WorkerLost, match="declared lost by the hub"):
-            future.result(10)
-
-    def test_a_server_that_went_away_is_a_lost_worker_and_idempotent_calls_find_the_next(self, service, monkeypatch):
-        server = RpcServer("tcp://127.0.0.1:0", service).start()
-        client = RpcClient(server.address)
-        once = client.call_future("block", timeout=20)
-        again = client.call_future("block", timeout=20, idempotent=True)
-        assert service.started.wait(10)
-        server.close()
-        with pytest.raises(WorkerLost, match="whether it ran is unknown"):
-            once.result(20)
-        service.release.set()
-        replaced = RpcServer(server.address, {"block": lambda: "from the next"}).start()
-        assert again.result(20) == "from the next"
-        client.close()
-        replaced.close()

@@ -1,0 +1,125 @@
+"""A service to call over real sockets, and a peer that speaks the raw protocol: shared by the rpc tests."""
+
+import asyncio
+import threading
+
+import zmq
+
+from rl_core.api.errors import (
+    ConfigError,
+    DataError,
+)
+from rl_core.api.identity import Identity
+from rl_core.transports import frames
+from rl_core.transports.rpc import current_caller
+
+
+def identity(role, *, rank=0, epoch=0, uid="u1", attempt=0):
+    return Identity(
+        job="j", namespace="n", uid=uid, epoch=epoch, role=role, pod=f"j-{role}-{rank}", pod_index=rank, group=role, rank=rank,
+        world_size=1, attempt=attempt,
+    )  # fmt: skip
+
+
+class Service:
+    """Handlers of all kinds."""
+
+    def __init__(self):
+        self.started = threading.Event()
+        self.cancelled = threading.Event()
+        self.release = threading.Event()
+        self.runs = 0
+        self.threads = set()
+
+    def add(self, a, b=0):
+        return a + b
+
+    async def add_async(self, a, b=0):
+        await asyncio.sleep(0)
+        return a + b
+
+    def echo(self, value):
+        return value
+
+    def raise_error(self, kind, text):
+        raise {"data": DataError, "config": ConfigError, "value": ValueError, "exit": SystemExit}[kind](text)
+
+    def unsendable(self):
+        return object()
+
+    def block(self):
+        self.runs += 1
+        self.started.set()
+        self.release.wait(20)
+        return self.runs
+
+    async def hang(self):
+        self.started.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def count(self, n):
+        for number in range(n):
+            yield number
+
+    def count_sync(self, n):
+        yield from range(n)
+
+    async def endless(self):
+        try:
+            number = 0
+            while True:
+                yield number
+                number += 1
+        finally:
+            self.cancelled.set()
+
+    async def broken_stream(self):
+        yield 1
+        raise DataError("bad row")
+
+    def who(self):
+        return current_caller()
+
+    def remember_thread(self):
+        self.threads.add(threading.current_thread().name)
+
+    def nbytes(self, array):
+        return array.nbytes
+
+    def _private(self):
+        return "secret"
+
+
+class RawPeer:
+    """A DEALER that speaks the protocol by hand, to send what our client never would."""
+
+    def __init__(self, address):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(address)
+
+    def send(self, kind, obj, number=None, *, epoch=None, method=None, options=None):
+        self.socket.send_multipart(
+            frames.encode_message(
+                kind, obj, epoch=epoch, request_id=number, sender=None, method=method, options=options
+            )
+        )
+
+    def receive(self, *kinds):
+        while True:
+            assert self.socket.poll(10_000), "no answer"
+            message = frames.decode_message(self.socket.recv_multipart())
+            if message.kind in kinds:
+                return message
+
+    def hello(self, described=None):
+        self.send("hello", {"identity": described, "token": None, "pending": []})
+        return self.receive("welcome", "refused")
+
+    def close(self):
+        self.socket.close(0)
+        self.context.term()
