@@ -43,7 +43,7 @@ async def receive(actor: "Actor", channel: Any, wanted: int, step: int | None) -
                     entry = group_entry(
                         item, min_std=actor.cfg.algorithm.dynamic_sampling.min_std, rank=actor.ranks.rank
                     )
-                    asked.append((item, asyncio.ensure_future(actor.hub_call("admit", [entry]))))
+                    asked.append((item, asyncio.ensure_future(_admit(actor, entry))))
                 elif (
                     item.get("end_of_step") == step
                 ):  # else of an earlier step, in which this rank was complete already
@@ -54,6 +54,11 @@ async def receive(actor: "Actor", channel: Any, wanted: int, step: int | None) -
         for _, answer in asked:
             answer.cancel()
     return admitted
+
+
+async def _admit(actor: "Actor", entry: dict[str, Any]) -> list[bool]:
+    """Return the runner's answer; outside a job nobody refuses."""
+    return [True] if actor.stand_alone else await actor.hub_call("admit", [entry])
 
 
 async def _next(channel: Any, deadline: float, limit: float, held: int, wanted: int) -> Any:

@@ -289,6 +289,7 @@ class GuardedActor(FSDPActor):
     """An actor whose runner refuses the groups in `refused`."""
 
     refused: frozenset = frozenset()
+    stand_alone = False
 
     async def hub_call(self, method, /, *args, timeout=None):
         assert method == "admit"
@@ -313,6 +314,13 @@ async def test_refused_groups_are_replaced_by_the_next_and_never_train(guarded):
     assert guarded.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
     assert [entry["group_id"] for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
     assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0}
+
+
+async def test_outside_a_job_every_group_is_taken(make_spec):
+    actor = FSDPActor(make_spec())
+    actor.init_worker()
+    await actor.recv_batch(Shelf([actor_samples.make_record(group) for group in range(3)]), 2)
+    assert actor.prepared.batch.group_texts == ["0-0", "0-1"]
 
 
 async def test_the_end_of_the_step_leaves_what_is_held(guarded):
