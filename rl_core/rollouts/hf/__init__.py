@@ -5,10 +5,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.rollouts.hf.engine import HFEngine
     from rl_core.rollouts.hf.generation import HFGeneration
+    from rl_core.rollouts.hf.rows import GenerationOutput
     from rl_core.rollouts.hf.worker import HFRolloutWorker
 
-__all__ = ["HFEngine", "HFGeneration", "HFRolloutWorker"]
-_HOMES = {"HFEngine": "engine", "HFGeneration": "generation", "HFRolloutWorker": "worker"}
+__all__ = ["GenerationOutput", "HFEngine", "HFGeneration", "HFRolloutWorker"]
+_HOMES = {
+    "GenerationOutput": "rows",
+    "HFEngine": "engine",
+    "HFGeneration": "generation",
+    "HFRolloutWorker": "worker",
+}
 
 
 def __getattr__(name: str) -> Any:
