@@ -68,6 +68,7 @@ class ReasoningRunner(Runner):
             per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.world_size
             receiving = self.actor.recv_batch(self.trajectories, per_rank, self.step + 1)
             self.intake.open(self.step + 1, self.version)
+            self.sync.begin_check()  # not earlier: the engines would answer it before the prompts
             received = self.await_result(receiving, self.spec.runtime.deadlines.rollout)
         self.sync.confirm()
         return dict(received[0] or {})
@@ -79,8 +80,13 @@ class ReasoningRunner(Runner):
                 with self.timers.measure("inference"):
                     self.await_result(self.actor.compute_log_probs())
             with self.timers.measure("train"):
-                self.await_result(self.actor.compute_advantages_and_returns())
-                metrics = self.await_result(self.actor.run_training(self.step + 1))[0]
+                # Both are sent at once; a rank runs them in this order.
+                preparing, training = (
+                    self.actor.compute_advantages_and_returns(),
+                    self.actor.run_training(self.step + 1),
+                )
+                self.await_result(preparing)
+                metrics = self.await_result(training)[0]
         return {
             key if key.startswith(("perf/", "time/", "offload/", "onload/")) else f"train/{key}": value
             for key, value in metrics.items()

@@ -50,6 +50,8 @@ class WeightSync:
         self._membership = membership
         self._probe_prompt = probe_prompt[-PROBE_PROMPT_LIMIT:]
         self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
+        self._due: tuple[int, tuple[str, ...]] | None = None
+        """Version and rollouts that are not checked yet."""
         self._check: Future[None] | None = None
         self._acked: tuple[int, frozenset[str]] = (-1, frozenset())
 
@@ -58,7 +60,7 @@ class WeightSync:
         return self._acked[1] if self._acked[0] == version else frozenset()
 
     def publish(self, version: int) -> SyncReport:
-        """Send `version` to every live rollout and start the content check. Raises DeadlineExceeded below minReplicas."""
+        """Send `version` to every live rollout; the content check is due. Raises DeadlineExceeded below minReplicas."""
         self.confirm()
         with self._membership.sync_lock:
             told = self._send(version)
@@ -69,7 +71,7 @@ class WeightSync:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self._membership.rejoin(list(report.failed))
         if self._spec.weights.content_check and report.acked:
-            self._check = self._checker.submit(self._compare, version, report.acked)
+            self._due = (version, report.acked)
         return report
 
     def _send(self, version: int) -> dict[str, Any]:
@@ -95,8 +97,15 @@ class WeightSync:
             if m.state in ("serving", "updating", "ready")
         ]
 
+    def begin_check(self) -> None:
+        """Start the content check that is due, in the background."""
+        due, self._due = self._due, None
+        if due is not None:
+            self._check = self._checker.submit(self._compare, *due)
+
     def confirm(self) -> None:
         """Wait for the content check of the last sync. Raises WeightsDiverged when a rollout scores the prompt differently."""
+        self.begin_check()
         check, self._check = self._check, None
         if check is not None:
             check.result(timeout=self._spec.runtime.deadlines.weight_sync)
