@@ -155,7 +155,7 @@ class Actor(Worker, ABC):
     # Training -------------------------------------------------------------------------------------------------------
 
     def run_training(self, step: int | None = None) -> dict[str, float]:
-        """Train on the held groups; return the step's metrics over all ranks, equal on each.
+        """Train on the held groups; return the step's `actor/*`, `perf/*` and `time/*` over all ranks, equal on each.
 
         Raises RuntimeError without groups or advantages, InfrastructureError when a rank is lost, DataError after too many
         gradients in a row that were not finite.
@@ -206,6 +206,7 @@ class Actor(Worker, ABC):
             self.counts.empty += 1
             return
         parts = self._micro_batches(rows.lengths)
+        report.add({"perf/padding_waste": _padding_waste(rows.lengths, parts)})
         seen: list[dict[str, Stat]] = []
         with report.timing("forward_backward"):
             for index, part in enumerate(parts):
@@ -239,3 +240,10 @@ class Actor(Worker, ABC):
         if self.prepared is None:
             raise RuntimeError(f"{method} needs the step's groups, got none; call recv_batch or load_batch first")
         return self.prepared
+
+
+def _padding_waste(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> Stat:
+    """Return the share of the tokens run that belong to no row: packed rows have no padding, an empty micro-batch is one token."""
+    idle = float(sum(not part for part in parts))
+    total = torch.tensor(idle, dtype=torch.float64)
+    return Stat("mean", total, total + float(sum(lengths)))

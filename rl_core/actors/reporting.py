@@ -11,6 +11,9 @@ from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.algorithms.stats import Stat, finish_stats, merge_stats
 
+UNPREFIXED = ("perf/", "time/")
+"""Metrics that are named alike whoever reports them."""
+
 
 class StepReport:
     """Collects over one `run_training`."""
@@ -58,7 +61,10 @@ class StepReport:
         return self.early_stopped
 
     def finish(self, ranks: Ranks, *, tokens: int, seconds: float) -> dict[str, float]:
-        """Return the step's metrics over all ranks; collective. `tokens`: of all rows, `seconds`: of the whole step."""
+        """Return the step's metrics over all ranks as `actor/*`, `perf/*` and `time/*`; collective.
+
+        `tokens`: of all rows, `seconds`: of the whole step.
+        """
         metrics = finish_stats(_over_ranks(ranks, merge_stats(self._stats)))
         updates = max(self._counts.attempted - self._before["attempted"], 0)
         for name in ("loss", "policy_loss"):
@@ -67,7 +73,7 @@ class StepReport:
                 metrics[name] /= max(updates, 1)
         finite = [norm for norm in self._norms if norm == norm and abs(norm) != float("inf")]
         applied = self._counts.applied - self._before["applied"]
-        return metrics | {
+        metrics |= {
             "grad_norm": sum(finite) / len(finite) if finite else (self._norms or [0.0])[-1],
             "lr": self._rate,
             "update_success": applied / updates if updates else 0.0,
@@ -78,6 +84,7 @@ class StepReport:
             "perf/dp_imbalance": self.imbalance,
             **{f"time/{name}": value for name, value in self._seconds.items()},
         }
+        return {name if name.startswith(UNPREFIXED) else f"actor/{name}": value for name, value in metrics.items()}
 
 
 def _over_ranks(ranks: Ranks, stats: dict[str, Stat]) -> dict[str, Stat]:

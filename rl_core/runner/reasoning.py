@@ -88,7 +88,7 @@ class ReasoningRunner(Runner):
                 self.await_result(preparing)
                 metrics = self.await_result(training)[0]
         return {
-            key if key.startswith(("perf/", "time/", "offload/", "onload/")) else f"train/{key}": value
+            f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()
         }
 

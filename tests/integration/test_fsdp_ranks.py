@@ -99,7 +99,7 @@ def test_two_ranks_train_like_one(alone, pair, name):
 
 
 def test_half_precision_trains_nearly_the_same_loss(alone, pair):
-    assert pair[0]["half"]["metrics"][0]["loss"] == pytest.approx(alone["plain"]["metrics"][0]["loss"], abs=2e-2)
+    assert pair[0]["half"]["metrics"][0]["actor/loss"] == pytest.approx(alone["plain"]["metrics"][0]["actor/loss"], abs=2e-2)
 
 
 def test_all_ranks_report_the_same_metrics_and_rank_zero_alone_gets_weights_and_scores(pair):
@@ -120,14 +120,14 @@ def test_a_resumed_pair_repeats_the_uninterrupted_one_bit_for_bit(pair):
 
 def test_two_ranks_load_the_checkpoint_of_one_and_go_on_alike(alone, pair):
     for expected, got in zip(alone["saved"]["metrics"][1:], pair[0]["from one rank"]["metrics"], strict=True):
-        for name in ("loss", "grad_norm", "lr"):
+        for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
             assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
 def test_one_rank_loads_the_checkpoint_of_two_and_goes_on_alike(folder, model, pair):
     seen = run_here("from two", make_spec(model), [["load", str(folder / "by-two")], ["train", 2], ["train", 3]])
     for expected, got in zip(pair[0]["uninterrupted"]["metrics"][1:], seen["metrics"], strict=True):
-        for name in ("loss", "grad_norm", "lr"):
+        for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
             assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
@@ -147,7 +147,7 @@ def test_sharded_export_has_the_bits_of_the_source(folder, model, pair):
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_both(model, pair):
     for rank in pair:
         assert rank["poisoned"]["counts"] == {"attempted": 1, "applied": 0, "skipped": 1, "empty": 0}
-        assert rank["poisoned"]["metrics"][0]["skipped_updates"] == 1
+        assert rank["poisoned"]["metrics"][0]["actor/skipped_updates"] == 1
     untouched = run_here("untouched", make_spec(model), [["weights"]])
     assert pair[0]["poisoned"]["weights"] == untouched["weights"]
 

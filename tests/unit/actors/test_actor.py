@@ -56,7 +56,7 @@ def test_the_size_of_micro_batches_changes_neither_loss_nor_gradient(
     loss = {"aggregation": aggregation, "klCoefficient": 0.1, "entropyCoefficient": 0.05}
     whole = gradients(make_actor(actor__microBatchTokens=4096, algorithm__loss=loss), records)
     cut = gradients(make_actor(actor__microBatchTokens=micro_batch_tokens, algorithm__loss=loss), records)
-    assert whole[0]["loss"] != 0
+    assert whole[0]["actor/loss"] != 0
     assert_same_step(whole, cut)
 
 
@@ -117,19 +117,18 @@ def test_training_raises_the_probability_of_what_was_rewarded(make_actor, record
 
 def test_metrics_are_complete_and_finite(make_actor, records):
     metrics = train(make_actor(algorithm__loss={"klCoefficient": 0.1, "entropyCoefficient": 0.01}), records)
-    wanted = {
-        "loss",
-        "policy_loss",
-        "kl",
-        "entropy",
-        "clip_fraction",
-        "ratio_mean",
-        "grad_norm",
-        "lr",
-        "skipped_updates",
-    }
-    assert wanted <= metrics.keys()
+    wanted = ("loss", "policy_loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr")
+    wanted += ("update_success", "skipped_updates", "empty_steps", "early_stopped")
+    assert {f"actor/{name}" for name in wanted} | {"perf/padding_waste", "perf/dp_imbalance"} <= metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_tokens_run_for_no_row_are_told_as_waste(make_actor, records, monkeypatch):
+    actor = make_actor()
+    assert train(actor, records)["perf/padding_waste"] == 0.0
+    tokens = sum(len(m["token_ids"]) for r in records for c in r.completions for m in c.message_log)
+    monkeypatch.setattr(actor, "_micro_batches", lambda lengths: [list(range(len(lengths))), []])
+    assert train(actor, records)["perf/padding_waste"] == pytest.approx(1 / (tokens + 1))
 
 
 def test_the_reference_policy_is_the_starting_one_and_swapping_it_in_leaves_the_trained_bits(
@@ -174,16 +173,16 @@ def test_several_optimizer_steps_use_the_same_old_log_probabilities(make_actor, 
         make_actor(algorithm__optimizerStepsPerBatch=2, algorithm__updateEpochs=2, algorithm__recomputeLogProbs=True),
         records,
     )
-    assert metrics["ratio_max"] > 1.0001 > 0.9999 > metrics["ratio_min"]
+    assert metrics["actor/ratio_max"] > 1.0001 > 0.9999 > metrics["actor/ratio_min"]
 
 
 def test_a_ratio_above_its_bound_ends_the_step(make_actor, records):
     shape = {"algorithm__optimizerStepsPerBatch": 4, "algorithm__updateEpochs": 2}
     actor = make_actor(**shape, algorithm__maxPolicyKl=1e-12)
     metrics = train(actor, records)
-    assert metrics["early_stopped"] == 1 and actor.counts.attempted < 8
+    assert metrics["actor/early_stopped"] == 1 and actor.counts.attempted < 8
     actor = make_actor(**shape, algorithm__maxPolicyRatio=1e6)
-    assert train(actor, records)["early_stopped"] == 0 and actor.counts.attempted == 8
+    assert train(actor, records)["actor/early_stopped"] == 0 and actor.counts.attempted == 8
 
 
 def test_a_step_without_trainable_tokens_changes_nothing_and_is_counted(make_actor, records):
@@ -193,7 +192,7 @@ def test_a_step_without_trainable_tokens_changes_nothing_and_is_counted(make_act
     actor = make_actor()
     before = checksum(list(actor.model.parameters()))
     metrics = train(actor, records)
-    assert (metrics["empty_steps"], actor.counts.empty, actor.counts.attempted) == (1, 1, 0)
+    assert (metrics["actor/empty_steps"], actor.counts.empty, actor.counts.attempted) == (1, 1, 0)
     assert checksum(list(actor.model.parameters())) == before
     assert actor.global_step == 1
 
@@ -226,9 +225,9 @@ def test_mismatched_rows_are_dropped_and_others_weighed(make_actor, records):
         algorithm__sequenceErrorThreshold=1e6,
     )
     metrics = train(actor, records)
-    assert 0 < metrics["is_weight"] <= 1.5
+    assert 0 < metrics["actor/is_weight"] <= 1.5
     strict = make_actor(algorithm__recomputeLogProbs=True, algorithm__sequenceErrorThreshold=1.0001)
-    assert train(strict, records)["empty_steps"] == 1
+    assert train(strict, records)["actor/empty_steps"] == 1
 
 
 def test_verbs_out_of_order_say_what_is_missing(make_actor, records):
@@ -332,7 +331,7 @@ async def test_the_end_of_the_step_leaves_what_is_held(guarded):
 async def test_a_rank_left_without_groups_still_trains_along(guarded):
     await guarded.recv_batch(Shelf([{"end_of_step": 5}]), 3, 5)
     metrics = await asyncio.to_thread(lambda: (guarded.compute_advantages_and_returns(), guarded.run_training(5))[1])
-    assert metrics["empty_steps"] == 1
+    assert metrics["actor/empty_steps"] == 1
 
 
 async def test_missing_groups_are_counted_in_the_error(guarded):
