@@ -99,7 +99,9 @@ def test_two_ranks_train_like_one(alone, pair, name):
 
 
 def test_half_precision_trains_nearly_the_same_loss(alone, pair):
-    assert pair[0]["half"]["metrics"][0]["actor/loss"] == pytest.approx(alone["plain"]["metrics"][0]["actor/loss"], abs=2e-2)
+    assert pair[0]["half"]["metrics"][0]["actor/loss"] == pytest.approx(
+        alone["plain"]["metrics"][0]["actor/loss"], abs=2e-2
+    )
 
 
 def test_all_ranks_report_the_same_metrics_and_rank_zero_alone_gets_weights_and_scores(pair):
