@@ -26,12 +26,18 @@ class SyncReport:
     seconds: float
     bytes: int
     transport: str
+    apply_seconds: float
+    """Longest time a receiver took to load and verify."""
+    pause_seconds: float
+    """Longest time a receiver did not generate."""
 
     def metrics(self) -> dict[str, float]:
         """Return `weights/*`."""
         return {
             "weights/version": float(self.version),
             "weights/publish_seconds": self.seconds,
+            "weights/apply_seconds": self.apply_seconds,
+            "weights/pause_seconds": self.pause_seconds,
             "weights/bytes": float(self.bytes),
             "weights/failed_receivers": float(len(self.failed)),
         }
@@ -64,7 +70,8 @@ class WeightSync:
         self.confirm()
         with self._membership.sync_lock:
             told = self._send(version)
-        facts = {key: told[key] for key in ("digest", "failed", "seconds", "bytes", "transport")}
+        told_keys = ("digest", "failed", "seconds", "bytes", "transport", "apply_seconds", "pause_seconds")
+        facts = {key: told[key] for key in told_keys}
         report = SyncReport(version=version, acked=tuple(told["acked"]), **facts)
         self._acked = (version, frozenset(report.acked))
         if report.failed:

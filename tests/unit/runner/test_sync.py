@@ -34,6 +34,8 @@ class FakeActor:
                     "seconds": 0.1,
                     "bytes": 8,
                     "transport": "shared",
+                    "apply_seconds": 0.05,
+                    "pause_seconds": 0.06,
                 }
             ]
         )
@@ -76,6 +78,14 @@ def test_agreeing_rollouts_pass_and_are_counted_as_served():
     sync.confirm()
     assert report.acked == ("rollout:0", "rollout:1") and sync.acked_at(3) == {"rollout:0", "rollout:1"}
     assert sync.acked_at(2) == frozenset()
+    assert report.metrics() == {
+        "weights/version": 3.0,
+        "weights/publish_seconds": 0.1,
+        "weights/apply_seconds": 0.05,
+        "weights/pause_seconds": 0.06,
+        "weights/bytes": 8.0,
+        "weights/failed_receivers": 0.0,
+    }
 
 
 @pytest.mark.parametrize("wrong", [-1.01, float("nan")], ids=["other weights", "nan"])
