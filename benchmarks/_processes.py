@@ -12,15 +12,18 @@ from pathlib import Path
 
 import psutil
 
-SAMPLE_SECONDS = 1.0
+SAMPLE_SECONDS = 10.0
+"""Between looks at the memory, which cost tens of milliseconds per process."""
 RLJOB = str(Path(sys.executable).with_name("rljob"))
 
 
 class Watched:
     """A child process and all it starts."""
 
-    def __init__(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
-        """Run `command`; its output goes to `log`."""
+    def __init__(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path, sampled: bool = True
+    ) -> None:
+        """Run `command`; its output goes to `log`. `sampled` False: the memory is looked at by `sample()` only."""
         self._log = log
         self.started = time.time()
         with log.open("w") as file:
@@ -28,12 +31,16 @@ class Watched:
         self.peak_pss_mb = 0.0
         """Largest memory of all processes together, shared pages counted once."""
         self._ended = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-        self._sampler.start()
+        if sampled:
+            threading.Thread(target=self._keep_sampling, daemon=True).start()
 
-    def _sample(self) -> None:
+    def _keep_sampling(self) -> None:
         while not self._ended.wait(SAMPLE_SECONDS):
-            self.peak_pss_mb = max(self.peak_pss_mb, sum(map(_pss, self.tree())) / 2**20)
+            self.sample()
+
+    def sample(self) -> None:
+        """Look at the memory now."""
+        self.peak_pss_mb = max(self.peak_pss_mb, sum(map(_pss, self.tree())) / 2**20)
 
     def tree(self) -> list[psutil.Process]:
         """Return the live processes."""
@@ -64,7 +71,6 @@ class Watched:
             self.end()
             code = -1
         self._ended.set()
-        self._sampler.join()
         if code != 0:
             raise RuntimeError(f"{self.process.args} ended with {code}: {self._log.read_text()[-3000:]}")
         return time.time() - self.started

@@ -28,6 +28,8 @@ from _processes import RLJOB, Watched, read_lines
 WARM_UP_STEPS = 5
 RUN_SECONDS = 900
 SLICE_SECONDS = 1.0
+SLICES_PER_SAMPLE = 4
+"""Slices between looks at the memory of a frozen side."""
 THAW_SECONDS = 0.1
 """Left out after a thaw: caches are cold."""
 GOAL = 0.95
@@ -76,7 +78,9 @@ def ours(folder: Path, seed: int, steps: int, rollouts: int) -> Side:
         parts = {part: [line[name] for line in lines] for part, name in OUR_PARTS.items()}
         return [line["reward/mean"] for line in lines], parts
 
-    watched = Watched(command, cwd=folder, env=_letters.one_thread(), log=folder / f"rljob-{rollouts}.txt")
+    watched = Watched(
+        command, cwd=folder, env=_letters.one_thread(), log=folder / f"rljob-{rollouts}.txt", sampled=False
+    )
     return Side(
         watched, lambda: len(read_lines(output / "metrics.jsonl")), lambda: step_ends(output / "tensorboard"), results
     )
@@ -106,7 +110,7 @@ def trl(folder: Path, seed: int, steps: int) -> Side:
     def ends() -> list[float]:
         return [float(line) for line in told.read_text().split("\n")[:-1]] if told.exists() else []
 
-    watched = Watched(command, cwd=folder, env=_letters.one_thread(), log=folder / "trl.txt")
+    watched = Watched(command, cwd=folder, env=_letters.one_thread(), log=folder / "trl.txt", sampled=False)
     return Side(watched, lambda: len(ends()), ends, results)
 
 
@@ -126,6 +130,8 @@ def interleave(sides: list[Side]) -> None:
                 time.sleep(0.05)
             side.watched.freeze()
             side.slices.append((started + THAW_SECONDS, time.time()))
+            if len(side.slices) % SLICES_PER_SAMPLE == 1:
+                side.watched.sample()
     for side in sides:
         side.watched.wait(RUN_SECONDS)
 
