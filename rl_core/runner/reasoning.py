@@ -134,7 +134,15 @@ class ReasoningRunner(Runner):
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / devices,
             **self.sync_metrics,
+            **self._idle(),
+            **self.board.totals(),
         }
+
+    def _idle(self) -> dict[str, float]:
+        """Return what each side waited for the other: on policy a trainer idles while rollouts generate, and the reverse."""
+        seconds = self.timers.seconds
+        busy_actor = [seconds.get(f"time/{part}", 0.0) for part in ("inference", "train", "sync")]
+        return {"time/idle_actor": seconds["time/rollout"], "time/idle_rollout": sum(busy_actor)}
 
     def _log(self, metrics: dict[str, Any]) -> None:
         values = {"policy_version": self.version, "epoch": self.epoch, **metrics, **self.timers.seconds}

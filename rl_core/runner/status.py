@@ -105,6 +105,19 @@ class StatusBoard:
             failures = self._facts["failures"]
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
+    def totals(self) -> dict[str, float]:
+        """Return `failures_total/<role>/<kind>`, `weights/lag_max` and the environments' own counters, for the step's metrics."""
+        members = list(self._cluster.members())
+        with self._lock:
+            failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}
+        lag = self._role("rollout", members)["lag"]
+        envs: dict[str, float] = {}
+        for member in members:
+            if member.role == "env":
+                for name, value in member.metrics.items():
+                    envs[name] = envs.get(name, 0.0) + float(value)
+        return failures | {"weights/lag_max": float(lag)} | envs
+
     def end(self, phase: Phase, failure: Mapping[str, Any] | None = None) -> None:
         """Enter a final phase."""
         self._enter(phase)

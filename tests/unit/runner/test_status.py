@@ -8,7 +8,8 @@ from rl_core.runner.status import Phase, StatusBoard
 
 def member(name, *, state="serving", version=0, wait=None, progress=None):
     role, _, rank = name.partition(":")
-    facts = {
+    facts = {"metrics": {"env/steps_total": 3.0} if role == "env" else {}}
+    facts |= {
         "device_uuids": (),
         "progress": progress or {},
         "wait": wait,
@@ -58,3 +59,10 @@ def test_a_failure_is_counted_and_told_at_the_end():
     status = told.snapshot()
     assert status["failures"] == {"rollout/lost": 2} and status["failure"]["message"] == "bad"
     assert status["phase"] == "Failed" and status["stall"] is None
+
+
+def test_totals_sum_over_environments_and_count_failures():
+    told = board([member("env:0"), member("env:1"), member("rollout:0", version=4)])
+    told.set(policyVersion=5)
+    told.count_failure("env", "lost")
+    assert told.totals() == {"failures_total/env/lost": 1.0, "weights/lag_max": 1.0, "env/steps_total": 6.0}
