@@ -13,6 +13,8 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
+COMPILED_FROM = 1 << 20
+"""Bytes of a tensor from which loading numba (about 120 MB of memory, once) pays; numpy does smaller ones until then."""
 BLOCK = 1 << 16
 """Words per block: positions inside a block fit 32 bits, so products are 32 x 32 -> 64 bit, which vectorises."""
 _MASK = (1 << 64) - 1
@@ -27,14 +29,14 @@ def sum_bytes(source: np.ndarray, *, offset: int = 0) -> Sums:
     `offset` is the position of its first word in the whole tensor, so that the sums of slices add up.
     """
     words, tail = _split(source)
-    sums = kernels()[0](words, np.uint64(offset))
+    sums = _kernels_for(words)[0](words, np.uint64(offset))
     return _with_tail(sums, tail, offset + words.size)
 
 
 def copy_bytes(destination: np.ndarray, source: np.ndarray, *, offset: int = 0) -> Sums:
     """Copy `source` to `destination` (both uint8, contiguous, of one size) and return its sums, in one pass."""
     words, tail = _split(source)
-    sums = kernels()[1](_words(destination[: words.nbytes]), words, np.uint64(offset))
+    sums = _kernels_for(words)[1](_words(destination[: words.nbytes]), words, np.uint64(offset))
     destination[words.nbytes :] = tail
     return _with_tail(sums, tail, offset + words.size)
 
@@ -42,6 +44,13 @@ def copy_bytes(destination: np.ndarray, source: np.ndarray, *, offset: int = 0) 
 def add(first: Sums, second: Sums) -> Sums:
     """Return the sums of two parts of one tensor."""
     return (first[0] + second[0]) & _MASK, (first[1] + second[1]) & _MASK
+
+
+def _kernels_for(words: np.ndarray) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the compiled kernels where they are loaded or worth it, else numpy's."""
+    if words.nbytes >= COMPILED_FROM or kernels.cache_info().currsize:
+        return kernels()
+    return _sum_numpy, _copy_numpy
 
 
 def _split(source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
