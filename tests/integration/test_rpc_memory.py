@@ -56,10 +56,11 @@ class TestSharedMemory:
         assert store.stats()["lent"] >= 3
         held.clear()
         # an error's traceback holds the handler's arguments until the collector finds the cycle
-        _until(lambda: gc.collect() >= 0 and store.stats()["lent"] == 0)
+        _until(lambda: gc.collect() >= 0 and store.stats()["lent"] <= before)
 
     def test_segments_of_calls_that_were_given_up_come_back(self, client, service):
         store = SharedMemory.shared().store
+        before = store.stats()["lent"]  # the store is the process's: other tests' segments may be out
         client.call_sync("add", 1)
         service.release.set()
         with pytest.raises(RemoteError):
@@ -70,7 +71,7 @@ class TestSharedMemory:
         future.cancel()
         client.call_sync("add", 1)
         # an error's traceback holds the handler's arguments until the collector finds the cycle
-        _until(lambda: gc.collect() >= 0 and store.stats()["lent"] == 0)
+        _until(lambda: gc.collect() >= 0 and store.stats()["lent"] <= before)
 
     def test_a_full_store_falls_back_to_the_socket_and_counts(self, client, monkeypatch):
         client.call_sync("add", 1)
