@@ -50,6 +50,7 @@ class TestSharedMemory:
 
     def test_segments_are_given_back_when_nobody_looks_any_more(self, client):
         store = SharedMemory.shared().store
+        before = store.stats()["lent"]
         client.call_sync("add", 1)
         gc.collect()
         held = [client.call_sync("echo", np.zeros(400_000)) for _ in range(3)]
