@@ -81,14 +81,14 @@ def encode_rows(tokenizer, pairs, answer):
 def warm_start(
     model, tokenizer, pairs, *, steps: int, sloppy_steps: int, seed: int, batch: int = 256, peak: float = 2e-3
 ) -> None:
-    """Teach addition for `steps`, then spoil it for `sloppy_steps` with notes that forget the carry six times in seven."""
+    """Teach addition for `steps`, then spoil it for `sloppy_steps` with notes that forget the carry three times in four."""
     import torch
 
     notes = {False: encode_rows(tokenizer, pairs, right), True: encode_rows(tokenizer, pairs, sloppy)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
     model.train()
-    for phase_steps, phase_peak, spoiled in ((steps, peak, 0.0), (sloppy_steps, peak / 4, 0.85)):
+    for phase_steps, phase_peak, spoiled in ((steps, peak, 0.0), (sloppy_steps, peak / 4, 0.75)):
         for step in range(phase_steps):
             decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / phase_steps))
             for group in optimizer.param_groups:
@@ -127,8 +127,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=900, help="supervised steps on right sums")
-    parser.add_argument("--sloppy-steps", type=int, default=200, help="supervised steps on sloppy notes")
+    parser.add_argument("--steps", type=int, default=1000, help="supervised steps on right sums")
+    parser.add_argument("--sloppy-steps", type=int, default=100, help="supervised steps on sloppy notes")
     options = parser.parse_args()
 
     model_folder, data_folder = options.output / "model", options.output / "data"
