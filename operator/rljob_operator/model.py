@@ -1,0 +1,163 @@
+"""What the operator sees and what it decides: the values between the cache, the pure `reconcile` and `apply`.
+
+Children are read into small frozen views, so that rules are written over facts and not over nested API dictionaries. A Plan's
+effects are carried out in the order of its fields: intent (status) is written before anything is deleted or created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Object = Mapping[str, Any]
+"""A Kubernetes object as the API server speaks it: JSON, camelCase."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorConfig:
+    """What the administrator set (chart values); the same for all jobs."""
+
+    namespace: str = "rljob-system"
+    """Where the operator runs; its master key and Lease live here."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """Image of a role (actor, rollout, env) where the job names none."""
+    image_pull_policy: str | None = None
+    """Pull policy where the job names none; None = the cluster's default."""
+    metrics_namespace_labels: Mapping[str, str] = field(default_factory=lambda: {"rljob.dev/metrics": "true"})
+    """Label of namespaces whose pods may scrape the job's metrics port."""
+    version: str = "0.1.0"
+    """Operator version, a label of all objects."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerEnd:
+    """One ended container of a pod (init or main)."""
+
+    name: str
+    exit_code: int
+    reason: str
+    """As the kubelet says: Completed, Error, OOMKilled, ..."""
+    message: str
+    """Termination message: the supervisor's JSON, else the container's last log lines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodView:
+    """One pod with our labels."""
+
+    name: str
+    uid: str
+    job_uid: str
+    """uid of the RLJob in the owner reference; empty without one."""
+    role: str
+    index: int
+    epoch: int
+    """Epoch at creation, from the label; compared for actor pods only."""
+    template_hash: str
+    created: float
+    """Seconds since 1970."""
+    deleting: bool = False
+    deletion_deadline: float | None = None
+    """deletionTimestamp, which includes the grace period, seconds since 1970."""
+    node: str = ""
+    ip: str = ""
+    phase: str = "Pending"
+    reason: str = ""
+    """status.reason of the pod (Evicted, NodeLost, ...)."""
+    message: str = ""
+    scheduled: bool = False
+    unschedulable: str = ""
+    """The scheduler's words while the pod is not bound."""
+    ready: bool = False
+    ready_reason: str = ""
+    """Reason of Ready=False; NodeNotReady tells that the node controller, not the kubelet, says so."""
+    disrupted: str = ""
+    """Reason of the condition DisruptionTarget=True."""
+    waiting: str = ""
+    """First waiting container's reason and message, e.g. `ImagePullBackOff: ...`; without PodInitializing and ContainerCreating."""
+    ended: tuple[ContainerEnd, ...] = ()
+    """Main containers that ended, and init containers that ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The runner's last answer to `GET /status`."""
+
+    status: Object
+    """As runtime.md 8.5 and protocol.md 3 say."""
+    at: float
+    """When it was received, seconds since 1970."""
+    pod_uid: str
+    """The actor-0 pod that gave it."""
+    error: str = ""
+    """Why the newest poll failed; empty when it did not."""
+    failing_since: float | None = None
+    """Since when polls fail, seconds since 1970; None while they succeed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """All that one reconcile looks at besides the job."""
+
+    pods: tuple[PodView, ...] = ()
+    """Pods with our label `rljob.dev/job` of this name, whoever owns them."""
+    objects: tuple[Object, ...] = ()
+    """Services, ConfigMaps, NetworkPolicies, ResourceClaims (templates), gang objects with our labels of this job name."""
+    foreign: tuple[str, ...] = ()
+    """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Creates the API server refused for good in the last apply: `kind/name` -> its words (quota, admission, missing account)."""
+    claims: Mapping[str, Object] = field(default_factory=dict)
+    """The PersistentVolumeClaims that the job's volumes name, by name; absent = not found."""
+    progress: Progress | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deletion:
+    """One object to delete; always with a uid precondition."""
+
+    kind: str
+    name: str
+    uid: str
+    grace_seconds: int | None = None
+    """None = the pod's own; 0 = force, for pods on dead nodes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlCall:
+    """One call of the runner's control port; sent to `ip` at most once per reconcile, its failure is no failure of the reconcile."""
+
+    method: Literal["PUT /control", "POST /checkpoint", "POST /drain", "POST /finish"]
+    body: Any
+    ip: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventNote:
+    """One Kubernetes event about the job; the recorder aggregates equal ones."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to do now, in this order."""
+
+    status: Object | None = None
+    """The whole new status; None = as it is."""
+    progress_only: bool = False
+    """Whether the status differs in step, reward and the like only, so that its write may wait for the progress interval."""
+    delete: tuple[Deletion, ...] = ()
+    ensure: tuple[Object, ...] = ()
+    """Objects for server-side apply, already without those whose manifest hash is right."""
+    ensure_secret: bool = False
+    """Whether the job's Secret must be asserted (derived from the master key, created when absent)."""
+    create: tuple[Object, ...] = ()
+    """Pods."""
+    calls: tuple[ControlCall, ...] = ()
+    events: tuple[EventNote, ...] = ()
+    requeue_after: float | None = None
+    """Seconds until the job must be looked at again though nothing changes; None = when something does."""
