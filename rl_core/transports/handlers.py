@@ -207,10 +207,14 @@ class HandlerRunner:
         running.job.end()
 
     def _start_task(self, running: Running, value: Any = None) -> None:
+        if running.job.cancelled and value is None:
+            running.job.fail(asyncio.CancelledError())
+            self._finished()
+            return
         loop = asyncio.get_running_loop()
         running.task = loop.create_task(self._on_loop(running, value), context=contextvars.Context())
-        if running.job.cancelled:
-            running.task.cancel()
+        if running.job.cancelled:  # after its first step: a task cancelled before it would not even run its end
+            loop.call_soon(running.task.cancel)
 
     async def _on_loop(self, running: Running, value: Any) -> None:
         job = running.job

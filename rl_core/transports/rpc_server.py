@@ -75,9 +75,11 @@ class IncomingCall:
         self.running: Running | None = None
         self._server = server
         self._parts = parts
+        self._untouched = True
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Decode and return the arguments. Raises FrameError when the body does not hold."""
+        self._untouched = False
         body = frames.read_body(self.header, self._parts, resolve=self.peer.link.resolve)
         self._parts = []
         if type(body) is not list or len(body) != 2 or type(body[0]) is not list or type(body[1]) is not dict:
@@ -101,6 +103,9 @@ class IncomingCall:
         self._answer("end", None)
 
     def _answer(self, kind: str, value: Any) -> None:
+        if self._untouched:  # refused or cancelled before anybody looked at them
+            self._untouched = False
+            self.peer.link.discard(self.header)
         try:
             parts = self._encode(kind, value)
         except (TypeError, ValueError) as error:
@@ -316,7 +321,6 @@ class RpcServer:
         handler = self._handlers.get(call.method)
         problem = self._problem(call, handler)
         if problem is not None or handler is None:
-            peer.link.discard(header)
             call.fail(problem or AssertionError("bug: a missing handler is a problem"))
         elif getattr(handler, "rpc_inline", False):
             self._run_inline(call, handler)

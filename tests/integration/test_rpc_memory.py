@@ -74,6 +74,25 @@ class TestSharedMemory:
         # an error's traceback holds the handler's arguments until the collector finds the cycle
         _until(lambda: gc.collect() >= 0 and store.stats()["lent"] <= before)
 
+    def test_calls_cancelled_while_they_queue_give_back_memory_and_their_place(self, service):
+        """One place, held by `block`: the others are cancelled before they begin, in a thread and on the loop."""
+        server = RpcServer("tcp://127.0.0.1:0", service, max_concurrency=1).start()
+        client = RpcClient(server.address)
+        client.call_sync("add", 1)
+        store = SharedMemory.shared().store
+        before = store.stats()["lent"]
+        blocked = client.call_future("block")
+        assert service.started.wait(10)
+        queued = [client.call_future(method, np.zeros(400_000)) for method in ("add", "add_async", "echo")]
+        assert all(future.cancel() for future in queued)
+        _until(lambda: server.counters["calls"] == 5)
+        service.release.set()
+        assert blocked.result(10) == 1
+        assert client.call_sync("add_async", 1, timeout=10) == 1
+        _until(lambda: gc.collect() >= 0 and store.stats()["lent"] <= before)
+        client.close()
+        server.close()
+
     def test_a_full_store_falls_back_to_the_socket_and_counts(self, client, monkeypatch):
         client.call_sync("add", 1)
         monkeypatch.setattr(SharedMemory.shared().store, "lend", lambda size, holder: None)
