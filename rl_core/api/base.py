@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.alias_generators import to_camel
 
 Rule = TypeVar("Rule", bound=Callable[[Any], Iterator[str]])
+STRING_LIMIT = 4096
+"""Longest string without a bound of its own, in characters."""
 
 
 def rule(function: Rule) -> Rule:
@@ -32,6 +34,7 @@ class Spec(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        str_max_length=STRING_LIMIT,
     )
 
     @model_validator(mode="after")

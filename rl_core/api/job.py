@@ -2,26 +2,55 @@
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import Name, Seconds
+from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.roles import ActorSpec, EnvSpec, RolloutSpec
 from rl_core.api.settings import (
     CheckpointSpec,
+    CodeSpec,
     DataSpec,
-    FailurePolicySpec,
+    DeletionPolicySpec,
     ModelSpec,
     PlacementSpec,
     RuntimeSpec,
+    SchedulingSpec,
     TrackerSpec,
     ValidationSpec,
     WeightsSpec,
 )
 
 API_VERSION = "rljob.dev/v1alpha1"
+MANAGER = "rljob.dev/operator"
+"""`managedBy` of this operator."""
+MUTABLE_FIELDS = (
+    "rollout.replicas",
+    "rollout.minReplicas",
+    "rollout.maxReplicas",
+    "env.replicas",
+    "algorithm.steps",
+    "algorithm.maxStaleness",
+    "actor.optimizer.learningRate",
+    "checkpoint",
+)
+"""Paths below spec that the runner takes while it runs (`PUT /control`), at a step boundary."""
+OPERATOR_FIELDS = (
+    "suspend",
+    "managedBy",
+    "ttlSecondsAfterFinished",
+    "activeDeadlineSeconds",
+    "startDeadlineSeconds",
+    "deletionPolicy",
+    "scheduling",
+    "failurePolicy",
+)
+"""Paths below spec that only the operator (in a local run: the launcher) reads. The pod fields (pods.PodSpec) take effect at a pod's
+next start. Everything else is fixed while a job is not suspended."""
 NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -56,6 +85,22 @@ class RLJobSpec(Spec):
     """Metrics sinks besides metrics.jsonl."""
     extensions: list[str] = []
     """Modules imported by every worker, whose register() is called."""
+    code: CodeSpec | None = None
+    """Modules of the user that are not in the image, on a cluster; null = none."""
+    suspend: bool = False
+    """True: checkpoint, then delete all pods; false again resumes from the checkpoint. Cluster only."""
+    managed_by: Name | None = None
+    """Controller of the job; null or rljob.dev/operator = this operator. Cannot be changed. Cluster only."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Seconds after the end until the job is deleted; null = never. Cluster only."""
+    active_deadline_seconds: Seconds | None = None
+    """Seconds the job may take, suspended time left out; null = unbounded. Cluster only."""
+    start_deadline_seconds: Seconds | None = None
+    """Seconds until the first step must be finished; null = unbounded. Cluster only."""
+    deletion_policy: DeletionPolicySpec = DeletionPolicySpec()
+    """Which pods stay when the job has ended. Cluster only."""
+    scheduling: SchedulingSpec = SchedulingSpec()
+    """How the cluster's scheduler sees the job. Cluster only."""
 
     @rule
     def _batch_divides(self) -> Iterator[str]:
@@ -129,3 +174,5 @@ class RLJob(Spec):
     """Name, labels."""
     spec: RLJobSpec
     """What the user asks for."""
+    status: dict[str, Any] | None = Field(None, exclude=True)
+    """What the operator says (RLJobStatus); not read here, so that a job stays readable whatever another operator wrote."""

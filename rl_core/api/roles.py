@@ -6,41 +6,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import Port
+from rl_core.api.pods import PodSpec
+
+CIDR_PATTERN = r"^[0-9a-fA-F:.]+/[0-9]{1,3}$"
 
 
-class RoleSpec(Spec):
+class RoleSpec(PodSpec):
     """What every role has."""
 
     gpus: int = Field(0, ge=0, le=64)
     """Accelerators per pod; 0 = CPU. Asked for but not visible ends the process with exit code 2."""
     threads: int = Field(1, ge=1, le=256)
     """Compute threads per process (OMP_NUM_THREADS)."""
-    env: dict[str, str] = {}
-    """Further environment variables of the role's processes; identity variables cannot be set."""
 
     @rule
-    def _protected(self) -> Iterator[str]:
-        taken = sorted(key for key in self.env if key.startswith("RLJOB_") or key in PROTECTED_ENV)
-        if taken:
-            yield (f"env must not set variables the launcher owns, got {', '.join(taken)}; remove them")
-
-
-PROTECTED_ENV = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GROUP_NAME",
-        "WORKER_NAME",
-        "CUDA_VISIBLE_DEVICES",
-        "VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-    ]
-)
+    def _claimed_class(self) -> Iterator[str]:
+        if self.gpus and self.gpu_allocation == "dra" and self.device_class is None:
+            yield f"gpuAllocation dra needs deviceClass, got gpus {self.gpus} without one; name a DeviceClass of the cluster"
 
 
 class ScheduleSpec(Spec):
@@ -89,6 +72,8 @@ class OptimizerSpec(Spec):
 class ActorSpec(RoleSpec):
     """The trainer."""
 
+    termination_grace_period_seconds: int = Field(120, ge=1, le=86400)
+    """Seconds between the request to stop and the kill; a checkpoint is written in them."""
     backend: Literal["fsdp2"] = "fsdp2"
     """Training backend."""
     replicas: int = Field(1, ge=1, le=1024)
@@ -169,6 +154,15 @@ class RolloutSpec(RoleSpec):
             )
 
 
+class EgressRule(Spec):
+    """A destination outside the job that env pods may reach."""
+
+    cidr: Annotated[str, Field(min_length=1, max_length=43, pattern=CIDR_PATTERN)]
+    """Addresses, e.g. 10.0.0.0/8."""
+    ports: Annotated[list[Port], Field(max_length=16)] = []
+    """TCP ports; empty = all."""
+
+
 class EnvSpec(RoleSpec):
     """The environments: they answer and score."""
 
@@ -182,8 +176,10 @@ class EnvSpec(RoleSpec):
     """Processes per pod that run the environment's code; each is replaced when it hangs or dies."""
     reward: str | None = None
     """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], Field(max_length=64)] = {}
     """Options of the environment type, checked by its own config model."""
+    egress: Annotated[list[EgressRule], Field(max_length=32)] = []
+    """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
 
     @rule
     def _reward(self) -> Iterator[str]:

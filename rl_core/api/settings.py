@@ -6,6 +6,9 @@ from typing import Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import Name
+
+PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
 
 class ModelSpec(Spec):
@@ -150,22 +153,31 @@ class RuntimeSpec(Spec):
     """Lease of a prompt group, renewed every third of it by the rollout that holds it."""
 
 
-class StallSpec(Spec):
-    """What happens when nothing makes progress."""
+class DeletionPolicySpec(Spec):
+    """Which pods stay when the job has ended.
 
-    seconds: float | None = Field(None, gt=0)
-    """Silence that counts as a stall; null = max(300, 5 x median step)."""
-    action: Literal["RestartRole", "RestartJob", "FailJob"] = "RestartRole"
-    """RestartRole once, then RestartJob; or at once as written."""
+    DeletePods: none. KeepActor: the actor's, and all that have ended, so that their logs can be read; running rollouts and envs go, which
+    frees their accelerators. KeepAll: all, running ones too.
+    """
+
+    on_success: PodDeletion = "KeepActor"
+    """After success."""
+    on_failure: PodDeletion = "KeepActor"
+    """After failure."""
 
 
-class FailurePolicySpec(Spec):
-    """Restarts."""
+class SchedulingSpec(Spec):
+    """How the cluster's scheduler sees the job."""
 
-    max_restarts: int = Field(3, ge=0)
-    """Counted restarts of the actor gang before the run fails."""
-    stall: StallSpec = StallSpec()
-    """Rule for stalls."""
+    gang: Literal["auto", "none"] = "auto"
+    """auto: the actor's pods are scheduled together where the cluster serves an API for it; none: pod by pod."""
+
+
+class CodeSpec(Spec):
+    """The user's modules on a cluster (`rljob submit --code DIR` makes the ConfigMap)."""
+
+    config_map: Name
+    """ConfigMap whose keys are files; it is on PYTHONPATH of all roles."""
 
 
 class TrackerSpec(Spec):

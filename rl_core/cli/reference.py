@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rl_core.api.job import API_VERSION, RLJobSpec
+from rl_core.api.pods import PodSpec
 
 YAML_PATH = Path("examples/reference.yaml")
 MARKDOWN_PATH = Path("docs/reference/rljob.md")
@@ -24,7 +25,8 @@ GENERATED = "Generated from rl_core.api.job by `make docs`; edit the schema's do
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
     """Yield (path, field, inner model) depth first; the inner model is None for a leaf or an optional block."""
-    for name, field in model.model_fields.items():
+    own_first = sorted(model.model_fields.items(), key=lambda item: item[0] in PodSpec.model_fields)
+    for name, field in own_first:
         path = f"{prefix}{field.alias or name}"
         inner = (
             field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None

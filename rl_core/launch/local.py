@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.settings import FailurePolicySpec
+from rl_core.api.failure import FailurePolicySpec
 from rl_core.launch.control import ControlClient
 from rl_core.launch.local_plan import as_attempt, control_port, localise, under_epoch
 from rl_core.launch.local_pod import LocalPod

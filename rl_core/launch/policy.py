@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rl_core.api.settings import FailurePolicySpec
+from rl_core.api.failure import FailurePolicySpec
 from rl_core.workers.budget import RestartBudget
 from rl_core.workers.supervisor import ExitCode
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.settings import FailurePolicySpec
+from rl_core.api.failure import FailurePolicySpec
 from rl_core.launch.local import LocalCluster
 from rl_core.workers import processes
 

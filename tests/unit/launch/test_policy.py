@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_core.api.settings import FailurePolicySpec, StallSpec
+from rl_core.api.failure import FailurePolicySpec, StallSpec
 from rl_core.launch.policy import Action, RestartPolicy
 
 

@@ -1,0 +1,250 @@
+"""The curated pod fields of a role. Local runs ignore them: the same file runs on a laptop and on a cluster.
+
+What is missing here cannot be asked for: host namespaces, privileges, hostPath, nodeName, a service account token. This list is the
+security boundary of the job resource.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_core.api.affinity import Affinity, Toleration, TopologySpread
+from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap
+from rl_core.api.volumes import Volume, VolumeMount, exactly_one
+
+Image = Annotated[str, Field(min_length=1, max_length=512)]
+GroupId = Annotated[int, Field(ge=0, lt=2**31)]
+ShortName = Annotated[str, Field(min_length=1, max_length=63)]
+Words = Annotated[list[str], Field(max_length=64)]
+GPU_RESOURCE = "nvidia.com/gpu"
+OWNED_LABELS = ("rljob.dev/", "app.kubernetes.io/")
+"""Prefixes of labels that the operator sets."""
+PROTECTED_ENV = frozenset(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_NAME",
+        "WORKER_NAME",
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    ]
+)
+"""Variables that identity and devices hang on. With NVIDIA_VISIBLE_DEVICES a container could see GPUs of others."""
+
+
+class ObjectName(Spec):
+    """An object of the job's namespace."""
+
+    name: Name
+    """Its name."""
+
+
+class EnvSource(Spec):
+    """A ConfigMap or Secret whose keys become variables."""
+
+    name: Name
+    """Its name."""
+    optional: bool = False
+    """Whether it may be absent."""
+
+
+class EnvFrom(Spec):
+    """Variables from a ConfigMap or a Secret: exactly one of them."""
+
+    prefix: Annotated[str, Field(max_length=64)] = ""
+    """Put before each name."""
+    config_map_ref: EnvSource | None = None
+    """A ConfigMap."""
+    secret_ref: EnvSource | None = None
+    """A Secret."""
+
+    @rule
+    def _one_source(self) -> Iterator[str]:
+        yield from exactly_one(self, "an entry of envFrom", ("config_map_ref", "secret_ref"))
+
+
+class Resources(Spec):
+    """CPU, memory and further resources; accelerators are `gpus`."""
+
+    requests: ResourceMap = {}
+    """What is reserved."""
+    limits: ResourceMap = {}
+    """Upper bounds."""
+
+    @rule
+    def _no_gpus(self) -> Iterator[str]:
+        for field, values in (("requests", self.requests), ("limits", self.limits)):
+            if GPU_RESOURCE in values:
+                yield f"resources.{field} must not name {GPU_RESOURCE}, got {values[GPU_RESOURCE]}; set the role's gpus instead"
+
+
+class ResourceClaim(Spec):
+    """A claim for devices (DRA): exactly one of resourceClaimName and resourceClaimTemplateName."""
+
+    name: ShortName
+    """Name in the pod."""
+    resource_claim_name: Name | None = None
+    """A claim that exists; shared by all pods of the role."""
+    resource_claim_template_name: Name | None = None
+    """A template; each pod gets a claim of its own."""
+    request: ShortName | None = None
+    """Request inside the claim that the containers use; null = all."""
+
+    @rule
+    def _one_source(self) -> Iterator[str]:
+        yield from exactly_one(
+            self, "an entry of resourceClaims", ("resource_claim_name", "resource_claim_template_name")
+        )
+
+
+class SeccompProfile(Spec):
+    """The system calls a container may use."""
+
+    type: Literal["RuntimeDefault"] = "RuntimeDefault"
+    """The container runtime's profile."""
+
+
+class SecurityContext(Spec):
+    """The part of the security context that may be chosen; the rest is fixed (non-root, no capabilities, no escalation)."""
+
+    run_as_user: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """User id; null = 1000. Never 0."""
+    run_as_group: GroupId | None = None
+    """Group id; null = 1000."""
+    fs_group: GroupId | None = None
+    """Group that owns mounted volumes; null = 1000."""
+    supplemental_groups: Annotated[list[GroupId], Field(max_length=16)] = []
+    """Further groups."""
+    read_only_root_filesystem: bool = True
+    """Whether the image's files are read-only; /tmp is always writable."""
+    seccomp_profile: SeccompProfile = SeccompProfile()
+    """RuntimeDefault."""
+
+
+class InitContainer(Spec):
+    """Runs to completion before the role's container starts, at each start of the pod; fetches or prepares a model or data."""
+
+    name: ShortName
+    """Name, unique in the role; not the role's own."""
+    image: Image | None = None
+    """Image; null = the role's."""
+    command: Words = []
+    """Entry point; empty = the image's."""
+    args: Words = []
+    """Arguments."""
+    env: EnvMap = {}
+    """Environment variables."""
+    resources: Resources = Resources()
+    """CPU, memory."""
+    volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
+    """Where it sees the role's volumes."""
+
+    @rule
+    def _protected(self) -> Iterator[str]:
+        yield from protected_env(self.env)
+
+
+class PodSpec(Spec):
+    """What of a pod a role may choose, on a cluster."""
+
+    env: EnvMap = {}
+    """Further environment variables of the role's processes; identity variables cannot be set."""
+    image: Image | None = None
+    """Container image; null = the operator's image of the role."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When the image is pulled; null = the operator's setting."""
+    image_pull_secrets: Annotated[list[ObjectName], Field(max_length=8)] = []
+    """Secrets with registry credentials."""
+    env_from: Annotated[list[EnvFrom], Field(max_length=16)] = []
+    """Variables from ConfigMaps and Secrets; `env` and the operator's own win."""
+    resources: Resources = Resources()
+    """CPU, memory and further resources of the role's container."""
+    gpu_allocation: Literal["devicePlugin", "dra"] = "devicePlugin"
+    """How `gpus` are asked for: the resource nvidia.com/gpu, or a ResourceClaim (dra) of deviceClass."""
+    device_class: Name | None = None
+    """DeviceClass of `gpus` with gpuAllocation dra."""
+    resource_claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
+    """Further claims for devices."""
+    node_selector: LabelMap = {}
+    """Labels a node must have."""
+    tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
+    """Taints the pods tolerate."""
+    affinity: Affinity | None = None
+    """Scheduling constraints."""
+    topology_spread_constraints: Annotated[list[TopologySpread], Field(max_length=8)] = []
+    """How evenly pods are spread."""
+    volumes: Annotated[list[Volume], Field(max_length=32)] = []
+    """Volumes; rollouts and envs need none for model, data and checkpoints."""
+    volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
+    """Where the role's container sees volumes."""
+    init_containers: Annotated[list[InitContainer], Field(max_length=8)] = []
+    """Run to completion, in order, before the role's container."""
+    service_account_name: Name | None = None
+    """Service account; null = default. Its token is never mounted."""
+    priority_class_name: Name | None = None
+    """Priority class; null = the cluster's default."""
+    runtime_class_name: Name | None = None
+    """Runtime class; null = the cluster's default."""
+    scheduler_name: Name | None = None
+    """Scheduler; null = the cluster's default."""
+    security_context: SecurityContext = SecurityContext()
+    """The part of the security context that may be chosen."""
+    termination_grace_period_seconds: int = Field(30, ge=1, le=86400)
+    """Seconds between the request to stop and the kill."""
+    labels: LabelMap = {}
+    """Further labels of the pods."""
+    annotations: AnnotationMap = {}
+    """Further annotations of the pods."""
+    shm_size: Quantity | None = None
+    """Size of /dev/shm (memory of the pod); null = what the launch plan needs."""
+
+    @rule
+    def _protected(self) -> Iterator[str]:
+        yield from protected_env(self.env)
+
+    @rule
+    def _device_class(self) -> Iterator[str]:
+        if self.device_class is not None and self.gpu_allocation != "dra":
+            yield f"deviceClass needs gpuAllocation dra, got {self.gpu_allocation}; set gpuAllocation: dra or remove deviceClass"
+
+    @rule
+    def _labels_are_free(self) -> Iterator[str]:
+        taken = sorted(key for key in self.labels if key.startswith(OWNED_LABELS))
+        if taken:
+            yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {', '.join(taken)}; rename them"
+
+    @rule
+    def _names_are_unique(self) -> Iterator[str]:
+        for field, named in (
+            ("volumes", self.volumes),
+            ("initContainers", self.init_containers),
+            ("resourceClaims", self.resource_claims),
+        ):
+            names = [item.name for item in named]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                yield f"{field} must have unique names, got {', '.join(twice)} more than once; rename one"
+
+    @rule
+    def _mounts_name_volumes(self) -> Iterator[str]:
+        known = {volume.name for volume in self.volumes}
+        mounting = [("volumeMounts", self.volume_mounts)]
+        mounting += [(f"initContainers {item.name} volumeMounts", item.volume_mounts) for item in self.init_containers]
+        for field, mounts in mounting:
+            if unknown := sorted({mount.name for mount in mounts} - known):
+                yield f"{field} must name a volume of the role ({', '.join(sorted(known)) or 'none'}), got {', '.join(unknown)}; add it to volumes or correct the name"
+
+
+def protected_env(env: dict[str, str]) -> Iterator[str]:
+    """Yield a message when `env` sets a variable that the launcher owns."""
+    taken = sorted(key for key in env if key.startswith("RLJOB_") or key in PROTECTED_ENV)
+    if taken:
+        yield f"env must not set variables the launcher owns, got {', '.join(taken)}; remove them"

@@ -1,0 +1,222 @@
+"""Volumes a role may mount: claims, ConfigMaps, Secrets, scratch space and images. hostPath cannot be expressed."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import AnnotationMap, LabelMap, Name, Quantity, ResourceMap
+
+FileMode = Annotated[int, Field(ge=0, le=0o777)]
+FilePath = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class KeyToPath(Spec):
+    """One key of a ConfigMap or Secret as a file."""
+
+    key: Name
+    """Key in the object."""
+    path: FilePath
+    """Path below the mount."""
+    mode: FileMode | None = None
+    """File mode; null = defaultMode."""
+
+
+Items = Annotated[list[KeyToPath], Field(max_length=64)]
+
+
+class ConfigMapVolume(Spec):
+    """Files from a ConfigMap."""
+
+    name: Name
+    """The ConfigMap."""
+    items: Items = []
+    """Keys to show; empty = all."""
+    optional: bool = False
+    """Whether the ConfigMap may be absent."""
+    default_mode: FileMode | None = None
+    """File mode; null = 0644."""
+
+
+class SecretVolume(Spec):
+    """Files from a Secret."""
+
+    secret_name: Name
+    """The Secret."""
+    items: Items = []
+    """Keys to show; empty = all."""
+    optional: bool = False
+    """Whether the Secret may be absent."""
+    default_mode: FileMode | None = None
+    """File mode; null = 0644."""
+
+
+class ClaimVolume(Spec):
+    """A PersistentVolumeClaim."""
+
+    claim_name: Name
+    """The claim, in the job's namespace."""
+    read_only: bool = False
+    """Mount without write access."""
+
+
+class EmptyDirVolume(Spec):
+    """Scratch space that lives as long as the pod."""
+
+    medium: Literal["", "Memory"] = ""
+    """Memory = tmpfs, counted as memory of the pod."""
+    size_limit: Quantity | None = None
+    """Largest size; null = unbounded."""
+
+
+class ImageVolume(Spec):
+    """The content of an OCI image, read-only."""
+
+    reference: Annotated[str, Field(min_length=1, max_length=512)]
+    """The image."""
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When it is pulled; null = the cluster's default."""
+
+
+class ProjectedConfigMap(Spec):
+    """A ConfigMap inside a projected volume."""
+
+    name: Name
+    """The ConfigMap."""
+    items: Items = []
+    """Keys to show; empty = all."""
+    optional: bool = False
+    """Whether the ConfigMap may be absent."""
+
+
+class ProjectedSecret(Spec):
+    """A Secret inside a projected volume."""
+
+    name: Name
+    """The Secret."""
+    items: Items = []
+    """Keys to show; empty = all."""
+    optional: bool = False
+    """Whether the Secret may be absent."""
+
+
+class ProjectedSource(Spec):
+    """One source of a projected volume: exactly one of its fields."""
+
+    config_map: ProjectedConfigMap | None = None
+    """Files from a ConfigMap."""
+    secret: ProjectedSecret | None = None
+    """Files from a Secret."""
+
+    @rule
+    def _one_source(self) -> Iterator[str]:
+        yield from exactly_one(self, "a source of a projected volume", ("config_map", "secret"))
+
+
+class ProjectedVolume(Spec):
+    """Several sources in one folder."""
+
+    sources: Annotated[list[ProjectedSource], Field(min_length=1, max_length=16)]
+    """What is shown."""
+    default_mode: FileMode | None = None
+    """File mode; null = 0644."""
+
+
+class ClaimResources(Spec):
+    """Size of a claim."""
+
+    requests: ResourceMap = {}
+    """storage: size."""
+    limits: ResourceMap = {}
+    """Upper bounds."""
+
+
+class ClaimSpec(Spec):
+    """What a claim asks for."""
+
+    access_modes: Annotated[
+        list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]],
+        Field(min_length=1, max_length=4),
+    ] = ["ReadWriteOnce"]
+    """How it may be mounted."""
+    storage_class_name: Name | None = None
+    """Storage class; null = the cluster's default."""
+    volume_mode: Literal["Filesystem"] = "Filesystem"
+    """Block devices cannot be mounted by roles."""
+    resources: ClaimResources
+    """Size."""
+
+
+class ClaimMetadata(Spec):
+    """Labels and annotations of a claim made for a pod."""
+
+    labels: LabelMap = {}
+    """Labels."""
+    annotations: AnnotationMap = {}
+    """Annotations."""
+
+
+class ClaimTemplate(Spec):
+    """A claim made for each pod, deleted with it."""
+
+    metadata: ClaimMetadata = ClaimMetadata()
+    """Labels and annotations."""
+    spec: ClaimSpec
+    """What it asks for."""
+
+
+class EphemeralVolume(Spec):
+    """A claim that lives as long as the pod."""
+
+    volume_claim_template: ClaimTemplate
+    """The claim."""
+
+
+VOLUME_KINDS = ("persistent_volume_claim", "ephemeral", "config_map", "secret", "empty_dir", "projected", "image")
+
+
+class Volume(Spec):
+    """A volume: its name and exactly one kind."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63)]
+    """Name, unique in the role."""
+    persistent_volume_claim: ClaimVolume | None = None
+    """A PersistentVolumeClaim."""
+    ephemeral: EphemeralVolume | None = None
+    """A claim made for each pod."""
+    config_map: ConfigMapVolume | None = None
+    """Files from a ConfigMap."""
+    secret: SecretVolume | None = None
+    """Files from a Secret."""
+    empty_dir: EmptyDirVolume | None = None
+    """Scratch space."""
+    projected: ProjectedVolume | None = None
+    """Several sources in one folder."""
+    image: ImageVolume | None = None
+    """Content of an OCI image."""
+
+    @rule
+    def _one_kind(self) -> Iterator[str]:
+        yield from exactly_one(self, "a volume", VOLUME_KINDS)
+
+
+class VolumeMount(Spec):
+    """Where a container sees a volume."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63)]
+    """A volume of the role."""
+    mount_path: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^/[^:]*$")]
+    """Absolute path in the container."""
+    sub_path: FilePath | None = None
+    """Folder or file inside the volume; null = its root."""
+    read_only: bool = False
+    """Mount without write access."""
+
+
+def exactly_one(spec: Spec, what: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield a message unless exactly one of the fields `names` is given."""
+    given = sum(getattr(spec, name) is not None for name in names)
+    if given != 1:
+        aliases = [type(spec).model_fields[name].alias or name for name in names]
+        yield f"{what} must have exactly one of {', '.join(aliases)}, got {given}; give one"
