@@ -36,6 +36,8 @@ class ContainerEnd:
 
     name: str
     exit_code: int
+    init: bool = False
+    """Whether it is an init container."""
     reason: str
     """As the kubelet says: Completed, Error, OOMKilled, ..."""
     message: str
@@ -69,9 +71,13 @@ class PodView:
     scheduled: bool = False
     unschedulable: str = ""
     """The scheduler's words while the pod is not bound."""
+    acknowledged: bool = False
+    """Whether a kubelet has seen it (status.startTime)."""
     ready: bool = False
-    ready_reason: str = ""
-    """Reason of Ready=False; NodeNotReady tells that the node controller, not the kubelet, says so."""
+    node_lost: bool = False
+    """Whether the node controller, not the kubelet, set Ready to false."""
+    conditions: tuple[str, ...] = ()
+    """Types of the conditions that are true."""
     disrupted: str = ""
     """Reason of the condition DisruptionTarget=True."""
     waiting: str = ""
@@ -97,6 +103,16 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A create that the API server refused."""
+
+    message: str
+    """Its words."""
+    at: float
+    """When it said so, seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """All that one reconcile looks at besides the job."""
 
@@ -106,10 +122,10 @@ class Observed:
     """Services, ConfigMaps, NetworkPolicies, ResourceClaims (templates), gang objects with our labels of this job name."""
     foreign: tuple[str, ...] = ()
     """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    """Creates the API server refused for good in the last apply: `kind/name` -> its words (quota, admission, missing account)."""
+    refusals: Mapping[str, Refusal] = field(default_factory=dict)
+    """`kind/name` of creates that were refused (quota, admission, missing account) and have not succeeded since."""
     claims: Mapping[str, Object] = field(default_factory=dict)
-    """The PersistentVolumeClaims that the job's volumes name, by name; absent = not found."""
+    """The PersistentVolumeClaims of `storage.claims_needed(job)`, by name; absent = not found."""
     progress: Progress | None = None
 
 
@@ -117,7 +133,7 @@ class Observed:
 class Deletion:
     """One object to delete; always with a uid precondition."""
 
-    kind: str
+    kind: Literal["Pod", "RLJob"]
     name: str
     uid: str
     grace_seconds: int | None = None
@@ -150,6 +166,8 @@ class Plan:
     """The whole new status; None = as it is."""
     progress_only: bool = False
     """Whether the status differs in step, reward and the like only, so that its write may wait for the progress interval."""
+    verify: tuple[str, ...] = ()
+    """Pods whose absence the plan rests on: each is read first; when one exists the plan is dropped and the job looked at again."""
     delete: tuple[Deletion, ...] = ()
     ensure: tuple[Object, ...] = ()
     """Objects for server-side apply, already without those whose manifest hash is right."""
@@ -160,4 +178,4 @@ class Plan:
     calls: tuple[ControlCall, ...] = ()
     events: tuple[EventNote, ...] = ()
     requeue_after: float | None = None
-    """Seconds until the job must be looked at again though nothing changes; None = when something does."""
+    """Seconds until the job must be looked at again though nothing changes; 0 = at once, None = when something does."""

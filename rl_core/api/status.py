@@ -71,6 +71,8 @@ class RoleStatus(StatusPart):
     """Newest policy version among ready rollouts."""
     restarts: Count = 0
     """Pods of the role that were replaced after they ended."""
+    restart_time: Time | None = None
+    """Pods of the role created up to then are replaced (RestartRole)."""
 
 
 class RolloutScale(StatusPart):
@@ -117,6 +119,28 @@ class Metric(StatusPart):
     """Its value as text, because NaN and infinity have no JSON form."""
 
 
+class PodEnds(StatusPart):
+    """When a pod ended lately, so that a restarted operator counts on where the old one stopped."""
+
+    name: Text
+    """The pod; `actor` for the gang as a whole, `stall` for acts on stalls."""
+    uid: Text = ""
+    """The pod judged last: no end is counted twice."""
+    times: Annotated[list[Time], Field(max_length=8)] = []
+    """Counted ends, oldest first."""
+    backoff_seconds: Count = 0
+    """Seconds from the last of them until the replacement is made."""
+
+
+class Draining(StatusPart):
+    """A pod that scaling down asked to finish."""
+
+    pod: Text
+    """The pod."""
+    since: Time
+    """When it was asked first."""
+
+
 class Columns(StatusPart):
     """Text for printer columns, so that no column needs a JSONPath over a list."""
 
@@ -161,6 +185,10 @@ class RLJobStatus(StatusPart):
     """When the first pod was created."""
     completion_time: Time | None = None
     """When the job ended."""
+    first_step_time: Time | None = None
+    """When the first step was finished; the start deadline is met then."""
+    suspended_seconds: BigCount | None = None
+    """Seconds spent suspended until the last resume."""
     runtime_seconds: BigCount | None = None
     """Seconds it ran, suspended time left out."""
     roles: Annotated[list[RoleStatus], Field(max_length=3)] = []
@@ -175,5 +203,9 @@ class RLJobStatus(StatusPart):
     """Accelerators by pod."""
     metrics: Annotated[list[Metric], Field(max_length=64)] = []
     """Numbers of the newest step."""
+    ends: Annotated[list[PodEnds], Field(max_length=2048)] = []
+    """Pods that ended lately."""
+    draining: Annotated[list[Draining], Field(max_length=1024)] = []
+    """Pods that scaling down asked to finish."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """The facts; all types from the first reconcile."""

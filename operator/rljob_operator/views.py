@@ -1,0 +1,130 @@
+"""From API objects to the views that rules are written over. Total: whatever a field holds, a view comes out.
+
+Called by the cache, once per object version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rljob_operator.model import ContainerEnd, Object, Observed, PodView, Progress, Refusal
+from rljob_operator.times import to_seconds
+
+LABEL_ROLE, LABEL_INDEX, LABEL_EPOCH, LABEL_JOB_UID = (
+    "rljob.dev/role",
+    "rljob.dev/index",
+    "rljob.dev/epoch",
+    "rljob.dev/job-uid",
+)
+TEMPLATE_HASH = "rljob.dev/template-hash"
+KUBELET_REASONS = frozenset({"ContainersNotReady", "PodCompleted", "PodFailed", "ReadinessGatesNotReady", "UnknownContainerStatuses"})
+"""Reasons of Ready=False that a kubelet gives; the node controller keeps the one that was there, which is none of these."""
+STARTING = frozenset({"ContainerCreating", "PodInitializing"})
+"""Reasons of waiting containers that mean no trouble."""
+
+
+def pod_view(pod: Object) -> PodView:
+    """Return the view of a pod."""
+    meta, status = _map(pod.get("metadata")), _map(pod.get("status"))
+    labels, notes = _map(meta.get("labels")), _map(meta.get("annotations"))
+    conditions = {str(c.get("type")): c for c in _maps(status.get("conditions"))}
+    scheduled, ready = conditions.get("PodScheduled", {}), conditions.get("Ready", {})
+    disrupted = conditions.get("DisruptionTarget", {})
+    return PodView(
+        name=str(meta.get("name", "")),
+        uid=str(meta.get("uid", "")),
+        job_uid=_owner(meta),
+        role=str(labels.get(LABEL_ROLE, "")),
+        index=_int(labels.get(LABEL_INDEX)),
+        epoch=_int(labels.get(LABEL_EPOCH)),
+        template_hash=str(notes.get(TEMPLATE_HASH, "")),
+        created=to_seconds(meta.get("creationTimestamp")) or 0.0,
+        deleting=meta.get("deletionTimestamp") is not None,
+        deletion_deadline=to_seconds(meta.get("deletionTimestamp")),
+        node=str(_map(pod.get("spec")).get("nodeName") or ""),
+        ip=str(status.get("podIP") or ""),
+        phase=str(status.get("phase") or "Pending"),
+        reason=str(status.get("reason") or ""),
+        message=str(status.get("message") or ""),
+        scheduled=bool(_map(pod.get("spec")).get("nodeName")),
+        unschedulable=str(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
+        acknowledged=status.get("startTime") is not None,
+        ready=ready.get("status") == "True",
+        node_lost=ready.get("status") in ("False", "Unknown") and str(ready.get("reason") or "") not in KUBELET_REASONS,
+        conditions=tuple(sorted(name for name, c in conditions.items() if c.get("status") == "True")),
+        disrupted=str(disrupted.get("reason") or "DisruptionTarget") if disrupted.get("status") == "True" else "",
+        waiting=_waiting(status),
+        ended=tuple(_ends(status)),
+    )
+
+
+def observe(
+    *,
+    pods: Iterable[Object] = (),
+    objects: Sequence[Object] = (),
+    foreign: Sequence[str] = (),
+    refusals: Mapping[str, Refusal] | None = None,
+    claims: Mapping[str, Object] | None = None,
+    progress: Progress | None = None,
+) -> Observed:
+    """Return what one reconcile looks at, from API objects."""
+    return Observed(
+        pods=tuple(pod_view(pod) for pod in pods),
+        objects=tuple(objects),
+        foreign=tuple(foreign),
+        refusals=refusals or {},
+        claims=claims or {},
+        progress=progress,
+    )
+
+
+def _owner(meta: Mapping[str, Any]) -> str:
+    for owner in _maps(meta.get("ownerReferences")):
+        if owner.get("kind") == "RLJob":
+            return str(owner.get("uid", ""))
+    return ""
+
+
+def _waiting(status: Mapping[str, Any]) -> str:
+    for container in [*_maps(status.get("initContainerStatuses")), *_maps(status.get("containerStatuses"))]:
+        waiting = _map(_map(container.get("state")).get("waiting"))
+        reason = str(waiting.get("reason") or "")
+        if reason and reason not in STARTING:
+            message = str(waiting.get("message") or "")
+            return f"{reason}: {message}" if message else reason
+    return ""
+
+
+def _ends(status: Mapping[str, Any]) -> Iterator[ContainerEnd]:
+    """Yield ended containers; an init container that succeeded is no end."""
+    for init, key in ((True, "initContainerStatuses"), (False, "containerStatuses")):
+        for container in _maps(status.get(key)):
+            ended = _map(container.get("state")).get("terminated")
+            if not isinstance(ended, Mapping):
+                continue
+            code = _int(ended.get("exitCode"))
+            if init and code == 0:
+                continue
+            yield ContainerEnd(
+                name=str(container.get("name", "")),
+                exit_code=code,
+                init=init,
+                reason=str(ended.get("reason") or ""),
+                message=str(ended.get("message") or ""),
+            )
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _maps(value: Any) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def _int(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0
