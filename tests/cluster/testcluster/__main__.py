@@ -1,0 +1,5 @@
+"""`python -m testcluster`."""
+
+from testcluster.cli import main
+
+main()
