@@ -21,7 +21,6 @@ NODES: Mapping[str, str] = {
     "iproute2": "ip",
     "util-linux": "unshare",
     "busybox-static": "/bin/busybox",
-    "kmod": "modprobe",
 }
 IMAGES: Mapping[str, str] = {"buildah": "buildah", "debootstrap": "debootstrap"}
 _SEARCH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
