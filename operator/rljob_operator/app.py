@@ -1,0 +1,250 @@
+"""The operator as a whole: builds its parts, starts them in order, ends them in order.
+
+    API server --watch--> kopf --> Watches --> Cache --> WorkQueue --> Controller: reconcile -> apply --> API server
+         ^--- list --- Relister ------^                     ^
+    runners <--- Poller ------------------------------------+
+
+Every replica watches and lists, so a standby is warm; the queue's workers, the poller and the event writer run on the leader alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client
+
+from rljob_operator import handlers, kinds, manifests, master_key, storage, views
+from rljob_operator.apply import Applier
+from rljob_operator.cache import Cache, JobKey, head
+from rljob_operator.cluster import ApiCluster, Cluster
+from rljob_operator.controller import Controller, phase_of
+from rljob_operator.errors import ApiError, NotFound
+from rljob_operator.events import EventRecorder
+from rljob_operator.fairness import FairSlots
+from rljob_operator.health import Health
+from rljob_operator.leader import Leadership
+from rljob_operator.metrics import Metrics
+from rljob_operator.progress import Poller, RunnerClient, Target, runner_pod
+from rljob_operator.queue import WorkQueue
+from rljob_operator.reconcile import reconcile
+from rljob_operator.relist import Relister
+from rljob_operator.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+RESYNC_TICK = 5.0
+CLUSTER_PAUSE = 2.0
+PROJECTIONS = {kinds.POD: views.pod_view} | dict.fromkeys(kinds.SUPPORT, head)
+
+
+class Operator:
+    """One replica."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        configuration: Callable[[], Awaitable[client.Configuration]],
+        wrap: Callable[[Cluster], Cluster] = lambda cluster: cluster,
+        on_watching: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._configuration = configuration
+        self._wrap = wrap
+        """Puts something between the operator and the API; tests inject faults here."""
+        self._on_watching = on_watching
+        """Called when kopf is up: it has taken the signals by then, and the caller may take them back."""
+        self.metrics = Metrics()
+        self.cache = Cache(projections=PROJECTIONS)
+        self.queue: WorkQueue[JobKey] = WorkQueue(observer=self.metrics)
+        self.health = Health(metrics=self.metrics, ready=self._why_not_ready)
+        self.leadership: Leadership | None = None
+        self._relister: Relister | None = None
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Have `run` end."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve until stopped; raises what ended it otherwise (leader.LeaseLost, a part that broke)."""
+        settings = self._settings
+        self.metrics.watch_queue(self.queue.__len__, lambda: self.queue.delayed)
+        self.metrics.watch_cache(self.cache)
+        await self.health.start(host=settings.metrics_host, port=settings.metrics_port)
+        api = client.ApiClient(await self._configuration())
+        try:
+            cluster = self._wrap(ApiCluster(api, observe=self.metrics.requested))
+            streaming = await self._initial_streaming(api)
+            await self._serve(cluster, streaming=streaming)
+        finally:
+            await api.close()
+            await self.health.stop()
+
+    async def _serve(self, cluster: Cluster, *, streaming: bool) -> None:
+        """Run the parts of every replica and, once leading, those of the leader."""
+        settings = self._settings
+        self._relister = Relister(
+            cluster=cluster,
+            cache=self.cache,
+            enqueue=self.queue.add,
+            namespaces=settings.watch_namespaces,
+            interval=settings.relist_seconds,
+        )
+        watches = handlers.Watches(
+            cache=self.cache, enqueue=self.queue.add, suspect=self._relister.suspect, count=self.metrics.watched
+        )
+        self.leadership = Leadership(
+            cluster=cluster,
+            namespace=settings.config.namespace,
+            identity=settings.identity,
+            duration=settings.lease_seconds,
+            on_change=self.metrics.led,
+        )
+        kopf_stop, kopf_ready = asyncio.Event(), asyncio.Event()
+        watching = asyncio.create_task(
+            handlers.watch(
+                handlers.registry(watches, configuration=self._configuration),
+                namespaces=settings.watch_namespaces,
+                initial_streaming=streaming,
+                stop=kopf_stop,
+                ready=kopf_ready,
+            ),
+            name="kopf",
+        )
+        parts = [
+            asyncio.create_task(self.health.run(), name="health"),
+            asyncio.create_task(self._keep_cache(self._relister), name="lists"),
+            asyncio.create_task(self._lead(cluster, self._relister, self.leadership), name="leader"),
+        ]
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        try:
+            await asyncio.wait(
+                [watching, stopping, asyncio.ensure_future(kopf_ready.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            self._on_watching()
+            done, _ = await asyncio.wait([watching, stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel([stopping, *parts])
+            await self.leadership.release()
+            kopf_stop.set()
+            await asyncio.wait([watching], timeout=10.0)
+            await _cancel([watching])
+        for task in done:
+            await task
+
+    async def _keep_cache(self, relister: Relister) -> None:
+        """Fill the cache, patiently: the API server or our resource may not be there yet."""
+        while not relister.filled.is_set():
+            try:
+                await relister.fill()
+            except NotFound:
+                logger.warning(
+                    "the cluster does not serve %s.%s; install the chart's CRD", kinds.RLJOB.plural, kinds.RLJOB.group
+                )
+                await asyncio.sleep(CLUSTER_PAUSE)
+            except ApiError as error:
+                logger.warning("listing failed, again in %.0f s: %s", CLUSTER_PAUSE, error)
+                await asyncio.sleep(CLUSTER_PAUSE)
+        logger.info("the cache is filled: %s", self.cache.sizes())
+        await relister.run()
+
+    async def _lead(self, cluster: Cluster, relister: Relister, leadership: Leadership) -> None:
+        """Wait for the Lease, then act until it is lost."""
+        settings = self._settings
+        if settings.leader_elect:
+            await leadership.acquire()
+        await relister.filled.wait()
+        master = await master_key.obtain(cluster, namespace=settings.config.namespace)
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            if settings.leader_elect:
+                group.create_task(leadership.keep(), name="lease")
+            recorder = EventRecorder(cluster=cluster, identity=settings.identity, dropped=self.metrics.event_dropped)
+            runner = RunnerClient(master=master, session=session)
+            controller = self._controller(cluster, master=master, recorder=recorder, runner=runner)
+            poller = Poller(
+                client=runner,
+                targets=self._runners,
+                known=controller.progress,
+                report=controller.set_progress,
+                enqueue=self.queue.add,
+                interval=settings.poll_seconds,
+            )
+            for key in self.cache.jobs():
+                self.queue.add(key)
+            group.create_task(recorder.run(), name="events")
+            group.create_task(poller.run(), name="polls")
+            group.create_task(self._resync(), name="resync")
+            group.create_task(self.queue.run(controller.handle, workers=settings.workers), name="queue")
+
+    def _controller(
+        self, cluster: Cluster, *, master: bytes, recorder: EventRecorder, runner: RunnerClient
+    ) -> Controller:
+        settings = self._settings
+        applier = Applier(
+            cluster=cluster,
+            cache=self.cache,
+            slots=FairSlots(total=settings.api_in_flight, per_key=settings.creates_in_flight),
+            recorder=recorder,
+            runner=runner,
+            build_secret=lambda job: manifests.secret.build(job, master=master),
+            secret_seconds=settings.resync_seconds,
+        )
+        return Controller(
+            cluster=cluster,
+            cache=self.cache,
+            applier=applier,
+            reconcile=reconcile,
+            claims_needed=storage.claims_needed,
+            config=settings.config,
+            progress_seconds=settings.progress_seconds,
+        )
+
+    def _runners(self) -> Iterator[Target]:
+        """Yield the runners to be asked: of jobs that have not ended."""
+        for key in self.cache.jobs():
+            job = self.cache.job(key)
+            if job is None or phase_of(job) in ("Succeeded", "Failed", "Suspended"):
+                continue
+            uid = job["metadata"]["uid"]
+            if (pod := runner_pod(self.cache.children(kinds.POD, key), job_uid=uid)) is not None:
+                yield Target(key=key, job_uid=uid, pod_uid=pod.uid, ip=pod.ip)
+
+    async def _resync(self) -> None:
+        """Look at every job once per interval, spread over it."""
+        interval = self._settings.resync_seconds
+        loop = asyncio.get_running_loop()
+        due: dict[JobKey, float] = {}
+        while True:
+            now = loop.time()
+            due = {key: due.get(key, now + interval * random.random()) for key in self.cache.jobs()}
+            for key in [key for key, at in due.items() if at <= now]:
+                due[key] = now + interval
+                self.queue.add(key)
+            await asyncio.sleep(min(RESYNC_TICK, interval))
+
+    def _why_not_ready(self) -> str:
+        if self._relister is None or not self._relister.filled.is_set():
+            return "the cache is not filled yet"
+        return ""
+
+    async def _initial_streaming(self, api: client.ApiClient) -> bool:
+        """Return whether the API server streams initial lists (1.34 and later); an unknown version counts as no."""
+        try:
+            version: Any = await client.VersionApi(api).get_code()
+        except (client.ApiException, aiohttp.ClientError, TimeoutError, OSError):
+            return False
+        digits = "".join(c for c in version.minor if c.isdigit())
+        return (int(version.major), int(digits or 0)) >= (1, 34)
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended; what they raise is looked at by whoever awaits them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,175 @@
+"""The operator's own view of the cluster: trimmed objects by kind, namespace and job.
+
+Filled from three sides: kopf's events, our own lists, and the answers to our own writes (so we read what we wrote). The newest
+resourceVersion wins, whoever brings it; versions of one cluster are ordered as numbers. An object once known to be gone does not come
+back with its uid. A list drops what it does not name, unless that is younger than the list: kopf emits no DELETED for what vanished
+in a gap of its watch (protocol.md 7).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rljob_operator.kinds import OWNED, POD, RLJOB, Kind
+
+LABEL_JOB = "rljob.dev/job"
+GRAVES = 20_000
+"""How many uids of gone objects are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobKey:
+    """The namespace and name of a job: the key of queue and cache."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of the cache."""
+
+    uid: str
+    version: int
+    value: Any
+    """The trimmed object, or what the kind's projection made of it."""
+    since: float
+    """When this version came in, on the cache's clock."""
+
+
+Projection = Callable[[Mapping[str, Any]], Any]
+
+
+def job_key(kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
+    """Return the job an object belongs to, by its label (a job by its name); None for an object of nobody."""
+    meta = obj["metadata"]
+    name = meta["name"] if kind == RLJOB else (meta.get("labels") or {}).get(LABEL_JOB)
+    return JobKey(meta["namespace"], name) if name else None
+
+
+def trim(obj: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object without what no rule reads and much memory holds (managedFields, last applied configuration)."""
+    meta = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    if annotations := meta.get("annotations"):
+        meta["annotations"] = {
+            key: value for key, value in annotations.items() if not key.startswith("kubectl.kubernetes.io/")
+        }
+    return {**obj, "metadata": meta}
+
+
+def head(obj: Mapping[str, Any]) -> dict[str, Any]:
+    """Return apiVersion, kind and metadata only: enough for objects judged by their manifest hash."""
+    return {key: value for key, value in trim(obj).items() if key in ("apiVersion", "kind", "metadata")}
+
+
+class Cache:
+    """Jobs and their children; every method is synchronous and returns at once."""
+
+    def __init__(
+        self,
+        *,
+        projections: Mapping[Kind, Projection] | None = None,  # None = every kind as trimmed objects
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._project = projections or {}
+        self._clock = clock
+        self._entries: dict[Kind, dict[JobKey, dict[str, Entry]]] = {kind: {} for kind in (RLJOB, *OWNED)}
+        """kind -> job -> object name -> entry."""
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    def put(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
+        """Take in an object; return its job when that changed what the cache holds, else None."""
+        key = job_key(kind, obj)
+        meta = obj["metadata"]
+        if key is None or meta["uid"] in self._gone:
+            return None
+        entries = self._entries.setdefault(kind, {}).setdefault(key, {})
+        known = entries.get(meta["name"])
+        version = int(meta["resourceVersion"])
+        if known is not None and version <= known.version:
+            return None
+        project: Projection = self._project.get(kind, trim)
+        value = project(obj)
+        entries[meta["name"]] = Entry(meta["uid"], version, value, self._clock())
+        return key if known is None or known.value != value or known.uid != meta["uid"] else None
+
+    def drop(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
+        """Take out an object known to be gone; return its job when the cache held it."""
+        key = job_key(kind, obj)
+        return self.drop_uid(kind, key, obj["metadata"]["name"], obj["metadata"]["uid"]) if key is not None else None
+
+    def drop_uid(self, kind: Kind, key: JobKey, name: str, uid: str) -> JobKey | None:
+        """Take out the object of that uid; a successor under the same name stays."""
+        self._bury(uid)
+        jobs = self._entries.get(kind, {})
+        entry = jobs.get(key, {}).get(name)
+        if entry is None or entry.uid != uid:
+            return None
+        del jobs[key][name]
+        if not jobs[key]:
+            del jobs[key]
+        return key
+
+    def sweep(
+        self, kind: Kind, *, alive: set[str], began: float, within: Callable[[JobKey], bool] = lambda key: True
+    ) -> set[JobKey]:
+        """Drop the objects of a kind whose uid a list that began at `began` did not name; return the jobs that lost some.
+
+        Objects that came in after the list began stay: the list may be older than they are. `within` says which jobs it covered.
+        """
+        lost = [
+            (key, name, entry.uid)
+            for key, entries in self._entries.get(kind, {}).items()
+            if within(key)
+            for name, entry in entries.items()
+            if entry.uid not in alive and entry.since < began
+        ]
+        return {key for key, name, uid in lost if self.drop_uid(kind, key, name, uid) is not None}
+
+    def job(self, key: JobKey) -> Mapping[str, Any] | None:
+        """Return the job's object, None when there is none."""
+        entry = self._entries[RLJOB].get(key, {}).get(key.name)
+        return entry.value if entry is not None else None
+
+    def children(self, kind: Kind, key: JobKey) -> list[Any]:
+        """Return the projected objects of one kind with the job's label, by name."""
+        return [entry.value for _, entry in sorted(self._entries.get(kind, {}).get(key, {}).items())]
+
+    def entry(self, kind: Kind, key: JobKey, name: str) -> Entry | None:
+        """Return one object's entry."""
+        return self._entries.get(kind, {}).get(key, {}).get(name)
+
+    def jobs(self) -> Iterator[JobKey]:
+        """Yield the keys of all jobs there are."""
+        return iter(list(self._entries[RLJOB]))
+
+    def owners(self) -> set[JobKey]:
+        """Return every job that exists or has children left."""
+        return {key for jobs in self._entries.values() for key in jobs}
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many objects of each kind are held, by plural name."""
+        return {kind.plural: sum(len(names) for names in jobs.values()) for kind, jobs in self._entries.items()}
+
+    def now(self) -> float:
+        """Return the cache's clock, for `sweep`."""
+        return self._clock()
+
+    def kinds(self) -> Iterable[Kind]:
+        """Return the kinds held."""
+        return self._entries.keys()
+
+    def _bury(self, uid: str) -> None:
+        self._gone[uid] = None
+        while len(self._gone) > GRAVES:
+            self._gone.popitem(last=False)
+
+
+__all__ = ["POD", "RLJOB", "Cache", "Entry", "JobKey", "head", "job_key", "trim"]

@@ -1,0 +1,187 @@
+"""The one module that talks to the Kubernetes API: a thin port over `kubernetes.aio`.
+
+Objects go in and out as plain dictionaries, because the client's generated models cost more to build than the calls themselves. What
+the client leaves open is settled here: a short deadline for each call, Retry-After honoured, bounded retries of what is safe to
+repeat, and errors by meaning instead of by number. `Cluster` is what the rest of the operator sees; tests put fakes or fault
+injectors in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from kubernetes.aio import client
+
+from rljob_operator.errors import ApiError, TooManyRequests, Unavailable, error_of
+from rljob_operator.kinds import Kind
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+FIELD_MANAGER = "rljob-operator"
+TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=10.0)
+ATTEMPTS = 5
+"""Tries of one call in all, when its failure is one that passes."""
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 10.0
+PAGE = 500
+
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+
+Observer = Callable[[str, str, str, float], None]
+"""Told (verb, plural, status code or error, seconds) of every request."""
+
+
+class Cluster(Protocol):
+    """What the operator needs of an API server; implemented by `ApiCluster` and by fault injectors in tests."""
+
+    async def read(self, kind: Kind, namespace: str, name: str) -> Json:
+        """Return one object; raises NotFound."""
+
+    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[Json]]:
+        """Yield the objects of a kind page by page; raises NotFound where the kind is not served."""
+        yield []
+
+    async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Json:
+        """Create an object and return it; raises AlreadyExists, Forbidden, Invalid."""
+
+    async def apply(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
+        """Server-side apply with our field manager, by force, and return the object."""
+
+    async def patch(
+        self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any], *, subresource: str | None = None
+    ) -> Json:
+        """Merge-patch an object or its subresource; with metadata.resourceVersion in the body raises Conflict when it moved."""
+
+    async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
+        """Update an object; raises Conflict when its resourceVersion moved."""
+
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> Json:
+        """Delete the object of that uid; raises NotFound when it is gone and Conflict when the name has another uid."""
+
+
+class ApiCluster:
+    """`Cluster` over one `kubernetes.aio` client."""
+
+    def __init__(
+        self,
+        api: client.ApiClient,
+        *,
+        observe: Observer | None = None,  # None = nobody counts
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._api = api
+        self._observe = observe
+        self._sleep = sleep
+
+    async def read(self, kind: Kind, namespace: str, name: str) -> Json:
+        """See Cluster."""
+        return await self._call("GET", kind, kind.path(namespace, name))
+
+    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[Json]]:
+        """See Cluster. A list that outlives its snapshot (410) raises Expired; begin anew."""
+        more = ""
+        while True:
+            query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+            page = await self._call(
+                "GET", kind, kind.path(namespace), query=query | ({"continue": more} if more else {})
+            )
+            items: list[Json] = page["items"]
+            for item in items:  # lists leave both out of their items
+                item.setdefault("apiVersion", kind.api_version)
+                item.setdefault("kind", kind.kind)
+            yield items
+            more = page["metadata"].get("continue", "")
+            if not more:
+                return
+
+    async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Json:
+        """See Cluster. A create that timed out is not repeated blindly: its second try may meet 409, which callers read."""
+        return await self._call("POST", kind, kind.path(namespace), query={"fieldManager": FIELD_MANAGER}, body=body)
+
+    async def apply(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
+        """See Cluster."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+        return await self._call("PATCH", kind, kind.path(namespace, name), query=query, body=body, content=APPLY)
+
+    async def patch(
+        self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any], *, subresource: str | None = None
+    ) -> Json:
+        """See Cluster."""
+        path = kind.path(namespace, name, subresource)
+        return await self._call("PATCH", kind, path, query={"fieldManager": FIELD_MANAGER}, body=body, content=MERGE)
+
+    async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
+        """See Cluster."""
+        return await self._call(
+            "PUT", kind, kind.path(namespace, name), query={"fieldManager": FIELD_MANAGER}, body=body
+        )
+
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> Json:
+        """See Cluster."""
+        body: Json = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
+        return await self._call("DELETE", kind, kind.path(namespace, name), body=body)
+
+    async def _call(
+        self,
+        method: str,
+        kind: Kind,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+    ) -> Json:
+        """Send one call, again while its failure is one that passes, and return the decoded answer."""
+        url = self._api.configuration.host + quote(path) + ("?" + urlencode(query) if query else "")
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._send(method, kind, url, body, content)
+            except (Unavailable, TooManyRequests) as error:
+                if attempt == ATTEMPTS:
+                    raise
+                pause = _pause(attempt, error)
+                logger.debug("%s %s failed (%s); again in %.2f s", method, path, error, pause)
+                await self._sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _send(self, method: str, kind: Kind, url: str, body: Mapping[str, Any] | None, content: str) -> Json:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        code = "error"
+        try:
+            headers = {"Accept": "application/json", "Content-Type": content}
+            await self._api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
+            response = await self._api.call_api(method, url, headers, body=body, _request_timeout=TIMEOUT)
+            text = await response.read()
+            code = str(response.status)
+            if response.status >= 400:
+                raise error_of(response.status, text, retry_after=response.headers.get("Retry-After"))
+            return json.loads(text)  # type: ignore[no-any-return]
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unavailable(f"{method} {url}: {error!r}") from error
+        finally:
+            if self._observe is not None:
+                self._observe(method, kind.plural, code, loop.time() - began)
+
+
+def _pause(attempt: int, error: ApiError) -> float:
+    """Seconds before the next try: what the server asks for, else doubling, with jitter so that callers spread."""
+    asked = error.retry_after
+    own = min(FIRST_PAUSE * 2.0 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+    return own if asked is None else min(max(asked, own), LONGEST_PAUSE)

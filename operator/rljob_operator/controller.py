@@ -1,0 +1,210 @@
+"""From a key of the queue to a settled job: observe, reconcile, apply.
+
+One call of `handle` is one level-triggered look at one job. It reads the cache only, with one exception: a plan that deletes, restarts
+or ends something is made a second time over a fresh read of the job and its pods, because a pod is never judged missing from the
+cache alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from rljob_operator import kinds, logs
+from rljob_operator.apply import Application, Applier
+from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.cluster import Cluster
+from rljob_operator.errors import NotFound
+from rljob_operator.memory import JobMemory
+from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
+
+logger = logging.getLogger(__name__)
+
+CLAIMS_SECONDS = 600.0
+MISSING_CLAIMS_SECONDS = 15.0
+"""How old a read of the job's volume claims may be, when all were there and when some were not."""
+
+END_PHASES = ("Succeeded", "Failed")
+WATERSHED_PHASES = (*END_PHASES, "Restarting", "Suspended")
+"""Phases that are not entered on the word of the cache alone."""
+
+
+class Reconcile(Protocol):
+    """The pure core; implemented by `reconcile.reconcile`."""
+
+    def __call__(self, job: Object, observed: Observed, now: float, *, config: OperatorConfig) -> Plan:
+        """Return what to do now."""
+
+
+class Controller:
+    """Looks at jobs, one at a time per key; holds what is remembered about each."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        cache: Cache,
+        applier: Applier,
+        reconcile: Reconcile,
+        claims_needed: Callable[[Object], Iterable[str]],
+        config: OperatorConfig,
+        progress_seconds: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._applier = applier
+        self._reconcile = reconcile
+        self._claims_needed = claims_needed
+        self._config = config
+        self._progress_seconds = progress_seconds
+        self._clock = clock
+        self._memories: dict[JobKey, JobMemory] = {}
+
+    def set_progress(self, key: JobKey, uid: str, progress: Progress) -> None:
+        """Keep the runner's newest word for the job of that uid."""
+        memory = self._memories.get(key)
+        if memory is not None and memory.uid == uid:
+            memory.progress = progress
+
+    def progress(self, key: JobKey) -> Progress | None:
+        """Return the runner's newest word."""
+        memory = self._memories.get(key)
+        return memory.progress if memory is not None else None
+
+    def running_jobs(self) -> int:
+        """Return how many jobs have not ended: the load that poll and write intervals grow with."""
+        return sum(1 for _ in self._running())
+
+    def _running(self) -> Iterator[JobKey]:
+        for key in self._cache.jobs():
+            job = self._cache.job(key)
+            if job is not None and phase_of(job) not in (*END_PHASES, "Suspended"):
+                yield key
+
+    async def handle(self, key: JobKey) -> float | None:
+        """Bring one job a step further; return the seconds until it must be looked at again, None = when something changes."""
+        job = self._cache.job(key)
+        if job is None:
+            self._memories.pop(key, None)
+            return None
+        with logs.context(job=str(key), epoch=epoch_of(job), reconcile=uuid.uuid4().hex[:8]):
+            return await self._handle(key, job)
+
+    async def _handle(self, key: JobKey, job: Object) -> float | None:
+        memory = self._memory_of(key, job)
+        await self._refresh_claims(key, job, memory)
+        await self._recheck_foreign(key, memory)
+        self._drop_settled_refusals(key, memory)
+        plan = self._plan(key, job, memory)
+        if is_watershed(job, plan):
+            await self._refresh(key)
+            fresh = self._cache.job(key)
+            if fresh is None:
+                return None
+            job, memory = fresh, self._memory_of(key, fresh)
+            plan = self._plan(key, job, memory)
+        applied = await self._applier.apply(
+            Application(key=key, job=job, plan=plan, memory=memory, progress_interval=self._progress_interval())
+        )
+        return applied.again_after
+
+    def _plan(self, key: JobKey, job: Object, memory: JobMemory) -> Plan:
+        observed = Observed(
+            pods=tuple(self._cache.children(kinds.POD, key)),
+            objects=tuple(obj for kind in kinds.SUPPORT for obj in self._cache.children(kind, key)),
+            foreign=tuple(sorted(memory.foreign)),
+            refusals=dict(memory.refusals),
+            claims=dict(memory.claims),
+            progress=memory.progress,
+        )
+        return self._reconcile(job, observed, self._clock(), config=self._config)
+
+    def _memory_of(self, key: JobKey, job: Object) -> JobMemory:
+        uid = job["metadata"]["uid"]
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != uid:
+            memory = self._memories[key] = JobMemory(uid)
+        return memory
+
+    def _progress_interval(self) -> float:
+        return max(self._progress_seconds, self.running_jobs() / 10)
+
+    def _drop_settled_refusals(self, key: JobKey, memory: JobMemory) -> None:
+        """Forget refusals of objects that are there by now."""
+        for label in list(memory.refusals):
+            kind, _, name = label.partition("/")
+            if kind in kinds.NAMES and self._cache.entry(kinds.by_name(kind), key, name) is not None:
+                memory.clear(label)
+
+    async def _refresh(self, key: JobKey) -> None:
+        """Read the job and its pods from the API server into the cache."""
+        await asyncio.gather(self._refresh_job(key), self._refresh_pods(key))
+
+    async def _refresh_job(self, key: JobKey) -> None:
+        try:
+            self._cache.put(kinds.RLJOB, await self._cluster.read(kinds.RLJOB, key.namespace, key.name))
+        except NotFound:
+            if (job := self._cache.job(key)) is not None:
+                self._cache.drop(kinds.RLJOB, job)
+
+    async def _refresh_pods(self, key: JobKey) -> None:
+        began = self._cache.now()
+        alive: set[str] = set()
+        async for page in self._cluster.list(kinds.POD, key.namespace, selector=f"{LABEL_JOB}={key.name}"):
+            for pod in page:
+                alive.add(pod["metadata"]["uid"])
+                self._cache.put(kinds.POD, pod)
+        self._cache.sweep(kinds.POD, alive=alive, began=began, within=lambda other: other == key)
+
+    async def _refresh_claims(self, key: JobKey, job: Object, memory: JobMemory) -> None:
+        """Read the volume claims the job names, now and then: they are not watched."""
+        now = self._clock()
+        if now < memory.claims_due or phase_of(job) in END_PHASES:
+            return
+        names = sorted(self._claims_needed(job))
+        found = await asyncio.gather(*(self._read_claim(key, name) for name in names))
+        memory.claims = {name: claim for name, claim in zip(names, found, strict=True) if claim is not None}
+        memory.claims_due = now + (CLAIMS_SECONDS if len(memory.claims) == len(names) else MISSING_CLAIMS_SECONDS)
+
+    async def _read_claim(self, key: JobKey, name: str) -> Mapping[str, Any] | None:
+        try:
+            return await self._cluster.read(kinds.CLAIM, key.namespace, name)
+        except NotFound:
+            return None
+
+    async def _recheck_foreign(self, key: JobKey, memory: JobMemory) -> None:
+        """Look again at names that others held, so that the job goes on when they are free."""
+        for label in list(memory.foreign):
+            kind, _, name = label.partition("/")
+            try:
+                holder = await self._cluster.read(kinds.by_name(kind), key.namespace, name)
+            except NotFound:
+                memory.clear(label)
+                continue
+            if (holder["metadata"].get("labels") or {}).get(LABEL_JOB) == key.name:
+                memory.clear(label)
+
+
+def is_watershed(job: Object, plan: Plan) -> bool:
+    """Whether the plan deletes, restarts or ends something, and so must rest on fresh facts."""
+    if plan.delete or plan.verify:
+        return True
+    if plan.status is None:
+        return False
+    phase = plan.status.get("phase")
+    return int(plan.status.get("epoch") or 0) != epoch_of(job) or (phase in WATERSHED_PHASES and phase != phase_of(job))
+
+
+def phase_of(job: Object) -> str:
+    """Return status.phase, empty before the first reconcile."""
+    return str((job.get("status") or {}).get("phase") or "")
+
+
+def epoch_of(job: Object) -> int:
+    """Return status.epoch, 0 before the first reconcile."""
+    return int((job.get("status") or {}).get("epoch") or 0)

@@ -1,0 +1,161 @@
+"""Kubernetes events about jobs, as `kubectl describe` shows them: equal ones become one with a count.
+
+Recording never holds up a reconcile and never fails it. A job that talks without end is limited to a burst and then one event each few
+minutes; what is left out is counted in the metrics, not silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rljob_operator import kinds
+from rljob_operator.cluster import Cluster
+from rljob_operator.errors import ApiError, NotFound
+from rljob_operator.model import EventNote, Object
+
+logger = logging.getLogger(__name__)
+
+COMPONENT = "rljob-operator"
+REMEMBERED = 4096
+"""Events whose count is kept; older ones begin anew."""
+WAITING = 2000
+BURST = 25.0
+REFILL_SECONDS = 60.0
+"""One more event per job and minute once the burst is used up."""
+LONGEST_MESSAGE = 1024
+
+
+@dataclass(slots=True)
+class _Known:
+    name: str
+    count: int
+    sent: int
+    first: str
+
+
+@dataclass(slots=True)
+class _Budget:
+    tokens: float
+    at: float
+
+
+class EventRecorder:
+    """Takes notes and writes them in the background."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        identity: str,
+        dropped: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cluster = cluster
+        self._identity = identity
+        self._dropped = dropped
+        self._clock = clock
+        self._known: OrderedDict[tuple[str, EventNote], _Known] = OrderedDict()
+        self._budgets: OrderedDict[str, _Budget] = OrderedDict()
+        self._waiting: OrderedDict[tuple[str, EventNote], Mapping[str, Any]] = OrderedDict()
+        """Notes to write and the job's metadata; a note that waits is counted up, not queued twice."""
+        self._wake = asyncio.Event()
+
+    def record(self, job: Object, note: EventNote) -> None:
+        """Queue an event about the job; returns at once."""
+        uid = job["metadata"]["uid"]
+        if not self._allowed(uid) or len(self._waiting) >= WAITING:
+            self._dropped()
+            return
+        key = (uid, note)
+        known = self._known.get(key)
+        if known is None:
+            now = self._clock()
+            name = f"{job['metadata']['name'][:200]}.{int(now * 1e6):x}{secrets.token_hex(2)}"
+            known = self._known[key] = _Known(name=name, count=0, sent=0, first=_stamp(now))
+        known.count += 1
+        self._known.move_to_end(key)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        self._waiting[key] = job["metadata"]
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write the queued events until cancelled."""
+        while True:
+            while self._waiting:
+                key, meta = self._waiting.popitem(last=False)
+                try:
+                    await self._write(key, meta)
+                except ApiError as error:
+                    self._dropped()
+                    logger.info(
+                        "event %s of %s/%s was not written: %s", key[1].reason, meta["namespace"], meta["name"], error
+                    )
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def _write(self, key: tuple[str, EventNote], meta: Mapping[str, Any]) -> None:
+        known = self._known.get(key)
+        if known is None:  # pushed out by newer ones
+            return
+        count, namespace = known.count, meta["namespace"]
+        if known.sent:
+            try:
+                body = {"count": count, "lastTimestamp": _stamp(self._clock())}
+                await self._cluster.patch(kinds.EVENT, namespace, known.name, body)
+                known.sent = count
+                return
+            except NotFound:  # the API server forgets events after an hour
+                pass
+        await self._cluster.create(kinds.EVENT, namespace, self._body(key, meta, known))
+        known.sent = count
+
+    def _body(self, key: tuple[str, EventNote], meta: Mapping[str, Any], known: _Known) -> dict[str, Any]:
+        uid, note = key
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": known.name, "namespace": meta["namespace"]},
+            "involvedObject": {
+                "apiVersion": kinds.RLJOB.api_version,
+                "kind": kinds.RLJOB.kind,
+                "namespace": meta["namespace"],
+                "name": meta["name"],
+                "uid": uid,
+            },
+            "type": note.type,
+            "reason": note.reason,
+            "message": note.message[:LONGEST_MESSAGE],
+            "count": known.count,
+            "firstTimestamp": known.first,
+            "lastTimestamp": _stamp(self._clock()),
+            "source": {"component": COMPONENT},
+            "reportingComponent": COMPONENT,
+            "reportingInstance": self._identity[:128],
+        }
+
+    def _allowed(self, uid: str) -> bool:
+        """Take one of the job's tokens; they come back one per REFILL_SECONDS."""
+        now = self._clock()
+        budget = self._budgets.pop(uid, None) or _Budget(BURST, now)
+        budget.tokens = min(BURST, budget.tokens + (now - budget.at) / REFILL_SECONDS)
+        budget.at = now
+        self._budgets[uid] = budget
+        while len(self._budgets) > REMEMBERED:
+            self._budgets.popitem(last=False)
+        if budget.tokens < 1.0:
+            return False
+        budget.tokens -= 1.0
+        return True
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

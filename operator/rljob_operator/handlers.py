@@ -1,0 +1,146 @@
+"""What kopf does for us: it runs the watches and hands each event to the cache and the queue. Nothing more.
+
+Only `on.event` handlers are registered, and all are coroutines. With none of kopf's create, update, delete, field, timer, daemon or
+index handlers the watched objects carry no annotation and no finalizer of kopf's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.kinds import OWNED, RLJOB, WATCHED, Kind
+
+logger = logging.getLogger(__name__)
+
+TOKEN_SECONDS = 60
+"""How long a token read from disk is used before it is read again; kubelets renew them in place."""
+WATCH_SECONDS = 600
+PAGE = 500
+
+
+class Watches:
+    """The handlers' side of kopf: one method per event, counted for the metrics."""
+
+    def __init__(
+        self,
+        *,
+        cache: Cache,
+        enqueue: Callable[[JobKey], None],
+        suspect: Callable[[Kind], None],
+        count: Callable[..., None] = lambda plural, anew: None,
+    ) -> None:
+        self._cache = cache
+        self._enqueue = enqueue
+        self._suspect = suspect
+        self._count = count
+        self._listing: set[Kind] = set()
+
+    def take(self, kind: Kind, type_: str | None, obj: dict[str, Any]) -> None:
+        """Take one watch event into the cache, and enqueue its job when that changed something."""
+        self._count(kind.plural, anew=type_ is None and kind not in self._listing)
+        if type_ is None:
+            self._listing.add(kind)
+            self._suspect(kind)
+        else:
+            self._listing.discard(kind)
+        key = self._cache.drop(kind, obj) if type_ == "DELETED" else self._cache.put(kind, obj)
+        if key is not None:
+            self._enqueue(key)
+
+
+class NoDiffs(kopf.DiffBaseStorage):
+    """A store of nothing: kopf computes an object's essence for each event though no handler of ours looks at differences."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        """Return an empty essence, without the deep copy of the object."""
+        return {}
+
+    def fetch(self, *, body: Any) -> None:
+        """Return that nothing was stored."""
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Store nothing: a stored essence would be an annotation."""
+
+
+def registry(watches: Watches, *, configuration: Callable[[], Any]) -> kopf.OperatorRegistry:
+    """Return a registry with the login handler and one event handler per watched kind."""
+    handlers = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=handlers)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return connection(await configuration())
+
+    for kind in WATCHED:
+        _register(handlers, watches, kind)
+    return handlers
+
+
+def _register(handlers: kopf.OperatorRegistry, watches: Watches, kind: Kind) -> None:
+    @kopf.on.event(kind.group, kind.version, kind.plural, registry=handlers, id=kind.plural)
+    async def take(event: Any, **_: Any) -> None:
+        watches.take(kind, event["type"], event["object"])
+
+
+def connection(configuration: Configuration) -> kopf.ConnectionInfo:
+    """Return kopf's credentials from the client's configuration, so that both speak as the same user."""
+    token = configuration.api_key.get("BearerToken", "")
+    scheme, _, rest = token.partition(" ")
+    renew = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=TOKEN_SECONDS)
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        scheme="Bearer" if token else None,
+        token=(rest or scheme) if token else None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        expiration=renew if token else None,
+    )
+
+
+def settings(*, initial_streaming: bool) -> kopf.OperatorSettings:
+    """Return kopf's settings: only watches, short deadlines, no writing of any kind."""
+    result = kopf.OperatorSettings()
+    result.peering.standalone = True
+    result.posting.enabled = False
+    result.scanning.disabled = True
+    result.networking.request_timeout = 30.0
+    result.networking.connect_timeout = 10.0
+    result.watching.connect_timeout = 10.0
+    result.watching.server_timeout = WATCH_SECONDS
+    result.watching.inactivity_timeout = 70.0
+    result.watching.chunk_size = PAGE
+    result.watching.initial_streaming = initial_streaming
+    result.queueing.idle_timeout = 0.5  # per-object workers hold memory; ours end with the burst
+    result.queueing.exit_timeout = 1.0
+    result.process.ultimate_exiting_timeout = 20.0
+    result.persistence.diffbase_storage = NoDiffs()
+    for kind in OWNED:
+        result.watching.label_selectors[kind.group, kind.version, kind.plural] = LABEL_JOB
+    return result
+
+
+async def watch(
+    handlers: kopf.OperatorRegistry, *, namespaces: Sequence[str], initial_streaming: bool, stop: Any, ready: Any = None
+) -> None:
+    """Run kopf's watches until `stop` is set."""
+    await kopf.operator(
+        registry=handlers,
+        settings=settings(initial_streaming=initial_streaming),
+        clusterwide=not namespaces,
+        namespaces=list(namespaces),
+        standalone=True,
+        stop_flag=stop,
+        ready_flag=ready,
+    )
+
+
+__all__ = ["RLJOB", "NoDiffs", "Watches", "connection", "registry", "settings", "watch"]

@@ -1,0 +1,75 @@
+"""The operator's HTTP face: /metrics, /healthz and /readyz.
+
+Served from the same event loop that does the work: a loop that hangs answers nothing, and one that lags says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+
+from rljob_operator.metrics import Metrics
+
+LAG_LIMIT = 10.0
+"""Seconds the loop may be late before /healthz says 503."""
+BEAT = 1.0
+
+
+class Health:
+    """Serves the three paths, and measures how late the loop is."""
+
+    def __init__(self, *, metrics: Metrics, ready: Callable[[], str]) -> None:
+        self._metrics = metrics
+        self._ready = ready
+        """Returns why the replica is not ready; empty when it is."""
+        self._beat = 0.0
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+        """The port in use, once started."""
+
+    async def start(self, *, host: str, port: int) -> None:
+        """Listen; raises OSError when the port is taken."""
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/metrics", self._serve_metrics),
+                web.get("/healthz", self._serve_health),
+                web.get("/readyz", self._serve_ready),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self._beat = asyncio.get_running_loop().time()
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def run(self) -> None:
+        """Measure the loop's lag until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._beat = loop.time()
+            await asyncio.sleep(BEAT)
+            self._metrics.loop_lag.set(max(loop.time() - self._beat - BEAT, 0.0))
+
+    async def _serve_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _serve_health(self, _: web.Request) -> web.Response:
+        late = asyncio.get_running_loop().time() - self._beat - BEAT
+        if late > LAG_LIMIT:
+            return web.Response(status=503, text=f"the event loop is {late:.1f} s late\n")
+        return web.Response(text="ok\n")
+
+    async def _serve_ready(self, _: web.Request) -> web.Response:
+        words = self._ready()
+        return web.Response(status=503 if words else 200, text=(words or "ok") + "\n")

@@ -1,0 +1,75 @@
+"""The kinds of objects the operator touches, and their paths in the API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """One namespaced resource of the API."""
+
+    group: str
+    """API group; empty for the core group."""
+    version: str
+    kind: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        """`group/version` as objects carry it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Return the URL path of the collection, an object or its subresource; namespace None = all namespaces."""
+        parts = ["/apis/" + self.group if self.group else "/api", self.version]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts += [part for part in (self.plural, name, subresource) if part is not None]
+        return "/".join(parts)
+
+
+RLJOB = Kind(group="rljob.dev", version="v1alpha1", kind="RLJob", plural="rljobs")
+POD = Kind(group="", version="v1", kind="Pod", plural="pods")
+SERVICE = Kind(group="", version="v1", kind="Service", plural="services")
+CONFIG_MAP = Kind(group="", version="v1", kind="ConfigMap", plural="configmaps")
+SECRET = Kind(group="", version="v1", kind="Secret", plural="secrets")
+CLAIM = Kind(group="", version="v1", kind="PersistentVolumeClaim", plural="persistentvolumeclaims")
+EVENT = Kind(group="", version="v1", kind="Event", plural="events")
+LEASE = Kind(group="coordination.k8s.io", version="v1", kind="Lease", plural="leases")
+NETWORK_POLICY = Kind(group="networking.k8s.io", version="v1", kind="NetworkPolicy", plural="networkpolicies")
+CLAIM_TEMPLATE = Kind(
+    group="resource.k8s.io", version="v1", kind="ResourceClaimTemplate", plural="resourceclaimtemplates"
+)
+RESOURCE_CLAIM = Kind(group="resource.k8s.io", version="v1", kind="ResourceClaim", plural="resourceclaims")
+
+SUPPORT = (SERVICE, CONFIG_MAP, NETWORK_POLICY, CLAIM_TEMPLATE, RESOURCE_CLAIM)
+"""Kinds that a job owns besides its pods and its Secret: watched, and kept by server-side apply."""
+
+OWNED = (POD, *SUPPORT)
+"""Kinds that carry our labels and are watched by them."""
+
+WATCHED = (RLJOB, *OWNED)
+
+_BY_KIND = {kind.kind: kind for kind in (*WATCHED, SECRET, CLAIM, EVENT, LEASE)}
+
+NAMES = frozenset(_BY_KIND)
+
+
+def by_name(kind: str) -> Kind:
+    """Return the Kind of that name; raises KeyError for one the operator does not touch."""
+    return _BY_KIND[kind]
+
+
+def of(obj_api_version: str, kind: str) -> Kind:
+    """Return the Kind of an object to apply; gang objects of other groups are made from their apiVersion."""
+    known = _BY_KIND.get(kind)
+    if known is not None and known.api_version == obj_api_version:
+        return known
+    group, _, version = obj_api_version.rpartition("/")
+    return Kind(group=group, version=version, kind=kind, plural=_plural(kind))
+
+
+def _plural(kind: str) -> str:
+    lower = kind.lower()
+    return lower[:-1] + "ies" if lower.endswith("y") else lower + "s"

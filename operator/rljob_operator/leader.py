@@ -1,0 +1,190 @@
+"""Which replica acts: a `coordination.k8s.io` Lease, held by one and watched by the others.
+
+Only this process's own clock is trusted: a standby counts from when it saw the Lease change last, whatever time stands in it. The holder
+gives up when it could not renew for two thirds of the duration, while the others wait for all of it; so there is a third of it between
+the two in which nobody acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rljob_operator import kinds
+from rljob_operator.cluster import Cluster
+from rljob_operator.errors import AlreadyExists, ApiError, Conflict, NotFound
+
+logger = logging.getLogger(__name__)
+
+NAME = "rljob-operator"
+
+
+class LeaseLost(RuntimeError):
+    """This replica was the leader and is not any more: it must end, since another may act."""
+
+
+class Leadership:
+    """One replica's claim on the Lease."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        namespace: str,
+        identity: str,
+        duration: float = 15.0,
+        name: str = NAME,
+        on_change: Callable[[bool], None] = lambda leading: None,
+    ) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._identity = identity
+        self._duration = duration
+        self._name = name
+        self._on_change = on_change
+        self._seen: tuple[str, str] = ("", "")
+        """Holder and renewal time last read."""
+        self._seen_at = 0.0
+        self._held: dict[str, Any] | None = None
+        """The Lease as we wrote it last; None while we do not hold it."""
+
+    @property
+    def leading(self) -> bool:
+        """Whether this replica holds the Lease."""
+        return self._held is not None
+
+    @property
+    def holder(self) -> str:
+        """Who holds the Lease as far as we know; empty for nobody."""
+        return self._identity if self._held is not None else self._seen[0]
+
+    async def acquire(self) -> None:
+        """Return once this replica holds the Lease."""
+        while not await self._try_acquire():
+            await asyncio.sleep(self._duration / 5)
+        logger.info("holding the Lease %s/%s as %s", self._namespace, self._name, self._identity)
+        self._on_change(True)
+
+    async def keep(self) -> None:
+        """Renew until cancelled; raises LeaseLost when another holds it or renewal failed for too long."""
+        loop = asyncio.get_running_loop()
+        renewed = loop.time()
+        while True:
+            await asyncio.sleep(self._duration / 3)
+            deadline = renewed + self._duration * 2 / 3
+            try:
+                async with asyncio.timeout_at(deadline):
+                    renewed = await self._renew_until_done()
+            except TimeoutError as error:
+                self._lose()
+                raise LeaseLost(f"Lease {self._name} could not be renewed for {loop.time() - renewed:.1f} s") from error
+
+    async def release(self) -> None:
+        """Give the Lease back so that a standby need not wait for its end; failures are left to that wait."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        self._on_change(False)
+        body = {**held, "spec": {**held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
+        try:
+            await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+        except ApiError as error:
+            logger.info("the Lease could not be given back: %s", error)
+
+    async def _renew_until_done(self) -> float:
+        """Renew, again while the API server does not answer; return the loop time at which the renewal was begun."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                await self._renew()
+                return began
+            except LeaseLost:
+                self._lose()
+                raise
+            except ApiError as error:
+                logger.warning("renewing the Lease failed: %s", error)
+                await asyncio.sleep(min(1.0, self._duration / 10))
+
+    async def _renew(self) -> None:
+        assert self._held is not None
+        body = {**self._held, "spec": {**self._held["spec"], "renewTime": _now()}}
+        try:
+            self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+        except Conflict:
+            lease = await self._cluster.read(kinds.LEASE, self._namespace, self._name)
+            holder = (lease.get("spec") or {}).get("holderIdentity")
+            if holder != self._identity:
+                raise LeaseLost(f"Lease {self._name} is held by {holder!r}") from None
+            self._held = lease  # our own earlier write, whose answer was lost
+        except NotFound:
+            self._held = await self._create(transitions=0)
+
+    async def _try_acquire(self) -> bool:
+        try:
+            lease = await self._cluster.read(kinds.LEASE, self._namespace, self._name)
+        except NotFound:
+            return await self._first()
+        except ApiError as error:
+            logger.warning("reading the Lease failed: %s", error)
+            return False
+        return await self._take_over(lease)
+
+    async def _first(self) -> bool:
+        try:
+            self._held = await self._create(transitions=0)
+        except AlreadyExists:
+            return False
+        except ApiError as error:
+            logger.warning("creating the Lease failed: %s", error)
+            return False
+        return True
+
+    async def _take_over(self, lease: dict[str, Any]) -> bool:
+        """Take the Lease when it is free, ours, or was not renewed for its whole duration as we saw it."""
+        spec = lease.get("spec") or {}
+        holder, renewed = spec.get("holderIdentity") or "", spec.get("renewTime") or ""
+        now = asyncio.get_running_loop().time()
+        if (holder, renewed) != self._seen:
+            self._seen, self._seen_at = (holder, renewed), now
+        patience = float(spec.get("leaseDurationSeconds") or self._duration)
+        if holder and holder != self._identity and now - self._seen_at < patience:
+            return False
+        transitions = int(spec.get("leaseTransitions") or 0) + (holder != self._identity)
+        body = {**lease, "spec": self._spec(transitions=transitions)}
+        try:
+            self._held = await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+        except ApiError as error:  # a Conflict: another was quicker
+            logger.info("the Lease could not be taken: %s", error)
+            return False
+        return True
+
+    async def _create(self, *, transitions: int) -> dict[str, Any]:
+        body = {
+            "apiVersion": kinds.LEASE.api_version,
+            "kind": kinds.LEASE.kind,
+            "metadata": {"name": self._name, "namespace": self._namespace},
+            "spec": self._spec(transitions=transitions),
+        }
+        return await self._cluster.create(kinds.LEASE, self._namespace, body)
+
+    def _spec(self, *, transitions: int) -> dict[str, Any]:
+        now = _now()
+        return {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": max(1, round(self._duration)),
+            "acquireTime": now,
+            "renewTime": now,
+            "leaseTransitions": transitions,
+        }
+
+    def _lose(self) -> None:
+        self._held = None
+        self._on_change(False)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,188 @@
+"""The operator's metrics, as Prometheus reads them on /metrics.
+
+| name | type | meaning |
+| --- | --- | --- |
+| rljob_operator_queue_depth | gauge | jobs waiting for a worker |
+| rljob_operator_queue_delayed | gauge | jobs waiting for a time |
+| rljob_operator_queue_adds_total | counter | jobs put into the queue |
+| rljob_operator_queue_retries_total | counter | looks that failed and are repeated |
+| rljob_operator_queue_latency_seconds | histogram | from put to taken |
+| rljob_operator_reconcile_total{result} | counter | looks at a job, success or error |
+| rljob_operator_reconcile_seconds | histogram | how long one took |
+| rljob_operator_api_requests_total{verb,resource,code} | counter | requests to the API server |
+| rljob_operator_api_request_seconds{verb} | histogram | how long they took |
+| rljob_operator_watch_restarts_total{resource} | counter | watches that began anew with a list |
+| rljob_operator_watch_events_total{resource} | counter | watch events |
+| rljob_operator_cache_objects{resource} | gauge | objects held |
+| rljob_operator_events_dropped_total | counter | Kubernetes events not written |
+| rljob_operator_leader | gauge | 1 while this replica holds the Lease |
+| rljob_operator_loop_lag_seconds | gauge | how late the event loop last was |
+| rljob_jobs{phase} | gauge | jobs by phase |
+| rljob_time_to_ready_seconds | histogram | job created to Ready, as this process saw it |
+| rljob_restarts{namespace,name} | gauge | counted restarts of a job |
+| rljob_step{namespace,name} | gauge | its step |
+| rljob_step_age_seconds{namespace,name} | gauge | since its step last changed, as this process saw it |
+| rljob_reward{namespace,name} | gauge | its mean reward |
+| rljob_weight_lag{namespace,name} | gauge | versions the slowest rollout is behind |
+
+Job metrics carry the job's name, so their number is that of the jobs that exist; they are computed when asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rljob_operator.cache import Cache, JobKey
+from rljob_operator.times import to_seconds
+
+PREFIX = "rljob_operator_"
+FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SLOW = (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+class Metrics:
+    """Counts for the queue, the API client, the watches and the leadership; `QueueObserver` and `cluster.Observer` are its faces."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._adds = self._counter("queue_adds", "Jobs put into the queue")
+        self._retries = self._counter("queue_retries", "Looks that failed and are repeated")
+        self._latency = self._histogram("queue_latency_seconds", "From put to taken", FAST)
+        self._reconciles = self._counter("reconcile", "Looks at a job", ("result",))
+        self._reconcile_seconds = self._histogram("reconcile_seconds", "How long a look took", FAST)
+        self._requests = self._counter("api_requests", "Requests to the API server", ("verb", "resource", "code"))
+        self._request_seconds = self._histogram("api_request_seconds", "How long they took", FAST, ("verb",))
+        self._watch_restarts = self._counter("watch_restarts", "Watches that began anew", ("resource",))
+        self._watch_events = self._counter("watch_events", "Watch events", ("resource",))
+        self._events_dropped = self._counter("events_dropped", "Kubernetes events not written")
+        self._leader = Gauge(PREFIX + "leader", "1 while this replica holds the Lease", registry=self.registry)
+        self.loop_lag = Gauge(PREFIX + "loop_lag_seconds", "How late the event loop last was", registry=self.registry)
+        self.time_to_ready = Histogram(
+            "rljob_time_to_ready_seconds", "Job created to Ready", buckets=SLOW, registry=self.registry
+        )
+
+    def added(self) -> None:
+        """See queue.QueueObserver."""
+        self._adds.inc()
+
+    def started(self, waited: float) -> None:
+        """See queue.QueueObserver."""
+        self._latency.observe(waited)
+
+    def finished(self, seconds: float, result: str) -> None:
+        """See queue.QueueObserver."""
+        self._reconciles.labels(result).inc()
+        self._reconcile_seconds.observe(seconds)
+
+    def retried(self) -> None:
+        """See queue.QueueObserver."""
+        self._retries.inc()
+
+    def requested(self, verb: str, resource: str, code: str, seconds: float) -> None:
+        """Count one request to the API server."""
+        self._requests.labels(verb, resource, code).inc()
+        self._request_seconds.labels(verb).observe(seconds)
+
+    def watched(self, resource: str, *, anew: bool) -> None:
+        """Count one watch event, or the beginning of a watch."""
+        (self._watch_restarts if anew else self._watch_events).labels(resource).inc()
+
+    def event_dropped(self) -> None:
+        """Count a Kubernetes event that was not written."""
+        self._events_dropped.inc()
+
+    def led(self, leading: bool) -> None:
+        """Note whether this replica holds the Lease."""
+        self._leader.set(1.0 if leading else 0.0)
+
+    def watch_queue(self, depth: Callable[[], int], delayed: Callable[[], int]) -> None:
+        """Show the queue's lengths when asked."""
+        Gauge(PREFIX + "queue_depth", "Jobs waiting for a worker", registry=self.registry).set_function(depth)
+        Gauge(PREFIX + "queue_delayed", "Jobs waiting for a time", registry=self.registry).set_function(delayed)
+
+    def watch_cache(self, cache: Cache) -> None:
+        """Show the cache's sizes and what the jobs' statuses say."""
+        self.registry.register(JobCollector(cache, self.time_to_ready))
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, words: str, labels: Iterable[str] = ()) -> Counter:
+        return Counter(PREFIX + name, words, labels, registry=self.registry)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
+        return Histogram(PREFIX + name, words, labels, buckets=buckets, registry=self.registry)
+
+
+class JobCollector(Collector):
+    """Reads the jobs' statuses out of the cache at each scrape."""
+
+    def __init__(self, cache: Cache, time_to_ready: Histogram, *, clock: Callable[[], float] = time.time) -> None:
+        self._cache = cache
+        self._time_to_ready = time_to_ready
+        self._clock = clock
+        self._began = clock()
+        self._steps: dict[JobKey, tuple[int, float]] = {}
+        """Step last seen and when it was first seen."""
+        self._ready: set[str] = set()
+        """uids whose time to ready is counted."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of cache sizes and of jobs."""
+        sizes = GaugeMetricFamily(PREFIX + "cache_objects", "Objects held", labels=["resource"])
+        for resource, size in self._cache.sizes().items():
+            sizes.add_metric([resource], size)
+        yield sizes
+        jobs = {key: job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None}
+        phases = GaugeMetricFamily("rljob_jobs", "Jobs by phase", labels=["phase"])
+        for phase, count in Tally((job.get("status") or {}).get("phase", "Pending") for job in jobs.values()).items():
+            phases.add_metric([phase], count)
+        yield phases
+        yield from self._per_job(jobs)
+
+    def _per_job(self, jobs: Mapping[JobKey, Mapping[str, Any]]) -> Iterator[Metric]:
+        families = {
+            "restarts": GaugeMetricFamily("rljob_restarts", "Counted restarts", labels=["namespace", "name"]),
+            "step": GaugeMetricFamily("rljob_step", "Step", labels=["namespace", "name"]),
+            "reward": GaugeMetricFamily("rljob_reward", "Mean reward", labels=["namespace", "name"]),
+            "lag": GaugeMetricFamily("rljob_weight_lag", "Versions behind", labels=["namespace", "name"]),
+        }
+        ages = GaugeMetricFamily("rljob_step_age_seconds", "Since the step changed", labels=["namespace", "name"])
+        for key, job in jobs.items():
+            status = job.get("status") or {}
+            for field, family in families.items():
+                if isinstance(value := status.get(field), int | float):
+                    family.add_metric([key.namespace, key.name], value)
+            if status.get("phase") == "Running":
+                ages.add_metric([key.namespace, key.name], self._step_age(key, int(status.get("step") or 0)))
+            self._count_ready(job)
+        self._steps = {key: seen for key, seen in self._steps.items() if key in jobs}
+        self._ready &= {job["metadata"]["uid"] for job in jobs.values()}
+        yield from (*families.values(), ages)
+
+    def _step_age(self, key: JobKey, step: int) -> float:
+        now = self._clock()
+        seen, since = self._steps.get(key, (-1, now))
+        if seen != step:
+            since = now
+        self._steps[key] = (step, since)
+        return now - since
+
+    def _count_ready(self, job: Mapping[str, Any]) -> None:
+        """Observe the time to Ready once per job, from the condition's own times."""
+        uid = job["metadata"]["uid"]
+        ready = next((c for c in (job.get("status") or {}).get("conditions") or [] if c.get("type") == "Ready"), None)
+        if ready is None or ready.get("status") != "True" or uid in self._ready:
+            return
+        self._ready.add(uid)
+        at, created = to_seconds(ready.get("lastTransitionTime")), to_seconds(job["metadata"].get("creationTimestamp"))
+        if at is not None and created is not None and at >= self._began:
+            self._time_to_ready.observe(at - created)

@@ -1,0 +1,178 @@
+"""The operator's line to the runners: it asks each for `/status` now and then, and passes control calls on.
+
+The runner is addressed by its pod's IP and the job's derived token (protocol.md 3). With many jobs the interval grows, so that the
+polling of a thousand jobs costs no more than that of a hundred; a short deadline and few calls at once keep one dead node
+from holding up the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from rl_core.plan import keys
+from rljob_operator.cache import JobKey
+from rljob_operator.model import ControlCall, PodView, Progress
+
+logger = logging.getLogger(__name__)
+
+CONTROL_PORT = 7702
+DEADLINE = aiohttp.ClientTimeout(total=3.0, sock_connect=2.0)
+IN_FLIGHT = 32
+JOBS_PER_SECOND = 20.0
+"""Polls per second of all jobs together, at most."""
+LARGEST = 1 << 20
+"""Bytes of an answer that are read; a runner's status is a few KiB."""
+TICK = 0.5
+
+
+class RunnerError(Exception):
+    """The runner did not answer, or not with what it should."""
+
+
+class RunnerClient:
+    """HTTP calls to runners, as the job's own token allows."""
+
+    def __init__(self, *, master: bytes, session: aiohttp.ClientSession, port: int = CONTROL_PORT) -> None:
+        self._master = master
+        self._session = session
+        self._port = port
+
+    async def status(self, job_uid: str, ip: str) -> Mapping[str, Any]:
+        """Return the runner's `/status`; raises RunnerError."""
+        answer = await self._request(job_uid, "GET", ip, "/status", None)
+        if not isinstance(answer, dict):
+            raise RunnerError(f"/status must be a JSON object, got {type(answer).__name__}")
+        return answer
+
+    async def call(self, job_uid: str, call: ControlCall) -> bool:
+        """Send a control call; a runner that refuses or does not answer is logged and returns False."""
+        method, _, path = call.method.partition(" ")
+        try:
+            await self._request(job_uid, method, call.ip, path, call.body)
+        except RunnerError as error:
+            logger.info("control call %s was not taken: %s", call.method, error)
+            return False
+        return True
+
+    async def _request(self, job_uid: str, method: str, ip: str, path: str, body: Any) -> Any:
+        host = f"[{ip}]" if ":" in ip else ip
+        headers = {"Authorization": f"Bearer {keys.control_token(self._master, job_uid)}"}
+        try:
+            async with self._session.request(
+                method,
+                f"http://{host}:{self._port}{path}",
+                json=body,
+                headers=headers,
+                timeout=DEADLINE,
+                allow_redirects=False,
+            ) as response:
+                text = await response.content.read(LARGEST)
+                if response.status >= 400:
+                    raise RunnerError(f"HTTP {response.status}: {text[:200].decode(errors='replace')}")
+                return json.loads(text) if text else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise RunnerError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A runner to be asked."""
+
+    key: JobKey
+    job_uid: str
+    pod_uid: str
+    ip: str
+
+
+def runner_pod(pods: Iterable[PodView], *, job_uid: str) -> PodView | None:
+    """Return the pod whose runner can be asked: actor-0 of the newest epoch, running with an address."""
+    actors = [pod for pod in pods if pod.role == "actor" and pod.index == 0 and pod.job_uid == job_uid]
+    newest = max(actors, key=lambda pod: pod.epoch, default=None)
+    if newest is None or newest.phase != "Running" or not newest.ip or newest.ended:
+        return None
+    return newest
+
+
+class Poller:
+    """Asks every runner in turn and reports what changed."""
+
+    def __init__(
+        self,
+        *,
+        client: RunnerClient,
+        targets: Callable[[], Iterable[Target]],
+        known: Callable[[JobKey], Progress | None],
+        report: Callable[[JobKey, str, Progress], None],
+        enqueue: Callable[[JobKey], None],
+        interval: float = 5.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client = client
+        self._targets = targets
+        self._known = known
+        self._report = report
+        self._enqueue = enqueue
+        self._interval = interval
+        self._clock = clock
+        self._due: dict[JobKey, tuple[str, float]] = {}
+        """pod uid asked, and when it is asked again."""
+        self._asking: set[JobKey] = set()
+        self._in_flight = asyncio.Semaphore(IN_FLIGHT)
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for target in self._due_targets():
+                    self._asking.add(target.key)
+                    group.create_task(self._ask(target), name=f"poll {target.key}")
+                await asyncio.sleep(TICK)
+
+    def _due_targets(self) -> list[Target]:
+        """Return the runners whose time has come; a new pod is asked at once, the others spread over the interval."""
+        targets = list(self._targets())
+        now = self._clock()
+        interval = max(self._interval, len(targets) / JOBS_PER_SECOND)
+        present = {target.key for target in targets}
+        self._due = {key: due for key, due in self._due.items() if key in present}
+        ready = []
+        for target in targets:
+            pod_uid, due = self._due.get(target.key, ("", 0.0))
+            if target.key in self._asking or (pod_uid == target.pod_uid and now < due):
+                continue
+            self._due[target.key] = (target.pod_uid, now + interval * random.uniform(0.9, 1.1))
+            ready.append(target)
+        return ready
+
+    async def _ask(self, target: Target) -> None:
+        before = self._known(target.key)
+        if before is not None and before.pod_uid != target.pod_uid:
+            before = None
+        try:
+            async with self._in_flight:
+                status = await self._client.status(target.job_uid, target.ip)
+        except RunnerError as error:
+            after = self._failed(target, before, str(error))
+        else:
+            after = Progress(status=status, at=self._clock(), pod_uid=target.pod_uid)
+        finally:
+            self._asking.discard(target.key)
+        self._report(target.key, target.job_uid, after)
+        if before is None or after.status != before.status or after.error != before.error or after.error:
+            self._enqueue(target.key)
+
+    def _failed(self, target: Target, before: Progress | None, words: str) -> Progress:
+        now = self._clock()
+        if before is None:
+            return Progress(status={}, at=now, pod_uid=target.pod_uid, error=words, failing_since=now)
+        since = before.failing_since if before.failing_since is not None else now
+        return Progress(status=before.status, at=before.at, pod_uid=target.pod_uid, error=words, failing_since=since)

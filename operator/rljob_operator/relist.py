@@ -1,0 +1,127 @@
+"""Our own lists of every watched kind: at start, every few minutes, and soon after kopf's watches began anew.
+
+kopf hides when its watch had a gap, and reports no deletion from inside one; the events of type None that follow such a gap are the only
+sign (protocol.md 7). So each kind is listed by us too, page by page, and what a list does not name is dropped from the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.cluster import Cluster
+from rljob_operator.errors import ApiError, Expired, NotFound
+from rljob_operator.kinds import RLJOB, WATCHED, Kind
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 2.0
+"""A gap's events come in a burst; the list follows when it has been quiet for this long."""
+ATTEMPTS = 3
+FAILED_PAUSE = 5.0
+
+
+class Relister:
+    """Lists kinds into the cache and enqueues the jobs that changed by it."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        cache: Cache,
+        enqueue: Callable[[JobKey], None],
+        namespaces: Sequence[str] = (),
+        interval: float = 300.0,
+        kinds: Sequence[Kind] = WATCHED,
+    ) -> None:
+        self._cluster = cluster
+        self._cache = cache
+        self._enqueue = enqueue
+        self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
+        self._interval = interval
+        self._kinds = kinds
+        self._suspected: dict[Kind, float] = {}
+        """Kinds whose watch began anew, and when the newest sign of it came."""
+        self._wake = asyncio.Event()
+        self.filled = asyncio.Event()
+        """Set when every kind has been listed once."""
+
+    def suspect(self, kind: Kind) -> None:
+        """Note that the kind's watch began anew: what vanished meanwhile is still in the cache."""
+        self._suspected[kind] = asyncio.get_running_loop().time()
+        self._wake.set()
+
+    async def fill(self) -> None:
+        """List every kind once; raises ApiError when the API server does not answer."""
+        for kind in self._kinds:
+            await self.list(kind)
+        self.filled.set()
+
+    async def run(self) -> None:
+        """List suspected kinds when they are quiet, and every kind once per interval, until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = {kind: loop.time() + self._interval * random.uniform(0.5, 1.0) for kind in self._kinds}
+        while True:
+            await self._sleep_until(min(due.values()))
+            now = loop.time()
+            for kind, at in list(self._suspected.items()):
+                if now - at >= QUIET_SECONDS:
+                    del self._suspected[kind]
+                    due[kind] = now
+            for kind in [kind for kind in self._kinds if due[kind] <= now]:
+                due[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
+
+    async def list(self, kind: Kind) -> None:
+        """List one kind in every served namespace, and drop what is gone."""
+        for namespace in self._namespaces:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    await self._list(kind, namespace)
+                    break
+                except Expired:  # the pages' snapshot went away in between
+                    if attempt == ATTEMPTS:
+                        raise
+
+    async def _list(self, kind: Kind, namespace: str | None) -> None:
+        began = self._cache.now()
+        alive: set[str] = set()
+        try:
+            async for page in self._cluster.list(kind, namespace, selector="" if kind == RLJOB else LABEL_JOB):
+                for obj in page:
+                    alive.add(obj["metadata"]["uid"])
+                    if (key := self._cache.put(kind, obj)) is not None:
+                        self._enqueue(key)
+                await asyncio.sleep(0)  # a page is thousands of objects: let the rest of the loop breathe
+        except NotFound:
+            if kind == RLJOB:
+                raise
+            logger.debug("%s is not served by this cluster", kind.plural)
+        lost = self._cache.sweep(
+            kind, alive=alive, began=began, within=lambda key: namespace is None or key.namespace == namespace
+        )
+        for key in lost:
+            self._enqueue(key)
+        if lost:
+            logger.info("listing %s found objects gone without an event, of %d jobs", kind.plural, len(lost))
+
+    async def _try(self, kind: Kind) -> bool:
+        try:
+            await self.list(kind)
+        except ApiError as error:
+            logger.warning("listing %s failed, again in %.0f s: %s", kind.plural, FAILED_PAUSE, error)
+            return False
+        return True
+
+    async def _sleep_until(self, due: float) -> None:
+        loop = asyncio.get_running_loop()
+        quiet = [at + QUIET_SECONDS for at in self._suspected.values()]
+        self._wake.clear()
+        try:
+            async with asyncio.timeout_at(min([due, *quiet])):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(min(0.05, max(due - loop.time(), 0.0)))  # signs come in bursts
