@@ -1,7 +1,8 @@
 """One real cluster per test session: its control plane for all tests, its nodes for those in `nodes/`.
 
-`control_plane` starts etcd, API server, controller manager and scheduler (4 s, 450 MB, no root). `nodes` adds two nodes
-that run containers (root). Both hand out the same testcluster.access.Access.
+`cluster` starts etcd, API server, controller manager and scheduler (4 s, 450 MB, no root). `control_plane` is the same
+with the RLJob resource defined, `nodes` with two nodes that run containers as well (root). All hand out one
+testcluster.access.Access.
 """
 
 import os
@@ -22,8 +23,8 @@ CRD = Path(__file__).parents[2] / "crds" / "rljob.yaml"
 
 
 @pytest.fixture(scope="session")
-def control_plane(request: pytest.FixtureRequest) -> Iterator[Access]:
-    """A control plane without nodes, or that of the nodes when any test of this session asks for those."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Access]:
+    """A bare control plane, with the addresses of the nodes when any test of this session asks for those."""
     with_nodes = any("nodes" in item.fixturenames for item in request.session.items) and not _nodes_impossible()
     folder = Path(tempfile.gettempdir(), f"rljob-testclusters-{os.getuid()}")
     sweep(folder)
@@ -35,13 +36,17 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[Access]:
         owner=os.getpid(),
     )
     try:
-        access = Access(cluster)
-        if CRD.exists():
-            access.kubectl("apply", "--server-side", "-f", CRD)
-            access.kubectl("wait", "--for=condition=Established", "-f", CRD, "--timeout=30s")
-        yield access
+        yield Access(cluster)
     finally:
         cluster.down()
+
+
+@pytest.fixture(scope="session")
+def control_plane(cluster: Access) -> Access:
+    """The control plane, which knows RLJobs."""
+    cluster.kubectl("apply", "--server-side", "-f", CRD)
+    cluster.kubectl("wait", "--for=condition=Established", "-f", CRD, "--timeout=30s")
+    return cluster
 
 
 @pytest.fixture(scope="session")
@@ -54,13 +59,15 @@ def nodes(control_plane: Access) -> Access:
 
 
 @pytest.fixture
-def namespace(request: pytest.FixtureRequest, control_plane: Access) -> Iterator[str]:
+def namespace(request: pytest.FixtureRequest, cluster: Access) -> Iterator[str]:
     """A namespace of the test's own, deleted afterwards; its name tells the test."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower()).strip("-")
     name = f"{words[:40].rstrip('-')}-{secrets.token_hex(3)}"
-    control_plane.kubectl("create", "namespace", name)
+    cluster.kubectl("create", "namespace", name)
+    # It takes pods once it has its service account.
+    cluster.kubectl("wait", "--for=create", "serviceaccount/default", "-n", name, "--timeout=30s")
     yield name
-    control_plane.delete_namespace(name, pods_first="nodes" in request.fixturenames)
+    cluster.delete_namespace(name, pods_first="nodes" in request.fixturenames)
 
 
 def _nodes_impossible() -> str:

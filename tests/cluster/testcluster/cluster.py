@@ -113,7 +113,7 @@ class Cluster:
         for program in reversed(programs(self.state)):
             program.stop(sig=signal.SIGKILL)
         if self.state.settings.nodes:
-            network.release(addresses)
+            network.release(addresses, self.state.settings.nodes)
             cgroups.remove(addresses.bridge)
         self.state.remove()
 

@@ -1,6 +1,7 @@
 """etcd, API server, controller manager and scheduler: a cluster without nodes, which needs no root."""
 
 import json
+import signal
 import socket
 import urllib.request
 from contextlib import ExitStack
@@ -145,6 +146,10 @@ class ApiServer(Program):
     def __init__(self, state: State, api: Api) -> None:
         super().__init__(state, "kube-apiserver")
         self._api = api
+
+    def stop(self, *, sig: int = signal.SIGKILL, wait_s: float = 10) -> None:
+        """End it, by default as a crash does: with SIGTERM it lets every watch go on for up to `wait_s`."""
+        super().stop(sig=sig, wait_s=wait_s)
 
     def start(self) -> None:
         """Start it again on the same address, and wait until it is ready."""

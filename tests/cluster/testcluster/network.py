@@ -1,5 +1,7 @@
 """The cluster's bridge on the host and the cables to its nodes. No packet can leave the machine."""
 
+from collections.abc import Iterable
+
 from testcluster.addresses import MAX_INDEX, Addresses
 from testcluster.commands import run, succeeds
 from testcluster.errors import ClusterError
@@ -22,10 +24,12 @@ def claim(index: int | None) -> Addresses:
     raise ClusterError(f"index {index} is taken: link {Addresses(index).bridge} exists; take another index, or none")
 
 
-def release(addresses: Addresses) -> None:
-    """Remove the bridge; the routes over it go with it."""
-    if succeeds("ip", "link", "show", addresses.bridge):
-        run("ip", "link", "del", addresses.bridge)
+def release(addresses: Addresses, nodes: Iterable[str]) -> None:
+    """Remove the bridge, with its routes, and the cables: a dead node's goes by itself, but not at once."""
+    for link in (*map(addresses.port, nodes), addresses.bridge):
+        succeeds("ip", "link", "del", link)
+        if succeeds("ip", "link", "show", link):
+            raise ClusterError(f"network link {link} could not be removed; as root: ip link del {link}")
 
 
 def connect(addresses: Addresses, node: str, *, init: int, services: bool) -> None:
