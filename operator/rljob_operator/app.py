@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from kubernetes.aio import client
 
-from rljob_operator import handlers, kinds, manifests, master_key, storage, views
+from rljob_operator import handlers, kinds, manifests, master_key, views
 from rljob_operator.apply import Applier
 from rljob_operator.cache import Cache, JobKey, head
 from rljob_operator.cluster import ApiCluster, Cluster
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 RESYNC_TICK = 5.0
 CLUSTER_PAUSE = 2.0
+KOPF_STOP_SECONDS = 10.0
 PROJECTIONS = {kinds.POD: views.pod_view} | dict.fromkeys(kinds.SUPPORT, head)
 
 
@@ -65,6 +66,7 @@ class Operator:
         self.health = Health(metrics=self.metrics, ready=self._why_not_ready)
         self.leadership: Leadership | None = None
         self._relister: Relister | None = None
+        self._streaming = False
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -80,13 +82,13 @@ class Operator:
         api = client.ApiClient(await self._configuration())
         try:
             cluster = self._wrap(ApiCluster(api, observe=self.metrics.requested))
-            streaming = await self._initial_streaming(api)
-            await self._serve(cluster, streaming=streaming)
+            self._streaming = await _streams_lists(api)
+            await self._serve(cluster)
         finally:
             await api.close()
             await self.health.stop()
 
-    async def _serve(self, cluster: Cluster, *, streaming: bool) -> None:
+    async def _serve(self, cluster: Cluster) -> None:
         """Run the parts of every replica and, once leading, those of the leader."""
         settings = self._settings
         self._relister = Relister(
@@ -96,9 +98,6 @@ class Operator:
             namespaces=settings.watch_namespaces,
             interval=settings.relist_seconds,
         )
-        watches = handlers.Watches(
-            cache=self.cache, enqueue=self.queue.add, suspect=self._relister.suspect, count=self.metrics.watched
-        )
         self.leadership = Leadership(
             cluster=cluster,
             namespace=settings.config.namespace,
@@ -106,53 +105,67 @@ class Operator:
             duration=settings.lease_seconds,
             on_change=self.metrics.led,
         )
-        kopf_stop, kopf_ready = asyncio.Event(), asyncio.Event()
-        watching = asyncio.create_task(
-            handlers.watch(
-                handlers.registry(watches, configuration=self._configuration),
-                namespaces=settings.watch_namespaces,
-                initial_streaming=streaming,
-                stop=kopf_stop,
-                ready=kopf_ready,
-            ),
-            name="kopf",
-        )
         parts = [
             asyncio.create_task(self.health.run(), name="health"),
-            asyncio.create_task(self._keep_cache(self._relister), name="lists"),
+            asyncio.create_task(self._watch(self._relister), name="watches"),
             asyncio.create_task(self._lead(cluster, self._relister, self.leadership), name="leader"),
         ]
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
         try:
-            await asyncio.wait(
-                [watching, stopping, asyncio.ensure_future(kopf_ready.wait())], return_when=asyncio.FIRST_COMPLETED
-            )
-            self._on_watching()
-            done, _ = await asyncio.wait([watching, stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel([stopping, *parts])
+            await _cancel([stopping, *reversed(parts)])
             await self.leadership.release()
-            kopf_stop.set()
-            await asyncio.wait([watching], timeout=10.0)
-            await _cancel([watching])
         for task in done:
             await task
 
-    async def _keep_cache(self, relister: Relister) -> None:
-        """Fill the cache, patiently: the API server or our resource may not be there yet."""
+    async def _watch(self, relister: Relister) -> None:
+        """Fill the cache by lists, then keep it by kopf's watches and further lists.
+
+        kopf starts after the first lists, because without scanning it serves only the resources it finds at its start.
+        """
+        await self._fill(relister)
+        watches = handlers.Watches(
+            cache=self.cache, enqueue=self.queue.add, suspect=relister.suspect, count=self.metrics.watched
+        )
+        stop, ready = asyncio.Event(), asyncio.Event()
+        kopf = asyncio.create_task(
+            handlers.watch(
+                handlers.registry(watches, kinds=relister.served, configuration=self._configuration),
+                namespaces=self._settings.watch_namespaces,
+                initial_streaming=self._streaming,
+                stop=stop,
+                ready=ready,
+            ),
+            name="kopf",
+        )
+        started = asyncio.create_task(ready.wait(), name="kopf start")
+        lists = asyncio.create_task(relister.run(), name="lists")
+        try:
+            await asyncio.wait([kopf, started], return_when=asyncio.FIRST_COMPLETED)
+            self._on_watching()
+            done, _ = await asyncio.wait([kopf, lists], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+        finally:
+            stop.set()
+            await asyncio.wait([kopf], timeout=KOPF_STOP_SECONDS)
+            await _cancel([kopf, started, lists])
+
+    async def _fill(self, relister: Relister) -> None:
+        """List everything once, patiently: the API server or our resource may not be there yet."""
         while not relister.filled.is_set():
             try:
                 await relister.fill()
             except NotFound:
                 logger.warning(
-                    "the cluster does not serve %s.%s; install the chart's CRD", kinds.RLJOB.plural, kinds.RLJOB.group
+                    "the cluster does not serve %s.%s; install the CRD", kinds.RLJOB.plural, kinds.RLJOB.group
                 )
                 await asyncio.sleep(CLUSTER_PAUSE)
             except ApiError as error:
                 logger.warning("listing failed, again in %.0f s: %s", CLUSTER_PAUSE, error)
                 await asyncio.sleep(CLUSTER_PAUSE)
         logger.info("the cache is filled: %s", self.cache.sizes())
-        await relister.run()
 
     async def _lead(self, cluster: Cluster, relister: Relister, leadership: Leadership) -> None:
         """Wait for the Lease, then act until it is lost."""
@@ -200,7 +213,6 @@ class Operator:
             cache=self.cache,
             applier=applier,
             reconcile=reconcile,
-            claims_needed=storage.claims_needed,
             config=settings.config,
             progress_seconds=settings.progress_seconds,
         )
@@ -233,14 +245,15 @@ class Operator:
             return "the cache is not filled yet"
         return ""
 
-    async def _initial_streaming(self, api: client.ApiClient) -> bool:
-        """Return whether the API server streams initial lists (1.34 and later); an unknown version counts as no."""
-        try:
-            version: Any = await client.VersionApi(api).get_code()
-        except (client.ApiException, aiohttp.ClientError, TimeoutError, OSError):
-            return False
-        digits = "".join(c for c in version.minor if c.isdigit())
-        return (int(version.major), int(digits or 0)) >= (1, 34)
+
+async def _streams_lists(api: client.ApiClient) -> bool:
+    """Return whether the API server streams initial lists (1.34 and later); an unknown version counts as no."""
+    try:
+        version: Any = await client.VersionApi(api).get_code()
+    except (client.ApiException, aiohttp.ClientError, TimeoutError, OSError):
+        return False
+    digits = "".join(c for c in version.minor if c.isdigit())
+    return (int(version.major), int(digits or 0)) >= (1, 34)
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -179,11 +179,13 @@ class Applier:
         kind = kinds.of(obj["apiVersion"], obj["kind"])
         name = obj["metadata"]["name"]
         label = f"{kind.kind}/{name}"
+        if (pause := work.memory.pause(label, now=self._clock())) > 0:
+            return pause
         async with self._slots.hold(work.key):
             if self._cache.entry(kind, work.key, name) is None:
-                pause = await self._look_before(work, kind, name)
-                if pause is not None:
-                    return pause
+                taken = await self._look_before(work, kind, name)
+                if taken is not None:
+                    return taken
             try:
                 answer = await self._cluster.apply(kind, work.key.namespace, name, obj)
             except (Forbidden, Invalid, NotFound) as error:
@@ -219,6 +221,8 @@ class Applier:
         """Create a pod; return 0 when the job must be looked at with what came of it, else a pause or None."""
         name = pod["metadata"]["name"]
         label = f"Pod/{name}"
+        if (pause := work.memory.pause(label, now=self._clock())) > 0:
+            return pause
         async with self._slots.hold(work.key):
             try:
                 answer = await self._cluster.create(kinds.POD, work.key.namespace, pod)
@@ -251,12 +255,13 @@ class Applier:
         work.memory.clear(label)
         return None if labels[LABEL_UID] == work.uid else FORERUNNER_PAUSE
 
-    def _refused(self, work: Application, label: str, error: ApiError) -> float | None:
-        """Note a refusal for `reconcile` to tell of; return 0 when its words are news."""
-        news = work.memory.refuse(label, error.message, now=self._clock())
-        if news:
+    def _refused(self, work: Application, label: str, error: ApiError) -> float:
+        """Note a refusal for `reconcile` to tell of; return 0 when it is news, else the pause before the next try."""
+        now = self._clock()
+        if work.memory.refuse(label, error.message, now=now):
             logger.warning("%s was refused: %s", label, error.message)
-        return 0.0 if news else None
+            return 0.0
+        return work.memory.pause(label, now=now)
 
 
 def _is_gone(answer: Mapping[str, Any]) -> bool:

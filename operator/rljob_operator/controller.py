@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from rljob_operator import kinds, logs
@@ -28,6 +28,7 @@ CLAIMS_SECONDS = 600.0
 MISSING_CLAIMS_SECONDS = 15.0
 """How old a read of the job's volume claims may be, when all were there and when some were not."""
 
+ROLES = ("actor", "rollout", "env")
 END_PHASES = ("Succeeded", "Failed")
 WATERSHED_PHASES = (*END_PHASES, "Restarting", "Suspended")
 """Phases that are not entered on the word of the cache alone."""
@@ -50,7 +51,6 @@ class Controller:
         cache: Cache,
         applier: Applier,
         reconcile: Reconcile,
-        claims_needed: Callable[[Object], Iterable[str]],
         config: OperatorConfig,
         progress_seconds: float = 10.0,
         clock: Callable[[], float] = time.time,
@@ -59,7 +59,6 @@ class Controller:
         self._cache = cache
         self._applier = applier
         self._reconcile = reconcile
-        self._claims_needed = claims_needed
         self._config = config
         self._progress_seconds = progress_seconds
         self._clock = clock
@@ -118,7 +117,7 @@ class Controller:
             pods=tuple(self._cache.children(kinds.POD, key)),
             objects=tuple(obj for kind in kinds.SUPPORT for obj in self._cache.children(kind, key)),
             foreign=tuple(sorted(memory.foreign)),
-            refusals=dict(memory.refusals),
+            refusals={label: refusal.words for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
             progress=memory.progress,
         )
@@ -166,7 +165,7 @@ class Controller:
         now = self._clock()
         if now < memory.claims_due or phase_of(job) in END_PHASES:
             return
-        names = sorted(self._claims_needed(job))
+        names = claim_names(job)
         found = await asyncio.gather(*(self._read_claim(key, name) for name in names))
         memory.claims = {name: claim for name, claim in zip(names, found, strict=True) if claim is not None}
         memory.claims_due = now + (CLAIMS_SECONDS if len(memory.claims) == len(names) else MISSING_CLAIMS_SECONDS)
@@ -192,12 +191,14 @@ class Controller:
 
 def is_watershed(job: Object, plan: Plan) -> bool:
     """Whether the plan deletes, restarts or ends something, and so must rest on fresh facts."""
-    if plan.delete or plan.verify:
+    if plan.delete:
         return True
     if plan.status is None:
         return False
-    phase = plan.status.get("phase")
-    return int(plan.status.get("epoch") or 0) != epoch_of(job) or (phase in WATERSHED_PHASES and phase != phase_of(job))
+    phase, epoch = plan.status.get("phase"), int(plan.status.get("epoch") or 0)
+    if epoch_of(job) and epoch != epoch_of(job):  # from none to the first nothing ends
+        return True
+    return phase in WATERSHED_PHASES and phase != phase_of(job)
 
 
 def phase_of(job: Object) -> str:
@@ -208,3 +209,10 @@ def phase_of(job: Object) -> str:
 def epoch_of(job: Object) -> int:
     """Return status.epoch, 0 before the first reconcile."""
     return int((job.get("status") or {}).get("epoch") or 0)
+
+
+def claim_names(job: Object) -> list[str]:
+    """Return the names of the PersistentVolumeClaims that the roles' volumes mount."""
+    spec = job.get("spec") or {}
+    volumes = [volume for role in ROLES for volume in (spec.get(role) or {}).get("volumes") or []]
+    return sorted({claim["claimName"] for volume in volumes if (claim := volume.get("persistentVolumeClaim"))})

@@ -15,7 +15,7 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from rljob_operator.cache import LABEL_JOB, Cache, JobKey
-from rljob_operator.kinds import OWNED, RLJOB, WATCHED, Kind
+from rljob_operator.kinds import OWNED, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +70,15 @@ class NoDiffs(kopf.DiffBaseStorage):
         """Store nothing: a stored essence would be an annotation."""
 
 
-def registry(watches: Watches, *, configuration: Callable[[], Any]) -> kopf.OperatorRegistry:
-    """Return a registry with the login handler and one event handler per watched kind."""
+def registry(watches: Watches, *, kinds: Sequence[Kind], configuration: Callable[[], Any]) -> kopf.OperatorRegistry:
+    """Return a registry with the login handler and one event handler per kind."""
     handlers = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=handlers)
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return connection(await configuration())
 
-    for kind in WATCHED:
+    for kind in kinds:
         _register(handlers, watches, kind)
     return handlers
 
@@ -141,6 +141,3 @@ async def watch(
         stop_flag=stop,
         ready_flag=ready,
     )
-
-
-__all__ = ["RLJOB", "NoDiffs", "Watches", "connection", "registry", "settings", "watch"]

@@ -6,7 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rljob_operator.model import Progress, Refusal
+from rljob_operator.model import Progress
+
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+"""Seconds between tries of a create the API server refused; doubling."""
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A create that was refused and has not succeeded since."""
+
+    words: str
+    """The API server's."""
+    tries: int
+    next_try: float
+    """Seconds since 1970."""
 
 
 @dataclass(slots=True)
@@ -16,7 +31,7 @@ class JobMemory:
     uid: str
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
-    """Creates the API server refused, by `Kind/name`; `reconcile` decides when they are tried again."""
+    """By `Kind/name`."""
     foreign: set[str] = field(default_factory=set)
     """`Kind/name` of names held by others."""
     progress_written: float = 0.0
@@ -29,10 +44,17 @@ class JobMemory:
     """When they are to be read again."""
 
     def refuse(self, label: str, words: str, *, now: float) -> bool:
-        """Note that a create was refused; return whether the words are news."""
+        """Note that a create was refused, and set the time of its next try; return whether it is the first refusal."""
         known = self.refusals.get(label)
-        self.refusals[label] = Refusal(message=words, at=now)
-        return known is None or known.message != words
+        tries = known.tries + 1 if known is not None else 1
+        pause = min(FIRST_PAUSE * 2.0 ** min(tries - 1, 20), LONGEST_PAUSE)
+        self.refusals[label] = Refusal(words, tries, now + pause)
+        return known is None
+
+    def pause(self, label: str, *, now: float) -> float:
+        """Return the seconds until a refused create may be tried again; 0 when it may."""
+        refusal = self.refusals.get(label)
+        return max(refusal.next_try - now, 0.0) if refusal is not None else 0.0
 
     def clear(self, label: str) -> None:
         """Forget what stood in the way of a name."""

@@ -48,6 +48,8 @@ class Relister:
         self._wake = asyncio.Event()
         self.filled = asyncio.Event()
         """Set when every kind has been listed once."""
+        self.served: tuple[Kind, ...] = ()
+        """The kinds this cluster serves, as the first lists found."""
 
     def suspect(self, kind: Kind) -> None:
         """Note that the kind's watch began anew: what vanished meanwhile is still in the cache."""
@@ -55,9 +57,9 @@ class Relister:
         self._wake.set()
 
     async def fill(self) -> None:
-        """List every kind once; raises ApiError when the API server does not answer."""
-        for kind in self._kinds:
-            await self.list(kind)
+        """List every kind once; raises NotFound when ours is not served, ApiError when the API server does not answer."""
+        self.served = tuple([kind for kind in self._kinds if await self.list(kind)])
+        self._kinds = self.served
         self.filled.set()
 
     async def run(self) -> None:
@@ -74,8 +76,8 @@ class Relister:
             for kind in [kind for kind in self._kinds if due[kind] <= now]:
                 due[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
 
-    async def list(self, kind: Kind) -> None:
-        """List one kind in every served namespace, and drop what is gone."""
+    async def list(self, kind: Kind) -> bool:
+        """List one kind in every namespace watched, and drop what is gone; return False when the cluster does not serve the kind."""
         for namespace in self._namespaces:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -84,21 +86,21 @@ class Relister:
                 except Expired:  # the pages' snapshot went away in between
                     if attempt == ATTEMPTS:
                         raise
+                except NotFound:
+                    if kind == RLJOB:
+                        raise
+                    return False
+        return True
 
     async def _list(self, kind: Kind, namespace: str | None) -> None:
         began = self._cache.now()
         alive: set[str] = set()
-        try:
-            async for page in self._cluster.list(kind, namespace, selector="" if kind == RLJOB else LABEL_JOB):
-                for obj in page:
-                    alive.add(obj["metadata"]["uid"])
-                    if (key := self._cache.put(kind, obj)) is not None:
-                        self._enqueue(key)
-                await asyncio.sleep(0)  # a page is thousands of objects: let the rest of the loop breathe
-        except NotFound:
-            if kind == RLJOB:
-                raise
-            logger.debug("%s is not served by this cluster", kind.plural)
+        async for page in self._cluster.list(kind, namespace, selector="" if kind == RLJOB else LABEL_JOB):
+            for obj in page:
+                alive.add(obj["metadata"]["uid"])
+                if (key := self._cache.put(kind, obj)) is not None:
+                    self._enqueue(key)
+            await asyncio.sleep(0)  # a page is hundreds of objects: let the rest of the loop breathe
         lost = self._cache.sweep(
             kind, alive=alive, began=began, within=lambda key: namespace is None or key.namespace == namespace
         )
