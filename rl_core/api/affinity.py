@@ -1,11 +1,14 @@
-"""Where a role's pods may run: tolerations, affinity, spread. The fields are those of Kubernetes core/v1, bounded."""
+"""Where a role's pods may run: tolerations, affinity, spread. The fields are those of Kubernetes core/v1, bounded.
+
+Left out: matchFields, which is nodeName by another name, and the namespaces of other pods.
+"""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rl_core.api.base import Spec
-from rl_core.api.bounds import LabelMap, Name, Names
+from rl_core.api.bounds import LabelMap, Name
 
 LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
 LabelValues = Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=32)]
@@ -48,10 +51,10 @@ class LabelSelector(Spec):
 
 
 class NodeExpression(Spec):
-    """One requirement on a node's labels or fields."""
+    """One requirement on a node's labels."""
 
     key: LabelKey
-    """Label key or field."""
+    """Label key."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist", "Gt", "Lt"]
     """How values are compared."""
     values: LabelValues = []
@@ -63,8 +66,6 @@ class NodeTerm(Spec):
 
     match_expressions: Annotated[list[NodeExpression], Field(max_length=16)] = []
     """On labels."""
-    match_fields: Annotated[list[NodeExpression], Field(max_length=16)] = []
-    """On fields (metadata.name)."""
 
 
 class NodeRequirement(Spec):
@@ -96,11 +97,7 @@ class PodTerm(Spec):
     """Other pods, and the domain in which they are looked for."""
 
     label_selector: LabelSelector | None = None
-    """Which pods; null = none."""
-    namespaces: Names = []
-    """Their namespaces; empty = the job's."""
-    namespace_selector: LabelSelector | None = None
-    """Their namespaces by label; null = as `namespaces` says."""
+    """Which pods of the job's namespace; null = none."""
     topology_key: LabelKey
     """Node label that makes the domain."""
 

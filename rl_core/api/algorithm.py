@@ -69,7 +69,7 @@ class OverlongSpec(Spec):
     """True: cut completions train nothing and leave the statistics."""
     keep_in_baseline: bool = False
     """With filter: keep their reward in the group's baseline."""
-    buffer: int | None = Field(None, ge=1)
+    buffer: int | None = Field(None, ge=1, lt=2**31)
     """Tokens before maxNewTokens in which a length penalty grows; null = no penalty."""
     penalty: float = Field(1.0, ge=0)
     """Penalty at the full buffer."""
@@ -108,7 +108,7 @@ class AlgorithmSpec(Spec):
     """Prompt groups trained per step."""
     group_size: int = Field(8, ge=1, le=1024)
     """Completions per prompt."""
-    steps: int = Field(200, ge=1)
+    steps: int = Field(200, ge=1, lt=2**31)
     """Training steps of the run."""
     loss: LossSpec = LossSpec()
     """The policy loss."""
@@ -116,9 +116,9 @@ class AlgorithmSpec(Spec):
     """Versions a trained token may be old; 0 = on policy."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order, sampling and shuffling."""
-    optimizer_steps_per_batch: int = Field(1, ge=1)
+    optimizer_steps_per_batch: int = Field(1, ge=1, lt=2**31)
     """Mini-batches (optimizer steps) a step's rows are cut into."""
-    update_epochs: int = Field(1, ge=1)
+    update_epochs: int = Field(1, ge=1, lt=2**31)
     """Passes over a step's rows."""
     recompute_log_probs: bool = False
     """True: old log-probabilities come from the trainer before the update; false: from the rollout."""
@@ -136,7 +136,7 @@ class AlgorithmSpec(Spec):
     """Replacement of uninformative groups."""
     overlong: OverlongSpec = OverlongSpec()
     """Treatment of cut completions."""
-    max_generation_batches: int = Field(3, ge=1)
+    max_generation_batches: int = Field(3, ge=1, lt=2**31)
     """Rounds of promptsPerStep groups dynamic sampling may use in a step before the run fails."""
     max_policy_ratio: float | None = Field(None, gt=1)
     """Skip a step's remaining mini-batches once the mean ratio exceeds this; null = off."""
@@ -148,9 +148,9 @@ class AlgorithmSpec(Spec):
     """A dropped group is replaced by the next prompt, or the step shrinks."""
     min_batch_fraction: float = Field(0.9, gt=0, le=1)
     """Smallest share of promptsPerStep a shrunk step may have."""
-    max_dropped_groups: int = Field(0, ge=0)
+    max_dropped_groups: int = Field(0, ge=0, lt=2**31)
     """Groups the whole run may drop; the next one ends it (0: the first)."""
-    max_consecutive_drops: int = Field(0, ge=0)
+    max_consecutive_drops: int = Field(0, ge=0, lt=2**31)
     """Drops in a row without a trained group that end the run; 0 = not bounded apart from maxDroppedGroups."""
 
     @property
@@ -176,7 +176,7 @@ class AlgorithmSpec(Spec):
         }
         wanting = [field for field, used in needs.items() if used]
         if wanting and not self.recompute_log_probs:
-            yield (f"{', '.join(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
+            yield (f"[{', '.join(wanting)}] needs recomputeLogProbs: true, got false; set it or remove the field")
         if self.allow_truncated_sampling and self.importance is not None:
             yield ("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
 

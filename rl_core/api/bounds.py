@@ -1,17 +1,46 @@
 """Bounded types of the job schema: every string, list and map has a limit, so that the API server can bound the cost of CEL rules.
 
-Strings without a limit of their own have `STRING_LIMIT` (base.py). Patterns are written in the subset that Python's `re` and Go's
-RE2 read alike, because both check them.
+Strings without a limit of their own have `STRING_LIMIT` (base.py). Regular expressions are written in the subset that Python's `re` and
+Go's RE2 read alike, because both check them.
 """
 
-from typing import Annotated
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """A regular expression that the whole value must match, with the words of its refusal."""
+
+    regex: str
+    """Without anchors."""
+    rule: str
+    """What a value must be."""
+    way_out: str
+    """What to do."""
+
+    def check(self, value: str | int) -> str | int:
+        """Return the value. Raises ValueError when it does not match."""
+        if not re.fullmatch(self.regex, str(value), re.ASCII):
+            raise ValueError(f"must be {self.rule}, got {value}; {self.way_out}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema) | {
+            "pattern": f"^({self.regex})$",
+            "x-refusal": f"must be {self.rule}, got %s; {self.way_out}",
+        }
+
+
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of an object, container or volume."""
-Names = Annotated[list[Name], Field(max_length=16)]
 EnvMap = Annotated[dict[Annotated[str, Field(max_length=128)], str], Field(max_length=64)]
 """Environment variables."""
 LabelMap = Annotated[
@@ -19,9 +48,25 @@ LabelMap = Annotated[
 ]
 """Labels or a node selector."""
 AnnotationMap = Annotated[dict[Annotated[str, Field(max_length=317)], str], Field(max_length=32)]
-QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
-Quantity = Annotated[int, Field(ge=0)] | Annotated[str, Field(max_length=32, pattern=QUANTITY_PATTERN)]
-"""Amount of a resource: a whole number, or text such as 500m or 2Gi."""
+Quantity = Annotated[
+    int | Annotated[str, Field(max_length=32)],
+    Pattern(
+        regex=r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?",
+        rule="a quantity: a whole number or text such as 500m or 2Gi",
+        way_out="write it so",
+    ),
+]
+"""Amount of a resource."""
 ResourceMap = Annotated[dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16)]
 Seconds = Annotated[int, Field(ge=1, lt=2**31)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+ShortName = Annotated[
+    str,
+    Field(max_length=63),
+    Pattern(
+        regex=r"[a-z0-9]([-a-z0-9]*[a-z0-9])?",
+        rule="a DNS-1123 label (a-z, 0-9 and -, a letter or digit at both ends)",
+        way_out="rename it",
+    ),
+]
+"""Name inside a pod: of a volume, a claim, an init container."""

@@ -45,8 +45,7 @@ class FailureRule(Spec):
     @rule
     def _gang_restarts_whole(self) -> Iterator[str]:
         if self.action in ("RestartPod", "Ignore") and (not self.roles or "actor" in self.roles):
-            got = ", ".join(self.roles) or "all"
-            yield f"action {self.action} is for roles rollout and env only, as the actor restarts as a gang, got roles {got}; name roles: [rollout, env] or use RestartJob"
+            yield f"action {self.action} is for roles rollout and env only, as the actor restarts as a gang, got roles [{', '.join(self.roles)}]; name roles: [rollout, env] or use RestartJob"
 
 
 class StallSpec(Spec):

@@ -49,6 +49,12 @@ class Identity:
     """Path of the resolved job (JSON); empty where the job arrives at hello."""
     visible_devices: tuple[str, ...] = ()
     """Accelerators this process may use, as in VISIBLE_DEVICES."""
+    pod_ip: str = ""
+    """Address of the pod that others reach this process at; empty = as its socket says."""
+    rpc_port: int = 0
+    """Port of this worker's RPC server; 0 = any free one."""
+    in_cluster: bool = False
+    """Whether the process runs in a pod of a cluster, where missing members are waited for without a limit (protocol.md 4)."""
 
     @property
     def incarnation(self) -> tuple[int, int]:
@@ -111,6 +117,9 @@ class Identity:
             curve_dir=text("RLJOB_CURVE_DIR", ""),
             config=text("RLJOB_CONFIG", ""),
             visible_devices=tuple(part for part in text("VISIBLE_DEVICES", "").split(",") if part),
+            pod_ip=text("RLJOB_POD_IP", ""),
+            rpc_port=number("RLJOB_RPC_PORT", "0"),
+            in_cluster=bool(env.get("KUBERNETES_SERVICE_HOST") or env.get("RLJOB_POD_IP")),
         )
 
 

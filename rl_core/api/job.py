@@ -52,6 +52,10 @@ OPERATOR_FIELDS = (
 """Paths below spec that only the operator (in a local run: the launcher) reads. The pod fields (pods.PodSpec) take effect at a pod's
 next start. Everything else is fixed while a job is not suspended."""
 NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+NAME_REFUSAL = (
+    "name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got %s; rename the job"
+)
+"""Pod names are made of the job's and must fit in 63 characters."""
 
 
 class RLJobSpec(Spec):
@@ -81,9 +85,9 @@ class RLJobSpec(Spec):
     """Deadlines and draining."""
     failure_policy: FailurePolicySpec = FailurePolicySpec()
     """Restarts."""
-    trackers: list[TrackerSpec] = [TrackerSpec(name="tensorboard")]
+    trackers: Annotated[list[TrackerSpec], Field(max_length=8)] = [TrackerSpec(name="tensorboard")]
     """Metrics sinks besides metrics.jsonl."""
-    extensions: list[str] = []
+    extensions: Annotated[list[Name], Field(max_length=32)] = []
     """Modules imported by every worker, whose register() is called."""
     code: CodeSpec | None = None
     """Modules of the user that are not in the image, on a cluster; null = none."""
@@ -121,7 +125,7 @@ class RLJobSpec(Spec):
         truncated = sampling.top_p < 1 or sampling.top_k is not None
         if truncated and not self.algorithm.allow_truncated_sampling:
             yield (
-                f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p}, topK {sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
+                f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p}, topK {'null' if sampling.top_k is None else sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
             )
 
     @rule
@@ -157,9 +161,7 @@ class Metadata(Spec):
     @classmethod
     def _dns_label(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):
-            raise ValueError(
-                f"name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got {name!r}; rename the job"
-            )
+            raise ValueError(NAME_REFUSAL % name)
         return name
 
 

@@ -4,19 +4,18 @@ What is missing here cannot be asked for: host namespaces, privileges, hostPath,
 security boundary of the job resource.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rl_core.api.affinity import Affinity, Toleration, TopologySpread
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap
+from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap, ShortName
 from rl_core.api.volumes import Volume, VolumeMount, exactly_one
 
 Image = Annotated[str, Field(min_length=1, max_length=512)]
 GroupId = Annotated[int, Field(ge=0, lt=2**31)]
-ShortName = Annotated[str, Field(min_length=1, max_length=63)]
 Words = Annotated[list[str], Field(max_length=64)]
 GPU_RESOURCE = "nvidia.com/gpu"
 OWNED_LABELS = ("rljob.dev/", "app.kubernetes.io/")
@@ -220,7 +219,7 @@ class PodSpec(Spec):
     def _labels_are_free(self) -> Iterator[str]:
         taken = sorted(key for key in self.labels if key.startswith(OWNED_LABELS))
         if taken:
-            yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {', '.join(taken)}; rename them"
+            yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {listed(taken)}; rename them"
 
     @rule
     def _names_are_unique(self) -> Iterator[str]:
@@ -230,21 +229,26 @@ class PodSpec(Spec):
             ("resourceClaims", self.resource_claims),
         ):
             names = [item.name for item in named]
-            if twice := sorted({name for name in names if names.count(name) > 1}):
-                yield f"{field} must have unique names, got {', '.join(twice)} more than once; rename one"
+            if twice := [name for name in names if names.count(name) > 1]:
+                yield f"{field} must have unique names, got {twice[0]} more than once; rename one"
 
     @rule
     def _mounts_name_volumes(self) -> Iterator[str]:
-        known = {volume.name for volume in self.volumes}
-        mounting = [("volumeMounts", self.volume_mounts)]
-        mounting += [(f"initContainers {item.name} volumeMounts", item.volume_mounts) for item in self.init_containers]
-        for field, mounts in mounting:
-            if unknown := sorted({mount.name for mount in mounts} - known):
-                yield f"{field} must name a volume of the role ({', '.join(sorted(known)) or 'none'}), got {', '.join(unknown)}; add it to volumes or correct the name"
+        known = [volume.name for volume in self.volumes]
+        if unknown := [mount.name for mount in self.volume_mounts if mount.name not in known]:
+            yield f"volumeMounts must name a volume of the role, {listed(known)}, got {listed(unknown)}; add it to volumes or correct the name"
+        lost = [item.name for item in self.init_containers if {mount.name for mount in item.volume_mounts} - set(known)]
+        if lost:
+            yield f"volumeMounts of init containers must name a volume of the role, {listed(known)}, got others in {listed(lost)}; add it to volumes or correct the name"
+
+
+def listed(values: Iterable[str]) -> str:
+    """Return values as the API server's messages show a list."""
+    return f"[{', '.join(values)}]"
 
 
 def protected_env(env: dict[str, str]) -> Iterator[str]:
     """Yield a message when `env` sets a variable that the launcher owns."""
     taken = sorted(key for key in env if key.startswith("RLJOB_") or key in PROTECTED_ENV)
     if taken:
-        yield f"env must not set variables the launcher owns, got {', '.join(taken)}; remove them"
+        yield f"env must not set variables the launcher owns, got {listed(taken)}; remove them"

@@ -6,10 +6,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Port
+from rl_core.api.bounds import Pattern, Port
 from rl_core.api.pods import PodSpec
 
-CIDR_PATTERN = r"^[0-9a-fA-F:.]+/[0-9]{1,3}$"
+Cidr = Annotated[
+    str,
+    Field(max_length=43),
+    Pattern(
+        regex=r"[0-9a-fA-F:.]+/[0-9]{1,3}",
+        rule="an address block such as 10.0.0.0/8",
+        way_out="write address/bits",
+    ),
+]
 
 
 class RoleSpec(PodSpec):
@@ -31,7 +39,7 @@ class ScheduleSpec(Spec):
 
     style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(None, ge=0, lt=2**31)
     """Optimizer steps of linear warm-up; not together with warmupRatio."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
     """Warm-up as a share of all optimizer steps."""
@@ -82,7 +90,7 @@ class ActorSpec(RoleSpec):
     """Training processes per pod (one per accelerator on GPU)."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The optimizer."""
-    micro_batch_tokens: int = Field(16384, ge=1)
+    micro_batch_tokens: int = Field(16384, ge=1, lt=2**31)
     """Packed tokens per forward and backward pass; the longest row must fit."""
     grad_clip: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; null = not clipped."""
@@ -94,7 +102,7 @@ class ActorSpec(RoleSpec):
     """Recompute activations in backward, per decoder layer."""
     dropout: bool = False
     """True: dropout of the model is active in training."""
-    max_consecutive_skips: int = Field(10, ge=0)
+    max_consecutive_skips: int = Field(10, ge=0, lt=2**31)
     """Optimizer steps in a row that may be skipped for a non-finite gradient."""
 
     @property
@@ -110,13 +118,13 @@ class SamplingSpec(Spec):
     """Softmax temperature; the trainer uses the same."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus; below 1 needs algorithm.allowTruncatedSampling."""
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=1, lt=2**31)
     """Top-k; null = off; set needs algorithm.allowTruncatedSampling."""
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(64, ge=1, lt=2**31)
     """Longest generation of one turn, tokens."""
-    stop: list[str] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)] = []
     """Strings that end a generation; they stay in the text."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=256)] = []
     """Token ids that end a generation besides the tokenizer's eos."""
 
 
@@ -133,9 +141,9 @@ class RolloutSpec(RoleSpec):
     """Upper bound of scaling; null = replicas."""
     sampling: SamplingSpec = SamplingSpec()
     """Training sampling."""
-    max_sequence_length: int | None = Field(None, ge=2)
+    max_sequence_length: int | None = Field(None, ge=2, lt=2**31)
     """Longest prompt + completion, tokens; null = the model's limit."""
-    max_batch: int = Field(128, ge=1)
+    max_batch: int = Field(128, ge=1, lt=2**31)
     """Sequences generated at once by one engine (rows of the KV cache)."""
     batching: Literal["continuous", "perGroup"] = "continuous"
     """perGroup: one prompt group = one engine batch, which makes results independent of load."""
@@ -157,7 +165,7 @@ class RolloutSpec(RoleSpec):
 class EgressRule(Spec):
     """A destination outside the job that env pods may reach."""
 
-    cidr: Annotated[str, Field(min_length=1, max_length=43, pattern=CIDR_PATTERN)]
+    cidr: Cidr
     """Addresses, e.g. 10.0.0.0/8."""
     ports: Annotated[list[Port], Field(max_length=16)] = []
     """TCP ports; empty = all."""
@@ -170,7 +178,7 @@ class EnvSpec(RoleSpec):
     """Registered environment (math, reasoning_gym, reward) or `module:Class`."""
     replicas: int = Field(1, ge=1, le=1024)
     """Pods wanted."""
-    max_turns: int = Field(1, ge=1)
+    max_turns: int = Field(1, ge=1, lt=2**31)
     """Turns of an episode."""
     processes: int = Field(1, ge=1, le=256)
     """Processes per pod that run the environment's code; each is replaced when it hangs or dies."""
@@ -185,5 +193,5 @@ class EnvSpec(RoleSpec):
     def _reward(self) -> Iterator[str]:
         if (self.type == "reward") != (self.reward is not None):
             yield (
-                f"reward must be given exactly when type is `reward`, got type {self.type!r} and reward {self.reward!r}; set both or neither"
+                f"reward must be given exactly when type is `reward`, got type {self.type} and reward {self.reward or 'null'}; set both or neither"
             )

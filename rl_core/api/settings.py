@@ -1,7 +1,7 @@
 """The smaller blocks of `spec`: model, data, weights, checkpoint, validation, runtime, failures, trackers."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -31,9 +31,9 @@ class DataSpec(Spec):
     """Column with the prompt: text or a list of {role, content}."""
     answer_key: str = "answer"
     """Column with the ground truth."""
-    chat_template: str | None = None
+    chat_template: Annotated[str, Field(max_length=65536)] | None = None
     """Jinja chat template for message lists; null = the tokenizer's."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str, Field(max_length=65536)] | None = None
     """System message put before message lists; null = none."""
     shuffle: bool = True
     """Shuffle each data epoch with algorithm.seed."""
@@ -44,15 +44,15 @@ class DataSpec(Spec):
 class ValidationSpec(Spec):
     """Measurement on data.validation."""
 
-    every_steps: int = Field(10, ge=1)
+    every_steps: int = Field(10, ge=1, lt=2**31)
     """Steps between measurements; the last step is always measured."""
     before_training: bool = True
     """Also measure the starting weights, as step 0."""
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(1, ge=1, lt=2**31)
     """Completions per prompt (pass@k with k of this)."""
     temperature: float = Field(0.0, ge=0)
     """0 = greedy."""
-    max_prompts: int | None = Field(None, ge=1)
+    max_prompts: int | None = Field(None, ge=1, lt=2**31)
     """First so many prompts only; null = all."""
 
     @rule
@@ -77,7 +77,7 @@ class WeightsSpec(Spec):
     """Full weights in buckets."""
     transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
     """auto: nccl between GPUs, else zmq (shared memory on one host, stream otherwise)."""
-    bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096)
+    bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096, lt=2**40)
     """Size of a bucket, bytes."""
     encrypt: bool = False
     """Encrypt the stream (CURVE) instead of authenticating it only."""
@@ -90,11 +90,11 @@ class WeightsSpec(Spec):
 class CheckpointSpec(Spec):
     """What is saved for a restart."""
 
-    every_steps: int | None = Field(50, ge=1)
+    every_steps: int | None = Field(50, ge=1, lt=2**31)
     """Steps between checkpoints; null = only at the end and on a stop."""
-    keep: int = Field(3, ge=1)
+    keep: int = Field(3, ge=1, lt=2**31)
     """Newest checkpoints kept."""
-    keep_best: int = Field(0, ge=0)
+    keep_best: int = Field(0, ge=0, lt=2**31)
     """Checkpoints with the best reward kept besides."""
     path: str | None = None
     """Folder; null = `checkpoints` in the output folder."""

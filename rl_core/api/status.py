@@ -42,7 +42,7 @@ class Condition(StatusPart):
     """Which fact."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
-    reason: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    reason: Annotated[str, Field(min_length=1, max_length=128)]
     """Why, as one word; docs/operations.md has a section per reason."""
     message: Annotated[str, Field(max_length=32768)] = ""
     """Why, for people; the cluster's own words where it refused something."""

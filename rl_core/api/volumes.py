@@ -6,10 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import AnnotationMap, LabelMap, Name, Quantity, ResourceMap
+from rl_core.api.bounds import AnnotationMap, LabelMap, Name, Pattern, Quantity, ResourceMap, ShortName
 
 FileMode = Annotated[int, Field(ge=0, le=0o777)]
-FilePath = Annotated[str, Field(min_length=1, max_length=1024)]
+FilePath = Annotated[str, Field(min_length=1, max_length=253)]
+MountPath = Annotated[
+    str,
+    Field(max_length=1024),
+    Pattern(regex=r"/[^:]+", rule="an absolute path without :", way_out="begin it with / and name a folder"),
+]
 
 
 class KeyToPath(Spec):
@@ -23,7 +28,7 @@ class KeyToPath(Spec):
     """File mode; null = defaultMode."""
 
 
-Items = Annotated[list[KeyToPath], Field(max_length=64)]
+Items = Annotated[list[KeyToPath], Field(max_length=32)]
 
 
 class ConfigMapVolume(Spec):
@@ -117,7 +122,7 @@ class ProjectedSource(Spec):
 class ProjectedVolume(Spec):
     """Several sources in one folder."""
 
-    sources: Annotated[list[ProjectedSource], Field(min_length=1, max_length=16)]
+    sources: Annotated[list[ProjectedSource], Field(min_length=1, max_length=8)]
     """What is shown."""
     default_mode: FileMode | None = None
     """File mode; null = 0644."""
@@ -179,7 +184,7 @@ VOLUME_KINDS = ("persistent_volume_claim", "ephemeral", "config_map", "secret", 
 class Volume(Spec):
     """A volume: its name and exactly one kind."""
 
-    name: Annotated[str, Field(min_length=1, max_length=63)]
+    name: ShortName
     """Name, unique in the role."""
     persistent_volume_claim: ClaimVolume | None = None
     """A PersistentVolumeClaim."""
@@ -204,9 +209,9 @@ class Volume(Spec):
 class VolumeMount(Spec):
     """Where a container sees a volume."""
 
-    name: Annotated[str, Field(min_length=1, max_length=63)]
+    name: ShortName
     """A volume of the role."""
-    mount_path: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^/[^:]*$")]
+    mount_path: MountPath
     """Absolute path in the container."""
     sub_path: FilePath | None = None
     """Folder or file inside the volume; null = its root."""

@@ -1,0 +1,147 @@
+"""The whole CustomResourceDefinition: schema, printer columns, subresources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from rl_core.api.base import Spec
+from rl_core.api.job import API_VERSION, NAME_PATTERN, NAME_REFUSAL, RLJobSpec
+from rl_core.api.status import RLJobStatus
+from rljob_operator.crd.freeze import transition_rules
+from rljob_operator.crd.rules import Schema, cel_rule, rule_entry, rules_of
+from rljob_operator.crd.structural import structural
+from rljob_operator.crd.twins import TWINS
+
+GROUP, VERSION = API_VERSION.split("/")
+HEADER = (
+    "# Generated from rl_core.api by `python -m rljob_operator.crd`; edit the schema's docstrings and rules instead.\n"
+)
+COLUMNS = (
+    # name, type, path, priority: 1 = only with -o wide
+    ("Phase", "string", ".status.phase", 0),
+    ("Step", "string", ".status.columns.step", 0),
+    ("Reward", "number", ".status.reward", 0),
+    ("Version", "integer", ".status.policyVersion", 0),
+    ("Lag", "integer", ".status.lag", 0),
+    ("Rollouts", "string", ".status.columns.rollouts", 0),
+    ("Restarts", "integer", ".status.restarts", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Epoch", "integer", ".status.epoch", 1),
+    ("Actor", "string", ".status.columns.actors", 1),
+    ("Env", "string", ".status.columns.envs", 1),
+    ("Checkpoint", "integer", ".status.checkpoint.lastStep", 1),
+    ("Reason", "string", ".status.columns.reason", 1),
+)
+
+
+def render() -> str:
+    """Return the definition as YAML."""
+    return HEADER + yaml.dump(
+        document(), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=1000, allow_unicode=False
+    )
+
+
+def document() -> Schema:
+    """Return the definition."""
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": _object_schema()},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.rollout.replicas",
+                "statusReplicasPath": ".status.rollout.readyReplicas",
+                "labelSelectorPath": ".status.rollout.selector",
+            },
+        },
+        "selectableFields": [{"jsonPath": ".status.phase"}],
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path} | ({"priority": priority} if priority else {})
+            for name, kind, path, priority in COLUMNS
+        ],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"rljobs.{GROUP}", "labels": {"app.kubernetes.io/name": "rljob"}},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": "RLJob",
+                "listKind": "RLJobList",
+                "plural": "rljobs",
+                "singular": "rljob",
+                "shortNames": ["rlj"],
+                "categories": ["rl"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def _object_schema() -> Schema:
+    spec = structural(RLJobSpec, validations=_validations)
+    spec["x-kubernetes-validations"] += transition_rules()
+    spec["properties"]["rollout"]["default"] = {}
+    spec["properties"]["rollout"]["properties"]["replicas"]["default"] = 1  # an autoscaler needs the path to exist
+    name = rule_entry(
+        holds=f"self.metadata.name.matches('^{NAME_PATTERN.pattern}$')",
+        refusal=NAME_REFUSAL,
+        values=("self.metadata.name",),
+    )
+    return {
+        "description": "A reinforcement-learning post-training run: actor, rollout and env pods that train a language model.",
+        "type": "object",
+        "required": ["spec"],
+        "x-kubernetes-validations": [name],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": structural(RLJobStatus, validations=_validations),
+        },
+    }
+
+
+def _validations(title: str) -> list[Schema]:
+    model = _MODELS[title]
+    missing = [rule for rule in rules_of(model) if rule not in TWINS]
+    if missing:
+        raise ValueError(f"every @rule must have a CEL twin in crd.twins, got none for {', '.join(missing)}; add it")
+    return [cel_rule(twin, model) for rule in rules_of(model) for twin in TWINS[rule]]
+
+
+def _subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for child in model.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+_MODELS = {model.__name__: model for model in _subclasses(Spec)}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes no anchors, and what lies inside a field of a role on one line: indentation would double the size."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Return that no anchor is wanted."""
+        return True
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        """Return the node of a mapping, on one line when it is a schema without blocks of fields below it."""
+        node = super().represent_mapping(tag, mapping, flow_style)
+        node.flow_style = "type" in mapping and not _has_blocks(mapping)
+        return node
+
+
+def _has_blocks(schema: Schema) -> bool:
+    """Return whether a schema has properties that have properties."""
+    return any("properties" in inner for inner in schema.get("properties", {}).values())

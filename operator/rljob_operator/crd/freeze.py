@@ -1,0 +1,108 @@
+"""Transition rules: what of a job must stay as it is while the job is not suspended (kubernetes.md 1.1, protocol.md 9).
+
+Fixed is every field that a running job would not honour: all of spec but those the runner takes while it runs, those the operator
+alone reads, and the pod fields, which take effect at a pod's next start. The rules look at the suspension of the old object, so that
+an edit takes two writes: suspend, then edit. `env.options` is free-form, which CEL cannot compare: there the runner refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from pydantic import BaseModel
+
+from rl_core.api.job import MANAGER, MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.pods import PodSpec
+from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry, there
+
+POD_FIELDS = frozenset(field.alias for field in PodSpec.model_fields.values())
+ROLES = ("actor", "rollout", "env")
+FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options")
+TOLD = (
+    "model.path",
+    "model.dtype",
+    "data.train",
+    "algorithm.name",
+    "algorithm.promptsPerStep",
+    "algorithm.groupSize",
+    "algorithm.seed",
+    "actor.backend",
+    "actor.replicas",
+    "actor.processesPerPod",
+    "actor.gpus",
+    "rollout.engine",
+    "rollout.gpus",
+    "env.type",
+    "placement.mode",
+)
+"""Fields with a rule of their own, which tells both values; the others are compared block by block, to keep the definition small."""
+SUSPENDED = "oldSelf.?suspend.orValue(false)"
+WAY_OUT = "while the job is not suspended, got {}; set suspend: true, then edit it"
+
+
+def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Iterator[str]:
+    """Yield the path below spec of everything that is fixed.
+
+    The blocks of spec are entered, and so is one with a field that may change; other inner blocks are compared as a whole.
+    """
+    for field in model.model_fields.values():
+        path = f"{prefix}{field.alias}"
+        if path in FREE or (prefix.rstrip(".") in ROLES and field.alias in POD_FIELDS):
+            continue
+        inner: Any = field.annotation
+        is_block = isinstance(inner, type) and issubclass(inner, BaseModel)
+        if is_block and any(name.startswith(f"{path}.") for name in (*FREE, *TOLD)):
+            yield from frozen_fields(inner, f"{path}.")
+        else:
+            yield path
+
+
+def transition_rules() -> list[Schema]:
+    """Return the rules, to be put on `spec`."""
+    new, old = (f"(has({root}.managedBy) ? {root}.managedBy : '{MANAGER}')" for root in ("self", "oldSelf"))
+    fixed = rule_entry(
+        holds=f"{new} == {old}",
+        refusal="managedBy must stay %s, got %s; delete the job and create it anew",
+        values=(old, new),
+        field="managedBy",
+    )
+    others = [path for path in frozen_fields() if path not in TOLD]
+    blocks = groupby(others, key=lambda path: path.partition(".")[0])
+    return [fixed, *(_told(path) for path in TOLD), *(_block(block, list(paths)) for block, paths in blocks)]
+
+
+def _told(path: str) -> Schema:
+    """Return the rule for one field."""
+    if field_at(path, RLJobSpec).is_required():
+        new, old = f"self.{path}", f"oldSelf.{path}"
+    else:
+        new, old = (field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
+    return rule_entry(
+        holds=f"{SUSPENDED} || {new} == {old}",
+        refusal=f"{path} must stay %s {WAY_OUT.format('%s')}",
+        values=(old, new),
+        field=path.partition(".")[0],
+    )
+
+
+def _block(block: str, paths: list[str]) -> Schema:
+    """Return the rule for the other fixed fields of a block; its message names those that may change."""
+    free = [path.removeprefix(f"{block}.") for path in FREE if path.startswith(f"{block}.")]
+    free += ["the pod fields"] if block in ROLES else []
+    but = f" but for {', '.join(free)}" if free else ""
+    return rule_entry(
+        holds=f"{SUSPENDED} || ({' && '.join(_unchanged(path) for path in paths)})",
+        refusal=f"{block} must stay as it is{but} {WAY_OUT.format('a change')}",
+        field=block,
+    )
+
+
+def _unchanged(path: str) -> str:
+    """Return the expression that a field has the value it had, absent or default alike where it has a printable default."""
+    field = field_at(path, RLJobSpec)
+    if isinstance(field.get_default(call_default_factory=True), bool | int | float):
+        return " == ".join(field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
+    now, before = there(path, "self"), there(path, "oldSelf")
+    return f"({now}) == ({before}) && (!({now}) || self.{path} == oldSelf.{path})"
