@@ -89,15 +89,16 @@ class Actor(Worker, ABC):
     # Groups in ------------------------------------------------------------------------------------------------------
 
     async def recv_batch(
-        self, input_channel: Any, groups: int | None = None, step: int | None = None
+        self, input_channel: Any, groups: int | None = None, step: int | None = None, seconds: float | None = None
     ) -> dict[str, float]:
         """Take admitted groups from the channel until this rank holds `groups` (None: promptsPerStep / ranks); return `rollout/*`.
 
         The runner admits each group before it counts; `{"end_of_step": step}` ends the wait early. Not collective.
-        Raises DeadlineExceeded naming how many are missing.
+        `seconds` bounds it (None: deadlines.rollout). Raises DeadlineExceeded naming how many are missing.
         """
         wanted = self.cfg.algorithm.prompts_per_step // self.ranks.size if groups is None else groups
-        records = await intake.receive(self, input_channel, wanted, step)
+        limit = self.cfg.runtime.deadlines.rollout if seconds is None else seconds
+        records = await intake.receive(self, input_channel, wanted, step, limit=limit)
         await asyncio.to_thread(self.load_batch, records)
         return intake.rollout_metrics(records)
 

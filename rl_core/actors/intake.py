@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from rl_core.actors.base import Actor
 
 
-async def receive(actor: "Actor", channel: Any, wanted: int, step: int | None) -> list[PromptGroupRecord]:
+async def receive(
+    actor: "Actor", channel: Any, wanted: int, step: int | None, *, limit: float
+) -> list[PromptGroupRecord]:
     """Return `wanted` admitted records, or fewer when the runner ends the step early.
 
     Refused records (of an older lease, stale, filtered, surplus) are dropped. While the runner decides on one record the
-    next is fetched, unless it might be one too many. Raises DeadlineExceeded after deadlines.rollout.
+    next is fetched, unless it might be one too many. Raises DeadlineExceeded after `limit` seconds.
     """
-    limit = actor.cfg.runtime.deadlines.rollout
     deadline = time.monotonic() + limit
     admitted: list[PromptGroupRecord] = []
     asked: deque[tuple[PromptGroupRecord, asyncio.Task[list[bool]]]] = deque()

@@ -15,7 +15,7 @@ from rich.table import Table
 from rl_core.api.errors import ConfigError
 
 REFRESH_S = 1.0
-FINAL = frozenset({"Finished", "Failed"})
+FINAL = frozenset({"Finished", "Failed", "Suspended"})
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FINAL_PHASES = ("Finished", "Failed")
+FINAL_PHASES = ("Finished", "Failed", "Suspended")
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop."""
 PRIVATE = ".rljob"
@@ -92,7 +92,7 @@ class Workspace:
         """Return the status that tells the end with exit code `code`, also where the runner could not."""
         status = self.read_status() or {"schema": 1, "epoch": epoch, "step": 0}
         if code == 0:
-            status["phase"] = "Finished"
+            status["phase"] = "Suspended" if status.get("phase") == "Suspended" else "Finished"
         elif code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
             status["phase"] = "Failed"
         if code != 0 and not status.get("failure"):

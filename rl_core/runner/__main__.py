@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, exit_code
 from rl_core.api.identity import Identity
@@ -18,16 +17,18 @@ from rl_core.data.dataset import PromptDataset, load_prompts
 from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.observability.logging import configure_logging
 from rl_core.observability.trackers import Trackers
-from rl_core.runner.base import Runner
+from rl_core.runner.base import Runner, RunSummary
+from rl_core.runner.changes import for_elastic_roles
 from rl_core.runner.control import ControlServer
 from rl_core.runner.history import write_json
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.limits import sequence_limit
 from rl_core.runner.reasoning import ReasoningRunner
 from rl_core.runner.status import Phase
+from rl_core.runner.steering import StopKind
 from rl_core.transports.curve import KeyRing
 from rl_core.workers.group import Cluster, WorkerGroup
-from rl_core.workers.hub import Hub, Member
+from rl_core.workers.hub import Hub, Member, MemberState
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +74,16 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
     trackers = Trackers.build(spec.trackers, name=job.metadata.name, output=output)
     keys = KeyRing(Path(identity.curve_dir), "runner") if identity.curve_dir else None
     configure(identity.channel, keys, identity)
+    stable = for_elastic_roles(spec)
     hub = Hub(job=job, identity=identity, keys=keys, files=files)
     cluster = Cluster(hub)
     placement = {"max_seq_len": limit}
     groups = {
         "actor": WorkerGroup.of(ACTOR_CLASSES[spec.actor.backend], spec).launch(cluster, name="actor"),
-        "rollout": WorkerGroup.of(ROLLOUT_CLASSES[spec.rollout.engine], spec, placement).launch(
+        "rollout": WorkerGroup.of(ROLLOUT_CLASSES[spec.rollout.engine], stable, placement).launch(
             cluster, name="rollout"
         ),
-        "env": WorkerGroup.of(ENV_CLASS, spec.env).launch(cluster, name="env"),
+        "env": WorkerGroup.of(ENV_CLASS, stable.env).launch(cluster, name="env"),
     }
     runner = ReasoningRunner(
         job,
@@ -92,20 +94,21 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
         output=output,
         epoch=identity.epoch,
         resume=resume,
+        in_cluster=identity.in_cluster,
         train=train,
         validation=validation,
     )
     hub.on_joined = runner.membership.welcome
     hub.on_lost = lambda member, reason: _lost(runner, member, reason)
-    hub.add_handlers({"admit": runner.intake.admit, "give_back": runner.intake.give_back})
+    hub.add_handlers({"admit": runner.intake.admit, "give_back": runner.give_back})
     hub.start()
     return runner
 
 
 def _lost(runner: Runner, member: Member, reason: str) -> None:
-    """Hand a lost rollout's leases back at once and let a weight sync go on without it; its replacement will be welcomed."""
-    runner.board.count_failure(member.role, "lost")
-    logger.warning("%s is lost: %s", member.name, reason)
+    """Hand the leases of a rollout that is gone back at once and let a weight sync go on without it; its replacement will be welcomed."""
+    if member.state is not MemberState.DRAINED:
+        runner.board.count_failure(member.role, "lost")
     if member.role == "rollout":
         runner.actor.execute_on(0).receiver_lost(member.name, reason)
         current().rpc.call_future(
@@ -129,19 +132,8 @@ def housekeeping(runner: Runner, ended: threading.Event) -> None:
 
 def serve(runner: Runner, port: int, token: str | None) -> ControlServer:
     """Open the control port."""
-
-    def finish(_: Any) -> dict[str, bool]:
-        runner.stop("asked by POST /finish")
-        return {"accepted": True}
-
-    def checkpoint(_: Any) -> dict[str, bool]:
-        runner.ask_checkpoint()
-        return {"accepted": True}
-
     host = "127.0.0.1" if token is None else "0.0.0.0"
-    return ControlServer(
-        host, port, token=token, status=runner.status, actions={"POST /finish": finish, "POST /checkpoint": checkpoint}
-    )
+    return ControlServer(host, port, token=token, status=runner.status, actions=runner.controls().actions())
 
 
 def read_token(curve_dir: str) -> str | None:
@@ -162,13 +154,13 @@ def main() -> int:
     try:
         job = RLJob.model_validate_json(Path(identity.config).read_text())
         runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
-        signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM"))
+        signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM", StopKind.INTERRUPT))
         serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
         threading.Thread(target=housekeeping, args=(runner, ended), name="housekeeping", daemon=True).start()
         summary = runner.run()
         logger.info("%s", summary)
-        runner.board.end(Phase.FINISHED)
-        code, outcome = 0, "Finished"
+        code = end(runner, summary)
+        outcome = "Finished" if code == 0 else "Failed"
     except (RLJobError, ExceptionGroup, OSError) as error:
         logger.exception("the run failed")
         code, outcome = failure_code(error), "Failed"
@@ -185,6 +177,18 @@ def main() -> int:
         write_json(output / "status.json", runner.status())
         runner.close()
     return code
+
+
+def end(runner: Runner, summary: RunSummary) -> int:
+    """Tell the end of a run without an error; return the exit code, 3 when its pod must go though steps are left."""
+    if summary.status == "Interrupted":
+        message = f"{runner.stop_reason}: the pod was asked to end; saved at step {summary.step}"
+        runner.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
+        return 3
+    if summary.status == "Suspended":
+        runner.board.set(suspended=True)
+    runner.board.end(Phase.SUSPENDED if summary.status == "Suspended" else Phase.FINISHED)
+    return 0
 
 
 def failure_code(error: BaseException) -> int:

@@ -12,22 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError, WorkerLost
-from rl_core.api.job import RLJob
+from rl_core.api.errors import InfrastructureError, RLJobError, WorkerLost
+from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.channel import Channel
 from rl_core.data.dataset import PromptDataset
 from rl_core.observability.trackers import Trackers
+from rl_core.runner.changes import differences
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.history import LedgerFile
 from rl_core.runner.intake import Intake, put_all
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.membership import Membership
 from rl_core.runner.status import Phase, StatusBoard
+from rl_core.runner.steering import Controls, Steering, StopKind, drain
 from rl_core.runner.sync import WeightSync
 from rl_core.runner.validation import Validation
+from rl_core.runner.waiting import Attendance
 from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 
 logger = logging.getLogger(__name__)
+LEAVABLE = frozenset({Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED, Phase.STARTING})
+"""Phases in which nothing is lost when the run leaves them; the others are finished first."""
 
 
 class Stopped(Exception):
@@ -39,7 +44,7 @@ class RunSummary:
     """How a run ended."""
 
     status: str
-    """Finished, or Stopped when it was asked to end early."""
+    """Finished, or when it was asked to end early Stopped, Suspended or Interrupted."""
     step: int
     version: int
     seconds: float
@@ -81,10 +86,14 @@ class Runner:
         output: Path,
         epoch: int = 0,
         resume: str = "none",
+        in_cluster: bool = False,
         train: PromptDataset,
         validation: PromptDataset | None = None,
     ) -> None:
-        """Wire the parts; `groups` holds actor, rollout and env; `resume` is auto, none or a path."""
+        """Wire the parts; `groups` holds actor, rollout and env; `resume` is auto, none or a path.
+
+        `in_cluster`: members that are missing are waited for without a bound, and `output` is on the job's volume.
+        """
         self.job, self.spec = job, job.spec
         self.cluster, self.groups, self.trackers = cluster, groups, trackers
         self.actor = groups["actor"]
@@ -108,10 +117,20 @@ class Runner:
         self.intake.on_failure = self._fail
         self.membership = Membership(cluster, groups, deadline=self.spec.runtime.deadlines.wait_ready)
         self.membership.on_failure = self._fail
-        self.board = StatusBoard(self.spec, cluster, epoch=epoch)
+        self.steering = Steering(self.spec)
+        self.board = StatusBoard(self.spec, cluster, epoch=epoch, job=job.metadata.name)
         self.board.ledger_metrics = self.intake.metrics
         self.board.channels = lambda: self._channels
-        self.checkpoints = Checkpoints(self.spec, output=output, epoch=epoch)
+        self.checkpoints = Checkpoints(self.spec, output=output, epoch=epoch, in_cluster=in_cluster)
+        self.attendance = Attendance(
+            lambda: self.spec,
+            cluster,
+            self.board,
+            self.membership,
+            patient=in_cluster,
+            check=self.check,
+            at_boundary=self.take_changes,
+        )
         probe = [int(token) for message in train[0]["message_log"] for token in message["token_ids"]]
         self.sync = WeightSync(
             self.spec, cluster=cluster, actor=self.actor, membership=self.membership, probe_prompt=probe
@@ -124,8 +143,6 @@ class Runner:
         self._guard = threading.Lock()
         self._pending: WorkerGroupFuncResult | None = None
         self._failure: RLJobError | None = None
-        self._stop_reason: str | None = None
-        self._checkpoint_asked = threading.Event()
 
     def run(self) -> RunSummary:
         """Run the program to its end."""
@@ -139,18 +156,19 @@ class Runner:
     def init_workers(self) -> None:
         """Bring every role up, resume if asked, publish the starting weights (runtime.md 8: engines, env, actor, resume, publish)."""
         deadline = self.spec.runtime.deadlines.wait_ready
-        self.cluster.wait_ready(["actor"], deadline)
+        self.attendance.await_actors(deadline)
         self.await_result(self.actor.init_worker(), deadline)
         checkpoint = self.checkpoints.find(self.resume)
         if checkpoint is not None:
             self._restore(self.checkpoints.restore(checkpoint, self.actor))
+            self.board.set(checkpoint=self.checkpoints.describe(str(checkpoint.path)))
         self.await_result(self.actor.set_global_step(self.version))
         self.ready = True
         self.ledger_file = LedgerFile(self.output / "ledger.jsonl")
         address = next(answer for answer in self.await_result(self.actor.publisher_address()) if answer)
         self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)
         self.membership.open(address, (self.prompts, self.trajectories, self.results))
-        self.cluster.wait_ready(["env"], deadline)
+        self.attendance.await_envs(deadline)
         self.await_rollouts()
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -161,26 +179,13 @@ class Runner:
         logger.info("resumed at step %s, version %s", self.step, self.version)
 
     def await_rollouts(self) -> None:
-        """Wait, as Degraded once training began, until minReplicas rollouts serve the current version."""
-        needed = self.spec.rollout.min_replicas if self.step or self.accuracy else self.spec.rollout.replicas
+        """Wait, as Degraded once training began, until enough rollouts serve the current version."""
         deadlines = self.spec.runtime.deadlines
-        limit = deadlines.degraded if self.step else deadlines.wait_ready
-        if self._serving() >= max(needed, 1):
-            return
-        began = time.monotonic()
-        with self.board.during(Phase.DEGRADED if self.step else Phase.STARTING):
-            while self._serving() < max(needed, 1):
-                self.check()
-                waited = time.monotonic() - began
-                if waited > limit:
-                    raise DeadlineExceeded(
-                        f"{max(needed, 1)} rollouts must serve version {self.version} within {limit:.0f} s, got {self._serving()}: "
-                        + ", ".join(
-                            f"{m.name} {m.state} (version {m.policy_version})" for m in self.cluster.members("rollout")
-                        )
-                    )
-                with self.membership.changed:
-                    self.membership.changed.wait(timeout=0.25)
+        self.attendance.await_rollouts(
+            self._serving,
+            begun=bool(self.step or self.accuracy),
+            limit=deadlines.degraded if self.step else deadlines.wait_ready,
+        )
 
     def _serving(self) -> int:
         """Count rollouts at the present version: those that say so, and those whose acknowledgement is ahead of their heartbeat."""
@@ -208,13 +213,8 @@ class Runner:
         """Raise what ended the run from outside the loop: a failure, or Stopped while generating."""
         if self._failure is not None:
             raise self._failure
-        if self._stop_reason is not None and self.board.phase in (
-            Phase.GENERATING,
-            Phase.VALIDATING,
-            Phase.DEGRADED,
-            Phase.STARTING,
-        ):
-            raise Stopped(self._stop_reason)
+        if self.stopping and self.board.phase in LEAVABLE:
+            raise Stopped(self.stop_reason)
 
     def _fail(self, error: RLJobError) -> None:
         self._failure = error
@@ -249,20 +249,50 @@ class Runner:
 
     # --- control ---------------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, kind: StopKind = StopKind.FINISH) -> None:
         """Ask the run to end: the step being generated is left (its prompts stay pending), a step being trained is finished."""
-        self._stop_reason = reason
+        self.steering.ask_stop(kind, reason)
         if self.board.phase in (Phase.GENERATING, Phase.VALIDATING):
             self._interrupt()
 
     @property
     def stopping(self) -> bool:
         """Return whether the run was asked to end."""
-        return self._stop_reason is not None
+        return self.steering.stop is not None
 
-    def ask_checkpoint(self) -> None:
-        """Save a checkpoint at the next step boundary."""
-        self._checkpoint_asked.set()
+    @property
+    def stop_reason(self) -> str:
+        """Return why the run was asked to end; empty when it was not."""
+        return self.steering.stop[1] if self.steering.stop is not None else ""
+
+    def controls(self) -> Controls:
+        """Return the control calls of this run."""
+        return Controls(
+            self.steering,
+            stop=lambda kind, reason: self.stop(reason, kind),
+            drain=lambda pods: drain(pods, cluster=self.cluster, roster=self.board.roster),
+            applied_generation=lambda: int(self.board.fact("appliedGeneration")),
+        )
+
+    def take_changes(self) -> None:
+        """Apply what `PUT /control` brought; called between steps, and in waits in which nothing is computed."""
+        change = self.steering.changes.take() if self.ready else None
+        if change is None:
+            return
+        before, self.spec = self.spec, change.spec
+        rate, steps = self.spec.actor.optimizer.learning_rate, self.spec.algorithm.steps
+        if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
+            self.await_result(self.actor.set_schedule(rate, steps), self.spec.runtime.deadlines.rpc)
+        self.checkpoints.adopt(self.spec)
+        self.sync.adopt(self.spec)
+        self.board.adopt(self.spec, change.generation)
+        told = [path for path, _, _ in differences(_plain(before), _plain(self.spec))]
+        logger.info("generation %s of the job is applied: %s", change.generation, ", ".join(told) or "no change here")
+
+    def give_back(self, group_id: str, lease_token: str, reason: str, message: str) -> None:
+        """Take back a group a rollout gave up; what a cluster's shortage caused is not the group's fault."""
+        blamed = reason in ("infrastructure", "deadline") and self.attendance.short()
+        self.intake.give_back(group_id, lease_token, "worker_lost" if blamed else reason, message)
 
     def status(self) -> dict[str, Any]:
         """Return `/status`."""
@@ -276,7 +306,9 @@ class Runner:
             return {}
         with self.board.during(Phase.VALIDATING), self.timers.measure("validation"):
             metrics = self.validation.measure(
-                self.version, cancelled=lambda: self.stopping or self._failure is not None
+                self.version,
+                cancelled=lambda: self.stopping or self._failure is not None,
+                short=self.attendance.short,
             )
             self.check()
         if "val/accuracy" in metrics:
@@ -286,9 +318,8 @@ class Runner:
     def checkpoint_due(self) -> bool:
         """Return whether the step just finished is to be saved."""
         every = self.spec.checkpoint.every_steps
-        asked = self._checkpoint_asked.is_set()
-        self._checkpoint_asked.clear()
-        return asked or (every is not None and self.step % every == 0) or self.step == self.spec.algorithm.steps
+        asked = self.steering.take_checkpoint()
+        return asked or (every is not None and self.step % every == 0) or self.step >= self.spec.algorithm.steps
 
     def save_checkpoint(self) -> None:
         """Publish a checkpoint of the last finished step, unless it exists. Raises InfrastructureError when the storage refuses."""
@@ -303,7 +334,7 @@ class Runner:
         }
         with self.board.during(Phase.CHECKPOINTING), self.timers.measure("checkpoint"):
             path = self.checkpoints.save(self.step, self.actor, state, version=self.version, reward=self.reward)
-        self.board.set(checkpoint={"lastStep": self.step, "step": self.step, "path": path, "time": time.time()})
+        self.board.set(checkpoint=self.checkpoints.describe(path))
 
     def try_checkpoint(self) -> None:
         """Publish a checkpoint, or tell and count that the storage refused: the next one may succeed, and training loses nothing."""
@@ -317,8 +348,14 @@ class Runner:
             self.board.set(checkpoint={**self.board.fact("checkpoint"), "error": str(error)})
 
     def finish(self) -> None:
-        """Save what the run came to: a checkpoint of the last step and the model; nothing before the actors hold weights."""
+        """Save what the run came to: a checkpoint of the last step, and the model unless the run is to be resumed.
+
+        Nothing before the actors hold weights.
+        """
         if not self.ready:
+            return
+        if self.resumable:
+            self.save_checkpoint()
             return
         self.sync.confirm()
         try:
@@ -326,9 +363,25 @@ class Runner:
         finally:
             self.await_result(self.actor.export_hf(str(self.output / "model")))
 
+    def ended_early(self) -> str:
+        """Return how a run that was asked to end is told: Stopped, Suspended or Interrupted."""
+        kind = self.steering.stop[0] if self.steering.stop is not None and self.resumable else StopKind.FINISH
+        return {StopKind.SUSPEND: "Suspended", StopKind.INTERRUPT: "Interrupted"}.get(kind, "Stopped")
+
+    @property
+    def resumable(self) -> bool:
+        """Return whether the run ends early to be resumed: suspended, or its pod must go."""
+        stop = self.steering.stop
+        early = self.step < self.spec.algorithm.steps
+        return early and stop is not None and stop[0] in (StopKind.SUSPEND, StopKind.INTERRUPT)
+
     def close(self) -> None:
         """Stop background work."""
         self.membership.close()
         self.sync.close()
         if self.ledger_file is not None:
             self.ledger_file.close()
+
+
+def _plain(spec: RLJobSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", by_alias=True)

@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
-from rl_core.runner.history import cut_back, write_json
+from rl_core.runner.history import cut_back, now_text, write_json
 from rl_core.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -24,20 +24,39 @@ MATHEMATICS = (
     "env.type",
     "env.maxTurns",
 )
-"""Fields that alter what a resumed run computes; algorithm.steps may grow."""
+"""Fields that alter what a resumed run computes, but for those below them that may change (MAY_CHANGE)."""
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, spec: RLJobSpec, *, output: Path, epoch: int) -> None:
-        """Keep checkpoints where the job says, else in `output`/checkpoints."""
-        self._spec = spec
+    def __init__(self, spec: RLJobSpec, *, output: Path, epoch: int, in_cluster: bool = False) -> None:
+        """Keep checkpoints where the job says, else in `output`/checkpoints; in a cluster `output` is on the volume already."""
         self._output = output
         self._epoch = epoch
-        root = Path(spec.checkpoint.path) if spec.checkpoint.path else output / "checkpoints"
-        self.store = CheckpointStore(root, keep=spec.checkpoint.keep, keep_best=spec.checkpoint.keep_best)
+        self._in_cluster = in_cluster
+        self._spec = spec
         self.last_step: int | None = None
+        self.store = self._store(spec)
+
+    def adopt(self, spec: RLJobSpec) -> None:
+        """Go on as another spec says. In a cluster another checkpoint.path takes effect when the pod starts anew."""
+        moved = spec.checkpoint.path != self._spec.checkpoint.path and not self._in_cluster
+        self._spec = spec
+        if moved:
+            self.store, self.last_step = self._store(spec), None
+        self.store.keep, self.store.keep_best = spec.checkpoint.keep, spec.checkpoint.keep_best
+
+    def _store(self, spec: RLJobSpec) -> CheckpointStore:
+        given = None if self._in_cluster else spec.checkpoint.path
+        root = Path(given) if given else self._output / "checkpoints"
+        return CheckpointStore(root, keep=spec.checkpoint.keep, keep_best=spec.checkpoint.keep_best)
+
+    def describe(self, path: str) -> dict[str, Any]:
+        """Return the last checkpoint, at `path`, and the best one kept, as `/status` tells them."""
+        best = self.store.best()
+        found = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
+        return {"lastStep": self.last_step, "step": self.last_step, "path": path, "time": now_text(), **found}
 
     def find(self, resume: str) -> Checkpoint | None:
         """Return the checkpoint to resume from (auto, none or a path), None for a fresh start."""
@@ -120,7 +139,9 @@ def mathematics(spec: RLJobSpec) -> dict[str, Any]:
     return found
 
 
-MAY_CHANGE = frozenset({"steps", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"})
+MAY_CHANGE = frozenset(
+    {"steps", "learningRate", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"}
+)
 
 
 def digest(spec: RLJobSpec) -> str:

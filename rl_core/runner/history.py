@@ -6,6 +6,7 @@ Afterwards both tell the history of the present weights only; the cut lines are 
 import json
 import os
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +55,11 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def now_text() -> str:
+    """Return the present time, RFC 3339, UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -54,7 +54,7 @@ class Membership:
 
     def welcome(self, member: Member) -> None:
         """Begin to bring in a member that said hello (hub callback; returns at once)."""
-        if member.role in ("rollout", "env") and not self._ended.is_set():
+        if member.role in ("rollout", "env") and not member.state.gone and not self._ended.is_set():
             self._pool.submit(self._bring_in, member)
 
     def _bring_in(self, member: Member) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from rl_core.runner.base import Runner, RunSummary, StepTimers, Stopped
 from rl_core.runner.intake import StepState, reward_metrics
 from rl_core.runner.status import Phase
+from rl_core.runner.waiting import PATIENCE
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,12 @@ class ReasoningRunner(Runner):
             self.init_workers()
             if self.step == 0 and self.spec.validation.before_training and self.validation is not None:
                 self._log(self.evaluate())
+            self.take_changes()
             while self.step < self.spec.algorithm.steps:
                 self.run_step()
+                self.take_changes()
         except Stopped as stop:
-            status = "Stopped"
+            status = self.ended_early()
             logger.info("stopping after step %s: %s", self.step, stop)
         with self.board.during(Phase.CHECKPOINTING):
             self.finish()
@@ -66,10 +69,12 @@ class ReasoningRunner(Runner):
         """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*`."""
         with self.board.during(Phase.GENERATING), self.timers.measure("rollout"):
             per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.world_size
-            receiving = self.actor.recv_batch(self.trajectories, per_rank, self.step + 1)
+            limit = self.spec.runtime.deadlines.rollout
+            seconds = PATIENCE if self.attendance.patient else limit
+            receiving = self.actor.within(seconds).recv_batch(self.trajectories, per_rank, self.step + 1, seconds)
             self.intake.open(self.step + 1, self.version)
             self.sync.begin_check()  # not earlier: the engines would answer it before the prompts
-            received = self.await_result(receiving, self.spec.runtime.deadlines.rollout)
+            received = self.attendance.await_groups(receiving, self.await_result, limit)
         self.sync.confirm()
         return dict(received[0] or {})
 

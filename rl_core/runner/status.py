@@ -4,17 +4,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 from rl_core.api.job import RLJobSpec
+from rl_core.runner.history import now_text
+from rl_core.runner.roster import LEAVING, PRESENT, Roster
 from rl_core.runner.stall import StallDetector, Wait
 from rl_core.workers.group import Cluster
 
 
 class Phase(StrEnum):
-    """STARTING -> (GENERATING -> TRAINING -> SYNCING -> VALIDATING | CHECKPOINTING)* -> FINISHED or FAILED; DEGRADED while short of rollouts."""
+    """STARTING -> (GENERATING -> TRAINING -> SYNCING -> VALIDATING | CHECKPOINTING)* -> FINISHED | FAILED | SUSPENDED; DEGRADED while short."""
 
     STARTING = "Starting"
     GENERATING = "Generating"
@@ -25,23 +26,19 @@ class Phase(StrEnum):
     DEGRADED = "Degraded"
     FINISHED = "Finished"
     FAILED = "Failed"
+    SUSPENDED = "Suspended"
 
 
-UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED})
+UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
 """Phases without a stall bound: bring-up has deadlines of its own."""
-
-
-def now_text() -> str:
-    """Return the present time, RFC 3339, UTC."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class StatusBoard:
     """The run's present state; any thread may read it."""
 
-    def __init__(self, spec: RLJobSpec, cluster: Cluster, *, epoch: int) -> None:
-        """Describe the run of `spec` on `cluster` under `epoch`."""
-        self._spec = spec
+    def __init__(self, spec: RLJobSpec, cluster: Cluster, *, epoch: int, job: str = "job") -> None:
+        """Describe the run of `spec` on `cluster` under `epoch`; `job` is its name."""
+        self.roster = Roster(spec, job=job)
         self._cluster = cluster
         self._lock = threading.Lock()
         self._stall = StallDetector(spec.failure_policy.stall.seconds)
@@ -62,9 +59,15 @@ class StatusBoard:
             "startTime": now_text(),
             "lastProgress": now_text(),
             "appliedGeneration": 0,
+            "suspended": False,
         }
         self.ledger_metrics: Callable[[], Mapping[str, float]] = dict
         self.channels: Callable[[], list[dict[str, Any]]] = list
+
+    def adopt(self, spec: RLJobSpec, generation: int) -> None:
+        """Describe the run as another spec wants it, from `generation` of the job on."""
+        self.roster.adopt(spec)
+        self.set(totalSteps=spec.algorithm.steps, appliedGeneration=generation)
 
     @property
     def phase(self) -> Phase:
@@ -129,12 +132,14 @@ class StatusBoard:
 
     def snapshot(self) -> dict[str, Any]:
         """Return `/status` (runtime.md 8.5, protocol.md 3)."""
-        members = list(self._cluster.members())
+        members = list(self._cluster.members(drained=True))
+        missing = self.roster.missing(members)
         with self._lock:
             progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
             if self._phase in UNWATCHED:
                 self._stall.reset()
-            stall = self._stall.report(progress, self._waits(members), missing_pods=self._missing(members))
+            short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
+            stall = self._stall.report(progress, self._waits(members), missing_pods=short)
             facts = dict(self._facts)
         return facts | {
             "phase": self._phase.value,
@@ -157,12 +162,14 @@ class StatusBoard:
             ],
             "ledger": dict(self.ledger_metrics()),
             "channels": self.channels(),
+            "missing": [m.to_dict() for m in missing],
             "stall": stall,
         }
 
     def _role(self, role: str, members: list[Any]) -> dict[str, Any]:
-        alive = [m for m in members if m.role == role and m.state != "lost"]
-        ready = [m for m in alive if m.state in ("ready", "serving", "updating")]
+        alive = [m for m in members if m.role == role and m.state not in ("lost", *LEAVING)]
+        ready = [m for m in alive if m.state in PRESENT]
+        desired = len(self.roster.wanted(role))
         versions: dict[str, int] = {}
         for member in alive:
             if member.policy_version is None:
@@ -176,30 +183,12 @@ class StatusBoard:
         )
         return {
             "name": role,
-            "desired": self._desired(role),
+            "desired": desired,
             "ready": len(ready),
-            "lost": max(self._desired(role) - len(alive), 0),
+            "lost": max(desired - len(alive), 0),
             "versions": versions if role == "rollout" else {},
             "lag": max(lag, 0),
         }
-
-    def _desired(self, role: str) -> int:
-        return {
-            "actor": self._spec.actor.world_size,
-            "rollout": self._spec.rollout.replicas,
-            "env": self._spec.env.replicas,
-        }[role]
-
-    def _missing(self, members: list[Any]) -> list[str]:
-        if self._phase not in (Phase.STARTING, Phase.DEGRADED):
-            return []
-        here = {m.name for m in members if m.state != "lost"}
-        return [
-            f"{role}:{i}"
-            for role in ("actor", "rollout", "env")
-            for i in range(self._desired(role))
-            if f"{role}:{i}" not in here
-        ]
 
     def _waits(self, members: list[Any]) -> list[Wait]:
         """Return the waits-for graph: members' declared waits and the runner's own phase."""
@@ -211,7 +200,7 @@ class StatusBoard:
                 since_seconds=float(m.wait.get("since_seconds", 0.0)),
             )
             for m in members
-            if m.wait and m.state != "lost"
+            if m.wait and m.state not in ("lost", "drained")
         ]
         on = {
             Phase.GENERATING: "rollout",

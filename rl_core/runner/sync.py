@@ -61,6 +61,10 @@ class WeightSync:
         self._check: Future[None] | None = None
         self._acked: tuple[int, frozenset[str]] = (-1, frozenset())
 
+    def adopt(self, spec: RLJobSpec) -> None:
+        """Go on as another spec says."""
+        self._spec = spec
+
     def acked_at(self, version: int) -> frozenset[str]:
         """Return the names of the rollouts that acknowledged `version` in the last sync."""
         return self._acked[1] if self._acked[0] == version else frozenset()

@@ -97,9 +97,9 @@ class Cluster:
         self._on_joined: list[Callable[[Member], None]] = []
         hub.watch(self._on_change)
 
-    def members(self, role: str | None = None) -> list[Member]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank."""
-        return self.hub.members(role)
+    def members(self, role: str | None = None, *, drained: bool = False) -> list[Member]:
+        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained` those too."""
+        return self.hub.members(role, drained=drained)
 
     def wait_ready(self, roles: Iterable[str], timeout: float | None = None) -> None:
         """Wait until every planned process of `roles` holds its worker. `timeout` None = `deadlines.waitReady`.
@@ -107,13 +107,12 @@ class Cluster:
         Raises DeadlineExceeded naming each missing `group:rank`, its pod, and how far it came; the error of a construction.
         """
         limit = self.ready_deadline if timeout is None else timeout
-        names = [f"{role}:{rank}" for role in roles for rank in range(self.sizes.get(role, 0))]
+        wanted = list(roles)
         began = self.hub.clock()
         warnings = [share * limit for share in _WARN_AT]
         while True:
             version = self.hub.version
-            self._raise_failures(names)
-            missing = [text for name in names if (text := self._stage(name)) is not None]
+            missing = self.missing(wanted)
             waited = self.hub.clock() - began
             if not missing:
                 return
@@ -123,6 +122,19 @@ class Cluster:
                 warnings.pop(0)
                 logger.warning("waited %.0f of %.0f s for: %s", waited, limit, "; ".join(missing))
             self.hub.wait_changed(version, min([limit - waited, *(at - waited for at in warnings[:1]), 1.0]))
+
+    def missing(self, roles: Iterable[str]) -> list[str]:
+        """Return each planned process of `roles` that holds no worker yet, with its pod and how far it came.
+
+        Raises the error of a construction.
+        """
+        names = [f"{role}:{rank}" for role in roles for rank in range(self.sizes.get(role, 0))]
+        self._raise_failures(names)
+        return [text for name in names if (text := self._stage(name)) is not None]
+
+    def retire(self, member_name: str) -> PendingCall:
+        """Begin to drain a member for good; its heartbeats tell `draining`, then `drained`."""
+        return self._submit(member_name, "retire", "retire", timeout=self.rpc_deadline)
 
     def call(self, member_name: str, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Return what `method` of the worker `group:rank` returns, blocking. `timeout` None = `deadlines.rpc`.

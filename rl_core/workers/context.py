@@ -83,6 +83,8 @@ class WorkerContext:
         """Address of this process's RPC server."""
         self.hub: RpcClient | None = None
         self.state = MemberState.JOINING
+        self.retired = False
+        """Whether this process was told to drain for good; it takes no work any more, also of later epochs."""
         self.policy_version: int | None = None
         self.digest: str | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -111,9 +113,11 @@ class WorkerContext:
             self._metrics[name] = value
 
     def set_state(self, state: str) -> None:
-        """Tell the hub a new state at once."""
-        self.state = MemberState(state)
-        self.on_change()
+        """Tell the hub a new state at once. A retired process only drains: other states are not taken."""
+        wanted = MemberState(state)
+        if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
+            self.state = wanted
+            self.on_change()
 
     def set_policy_version(self, version: int | None, digest: str | None) -> None:
         """Tell the hub at once which weights this process holds."""

@@ -46,6 +46,8 @@ class WorkerGroup:
         self._args, self._kwargs = arguments.pack(args, kwargs or {})
         self._max_concurrency: int | None = None
         self._cluster: Cluster | None = None
+        self._asked: dict[str, tuple[int, int]] = {}
+        """Incarnation by name of the fixed group's members that were told to construct."""
         self.name = ""
         """Name of the group once launched."""
 
@@ -125,6 +127,10 @@ class WorkerGroup:
             raise ValueError(f"ranks of group {self.name} must be among {present}, got {unknown or 'none'}")
         return GroupView(self, tuple(dict.fromkeys(ranks)))
 
+    def within(self, seconds: float) -> "GroupView":
+        """Return a view of the group whose calls may take `seconds` in place of `deadlines.groupMethod`."""
+        return GroupView(self, None, seconds)
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return self._method(method, None)
 
@@ -134,7 +140,7 @@ class WorkerGroup:
     def _elastic(self) -> bool:
         return self.name in ELASTIC_ROLES
 
-    def _method(self, method: str, ranks: tuple[int, ...] | None) -> Callable[..., Any]:
+    def _method(self, method: str, ranks: tuple[int, ...] | None, seconds: float | None = None) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(f"{method} is private; only public methods of {self._path} can be called on the group")
         if self._cls is not None:
@@ -147,7 +153,7 @@ class WorkerGroup:
         def call(*args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
             cluster = self.cluster
             wanted = self._ranks() if ranks is None else ranks
-            limit = cluster.method_deadline
+            limit = cluster.method_deadline if seconds is None else seconds
             calls = {
                 rank: cluster.submit(f"{self.name}:{rank}", method, args, kwargs, timeout=limit) for rank in wanted
             }
@@ -165,8 +171,15 @@ class WorkerGroup:
         return {"cls": self._path, "args": self._args, "kwargs": self._kwargs, "max_concurrency": self._max_concurrency}
 
     def _construct_joined(self, member: Member) -> None:
-        if member.group == self.name:
-            self.cluster.construct(member.name, self._spec(), timeout=self.cluster.ready_deadline)
+        """Construct a gang once all of it is here: its ranks look for each other then, and give up after deadlines.collective."""
+        if member.group != self.name:
+            return
+        here = {m.rank: m for m in self.cluster.members() if m.group == self.name} | {member.rank: member}
+        if len(here) >= self.cluster.sizes[self.name]:
+            for one in here.values():
+                if self._asked.get(one.name) != one.incarnation:
+                    self._asked[one.name] = one.incarnation
+                    self.cluster.construct(one.name, self._spec(), timeout=self.cluster.ready_deadline)
 
     def _only_group(self, cluster: Cluster) -> str:
         groups = sorted({*cluster.sizes, *(m.group for m in cluster.members())})
@@ -178,14 +191,15 @@ class WorkerGroup:
 
 
 class GroupView:
-    """Some ranks of a group, for calls."""
+    """Some ranks of a group (None: all), for calls, each bounded to `seconds` (None: `deadlines.groupMethod`)."""
 
-    def __init__(self, group: WorkerGroup, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: WorkerGroup, ranks: tuple[int, ...] | None, seconds: float | None = None) -> None:
         self._group = group
         self._ranks = ranks
+        self._seconds = seconds
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return self._group._method(method, self._ranks)
+        return self._group._method(method, self._ranks, self._seconds)
 
 
 def load_class(path: str) -> type:

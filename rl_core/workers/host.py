@@ -9,6 +9,7 @@ The control loop runs no user code, so a busy worker keeps its heartbeat. Torch 
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib
 import logging
@@ -46,6 +47,7 @@ FIRST_HEARTBEAT = 2.0
 """Seconds between heartbeats until the hub says otherwise."""
 DEFAULT_LOST = 15.0
 DEFAULT_READY = 600.0
+DEFAULT_DRAIN = 8.0
 
 
 class Ended(Exception):
@@ -65,10 +67,12 @@ class Host:
         self.context = WorkerContext(identity, keys=self.keys)
         self.context.device_uuids = device_uuids(identity.visible_devices)
         self.elastic = identity.role in ELASTIC_ROLES
+        self._in_cluster = identity.in_cluster
         self._report_now = asyncio.Event()
         self._stop = asyncio.Event()
         self._heartbeat_seconds = FIRST_HEARTBEAT
         self._signals = 0
+        self._retiring: asyncio.Future[None] | None = None
 
     async def run(self) -> int:
         """Serve until the job ends for this process; return the exit code."""
@@ -103,7 +107,7 @@ class Host:
         self._beat()
         while True:
             waited = time.monotonic() - began
-            if not self.elastic and waited > DEFAULT_READY:
+            if not self.elastic and not self._in_cluster and waited > DEFAULT_READY:
                 raise Ended(
                     3, f"the hub {self.identity.hub} must answer hello within {DEFAULT_READY:.0f} s, got nothing"
                 )
@@ -148,6 +152,7 @@ class Host:
             "versions": {"python": sys.version.split()[0]},
             "device_uuids": list(context.device_uuids),
             "wire_version": WIRE_VERSION,
+            **({"state": context.state.value} if context.retired else {}),
         }
 
     async def _accepted(self, answer: dict[str, Any]) -> None:
@@ -256,14 +261,29 @@ class Host:
             context.hub.close()
         _connect_channel(self.identity, self.keys, context.epoch)
 
+    async def _retire(self) -> None:
+        """RPC of the runner: begin to drain for good. Returns at once; the heartbeats tell `draining`, then `drained`."""
+        if not self.context.retired:
+            self.context.retired = True
+            self.context.set_state(MemberState.DRAINING)
+            self._retiring = asyncio.ensure_future(self._drain_for_good())
+
+    async def _drain_for_good(self) -> None:
+        """Drain within `drainSeconds`, then rest without work until the pod is deleted. On the handlers' loop."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.servant.drain(), self._drain_seconds)
+        self.context.set_state(MemberState.DRAINED)
+
+    @property
+    def _drain_seconds(self) -> float:
+        return self.context.job.spec.runtime.drain_seconds if self.context.job is not None else DEFAULT_DRAIN
+
     async def _leave(self) -> None:
         """Drain within `drainSeconds` and say goodbye."""
-        job = self.context.job
-        seconds = job.spec.runtime.drain_seconds if job is not None else 8.0
         self.context.set_state(MemberState.DRAINING)
         self._beat()
         try:
-            await asyncio.wait_for(self._on_handlers(self.servant.drain()), seconds)
+            await asyncio.wait_for(self._on_handlers(self.servant.drain()), self._drain_seconds)
             if self.context.hub is not None:
                 await self.context.hub.call(
                     "goodbye", self.identity.name, list(self.identity.incarnation), timeout=GOODBYE
@@ -298,9 +318,11 @@ class Host:
 
     def _start_server(self) -> None:
         host = "127.0.0.1" if self.keys is None or split_address(self.identity.hub)[0] == "127.0.0.1" else "0.0.0.0"
-        handlers = {"construct": self.servant.construct, "execute": self.servant.execute}
-        self._server = RpcServer(f"tcp://{host}:0", handlers, self.keys, self.identity, max_concurrency=1024).start()
-        self.context.address = self._server.address
+        handlers = {"construct": self.servant.construct, "execute": self.servant.execute, "retire": self._retire}
+        bind = f"tcp://{host}:{self.identity.rpc_port}"
+        self._server = RpcServer(bind, handlers, self.keys, self.identity, max_concurrency=1024).start()
+        own, port = split_address(self._server.address)
+        self.context.address = f"tcp://{(self.identity.pod_ip or own) if host == '0.0.0.0' else own}:{port}"
 
     async def _on_handlers(self, work: Any) -> Any:
         """Run a coroutine on the loop of RPC handlers, where the worker's async code lives."""

@@ -115,10 +115,10 @@ class Hub:
         if self.started:
             self._server.close()
 
-    def members(self, role: str | None = None) -> list[Member]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank."""
+    def members(self, role: str | None = None, *, drained: bool = False) -> list[Member]:
+        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained` those too."""
         with self._lock:
-            return self._membership.members(role)
+            return self._membership.members(role, drained=drained)
 
     def get(self, name: str) -> Member | None:
         """Return the member `group:rank`, gone or not; None when it never said hello."""
@@ -211,7 +211,14 @@ class Hub:
                 elif change.kind == "ready":
                     self.on_ready(member)
                 else:
-                    logger.warning("%s is lost: %s", member.name, change.reason)
+                    drained = member.state is MemberState.DRAINED
+                    logger.log(
+                        logging.INFO if drained else logging.WARNING,
+                        "%s %s: %s",
+                        member.name,
+                        "has left" if drained else "is lost",
+                        change.reason,
+                    )
                     self.on_lost(member, change.reason)
             except RLJobError as error:
                 logger.error("the runner's %s callback for %s failed: %s", change.kind, member.name, error)

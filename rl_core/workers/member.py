@@ -25,7 +25,7 @@ class MemberState(StrEnum):
     DRAINING = "draining"
     """Finishes or returns its work before it ends."""
     DRAINED = "drained"
-    """Has said goodbye."""
+    """Holds no work and gets none; rests until its pod is deleted, or has said goodbye."""
     SUSPECT = "suspect"
     """Silent; gets no new work."""
     LOST = "lost"
@@ -91,6 +91,7 @@ class Member:
             host_token=report.get("host_token", ""),
             incarnation=(int(report["incarnation"][0]), int(report["incarnation"][1])),
             world_size=report.get("world_size", 1),
+            state=MemberState(report.get("state", MemberState.JOINING)),
             device_uuids=tuple(report.get("device_uuids", ())),
             last_seen=now,
         )

@@ -61,9 +61,10 @@ class Membership:
         """Return the member called `group:rank`, gone or not; None when it was never seen."""
         return self._members.get(name)
 
-    def members(self, role: str | None = None) -> list[Member]:
-        """Return the members of `role` (all when None) that are not gone, by group and rank."""
-        found = [m for m in self._members.values() if not m.state.gone and role in (None, m.role)]
+    def members(self, role: str | None = None, *, drained: bool = False) -> list[Member]:
+        """Return the members of `role` (all when None) that are not gone, by group and rank; with `drained` those too."""
+        kept = (MemberState.DRAINED,) if drained else ()
+        found = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
         return sorted(found, key=lambda m: (m.group, m.rank))
 
     def hello(self, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,8 +97,14 @@ class Membership:
             raise EpochFenced(
                 f"{name} incarnation {incarnation[0]}.{incarnation[1]} was replaced by {_dotted(member)}; this process must end"
             )
-        if member is None or incarnation != member.incarnation or member.state.gone:
+        rests = (
+            member is not None and member.state is MemberState.DRAINED and report.get("state") == MemberState.DRAINED
+        )
+        if member is None or incarnation != member.incarnation or (member.state.gone and not rests):
             return {"epoch": self.epoch, "refused": "unknown"}
+        if report.get("state") == MemberState.DRAINED and not rests:
+            self._lose(member, "it drained", state=MemberState.DRAINED)
+            member = self._members[name]
         member = replace(
             member,
             state=MemberState(report.get("state", member.state)),
@@ -169,10 +176,9 @@ class Membership:
         if known is None:
             return None
         offered = (int(report["incarnation"][0]), int(report["incarnation"][1]))
-        same_process = (known.pid, known.pod) == (report["pid"], report["pod"])
-        if offered < known.incarnation or (offered == known.incarnation and not same_process):
-            return "duplicate_rank"
-        return None
+        same_process = (known.pid, known.pod, known.address) == (report["pid"], report["pod"], report["address"])
+        taken = offered == known.incarnation and not same_process and not known.state.gone
+        return "duplicate_rank" if offered < known.incarnation or taken else None
 
     def _lose(self, member: Member, reason: str, *, state: MemberState = MemberState.LOST) -> None:
         member = replace(member, state=state, reason=reason)

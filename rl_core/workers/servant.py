@@ -11,7 +11,8 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError
@@ -52,6 +53,10 @@ class Servant:
         self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._slots = asyncio.Semaphore(ASYNC_CONCURRENCY)
         self._building = asyncio.Lock()
+        self._running = 0
+        """Methods under way."""
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def construct(self, spec: dict[str, Any]) -> dict[str, Any]:
         """Build the object of `{cls, args, kwargs, max_concurrency}`; the same again keeps it and tells it the epoch."""
@@ -72,8 +77,9 @@ class Servant:
         await self._hook("on_new_epoch", epoch)
 
     async def drain(self) -> None:
-        """Have the object finish or return its work."""
+        """Have the object finish or return its work, then wait for the methods under way; the caller bounds it."""
         await self._hook("drain")
+        await self._idle.wait()
 
     async def close(self) -> None:
         """Have the object release what it holds."""
@@ -144,15 +150,27 @@ class Servant:
                 f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(vars_of(type(worker))))}"
             )
         try:
-            if inspect.iscoroutinefunction(found):
-                async with self._slots:
-                    return await found(*args, **kwargs)
-            value = await self._in_thread(lambda: found(*args, **kwargs))
-            return await value if inspect.isawaitable(value) else value
+            with self._under_way():
+                if inspect.iscoroutinefunction(found):
+                    async with self._slots:
+                        return await found(*args, **kwargs)
+                value = await self._in_thread(lambda: found(*args, **kwargs))
+                return await value if inspect.isawaitable(value) else value
         except RLJobError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise self._remote(method, error) from error
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         def guarded() -> Any:

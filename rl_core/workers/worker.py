@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "worker_timer"]
 
-GROUP_NAMES = frozenset({"launch", "execute_on", "construct", "of", "name", "cluster", "members"})
+GROUP_NAMES = frozenset({"launch", "execute_on", "within", "construct", "of", "name", "cluster", "members"})
 """Names a WorkerGroup needs for itself; a public method of a worker must not hide behind them."""
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rl_core.actors import export, hf
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp import checkpoint
-from rl_core.actors.fsdp.optimizer import build_adamw, build_scheduler
+from rl_core.actors.fsdp.optimizer import build_adamw, build_scheduler, replace_schedule
 from rl_core.actors.fsdp.residency import Residency
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.actors.linear import use_onednn
@@ -122,9 +122,22 @@ class FSDPModelManager(Residency):
         self, optimizer: torch.optim.Optimizer, optim_config: OptimizerSpec | Mapping[str, Any]
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """Return the schedule over all optimizer steps of the run; its argument is the number of applied ones."""
+        return build_scheduler(
+            optimizer, LRSchedule.from_spec(optim_config, total=self._optimizer_steps(self.cfg.algorithm.steps))
+        )
+
+    def _optimizer_steps(self, steps: int) -> int:
         algorithm = self.cfg.algorithm
-        total = algorithm.steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
-        return build_scheduler(optimizer, LRSchedule.from_spec(optim_config, total=total))
+        return steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
+
+    def set_schedule(self, learning_rate: float, steps: int) -> None:
+        """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
+
+        Not collective. Raises ConfigError when the schedule does not fit them.
+        """
+        optimizer = self.cfg.actor.optimizer.model_copy(update={"learning_rate": learning_rate})
+        schedule = LRSchedule.from_spec(optimizer, total=self._optimizer_steps(steps))
+        replace_schedule(self.optimizer, self.scheduler, schedule, applied=self.counts.applied)
 
     def build_grad_scaler(self, enabled: bool, **kwargs: Any) -> ShardedGradScaler:
         """Return the gradient scaler; it belongs to float16, so `enabled` with another dtype is a ConfigError."""

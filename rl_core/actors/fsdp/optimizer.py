@@ -37,6 +37,21 @@ def build_scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> t
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
 
 
+def replace_schedule(
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    schedule: LRSchedule,
+    *,
+    applied: int,
+) -> None:
+    """Let `scheduler` follow `schedule` from here on, after `applied` optimizer steps."""
+    scheduler.base_lrs = [schedule.peak for _ in optimizer.param_groups]
+    scheduler.lr_lambdas = [lambda step: schedule(step) / schedule.peak for _ in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["initial_lr"], group["lr"] = schedule.peak, schedule(applied)
+    scheduler._last_lr = [schedule(applied) for _ in optimizer.param_groups]
+
+
 def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return `<parameter>.<moment>` -> tensor for every parameter in training."""
     return {

@@ -21,7 +21,7 @@ def member(name, *, state="serving", version=0, wait=None, progress=None):
 
 def board(members, **spec):
     job = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 2}, **spec})
-    return StatusBoard(job, SimpleNamespace(members=lambda: members), epoch=2)
+    return StatusBoard(job, SimpleNamespace(members=lambda drained=False: members), epoch=2)
 
 
 def test_a_role_tells_ready_lost_versions_and_lag():

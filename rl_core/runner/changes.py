@@ -1,0 +1,143 @@
+"""Changes of a running job: what `PUT /control` takes, and what it refuses and why (kubernetes.md 1.1). Pure.
+
+The operator sends the whole spec with its generation. Fields that only the operator or a pod's start reads are not looked at; the
+mutable ones wait here until the loop takes them at a step boundary; any other difference is refused as a whole.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_core.actors.schedule import LRSchedule
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.pods import PodSpec
+
+POD_FIELDS = frozenset(field.alias or name for name, field in PodSpec.model_fields.items())
+"""Fields of a role that take effect at a pod's next start."""
+STARTING_REPLICAS = {"replicas": 1, "minReplicas": 1, "maxReplicas": None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A spec that the loop is to take, whole."""
+
+    generation: int
+    spec: RLJobSpec
+
+
+class Changes:
+    """The newest wish; any thread offers, the loop takes."""
+
+    def __init__(self, spec: RLJobSpec) -> None:
+        """Begin with the spec the run was started with."""
+        self._present = spec
+        self._pending: Change | None = None
+        self._newest = 0
+        self._lock = threading.Lock()
+
+    def offer(self, generation: int, spec: Mapping[str, Any]) -> None:
+        """Keep a spec until it is taken; an older generation than the newest one changes nothing.
+
+        Raises ValueError naming every field that is invalid or cannot change while the job runs.
+        """
+        with self._lock:
+            if generation < self._newest:
+                return
+            self._pending = Change(generation=generation, spec=merge(self._present, spec))
+            self._newest = generation
+
+    def take(self) -> Change | None:
+        """Return the change to apply now, None when there is none."""
+        with self._lock:
+            change, self._pending = self._pending, None
+            if change is not None:
+                self._present = change.spec
+            return change
+
+
+def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
+    """Return `present` with the mutable fields of `wanted`. Raises ValueError for an invalid spec or another difference."""
+    try:
+        asked = RLJobSpec.model_validate(dict(wanted))
+    except ValidationError as error:
+        raise ValueError("; ".join(_lines(error))) from error
+    before, after = (spec.model_dump(mode="json", by_alias=True) for spec in (present, asked))
+    refused = [_refusal(path, old, new) for path, old, new in differences(before, after) if not _taken(path)]
+    if refused:
+        raise ValueError("; ".join(refused))
+    for path in MUTABLE_FIELDS:
+        *blocks, field = path.split(".")
+        _block(before, blocks)[field] = _block(after, blocks)[field]
+    merged = RLJobSpec.model_validate(before)
+    _check_schedule(merged)
+    return merged
+
+
+def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
+    """Return what rollouts and envs are built from: without the fields that may change, so that a restart of the actors under a
+    changed spec does not make them build their engines again."""
+    whole = spec.model_dump(mode="json", by_alias=True)
+    for role in ("actor", "rollout", "env"):
+        whole[role] = {key: value for key, value in whole[role].items() if key not in POD_FIELDS}
+    whole["rollout"] |= STARTING_REPLICAS
+    whole["env"]["replicas"] = 1
+    for path in ("checkpoint", *OPERATOR_FIELDS):
+        whole.pop(path)
+    del whole["algorithm"]["steps"], whole["actor"]["optimizer"]
+    return RLJobSpec.model_validate(whole)
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, old value, new value) for every leaf that differs; lists are leaves."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif before != after:
+        yield path, before, after
+
+
+def _taken(path: str) -> bool:
+    """Return whether a difference at `path` is the runner's to take, or no concern of it."""
+    block, _, rest = path.partition(".")
+    field = rest.partition(".")[0]
+    if block in ("actor", "rollout", "env") and (field in POD_FIELDS or (field == "gpus" and block != "actor")):
+        return True
+    return any(path == known or path.startswith(f"{known}.") for known in (*MUTABLE_FIELDS, *OPERATOR_FIELDS))
+
+
+def _refusal(path: str, old: Any, new: Any) -> str:
+    return (
+        f"spec.{path} cannot change while the job runs, got {new!r} in place of {old!r}; restore it, or suspend the job, change it, "
+        "and resume"
+    )
+
+
+def _block(whole: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    for part in path:
+        whole = whole[part]
+    return whole
+
+
+def _check_schedule(spec: RLJobSpec) -> None:
+    """Raise ValueError when the learning-rate schedule does not fit the new number of steps."""
+    try:
+        LRSchedule.from_spec(spec.actor.optimizer, total=optimizer_steps(spec))
+    except ConfigError as error:
+        raise ValueError(f"spec.actor.optimizer.{error}") from error
+
+
+def optimizer_steps(spec: RLJobSpec) -> int:
+    """Return the optimizer steps of the whole run."""
+    algorithm = spec.algorithm
+    return algorithm.steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
+
+
+def _lines(error: ValidationError) -> Iterator[str]:
+    for detail in error.errors(include_url=False):
+        path = ".".join(["spec", *(str(part) for part in detail["loc"])])
+        got = "" if detail["type"] == "value_error" else f", got {detail['input']!r}"
+        yield f"{path}: {str(detail['msg']).removeprefix('Value error, ')}{got}"
