@@ -1,7 +1,7 @@
 """One real cluster per test session: its control plane for all tests, its nodes for those in `nodes/`.
 
 `cluster` starts etcd, API server, controller manager and scheduler (4 s, 450 MB, no root). `control_plane` is the same
-with the RLJob resource defined, `nodes` with two nodes that run containers as well (root). All hand out one
+with the RLJob resource defined, `nodes` the same with two nodes that run containers (root). All hand out one
 testcluster.access.Access.
 """
 
@@ -50,12 +50,12 @@ def control_plane(cluster: Access) -> Access:
 
 
 @pytest.fixture(scope="session")
-def nodes(control_plane: Access) -> Access:
-    """The same cluster with two real nodes; says what is missing where they cannot run."""
+def nodes(cluster: Access) -> Access:
+    """The cluster with two real nodes; says what is missing where they cannot run."""
     if reason := _nodes_impossible():
         pytest.fail(f"the tests of real nodes cannot run here: {reason}", pytrace=False)
-    control_plane.cluster.start_nodes()
-    return control_plane
+    cluster.cluster.start_nodes()
+    return cluster
 
 
 @pytest.fixture

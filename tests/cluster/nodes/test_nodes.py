@@ -59,7 +59,7 @@ def test_pods_find_each_other_by_name_across_nodes(nodes: Access, namespace: str
         "spec": {"clusterIP": "None", "selector": {"app": "server"}, "publishNotReadyAddresses": True},
     }
     server = pod("server", SERVE, node="node-1", hostname="server", subdomain="group")
-    fetch = f"until wget -q -O - http://server.group.{namespace}.svc.cluster.local:8080; do sleep 0.2; done"
+    fetch = f"until wget -q -O - http://server.group.{namespace}.svc.cluster.local:8080 2>/dev/null; do sleep 0.2; done"
     nodes.apply(service, server, pod("client", fetch, node="node-2"), namespace=namespace)
     assert output(nodes, namespace, "client") == "server"
 
