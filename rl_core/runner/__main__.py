@@ -182,7 +182,8 @@ def main() -> int:
 def end(runner: Runner, summary: RunSummary) -> int:
     """Tell the end of a run without an error; return the exit code, 3 when its pod must go though steps are left."""
     if summary.status == "Interrupted":
-        message = f"{runner.stop_reason}: the pod was asked to end; saved at step {summary.step}"
+        saved = "nothing was saved" if runner.stop_kind is StopKind.ROLLBACK else f"saved at step {summary.step}"
+        message = f"{runner.stop_reason}: ended at step {summary.step} to be resumed; {saved}"
         runner.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
         return 3
     if summary.status == "Suspended":

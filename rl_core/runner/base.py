@@ -25,6 +25,7 @@ from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.membership import Membership
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.steering import Controls, Steering, StopKind, drain
+from rl_core.runner.streaks import Streaks
 from rl_core.runner.sync import WeightSync
 from rl_core.runner.validation import Validation
 from rl_core.runner.waiting import Attendance
@@ -118,6 +119,7 @@ class Runner:
         self.membership = Membership(cluster, groups, deadline=self.spec.runtime.deadlines.wait_ready)
         self.membership.on_failure = self._fail
         self.steering = Steering(self.spec)
+        self.streaks = Streaks(self.spec.failure_policy)
         self.board = StatusBoard(self.spec, cluster, epoch=epoch, job=job.metadata.name)
         self.board.ledger_metrics = self.intake.metrics
         self.board.channels = lambda: self._channels
@@ -261,6 +263,11 @@ class Runner:
         return self.steering.stop is not None
 
     @property
+    def stop_kind(self) -> StopKind | None:
+        """Return how the run was asked to end, None when it was not."""
+        return self.steering.stop[0] if self.steering.stop is not None else None
+
+    @property
     def stop_reason(self) -> str:
         """Return why the run was asked to end; empty when it was not."""
         return self.steering.stop[1] if self.steering.stop is not None else ""
@@ -355,7 +362,8 @@ class Runner:
         if not self.ready:
             return
         if self.resumable:
-            self.save_checkpoint()
+            if self.stop_kind is not StopKind.ROLLBACK:
+                self.save_checkpoint()
             return
         self.sync.confirm()
         try:
@@ -365,15 +373,14 @@ class Runner:
 
     def ended_early(self) -> str:
         """Return how a run that was asked to end is told: Stopped, Suspended or Interrupted."""
-        kind = self.steering.stop[0] if self.steering.stop is not None and self.resumable else StopKind.FINISH
-        return {StopKind.SUSPEND: "Suspended", StopKind.INTERRUPT: "Interrupted"}.get(kind, "Stopped")
+        if not self.resumable:
+            return "Stopped"
+        return "Suspended" if self.stop_kind is StopKind.SUSPEND else "Interrupted"
 
     @property
     def resumable(self) -> bool:
-        """Return whether the run ends early to be resumed: suspended, or its pod must go."""
-        stop = self.steering.stop
-        early = self.step < self.spec.algorithm.steps
-        return early and stop is not None and stop[0] in (StopKind.SUSPEND, StopKind.INTERRUPT)
+        """Return whether the run ends early to be resumed: suspended, rolled back, or its pod must go."""
+        return self.step < self.spec.algorithm.steps and self.stop_kind not in (None, StopKind.FINISH)
 
     def close(self) -> None:
         """Stop background work."""

@@ -56,6 +56,7 @@ class ReasoningRunner(Runner):
             self.publish()
         metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.intake.metrics()
         self.board.step_took(self.timers.seconds["time/step"])
+        self.board.set(streaks=self.streaks.observe(metrics))
         last = self.step == self.spec.algorithm.steps
         if self.validation is not None and (last or self.step % self.spec.validation.every_steps == 0):
             metrics |= self.evaluate()

@@ -60,6 +60,7 @@ class StatusBoard:
             "lastProgress": now_text(),
             "appliedGeneration": 0,
             "suspended": False,
+            "streaks": {},
         }
         self.ledger_metrics: Callable[[], Mapping[str, float]] = dict
         self.channels: Callable[[], list[dict[str, Any]]] = list

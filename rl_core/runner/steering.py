@@ -16,14 +16,21 @@ logger = logging.getLogger(__name__)
 
 
 class StopKind(StrEnum):
-    """Why a run ends before its last step."""
+    """Why a run ends before its last step; of several requests the later of this list counts."""
 
     FINISH = "finish"
     """For good: checkpoint and model are saved, exit code 0."""
+    INTERRUPT = "interrupt"
+    """The pod must go (SIGTERM), or the job failed by a rule or a deadline: a checkpoint is saved within the grace, exit code 3."""
     SUSPEND = "suspend"
     """To be resumed: a checkpoint is saved, exit code 0, phase Suspended."""
-    INTERRUPT = "interrupt"
-    """The pod must go: a checkpoint is saved within the grace, exit code 3."""
+    ROLLBACK = "rollback"
+    """To be resumed from an older checkpoint: nothing is saved, exit code 3."""
+
+
+KINDS = tuple(StopKind)
+KIND_OF_REASON = {"suspend": StopKind.SUSPEND, "rollback": StopKind.ROLLBACK, "failed": StopKind.INTERRUPT}
+"""Reasons of `POST /finish` that mean more than an early end."""
 
 
 class Steering:
@@ -33,12 +40,12 @@ class Steering:
         """Begin with the spec the run was started with."""
         self.changes = Changes(spec)
         self.stop: tuple[StopKind, str] | None = None
-        """Kind and reason of the stop that was asked for; the first one counts, an interrupt before all."""
+        """Kind and reason of the stop that was asked for."""
         self._checkpoint = threading.Event()
 
     def ask_stop(self, kind: StopKind, reason: str) -> None:
         """Let the run end."""
-        if self.stop is None or kind is StopKind.INTERRUPT:
+        if self.stop is None or KINDS.index(kind) > KINDS.index(self.stop[0]):
             self.stop = (kind, reason)
 
     def ask_checkpoint(self) -> None:
@@ -123,10 +130,11 @@ class Controls:
             raise ValueError(str(error)) from error
 
     def finish(self, body: Any) -> dict[str, Any]:
-        """Take `{reason}` or nothing; reason `suspend` keeps the run resumable, any other ends it."""
+        """Take `{reason}` or nothing; suspend, rollback and failed keep the run resumable, any other reason ends it for good."""
         reason = str((body or {}).get("reason") or "") if isinstance(body, dict | None) else ""
-        kind = StopKind.SUSPEND if reason == StopKind.SUSPEND else StopKind.FINISH
-        self._stop(kind, f"asked by POST /finish{f' ({reason})' if reason else ''}")
+        self._stop(
+            KIND_OF_REASON.get(reason, StopKind.FINISH), f"asked by POST /finish{f' ({reason})' if reason else ''}"
+        )
         return {"accepted": True}
 
 

@@ -1,0 +1,34 @@
+"""Counts how many of the newest steps in a row went wrong by the semantic rules of failurePolicy; who acts is the operator (protocol.md 4)."""
+
+import math
+from collections.abc import Callable, Mapping
+
+from rl_core.api.failure import FailurePolicySpec
+
+
+class Streaks:
+    """Steps in a row by rule: nonFiniteLoss, rewardCollapse, klBlowUp; 0 where the rule is not set."""
+
+    def __init__(self, policy: FailurePolicySpec) -> None:
+        """Watch by `policy`."""
+        self._wrong: dict[str, Callable[[Mapping[str, float]], bool]] = {}
+        loss, reward, kl = policy.non_finite_loss, policy.reward_collapse, policy.kl_blow_up
+        if loss is not None:
+            self._wrong["nonFiniteLoss"] = _not_finite
+        if reward is not None:
+            self._wrong["rewardCollapse"] = lambda metrics: metrics.get("reward/mean", math.inf) < reward.below
+        if kl is not None:
+            self._wrong["klBlowUp"] = lambda metrics: metrics.get("train/approx_kl", 0.0) > kl.above
+        self.counts = dict.fromkeys(("nonFiniteLoss", "rewardCollapse", "klBlowUp"), 0)
+
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, int]:
+        """Take a step's metrics; return the streaks."""
+        for name, wrong in self._wrong.items():
+            self.counts[name] = self.counts[name] + 1 if wrong(metrics) else 0
+        return dict(self.counts)
+
+
+def _not_finite(metrics: Mapping[str, float]) -> bool:
+    """Return whether the loss or the gradient of a step was not finite."""
+    values = (metrics.get("train/loss", 0.0), metrics.get("train/grad_norm", 0.0))
+    return not all(math.isfinite(value) for value in values)
