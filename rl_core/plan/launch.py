@@ -29,13 +29,15 @@ CURVE_PATH = "/etc/rljob/keys"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ports:
-    """Ports of actor-0 (hub, channel, control), of gloo/NCCL rendezvous and of every supervisor (health)."""
+    """Ports of actor-0 (hub, channel, control), of gloo/NCCL rendezvous, of every supervisor (health), of env and rollout pods (rpc)."""
 
     hub: int = 7700
     channel: int = 7701
     control: int = 7702
     health: int = 7703
     master: int = 7704
+    rpc: int = 7705
+    """Worker RPC on a cluster, where policies name it; free ports elsewhere."""
 
 
 class _Plan:
@@ -71,6 +73,8 @@ class GpuClaim(_Plan):
     """Device class; None = any."""
     shared: bool = False
     """Whether containers of the pod share the claim."""
+    name: str | None = None
+    """A claim that other pods share too; None = the pod has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +162,7 @@ class _Context:
     host: str
     config: str
     local: bool
+    attempts: Mapping[str, int]
 
 
 def build_launch_plan(
@@ -171,11 +176,13 @@ def build_launch_plan(
     ports: Ports | None = None,
     host: str | None = None,
     config: str = CONFIG_PATH,
+    attempts: Mapping[str, int] | None = None,
 ) -> LaunchPlan:
     """Return the plan of `job` under `epoch`.
 
     `replicas` overrides the pod counts of elastic roles (`{"rollout": 4}`). `host` None: actor-0's name in the job's headless
     Service; a host (local mode, 127.0.0.1): all pods share that machine, so that devices are numbered over all of them.
+    `attempts` by role is the first half of the incarnation of pods made now; a replacement needs a higher one than its forerunner.
     Raises ConfigError for replicas of another role or below 0, and for accelerators that do not divide over processes.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
@@ -196,6 +203,7 @@ def build_launch_plan(
         host=host or f"{name}-actor-0.{name}.{namespace}.svc",
         config=config,
         local=host is not None,
+        attempts=attempts or {},
     )
     pods, taken = [], 0
     for role in ROLES:
@@ -237,7 +245,7 @@ def _identity(context: _Context, role: str, pod_role: str, index: int) -> dict[s
         "RLJOB_ROLE": role,
         "RLJOB_POD": f"{context.name}-{pod_role}-{index}",
         "RLJOB_POD_INDEX": str(index),
-        "RLJOB_INCARNATION": "0.0",
+        "RLJOB_INCARNATION": f"{context.attempts.get(pod_role, 0)}.0",
         "RLJOB_HUB": f"tcp://{context.host}:{context.ports.hub}",
         "RLJOB_CHANNEL": f"tcp://{context.host}:{context.ports.channel}",
         "RLJOB_CURVE_DIR": CURVE_PATH,
@@ -293,6 +301,8 @@ def _worker(
     }
     if role == "actor":
         env |= {"MASTER_ADDR": context.host, "MASTER_PORT": str(context.ports.master)}
+    elif not context.local:
+        env |= {"RLJOB_RPC_PORT": str(context.ports.rpc)}
     return ProcessPlan(
         name=f"{role}-{rank}",
         group=role,

@@ -1,0 +1,170 @@
+"""The containers of a pod: one supervisor each, told by its environment which processes to run, and the user's init containers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rl_core.api.job import RLJob
+from rl_core.api.pods import GPU_RESOURCE, InitContainer
+from rl_core.api.roles import RoleSpec
+from rl_core.plan.launch import ContainerPlan, PodPlan, ProcessPlan
+from rljob_operator.manifests import claims, meta, volumes
+from rljob_operator.model import OperatorConfig
+
+COMMAND = ["python", "-m", "rl_core.launch.pod"]
+"""Finds its PodPlan in the environment variable RLJOB_POD_PLAN."""
+USER = 1000
+TERMINATION_LOG = "/dev/termination-log"
+DEFAULT_RESUME = "auto"
+
+
+class ImageMissing(ValueError):
+    """Neither the job nor the operator names an image for a role."""
+
+
+def image_of(job: RLJob, role: str, *, config: OperatorConfig) -> str | None:
+    """Return the image of a role: the job's, else the operator's; None when neither names one."""
+    return role_spec(job, role).image or config.images.get(role)
+
+
+def role_spec(job: RLJob, role: str) -> RoleSpec:
+    """Return the settings of a role."""
+    return {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}[role]
+
+
+def main(job: RLJob, pod: PodPlan, container: ContainerPlan, *, config: OperatorConfig) -> dict[str, Any]:
+    """Return the container of one supervisor. Raises ImageMissing."""
+    spec = role_spec(job, container.image_role)
+    port = int(container.processes[0].env["RLJOB_HEALTH_PORT"])
+    return {
+        **_base(job, container.image_role, container.name, spec.image, config=config),
+        "command": COMMAND,
+        "env": [*_variables({**_user_env(job, spec.env), **_environment(job, pod, container, spec)}), _POD_IP],
+        **({"envFrom": [meta.api(source) for source in spec.env_from]} if spec.env_from else {}),
+        "ports": [
+            {"name": name, "containerPort": number, "protocol": "TCP"}
+            for name, number in _ports(container, port).items()
+        ],
+        "resources": _resources(spec, pod),
+        "volumeMounts": volumes.mounts(job, pod, container.image_role, spec.volume_mounts),
+        **_probes(port),
+    }
+
+
+def init(job: RLJob, role: str, container: InitContainer, *, config: OperatorConfig) -> dict[str, Any]:
+    """Return one of the user's init containers: same user and limits of rights as the role's own. Raises ImageMissing."""
+    return {
+        **_base(job, role, container.name, container.image, config=config),
+        **({"command": container.command} if container.command else {}),
+        **({"args": container.args} if container.args else {}),
+        "env": _variables(_user_env(job, container.env)),
+        **({"resources": found} if (found := meta.api(container.resources)) else {}),
+        "volumeMounts": volumes.init_mounts(job, role, container.volume_mounts),
+    }
+
+
+def security_context(spec: RoleSpec) -> dict[str, Any]:
+    """Return what every container is held to: PodSecurity `restricted`, and a read-only root."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "privileged": False,
+        "readOnlyRootFilesystem": spec.security_context.read_only_root_filesystem,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": spec.security_context.seccomp_profile.type},
+    }
+
+
+def _base(job: RLJob, role: str, name: str, image: str | None, *, config: OperatorConfig) -> dict[str, Any]:
+    spec = role_spec(job, role)
+    chosen = image or image_of(job, role, config=config)
+    if chosen is None:
+        raise ImageMissing(
+            f"{role}.image must name an image, got none; set it, or the chart value images.{role} for all jobs"
+        )
+    policy = spec.image_pull_policy or config.image_pull_policy
+    return {
+        "name": name,
+        "image": chosen,
+        **({"imagePullPolicy": policy} if policy else {}),
+        "securityContext": security_context(spec),
+        "terminationMessagePath": TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def _user_env(job: RLJob, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's variables with a home that can be written and the user's modules on the path."""
+    found = {"HOME": volumes.TMP, **env}
+    if job.spec.code is not None:
+        found["PYTHONPATH"] = ":".join(filter(None, (volumes.CODE, env.get("PYTHONPATH"))))
+    return found
+
+
+def _environment(job: RLJob, pod: PodPlan, container: ContainerPlan, spec: RoleSpec) -> dict[str, str]:
+    env = {
+        "RLJOB_POD_PLAN": _plan(pod, container, spec.env).to_json(),
+        "RLJOB_GRACE_SECONDS": str(spec.termination_grace_period_seconds),
+        "RLJOB_TERMINATION_LOG": TERMINATION_LOG,
+        "RLJOB_HEALTH_HOST": "0.0.0.0",
+    }
+    if container.image_role == "actor":
+        env |= {"RLJOB_OUTPUT": volumes.output(job), "RLJOB_RESUME": DEFAULT_RESUME}
+    return env
+
+
+def _plan(pod: PodPlan, container: ContainerPlan, user_env: Mapping[str, str]) -> PodPlan:
+    """Return the part of the plan that one supervisor runs, without the user's variables, which the container has already.
+
+    One variable may hold 128 KiB, so they are not repeated for each process.
+    """
+    processes = tuple(_without(process, user_env) for process in container.processes)
+    return replace(pod, role=container.image_role, containers=(replace(container, processes=processes),))
+
+
+def _without(process: ProcessPlan, user_env: Mapping[str, str]) -> ProcessPlan:
+    return replace(process, env={key: value for key, value in process.env.items() if user_env.get(key) != value})
+
+
+def _variables(env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return `env` for a container, literally: Kubernetes would expand `$(NAME)` and read `$$` as `$`."""
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in sorted(env.items())]
+
+
+_POD_IP: dict[str, Any] = {
+    "name": "RLJOB_POD_IP",
+    "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}},
+}
+
+
+def _ports(container: ContainerPlan, health: int) -> dict[str, int]:
+    found = {"metrics": health}
+    for process in container.processes:
+        found |= process.ports
+        if "RLJOB_RPC_PORT" in process.env:
+            found["rpc"] = int(process.env["RLJOB_RPC_PORT"])
+    return found
+
+
+def _resources(spec: RoleSpec, pod: PodPlan) -> dict[str, Any]:
+    """Return what the container asks for; accelerators as a resource of the device plugin or as claims."""
+    found: dict[str, Any] = meta.api(spec.resources)
+    if spec.gpus and claims.by_device_plugin(spec, pod):
+        for field in ("requests", "limits"):
+            found[field] = {**found.get(field, {}), GPU_RESOURCE: str(spec.gpus)}
+    if named := claims.references(spec, pod):
+        found["claims"] = named
+    return found
+
+
+def _probes(port: int) -> dict[str, Any]:
+    def get(path: str, **more: int) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": port, "scheme": "HTTP"}, **more}
+
+    return {
+        "startupProbe": get("/healthz", periodSeconds=1, failureThreshold=120, timeoutSeconds=5),
+        "livenessProbe": get("/healthz", periodSeconds=10, failureThreshold=3, timeoutSeconds=5),
+        "readinessProbe": get("/readyz", periodSeconds=2, failureThreshold=2, timeoutSeconds=5),
+    }

@@ -1,0 +1,128 @@
+"""Pods of the launch plan. What a role may choose of a pod is rl_core.api.pods; everything else is fixed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.api.job import RLJob
+from rl_core.api.roles import RoleSpec
+from rl_core.plan.launch import PodPlan
+from rljob_operator import naming
+from rljob_operator.manifests import claims, containers, gang, meta, volumes
+from rljob_operator.manifests.template import template_hash
+from rljob_operator.model import OperatorConfig
+
+DEAD_NODE_SECONDS = 30
+"""How long pods stay on a node that is not ready or unreachable."""
+DEAD_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+
+
+def build(job: RLJob, pod_plan: PodPlan, *, config: OperatorConfig) -> dict[str, Any]:
+    """Return the pod of `pod_plan`. Raises ImageMissing when nobody names an image."""
+    spec = containers.role_spec(job, pod_plan.role)
+    body: dict[str, Any] = {
+        **_fixed(job, pod_plan),
+        **_chosen(job, pod_plan, spec),
+        "initContainers": _init_containers(job, pod_plan, config=config),
+        "containers": [containers.main(job, pod_plan, container, config=config) for container in pod_plan.containers],
+        "volumes": volumes.build(job, pod_plan),
+        "resourceClaims": claims.of_pod(job, pod_plan),
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(job, pod_plan, spec, config=config),
+        "spec": {key: value for key, value in body.items() if value not in ([], {}, None)},
+    }
+    return _merged(pod, gang.manifests(job, config=config).pod_fields.get(pod_plan.role, {}))
+
+
+def _metadata(job: RLJob, plan: PodPlan, spec: RoleSpec, *, config: OperatorConfig) -> dict[str, Any]:
+    found = meta.metadata(job, plan.name, component=plan.role, version=config.version)
+    queue = job.metadata.labels.get(naming.LABEL_QUEUE)
+    found["labels"] = {
+        **spec.labels,
+        **({naming.LABEL_QUEUE: queue} if queue else {}),
+        **found["labels"],
+        naming.LABEL_ROLE: plan.role,
+        naming.LABEL_INDEX: str(plan.index),
+        naming.LABEL_EPOCH: plan.containers[0].processes[0].env["RLJOB_EPOCH"],
+    }
+    found["annotations"] = {
+        **spec.annotations,
+        naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, plan.role, config=config),
+    }
+    return found
+
+
+def _fixed(job: RLJob, plan: PodPlan) -> dict[str, Any]:
+    """Return the fields nobody chooses. The operator alone replaces pods, so nothing restarts in place."""
+    return {
+        "restartPolicy": "Never",
+        "hostname": plan.name,
+        "subdomain": naming.service(job.metadata.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "shareProcessNamespace": False,
+    }
+
+
+def _chosen(job: RLJob, plan: PodPlan, spec: RoleSpec) -> dict[str, Any]:
+    security = spec.security_context
+    return {
+        "terminationGracePeriodSeconds": spec.termination_grace_period_seconds,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": containers.USER if security.run_as_user is None else security.run_as_user,
+            "runAsGroup": containers.USER if security.run_as_group is None else security.run_as_group,
+            "fsGroup": containers.USER if security.fs_group is None else security.fs_group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": security.seccomp_profile.type},
+            **({"supplementalGroups": security.supplemental_groups} if security.supplemental_groups else {}),
+        },
+        "imagePullSecrets": [meta.api(one) for one in spec.image_pull_secrets],
+        "nodeSelector": spec.node_selector,
+        "tolerations": _tolerations(spec),
+        "affinity": meta.api(spec.affinity) if spec.affinity is not None else None,
+        "topologySpreadConstraints": _spread(job, plan, spec),
+        "serviceAccountName": spec.service_account_name,
+        "priorityClassName": spec.priority_class_name,
+        "runtimeClassName": spec.runtime_class_name,
+        "schedulerName": spec.scheduler_name,
+    }
+
+
+def _tolerations(spec: RoleSpec) -> list[dict[str, Any]]:
+    """Return the user's tolerations, and ours for dead nodes where the user says nothing about them."""
+    given = {toleration.key for toleration in spec.tolerations}
+    ours = [
+        {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": DEAD_NODE_SECONDS}
+        for key in DEAD_NODE_TAINTS
+        if key not in given
+    ]
+    return [meta.api(toleration) for toleration in spec.tolerations] + ours
+
+
+def _spread(job: RLJob, plan: PodPlan, spec: RoleSpec) -> list[dict[str, Any]]:
+    """Return the spread constraints; one without a selector counts the role's pods."""
+    name, _, uid = meta.identity(job)
+    own = {"matchLabels": {**naming.job_labels(name, uid), naming.LABEL_ROLE: plan.role}}
+    return [{"labelSelector": own, **meta.api(one)} for one in spec.topology_spread_constraints]
+
+
+def _init_containers(job: RLJob, plan: PodPlan, *, config: OperatorConfig) -> list[dict[str, Any]]:
+    return [
+        containers.init(job, container.image_role, one, config=config)
+        for container in plan.containers
+        for one in containers.role_spec(job, container.image_role).init_containers
+    ]
+
+
+def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the maps of `more` merged in, all the way down."""
+    found = dict(base)
+    for key, value in more.items():
+        held = found.get(key)
+        found[key] = _merged(held, value) if isinstance(held, dict) and isinstance(value, Mapping) else value
+    return found

@@ -1,0 +1,110 @@
+"""Volumes of a pod and where its containers see them.
+
+Ours begin with `rljob-`. Actor pods alone see the ConfigMap and an output folder; each pod sees the secret halves of its own roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.api.job import RLJob
+from rl_core.api.roles import RoleSpec
+from rl_core.api.volumes import VolumeMount
+from rl_core.plan.launch import CONFIG_PATH, CURVE_PATH, PodPlan
+from rljob_operator import naming
+from rljob_operator.manifests import meta, secret
+from rljob_operator.manifests.config import KEY as CONFIG_KEY
+
+PREFIX = "rljob-"
+KEYS, CONFIG, CODE_VOLUME, TMP_VOLUME, SHM, OUTPUT = (
+    f"{PREFIX}{name}" for name in ("keys", "config", "code", "tmp", "shm", "output")
+)
+TMP = "/tmp"
+SHM_PATH = "/dev/shm"
+CODE = "/etc/rljob/code"
+LOCAL_OUTPUT = "/var/lib/rljob"
+"""Output folder of an actor pod whose job names no checkpoint.path: gone with the pod."""
+PRIVATE, PUBLIC = 0o400, 0o444
+"""File modes; fsGroup makes them 0440 and 0444."""
+
+
+def output(job: RLJob) -> str:
+    """Return the output folder of actor pods: below checkpoint.path one of this very job, else in the pod."""
+    path = job.spec.checkpoint.path
+    if path is None:
+        return LOCAL_OUTPUT
+    name, _, uid = meta.identity(job)
+    return f"{path.rstrip('/')}/{naming.output_folder(name, uid)}"
+
+
+def build(job: RLJob, pod: PodPlan) -> list[dict[str, Any]]:
+    """Return the volumes of a pod: the user's of its roles, then ours."""
+    roles = tuple(container.image_role for container in pod.containers)
+    users = {volume["name"]: volume for role in roles for volume in map(meta.api, _spec(job, role).volumes)}
+    return [*users.values(), *_ours(job, pod, roles)]
+
+
+def mounts(job: RLJob, pod: PodPlan, role: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
+    """Return the mounts of a supervisor's container. Where the user mounts a volume on /tmp, /dev/shm or the output, ours stays away."""
+    ours = [_mount(KEYS, CURVE_PATH, read_only=True), _mount(TMP_VOLUME, TMP), _mount(SHM, SHM_PATH), *_code(job)]
+    if role == "actor":
+        ours.append({**_mount(CONFIG, CONFIG_PATH, read_only=True), "subPath": CONFIG_KEY})
+        if job.spec.checkpoint.path is None:
+            ours.append(_mount(OUTPUT, LOCAL_OUTPUT))
+    return _merged(users, ours)
+
+
+def init_mounts(job: RLJob, role: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
+    """Return the mounts of an init container: no keys."""
+    return _merged(users, [_mount(TMP_VOLUME, TMP), *_code(job)])
+
+
+def _ours(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> list[dict[str, Any]]:
+    name, _, uid = meta.identity(job)
+    private, public = secret.files_of(roles, runner="actor" in roles and pod.index == 0)
+    sources = [
+        {"secret": {"name": naming.secret(name, uid), "items": _items(private, PRIVATE) + _items(public, PUBLIC)}}
+    ]
+    found: list[dict[str, Any]] = [
+        {"name": KEYS, "projected": {"defaultMode": PRIVATE, "sources": sources}},
+        {"name": TMP_VOLUME, "emptyDir": {}},
+        {"name": SHM, "emptyDir": {"medium": "Memory", **_shm_limit(job, pod, roles)}},
+    ]
+    if job.spec.code is not None:
+        found.append({"name": CODE_VOLUME, "configMap": {"name": job.spec.code.config_map}})
+    if "actor" in roles:
+        found.append({"name": CONFIG, "configMap": {"name": naming.config_map(name)}})
+        if job.spec.checkpoint.path is None:
+            found.append({"name": OUTPUT, "emptyDir": {}})
+    return found
+
+
+def _shm_limit(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> dict[str, str]:
+    """Return the size of /dev/shm: the largest asked for, else what the plan needs, else bounded by the pod's memory alone."""
+    given = [size for role in roles if (size := _spec(job, role).shm_size) is not None]
+    if given:
+        return {"sizeLimit": str(given[0])}
+    return {"sizeLimit": str(pod.shm_bytes)} if pod.shm_bytes else {}
+
+
+def _spec(job: RLJob, role: str) -> RoleSpec:
+    return {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}[role]
+
+
+def _items(files: Sequence[str], mode: int) -> list[dict[str, Any]]:
+    return [{"key": file, "path": file, "mode": mode} for file in files]
+
+
+def _code(job: RLJob) -> list[dict[str, Any]]:
+    return [_mount(CODE_VOLUME, CODE, read_only=True)] if job.spec.code is not None else []
+
+
+def _mount(name: str, path: str, *, read_only: bool = False) -> dict[str, Any]:
+    return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
+
+
+def _merged(users: Sequence[VolumeMount], ours: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    wanted = [meta.api(mount) for mount in users]
+    taken = {mount["mountPath"].rstrip("/") for mount in wanted}
+    return wanted + [mount for mount in ours if mount["mountPath"] not in taken]

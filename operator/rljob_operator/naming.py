@@ -1,0 +1,79 @@
+"""Names, labels and annotations of everything that belongs to a job (kubernetes.md 5). Pure.
+
+All names are functions of the job's name, of at most 40 characters, so that they fit into 63. The Secret's name carries the uid too:
+its presence is asserted by `create` alone, where 409 must mean that it is this job's and not its forerunner's.
+"""
+
+from __future__ import annotations
+
+LABEL_JOB = "rljob.dev/job"
+LABEL_JOB_UID = "rljob.dev/job-uid"
+LABEL_ROLE = "rljob.dev/role"
+LABEL_INDEX = "rljob.dev/index"
+LABEL_EPOCH = "rljob.dev/epoch"
+LABEL_NAME = "app.kubernetes.io/name"
+LABEL_INSTANCE = "app.kubernetes.io/instance"
+LABEL_COMPONENT = "app.kubernetes.io/component"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_VERSION = "app.kubernetes.io/version"
+LABEL_NAMESPACE = "kubernetes.io/metadata.name"
+"""Put on every namespace by the API server."""
+LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
+"""Copied from the job to its pods."""
+ANNOTATION_TEMPLATE_HASH = "rljob.dev/template-hash"
+ANNOTATION_MANIFEST_HASH = "rljob.dev/manifest-hash"
+FIELD_MANAGER = "rljob-operator"
+APP = "rljob"
+OPERATOR_APP = "rljob-operator"
+"""LABEL_NAME of the operator's own pods."""
+ACTOR, ROLLOUT, ENV = "actor", "rollout", "env"
+
+
+def pod(job: str, role: str, index: int) -> str:
+    """Return the name of a pod."""
+    return f"{job}-{role}-{index}"
+
+
+def service(job: str) -> str:
+    """Return the name of the headless Service, the domain of the pods' names."""
+    return job
+
+
+def config_map(job: str) -> str:
+    """Return the name of the ConfigMap with the resolved job."""
+    return f"{job}-config"
+
+
+def secret(job: str, uid: str) -> str:
+    """Return the name of the Secret with the job's keys."""
+    return f"{job}-keys-{uid[:8]}"
+
+
+def network_policy(job: str, target: str) -> str:
+    """Return the name of the NetworkPolicy of a role, or of `actor-0`."""
+    return f"{job}-{target}"
+
+
+def claim_template(job: str, role: str) -> str:
+    """Return the name of the ResourceClaimTemplate of a role's accelerators."""
+    return f"{job}-{role}-gpus"
+
+
+def shared_claim(job: str, index: int) -> str:
+    """Return the name of the ResourceClaim that two colocated pods share."""
+    return f"{job}-gpus-{index}"
+
+
+def output_folder(job: str, uid: str) -> str:
+    """Return the folder of a job below `checkpoint.path`: a re-created job never mixes with its forerunner."""
+    return f"{job}-{uid[:8]}"
+
+
+def job_labels(job: str, uid: str) -> dict[str, str]:
+    """Return the labels that select everything of one job."""
+    return {LABEL_JOB: job, LABEL_JOB_UID: uid}
+
+
+def role_selector(job: str, role: str) -> str:
+    """Return the label selector, as text, of a role's pods (`status.rollout.selector`)."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE}={role}"
