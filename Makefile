@@ -8,9 +8,12 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: help env demo test test-unit test-integration test-e2e lint types bench docs lock clean
+CLUSTER := PYTHONPATH=tests/cluster $(BIN)/python
+
+.PHONY: help env demo test test-unit test-integration test-e2e test-control-plane test-nodes cluster cluster-down \
+	cluster-deps cluster-programs lint types bench docs lock clean
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
 env: $(STAMP) ## make the environment (.venv)
 $(STAMP): requirements/all.txt pyproject.toml
@@ -25,13 +28,26 @@ $(STAMP): requirements/all.txt pyproject.toml
 demo: env ## make a small model, train it with GRPO on this machine, print accuracy before and after
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/arithmetic/demo.sh
 
-test: env test-unit test-integration test-e2e ## all tests
+test: env cluster-deps cluster-programs test-unit test-integration test-e2e test-control-plane test-nodes ## all tests
 test-unit: env ## pure tests, seconds
 	$(BIN)/python -m pytest tests/unit
 test-integration: env ## real processes, sockets, tiny models
 	$(BIN)/python -m pytest tests/integration
 test-e2e: env ## real runs of the command, faults included
 	$(BIN)/python -m pytest tests/e2e
+test-control-plane: env cluster-programs ## the operator on a real API server; needs no root
+	$(BIN)/python -m pytest tests/cluster/control_plane
+test-nodes: env cluster-programs ## images, pods and jobs on real nodes; needs root
+	$(BIN)/python -m pytest tests/cluster/nodes
+
+cluster: env ## a two-node cluster with the operator installed, in .cluster; needs root
+	$(CLUSTER) tests/cluster/deploy.py up
+cluster-down: env ## remove the cluster and all that belongs to it
+	$(CLUSTER) tests/cluster/deploy.py down
+cluster-deps: env ## install the Debian packages that clusters run (only as root)
+	@if [ $$(id -u) = 0 ]; then $(CLUSTER) -m testcluster deps; else echo "not root: node tests need Debian packages, which they name"; fi
+cluster-programs: env ## compile the cluster's programs, once per content (10 minutes on 2 cores)
+	@$(CLUSTER) -m testcluster build
 
 lint: env ## ruff (lint and format), import contracts, file size, generated files
 	$(BIN)/ruff check .

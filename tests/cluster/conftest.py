@@ -74,6 +74,6 @@ def _nodes_impossible() -> str:
     """Why no node can run on this machine; empty when it can."""
     if os.geteuid() != 0:
         return "they need root (namespaces, mounts, a network bridge)"
-    if absent := packages.missing(packages.NODES):
+    if absent := packages.missing({**packages.NODES, **packages.IMAGES}):
         return f"Debian packages are missing: {', '.join(absent)}; `make cluster-deps` installs them"
     return ""
