@@ -2,6 +2,7 @@
 
 Children are read into small frozen views, so that rules are written over facts and not over nested API dictionaries. A Plan's
 effects are carried out in the order of its fields: intent (status) is written before anything is deleted or created.
+A plan that deletes, raises the epoch or ends the job is made a second time over fresh reads before it is carried out.
 """
 
 from __future__ import annotations
@@ -103,16 +104,6 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
-    """A create that the API server refused."""
-
-    message: str
-    """Its words."""
-    at: float
-    """When it said so, seconds since 1970."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """All that one reconcile looks at besides the job."""
 
@@ -122,10 +113,11 @@ class Observed:
     """Services, ConfigMaps, NetworkPolicies, ResourceClaims (templates), gang objects with our labels of this job name."""
     foreign: tuple[str, ...] = ()
     """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
-    refusals: Mapping[str, Refusal] = field(default_factory=dict)
-    """`kind/name` of creates that were refused (quota, admission, missing account) and have not succeeded since."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Creates that were refused and have not succeeded since: `kind/name` -> the API server's words (quota, admission, missing account).
+    A plan names them again each time; apply paces the tries."""
     claims: Mapping[str, Object] = field(default_factory=dict)
-    """The PersistentVolumeClaims of `storage.claims_needed(job)`, by name; absent = not found."""
+    """The PersistentVolumeClaims of all roles' volumes, by name; absent = not found."""
     progress: Progress | None = None
 
 
@@ -166,8 +158,6 @@ class Plan:
     """The whole new status; None = as it is."""
     progress_only: bool = False
     """Whether the status differs in step, reward and the like only, so that its write may wait for the progress interval."""
-    verify: tuple[str, ...] = ()
-    """Pods whose absence the plan rests on: each is read first; when one exists the plan is dropped and the job looked at again."""
     delete: tuple[Deletion, ...] = ()
     ensure: tuple[Object, ...] = ()
     """Objects for server-side apply, already without those whose manifest hash is right."""

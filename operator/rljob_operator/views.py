@@ -8,17 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rljob_operator.model import ContainerEnd, Object, Observed, PodView, Progress, Refusal
+from rljob_operator import naming
+from rljob_operator.model import ContainerEnd, Object, Observed, PodView, Progress
 from rljob_operator.times import to_seconds
 
-LABEL_ROLE, LABEL_INDEX, LABEL_EPOCH, LABEL_JOB_UID = (
-    "rljob.dev/role",
-    "rljob.dev/index",
-    "rljob.dev/epoch",
-    "rljob.dev/job-uid",
+KUBELET_REASONS = frozenset(
+    {"ContainersNotReady", "PodCompleted", "PodFailed", "ReadinessGatesNotReady", "UnknownContainerStatuses"}
 )
-TEMPLATE_HASH = "rljob.dev/template-hash"
-KUBELET_REASONS = frozenset({"ContainersNotReady", "PodCompleted", "PodFailed", "ReadinessGatesNotReady", "UnknownContainerStatuses"})
 """Reasons of Ready=False that a kubelet gives; the node controller keeps the one that was there, which is none of these."""
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of waiting containers that mean no trouble."""
@@ -35,10 +31,10 @@ def pod_view(pod: Object) -> PodView:
         name=str(meta.get("name", "")),
         uid=str(meta.get("uid", "")),
         job_uid=_owner(meta),
-        role=str(labels.get(LABEL_ROLE, "")),
-        index=_int(labels.get(LABEL_INDEX)),
-        epoch=_int(labels.get(LABEL_EPOCH)),
-        template_hash=str(notes.get(TEMPLATE_HASH, "")),
+        role=str(labels.get(naming.LABEL_ROLE, "")),
+        index=_int(labels.get(naming.LABEL_INDEX)),
+        epoch=_int(labels.get(naming.LABEL_EPOCH)),
+        template_hash=str(notes.get(naming.ANNOTATION_TEMPLATE_HASH, "")),
         created=to_seconds(meta.get("creationTimestamp")) or 0.0,
         deleting=meta.get("deletionTimestamp") is not None,
         deletion_deadline=to_seconds(meta.get("deletionTimestamp")),
@@ -64,7 +60,7 @@ def observe(
     pods: Iterable[Object] = (),
     objects: Sequence[Object] = (),
     foreign: Sequence[str] = (),
-    refusals: Mapping[str, Refusal] | None = None,
+    refusals: Mapping[str, str] | None = None,
     claims: Mapping[str, Object] | None = None,
     progress: Progress | None = None,
 ) -> Observed:

@@ -1,0 +1,65 @@
+"""Which pods go when a job is suspended or has ended (deletionPolicy, ttlSecondsAfterFinished)."""
+
+from __future__ import annotations
+
+from rljob_operator import deadlines
+from rljob_operator.lifecycle import SUSPEND_SECONDS, saved
+from rljob_operator.model import ControlCall, Deletion, PodView
+from rljob_operator.scaling import PodMoves, removal, stuck
+from rljob_operator.situation import Situation, has_ended, is_active
+
+STOP_SECONDS = 120.0
+"""Seconds after the end of the job until actor pods that still run are deleted."""
+ASK_AGAIN = 5.0
+"""Seconds between requests to the runner to finish."""
+
+
+def halt(situation: Situation) -> PodMoves:
+    """Let the runner save, then delete all pods."""
+    if saved(situation):
+        return _delete(situation, list(situation.pods.values()))
+    since = situation.record.since("Suspended") if situation.record.condition("Suspended")[0] == "Unknown" else None
+    left = SUSPEND_SECONDS - (situation.now - since if since is not None else 0.0)
+    return PodMoves(calls=finish(situation, "suspend"), draining={}, again=(max(min(left, ASK_AGAIN), 0.0),))
+
+
+def ended(situation: Situation) -> PodMoves:
+    """Keep what the deletion policy keeps; stop what still runs; delete the job when its time is up."""
+    ttl = deadlines.until_deleted(situation)
+    if ttl == 0.0:
+        whole = Deletion(kind="RLJob", name=situation.name, uid=situation.job.metadata.uid or "")
+        return PodMoves(delete=(whole,), draining={})
+    failed = situation.record.phase == "Failed"
+    policy = situation.spec.deletion_policy.on_failure if failed else situation.spec.deletion_policy.on_success
+    since = situation.now - (situation.record.completion_time or situation.now)
+    overstayed = since >= STOP_SECONDS
+    going, staying = [], []
+    for pod in situation.pods.values():
+        if policy == "DeletePods" or (policy == "KeepActor" and pod.role != "actor" and not has_ended(pod)):
+            going.append(pod)
+        elif pod.role == "actor" and is_active(pod):
+            (going if overstayed else staying).append(pod)
+    moves = _delete(situation, going)
+    again = [*moves.again, *([STOP_SECONDS - since] if staying else []), *([ttl] if ttl is not None else [])]
+    calls = finish(situation, "failed") if staying and failed else ()
+    return PodMoves(delete=moves.delete, calls=calls, draining={}, again=tuple(again))
+
+
+def _delete(situation: Situation, pods: list[PodView]) -> PodMoves:
+    delete, again = [], []
+    for pod in sorted(pods, key=lambda pod: pod.name):
+        forced, wait = stuck(pod, situation.now)
+        if not pod.deleting:
+            delete.append(removal(pod))
+        elif forced is not None:
+            delete.append(forced)
+        again += [] if wait is None else [wait]
+    return PodMoves(delete=tuple(delete), draining={}, again=tuple(again))
+
+
+def finish(situation: Situation, reason: str) -> tuple[ControlCall, ...]:
+    """Return the call that asks the runner to end: suspend and failed save a checkpoint first, rollback does not."""
+    first = situation.first_actor
+    if first is None or not first.ip or not is_active(first):
+        return ()
+    return (ControlCall(method="POST /finish", body={"reason": reason}, ip=first.ip),)

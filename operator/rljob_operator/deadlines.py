@@ -1,0 +1,52 @@
+"""Times at which something is due though nothing happens: the job's deadlines, its TTL, and when to look again."""
+
+from __future__ import annotations
+
+from rljob_operator.record import Record
+from rljob_operator.situation import Situation
+
+
+def runtime_seconds(record: Record, now: float) -> int:
+    """Return the seconds the job has run, suspended time left out."""
+    if record.start_time is None:
+        return 0
+    end = record.completion_time if record.completion_time is not None else now
+    return max(int(end) - int(record.start_time) - record.suspended_seconds, 0)
+
+
+def overdue(situation: Situation) -> str:
+    """Return which deadline has passed, in words; empty when none has."""
+    record, spec = situation.record, situation.spec
+    if record.start_time is None:
+        return ""
+    ran = runtime_seconds(record, situation.now)
+    if spec.active_deadline_seconds is not None and ran >= spec.active_deadline_seconds:
+        return f"the job ran for activeDeadlineSeconds {spec.active_deadline_seconds} without finishing"
+    if spec.start_deadline_seconds is not None and not _has_begun(situation) and ran >= spec.start_deadline_seconds:
+        return f"the first step was not finished within startDeadlineSeconds {spec.start_deadline_seconds}"
+    return ""
+
+
+def until_overdue(situation: Situation) -> float | None:
+    """Return the seconds until a deadline passes; None without one."""
+    record, spec = situation.record, situation.spec
+    ran = runtime_seconds(record, situation.now)
+    limits = [spec.active_deadline_seconds, None if _has_begun(situation) else spec.start_deadline_seconds]
+    left = [max(limit - ran, 0) for limit in limits if limit is not None]
+    return float(min(left)) if left else None
+
+
+def until_deleted(situation: Situation) -> float | None:
+    """Return the seconds until an ended job is deleted; None without a TTL."""
+    ttl, ended = situation.spec.ttl_seconds_after_finished, situation.record.completion_time
+    if ttl is None or ended is None:
+        return None
+    return max(ended + ttl - situation.now, 0.0)
+
+
+def _has_begun(situation: Situation) -> bool:
+    """Return whether the first step was ever finished."""
+    if situation.record.first_step_time is not None:
+        return True
+    report = situation.report
+    return report is not None and (report.count("step") or 0) > 0

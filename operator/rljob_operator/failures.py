@@ -1,0 +1,243 @@
+"""What went wrong with the pods, the loop or the numbers, and what the rules say to do (protocol.md 4).
+
+`judge` looks at everything once per reconcile; of several findings the gravest decides. Each end of a pod is judged once: the
+record keeps its uid until the pod is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from rl_core.plan import failure_rules as rules
+from rl_core.plan.failure_rules import Ends, PodEnd, Ruling
+from rljob_operator.model import ContainerEnd, PodView
+from rljob_operator.record import STALL, Record
+from rljob_operator.report import last_word
+from rljob_operator.situation import Situation, has_ended, is_active
+
+TAIL = 600
+"""Characters of a log tail in a message."""
+DONE_PAUSE = 15.0
+"""Seconds until a rollout or env pod that ended with code 0 is replaced: most likely the whole run is about to end."""
+
+
+class Act(IntEnum):
+    """What to do, gravest last."""
+
+    NOTHING = 0
+    REPLACE_PODS = 1
+    RESTART_ROLE = 2
+    RESTART_JOB = 3
+    ROLL_BACK = 4
+    """RESTART_JOB without saving first."""
+    PAUSE = 5
+    FAIL = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that went wrong."""
+
+    act: Act
+    reason: str
+    """Reason of the condition it leads to."""
+    message: str
+    counted: bool = True
+    """Towards maxRestarts."""
+    role: str = ""
+    """For RESTART_ROLE."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """All findings, and the record with each pod's end noted."""
+
+    record: Record
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def gravest(self) -> Finding | None:
+        """Return the finding that decides."""
+        return max(self.findings, key=lambda finding: finding.act, default=None)
+
+
+def judge(situation: Situation) -> Verdict:
+    """Return what went wrong since the last look."""
+    record, findings = situation.record, []
+    for pod in _newly_ended(situation):
+        finding, record = _judge_pod(situation, pod, record)
+        findings.append(finding)
+    findings += _vanished_actors(situation)
+    record = _count_vanished(situation, record)
+    record, stalled = _judge_stall(situation, record)
+    findings += stalled + _judge_numbers(situation)
+    return Verdict(record=record, findings=tuple(f for f in findings if f.act is not Act.NOTHING))
+
+
+def completed(situation: Situation) -> bool:
+    """Return whether actor-0 of this epoch ended well, which is the job's success."""
+    pod = situation.first_actor
+    if pod is None or any(end.init for end in pod.ended):
+        return False
+    return all(end.exit_code == 0 for end in pod.ended) if pod.ended else pod.phase == "Succeeded"
+
+
+def describe(pod: PodView) -> str:
+    """Return how a pod ended, in words: code, reason, the supervisor's reason, the last log lines."""
+    end = decisive(pod)
+    if pod.deleting and not has_ended(pod):
+        return f"pod {pod.name} is being deleted" + (f" ({pod.disrupted})" if pod.disrupted else " by someone else")
+    if end is None:
+        why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
+        return f"pod {pod.name} ended" + (f" ({why})" if why else "")
+    kind = "init container" if end.init else "container"
+    code = f"{end.exit_code} ({end.reason})" if end.reason not in ("", "Error", "Completed") else str(end.exit_code)
+    word = last_word(end)
+    told = ": ".join(part for part in (word.reason, word.tail[-TAIL:].strip()) if part)
+    why = f" ({pod.disrupted or pod.reason})" if pod.disrupted or pod.reason else ""
+    return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {told}" if told else "")
+
+
+def decisive(pod: PodView) -> ContainerEnd | None:
+    """Return the container end that decides: the first with an error, else the first; None when no container told."""
+    return next((end for end in pod.ended if end.exit_code != 0), pod.ended[0] if pod.ended else None)
+
+
+def _newly_ended(situation: Situation) -> list[PodView]:
+    """Return wanted pods that ended or are being deleted by others, and were not judged before."""
+    record, found = situation.record, []
+    for role in ("actor", "rollout", "env"):
+        mark = record.role(role).restart_time
+        for pod in situation.pods_of(role):
+            judged = (e := record.ends.get(pod.name)) is not None and e.uid == pod.uid
+            ours = role != "actor" and (
+                pod.index >= situation.desired(role) or (mark is not None and pod.created <= mark)
+            )
+            if not is_active(pod) and not judged and not ours:
+                found.append(pod)
+    return found
+
+
+def _judge_pod(situation: Situation, pod: PodView, record: Record) -> tuple[Finding, Record]:
+    end = decisive(pod)
+    code = end.exit_code if end is not None else None
+    if pod.role == "actor" and code == 0 and not pod.deleting:
+        return Finding(act=Act.NOTHING, reason="", message=""), record  # its part is done; the runner's end decides
+    ruling = rules.rule_on(_pod_end(pod, end), situation.spec.failure_policy.rules)
+    told = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
+    if ruling.action == "FailJob":
+        reason = rules.FATAL_CODES.get(code or 0, "PodFailed") if ruling.rule is None else "FailurePolicyRule"
+        return Finding(act=Act.FAIL, reason=reason, message=told), _noted(situation, pod, record, ruling)
+    reason = _reason(pod, end)
+    if pod.role == "actor":
+        return Finding(act=Act.RESTART_JOB, reason=reason, message=told, counted=ruling.counted), record
+    act = {"RestartRole": Act.RESTART_ROLE, "RestartJob": Act.RESTART_JOB}.get(ruling.action, Act.REPLACE_PODS)
+    noted = _noted(situation, pod, record, ruling)
+    return Finding(act=act, reason=reason, message=told, counted=ruling.counted, role=pod.role), noted
+
+
+def _pod_end(pod: PodView, end: ContainerEnd | None) -> PodEnd:
+    reasons = (*(e.reason for e in pod.ended), pod.reason, pod.disrupted)
+    return PodEnd(
+        role=pod.role,
+        code=end.exit_code if end is not None else None,
+        init=end is not None and end.init,
+        reasons=tuple(reason for reason in reasons if reason),
+        conditions=pod.conditions or ((rules.DISRUPTION,) if pod.disrupted else ()),
+        message=end.message if end is not None else pod.message,
+    )
+
+
+def _reason(pod: PodView, end: ContainerEnd | None) -> str:
+    if pod.disrupted:
+        return "PodDisrupted"
+    if end is None:
+        return "PodDeleted" if pod.deleting else "PodFailed"
+    return "InitContainerFailed" if end.init else "OutOfMemory" if end.reason == "OOMKilled" else "PodFailed"
+
+
+def _noted(situation: Situation, pod: PodView, record: Record, ruling: Ruling) -> Record:
+    """Return the record with the end of a pod counted once: attempt, failures, and the pause before its replacement."""
+    ends = record.ends.get(pod.name) or Ends()
+    end, deleted = decisive(pod), pod.deleting or bool(pod.disrupted)
+    if end is not None and end.exit_code == 0 and not deleted:
+        ends = Ends(uid=pod.uid, times=(situation.now,), backoff=DONE_PAUSE)
+    elif ruling.counted and ruling.action != "Ignore" and not deleted:
+        ends = rules.after_end(ends, situation.now, uid=pod.uid)
+    else:
+        ends = replace(ends, uid=pod.uid)
+    role = record.role(pod.role)
+    failed = not deleted and (end is None or end.exit_code != 0)
+    role = replace(role, restarts=role.restarts + 1, failed=role.failed + failed)
+    kept = {name: old for name, old in record.ends.items() if not _forgotten(situation, name, old)}
+    return replace(record, roles={**record.roles, pod.role: role}, ends={**kept, pod.name: ends})
+
+
+def _forgotten(situation: Situation, name: str, ends: Ends) -> bool:
+    """Return whether a pod's ends matter no more: that pod is gone and lived on for the whole window since."""
+    if name not in situation.pods and "-" not in name:
+        return False
+    gone = all(pod.uid != ends.uid for pod in situation.pods.values())
+    last = ends.times[-1] if ends.times else 0.0
+    return gone and situation.now - last > rules.ENDS_WINDOW + ends.backoff
+
+
+def _vanished_actors(situation: Situation) -> list[Finding]:
+    """Actor pods that were there and are gone, unseen: the gang lost a rank."""
+    there, before = situation.pods_of("actor"), situation.record.role("actor").active
+    if situation.epoch != situation.record.epoch or len(there) >= min(before, situation.desired("actor")):
+        return []
+    present = {pod.name for pod in there}
+    missing = ", ".join(name for name in situation.wanted("actor") if name not in present)
+    return [Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=f"actor pods are gone: {missing}")]
+
+
+def _count_vanished(situation: Situation, record: Record) -> Record:
+    """Raise the attempt of a role whose pods are gone unseen, so that replacements have a higher incarnation."""
+    for role in ("rollout", "env"):
+        known = record.role(role)
+        there = sum(1 for pod in situation.pods_of(role) if pod.index < situation.desired(role))
+        counted = known.restarts - situation.record.role(role).restarts
+        lost = min(known.active, situation.desired(role)) - there
+        if lost > 0 and not counted:
+            record = replace(record, roles={**record.roles, role: replace(known, restarts=known.restarts + 1)})
+    return record
+
+
+def _judge_stall(situation: Situation, record: Record) -> tuple[Record, list[Finding]]:
+    report, progress = situation.report, situation.observed.progress
+    if report is None or report.stall is None or progress is None or progress.error:
+        return record, []
+    since = report.stall.get("since")
+    silent = float(since) if isinstance(since, int | float) else 0.0
+    acts = record.ends.get(STALL) or Ends()
+    acted_at = acts.times[-1] if acts.times else None
+    reason = str(report.stall.get("reason") or "")
+    wanted, role = rules.rule_on_stall(situation.spec.failure_policy.stall, reason, acts=len(acts.times))
+    if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
+        return record, []
+    act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
+    noted = replace(acts, times=(*acts.times, situation.now)[-8:])
+    message = f"no progress for longer than failurePolicy.stall allows: {stall_words(report.stall)}"
+    finding = Finding(act=act, reason="Stalled", message=message, role=role)
+    return replace(record, ends={**record.ends, STALL: noted}), [finding]
+
+
+def stall_words(stall: object) -> str:
+    """Return reason and waits of a stall without its seconds, so that the text stays equal while it lasts."""
+    if not hasattr(stall, "get"):
+        return "unknown"
+    waits = stall.get("waits")
+    edges = [w for w in waits if hasattr(w, "get")] if isinstance(waits, list) else []
+    told = "; ".join(f"{w.get('who')} waits for {w.get('on')} ({w.get('what')})" for w in edges[:8])
+    return str(stall.get("reason") or "unknown") + (f": {told}" if told else "")
+
+
+def _judge_numbers(situation: Situation) -> list[Finding]:
+    report = situation.report
+    trip = rules.tripped(situation.spec.failure_policy, report.raw.get("streaks")) if report is not None else None
+    if trip is None:
+        return []
+    act = {"RestartFromCheckpoint": Act.ROLL_BACK, "Pause": Act.PAUSE}.get(trip.action, Act.FAIL)
+    return [Finding(act=act, reason=trip.rule[0].upper() + trip.rule[1:], message=trip.message)]

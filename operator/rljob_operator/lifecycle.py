@@ -1,0 +1,218 @@
+"""Where a job is in its life and what comes next: the decisions, in the order in which they win.
+
+    ended -> stays ended | actor-0 done -> Succeeded | suspended or paused -> checkpoint, then no pods
+    resumed -> new epoch | deadline, failure -> Failed, new epoch, or pods replaced | else -> run
+
+A decision that raises the epoch or ends the job is an intent: it is written alone, and the next reconcile acts on what is written. So
+an operator that dies in between, at any point, finds in the status what it was about to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+from rl_core.plan.failure_rules import Ends, after_end
+from rljob_operator import deadlines, failures
+from rljob_operator.failures import Act, Finding
+from rljob_operator.record import GANG, PAUSED, Record, RoleRecord
+from rljob_operator.situation import ROLES, Situation, has_ended, is_active
+
+SUSPEND_SECONDS = 120.0
+"""Seconds the runner has for its last checkpoint before all pods are deleted."""
+Outcome = Literal["Succeeded", "Failed"]
+
+
+class Stage(Enum):
+    """What a reconcile does."""
+
+    RUN = "run"
+    """Keep the wanted pods there."""
+    RESTART = "restart"
+    """Write a new epoch, nothing else."""
+    HALT = "halt"
+    """Let the runner save, then delete all pods."""
+    HALTED = "halted"
+    """No pods."""
+    END = "end"
+    """Write the end, nothing else."""
+    ENDED = "ended"
+    """Clean up as deletionPolicy and TTL say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """A decision."""
+
+    stage: Stage
+    record: Record
+    """What is to be remembered from now on."""
+    reason: str = ""
+    """Why, for the condition that tells of it; empty when nothing new happened."""
+    message: str = ""
+    outcome: Outcome | None = None
+    """For END."""
+    roll_back: bool = False
+    """For RESTART: the runner must not save."""
+    paused: bool = False
+    """For HALT and HALTED: by a rule; the user's suspend otherwise."""
+    findings: tuple[Finding, ...] = ()
+    """What went wrong, for events and for Degraded."""
+
+
+def decide(situation: Situation) -> Course:
+    """Return what comes next."""
+    record = situation.record
+    if record.terminal:
+        return Course(stage=Stage.ENDED, record=record)
+    halting, paused = _halting(situation)
+    if failures.completed(situation) and not halting:
+        return _end(situation, record, "Succeeded", "TrainingFinished", "actor-0 ended with code 0")
+    if paused or situation.spec.suspend:
+        return _halt(situation, paused=paused and not situation.spec.suspend)
+    if halting:
+        return _resume(situation)
+    record = replace(record, start_time=record.start_time or situation.now)
+    if situation.epoch == 0:
+        return Course(stage=Stage.RUN, record=replace(record, epoch=1))
+    record = replace(record, epoch=situation.epoch)
+    if overdue := deadlines.overdue(situation):
+        return _end(situation, record, "Failed", "DeadlineExceeded", overdue)
+    verdict = failures.judge(situation)
+    gravest = verdict.gravest
+    record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch)
+    course = Course(stage=Stage.RUN, record=record, findings=verdict.findings)
+    return _act_on(situation, course, gravest) if gravest is not None else course
+
+
+def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
+    """Return the course after the gravest finding."""
+    record = course.record
+    if finding.act is Act.FAIL:
+        return replace(_end(situation, record, "Failed", finding.reason, finding.message), findings=course.findings)
+    if finding.act is Act.PAUSE:
+        told = (
+            f"paused by failurePolicy: {finding.message}; change the spec to go on, or set suspend to true and to false"
+        )
+        return replace(course, stage=Stage.HALT, paused=True, reason="Pausing", message=told)
+    if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
+        return _restart(situation, course, finding)
+    if finding.act is Act.RESTART_ROLE:
+        return replace(course, record=_mark_role(situation, record, finding.role))
+    return course
+
+
+def _restart(situation: Situation, course: Course, finding: Finding) -> Course:
+    record, limit = course.record, situation.spec.failure_policy.max_restarts
+    if finding.counted and record.restarts >= limit:
+        told = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
+        return replace(_end(situation, record, "Failed", "MaxRestartsExceeded", told), findings=course.findings)
+    counted = record.restarts + finding.counted
+    gang, actor = after_end(record.ends.get(GANG) or Ends(), situation.now), record.role("actor")
+    actor = replace(actor, restarts=actor.restarts + 1, failed=actor.failed + _num_failed(situation))
+    record = replace(
+        record,
+        restarts=counted,
+        total_restarts=record.total_restarts + 1,
+        roles={**record.roles, "actor": actor},
+        ends={**record.ends, GANG: gang},
+    )
+    how = f"restart {counted} of {limit}" if finding.counted else "restart, not counted"
+    return replace(
+        course,
+        stage=Stage.RESTART,
+        record=_next_epoch(situation, record),
+        reason=finding.reason,
+        message=f"{how}, epoch {situation.epoch + 1}: {finding.message}",
+        roll_back=finding.act is Act.ROLL_BACK,
+    )
+
+
+def _num_failed(situation: Situation) -> int:
+    return sum(1 for pod in situation.pods_of("actor") if has_ended(pod) and not pod.disrupted)
+
+
+def _next_epoch(situation: Situation, record: Record) -> Record:
+    return replace(record, epoch=max(situation.epoch, record.epoch) + 1)
+
+
+def _mark_role(situation: Situation, record: Record, role: str) -> Record:
+    """Return the record that asks for all present pods of a role to be replaced."""
+    pods = situation.pods_of(role)
+    known = record.role(role)
+    mark = max((pod.created for pod in pods), default=situation.now)
+    fresh = sum(1 for pod in pods if is_active(pod))
+    return replace(
+        record, roles={**record.roles, role: replace(known, restart_time=mark, restarts=known.restarts + fresh)}
+    )
+
+
+# --- suspension ----------------------------------------------------------------------------------------------------
+
+
+def _halting(situation: Situation) -> tuple[bool, bool]:
+    """Return (whether the job is suspended or on its way there, whether a rule's pause still holds)."""
+    condition = situation.record.conditions.get("Suspended", {})
+    if not situation.record.phase or condition.get("status") not in ("True", "Unknown"):
+        return False, False
+    seen = condition.get("observedGeneration")
+    paused = condition.get("reason") in PAUSED and isinstance(seen, int) and seen >= situation.generation
+    return True, paused
+
+
+def _halt(situation: Situation, *, paused: bool) -> Course:
+    """Save, then delete: until actor-0 has ended, or its time is up, the others stay too."""
+    record = replace(situation.record, epoch=situation.epoch, draining={})
+    if not situation.pods:
+        return Course(stage=Stage.HALTED, record=_without_pods(record), paused=paused)
+    return Course(stage=Stage.HALT, record=record, paused=paused)
+
+
+def saved(situation: Situation) -> bool:
+    """Return whether there is nothing to wait for before the pods of a suspended job are deleted."""
+    first = situation.first_actor
+    if first is None or has_ended(first) or not first.ip:
+        return True
+    status, since = situation.record.condition("Suspended")[0], situation.record.since("Suspended")
+    return status == "Unknown" and since is not None and situation.now - since >= SUSPEND_SECONDS
+
+
+def _without_pods(record: Record) -> Record:
+    """Nothing of what ended before a suspension matters after it, but the attempts and the acts on stalls."""
+    roles = {name: replace(role, active=0, restart_time=None) for name, role in record.roles.items()}
+    return replace(record, roles=roles)
+
+
+def _resume(situation: Situation) -> Course:
+    record = situation.record
+    since = record.since("Suspended")
+    asleep = int(situation.now - since) if since is not None and record.start_time is not None else 0
+    record = replace(
+        record,
+        start_time=record.start_time or situation.now,
+        suspended_seconds=record.suspended_seconds + max(asleep, 0),
+    )
+    epoch = max(situation.epoch, record.epoch) + 1
+    return Course(
+        stage=Stage.RESTART,
+        record=replace(record, epoch=epoch, roles=_all_idle(record.roles.items())),
+        reason="Resumed",
+        message=f"resumed under epoch {epoch}",
+    )
+
+
+def _all_idle(roles: Iterable[tuple[str, RoleRecord]]) -> dict[str, RoleRecord]:
+    return {name: replace(role, active=0) for name, role in roles if name in ROLES}
+
+
+def _end(situation: Situation, record: Record, outcome: Outcome, reason: str, message: str) -> Course:
+    record = replace(
+        record,
+        epoch=max(record.epoch, situation.epoch),
+        start_time=record.start_time or situation.now,
+        completion_time=situation.now,
+        draining={},
+    )
+    return Course(stage=Stage.END, record=record, outcome=outcome, reason=reason, message=message)

@@ -1,0 +1,124 @@
+"""Events: what `kubectl describe` tells of a job's life. Made of the step from the old status to the new, so each is told once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rljob_operator.conditions import Fact
+from rljob_operator.failures import Act
+from rljob_operator.lifecycle import Course, Stage
+from rljob_operator.model import EventNote, Object
+from rljob_operator.outlook import NOT_DURABLE
+from rljob_operator.record import Record
+
+LONGEST_NOTE = 1000
+"""Characters of an event; the API server takes 1024."""
+
+EVENTS: Mapping[str, str] = {
+    "Starting": "all pods of the actor are bound",
+    "Running": "the runner's loop runs",
+    "Restarting": "the actor's gang is replaced under a new epoch; the message says why",
+    "Resumed": "a suspended job goes on under a new epoch",
+    "Suspending": "the runner saves, then all pods are deleted",
+    "Suspended": "no pods are left",
+    "Succeeded": "all steps were done",
+    "Failed": "the job has failed; the message says why",
+    "CheckpointsNotDurable": "checkpoint.path is on no volume of a claim: a restart of the actor begins anew",
+    "Draining": "surplus pods finish their work before they are deleted",
+    "PodReplaced": "a rollout or env pod ended and is replaced; the message holds its last words",
+    "RoleRestarted": "all pods of a role are replaced; the message says why",
+}
+"""Reasons of events besides those of conditions, which are told when they turn to the bad. docs/operations.md lists both."""
+
+_TOLD = {
+    "Accepted": ("False", ()),
+    "Scheduled": ("False", ("PodsPending", "NotAccepted", "Suspended", "Finished")),
+    "Ready": (
+        "False",
+        (
+            "WaitingForPods",
+            "WaitingForRanks",
+            "Restarting",
+            "NotAccepted",
+            "NotScheduled",
+            "NotReady",
+            "Suspended",
+            "Finished",
+        ),
+    ),
+    "Progressing": ("Unknown", ("NotReady", "NoStepYet")),
+    "WeightsInSync": ("False", ()),
+    "Degraded": ("True", ("PodEnded",)),
+}
+"""Condition -> the status worth an event, and reasons of it that are none."""
+
+
+def tell(record: Record, course: Course, facts: Mapping[str, Fact], status: Object | None) -> tuple[EventNote, ...]:
+    """Return the events of a step; none when the status stays as it is."""
+    if status is None or course.stage is Stage.ENDED:
+        return ()
+    return (
+        *_phase(record, course, status),
+        *_findings(course),
+        *_conditions(record, facts),
+        *_draining(record, status),
+    )
+
+
+def refusal(problem: str) -> tuple[EventNote, ...]:
+    """Return the event about a spec that is not understood."""
+    return (_warn("InvalidSpec", problem),)
+
+
+def _phase(record: Record, course: Course, status: Object) -> Iterator[EventNote]:
+    phase = str(status.get("phase"))
+    if not record.phase and course.stage is Stage.RUN:
+        accepted = next((c for c in status["conditions"] if c["type"] == "Accepted"), {})
+        if accepted.get("message") == NOT_DURABLE:
+            yield _warn("CheckpointsNotDurable", NOT_DURABLE)
+    if phase == record.phase and course.stage is not Stage.RESTART:
+        return
+    if course.stage is Stage.RESTART:
+        resumed = course.reason == "Resumed"
+        yield _note("Resumed", course.message) if resumed else _warn("Restarting", course.message)
+    elif phase == "Failed":
+        yield _warn("Failed", f"{course.reason}: {course.message}")
+    elif phase in EVENTS:
+        yield _note(phase, course.message or EVENTS[phase])
+
+
+def _findings(course: Course) -> Iterator[EventNote]:
+    reasons = {Act.REPLACE_PODS: "PodReplaced", Act.RESTART_ROLE: "RoleRestarted"}
+    for finding in course.findings if course.stage is Stage.RUN else ():
+        if finding.act in reasons:
+            yield _warn(reasons[finding.act], finding.message)
+
+
+def _conditions(record: Record, facts: Mapping[str, Fact]) -> Iterator[EventNote]:
+    for kind, (status, silent) in _TOLD.items():
+        fact = facts[kind]
+        if (
+            fact.status == status
+            and fact.reason not in silent
+            and record.condition(kind)[:2] != (fact.status, fact.reason)
+        ):
+            yield _warn(fact.reason, fact.message or fact.reason)
+    stalled = facts["Progressing"]
+    if stalled.reason == "Stalled" and record.condition("Progressing")[1] != "Stalled":
+        yield _warn("Stalled", stalled.message)
+
+
+def _draining(record: Record, status: Object) -> Iterator[EventNote]:
+    listed: Any = status.get("draining") or []
+    new = [entry["pod"] for entry in listed if entry["pod"] not in record.draining]
+    if new:
+        yield _note("Draining", f"{', '.join(new)} finish their work before they are deleted")
+
+
+def _warn(reason: str, message: str) -> EventNote:
+    return EventNote(type="Warning", reason=reason, message=message[:LONGEST_NOTE])
+
+
+def _note(reason: str, message: str) -> EventNote:
+    return EventNote(type="Normal", reason=reason, message=message[:LONGEST_NOTE])

@@ -1,0 +1,367 @@
+"""What each condition says now, from the situation and the decision. Messages hold no counts of seconds: they stay equal while nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rl_core.plan.failure_rules import SHORTAGE, Ends
+from rljob_operator import storage
+from rljob_operator.conditions import TYPES, Fact
+from rljob_operator.failures import Act, stall_words
+from rljob_operator.lifecycle import Course, Stage
+from rljob_operator.model import PodView
+from rljob_operator.record import GANG, PAUSED
+from rljob_operator.situation import ROLES, Situation, is_active
+from rljob_operator.storage import Obstacle
+
+UNREACHABLE_SECONDS = 15.0
+"""Seconds of failing polls until a runner counts as unreachable."""
+IMAGE_ERRORS = (
+    "ErrImage",
+    "ImagePull",
+    "InvalidImageName",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "SignatureValidationFailed",
+)
+NAMED = 5
+"""Pods named in a message; the rest is counted."""
+NOT_DURABLE = (
+    "checkpoints are not kept: checkpoint.path is on no volume of a claim, so a restart of the actor begins anew"
+)
+
+
+def phase_of(situation: Situation, course: Course) -> str:
+    """Return the phase, for people."""
+    fixed = {Stage.HALT: "Suspending", Stage.HALTED: "Suspended", Stage.RESTART: "Restarting"}
+    if course.stage is Stage.END:
+        return course.outcome or "Failed"
+    if course.stage is Stage.ENDED:
+        return course.record.phase
+    if course.stage in fixed:
+        return fixed[course.stage]
+    before = situation.record.phase if situation.record.epoch == course.record.epoch else ""
+    if before == "Running" or (situation.report is not None and situation.report.begun):
+        return "Running"
+    bound = sum(1 for pod in situation.pods_of("actor") if pod.scheduled and is_active(pod))
+    if bound >= situation.desired("actor"):
+        return "Starting"
+    return "Restarting" if before == "Restarting" else "Pending"
+
+
+def facts(situation: Situation, course: Course, obstacle: Obstacle | None) -> dict[str, Fact]:
+    """Return what each condition says."""
+    common = {
+        "Accepted": _accepted(situation, obstacle),
+        "Suspended": _suspended(situation, course),
+        "Complete": _complete(course),
+        "Failed": _failed(situation, course),
+    }
+    if course.stage in (Stage.HALT, Stage.HALTED):
+        return common | _all("Suspended", "NotRunning")
+    if course.stage is Stage.END:
+        return common | _all("Finished", "NotRunning")
+    if course.stage is Stage.RESTART:
+        ready = Fact(status="False", reason="Restarting", message=course.message)
+        return (
+            common
+            | _all("NotReady", "NotRunning")
+            | {"Scheduled": Fact(status="False", reason="PodsPending"), "Ready": ready}
+        )
+    scheduled = _scheduled(situation, course, obstacle)
+    ready = _ready(situation, course, obstacle, scheduled)
+    return common | {
+        "Scheduled": scheduled,
+        "Ready": ready,
+        "Progressing": _progressing(situation, course),
+        "WeightsInSync": _in_sync(situation, course),
+        "Degraded": _degraded(situation, course),
+    }
+
+
+def refused(problem: str, known: Iterable[str]) -> dict[str, Fact]:
+    """Return the facts about a job whose spec is not understood, without those that are `known` already."""
+    first = _all("NotAccepted", "NotRunning") | {
+        "Suspended": Fact(status="False", reason="NotSuspended"),
+        "Complete": Fact(status="False", reason="NotFinished"),
+        "Failed": Fact(status="False", reason="NotFailed"),
+    }
+    accepted = Fact(status="False", reason="InvalidSpec", message=problem)
+    return {kind: first[kind] for kind in TYPES if kind in first and kind not in known} | {"Accepted": accepted}
+
+
+def explains(facts: Mapping[str, Fact]) -> str:
+    """Return the reason that explains the state, for the column REASON."""
+    for kind, status in (
+        ("Failed", "True"),
+        ("Complete", "True"),
+        ("Accepted", "False"),
+        ("Suspended", "True"),
+        ("Suspended", "Unknown"),
+    ):
+        if facts[kind].status == status:
+            return facts[kind].reason
+    scheduled, ready, degraded = facts["Scheduled"], facts["Ready"], facts["Degraded"]
+    if ready.status != "True":
+        return scheduled.reason if scheduled.status == "False" and ready.reason == "NotScheduled" else ready.reason
+    return degraded.reason if degraded.status == "True" else facts["Progressing"].reason
+
+
+def _all(reason: str, degraded: str) -> dict[str, Fact]:
+    """Return facts for a job without a running gang."""
+    not_ready = "NotReady" if reason == "NotAccepted" else reason
+    return {
+        "Scheduled": Fact(status="False", reason=reason),
+        "Ready": Fact(status="False", reason=reason),
+        "Progressing": Fact(status="False", reason=not_ready),
+        "WeightsInSync": Fact(status="Unknown", reason=not_ready),
+        "Degraded": Fact(status="False", reason=degraded),
+    }
+
+
+def _accepted(situation: Situation, obstacle: Obstacle | None) -> Fact:
+    if obstacle is not None:
+        return Fact(status="False", reason=obstacle.reason, message=obstacle.message)
+    return Fact(
+        status="True", reason="SpecAccepted", message="" if storage.checkpoints_last(situation) else NOT_DURABLE
+    )
+
+
+def _suspended(situation: Situation, course: Course) -> Fact:
+    status, reason, message = situation.record.condition("Suspended")
+    if course.stage in (Stage.HALT, Stage.HALTED):
+        halted = course.stage is Stage.HALTED
+        if not course.paused:
+            return Fact(status="True" if halted else "Unknown", reason="Suspended" if halted else "Suspending")
+        known = situation.record.conditions["Suspended"].get("observedGeneration") if reason in PAUSED else None
+        return Fact(
+            status="True" if halted else "Unknown",
+            reason="Paused" if halted else "Pausing",
+            message=course.message or message,
+            generation=known if isinstance(known, int) else None,
+        )
+    if course.stage is Stage.RESTART and status in ("True", "Unknown") and situation.record.phase:
+        return Fact(status="False", reason="Resumed")
+    return Fact(status="False", reason="Resumed" if reason == "Resumed" else "NotSuspended")
+
+
+def _complete(course: Course) -> Fact:
+    if course.stage is Stage.END and course.outcome == "Succeeded":
+        return Fact(status="True", reason=course.reason, message=course.message)
+    return Fact(status="False", reason="NotFinished")
+
+
+def _failed(situation: Situation, course: Course) -> Fact:
+    """On False the reason tells of the last restart, until the next."""
+    if course.stage is Stage.END and course.outcome == "Failed":
+        return Fact(status="True", reason=course.reason, message=course.message)
+    if course.stage is Stage.RESTART and course.reason != "Resumed":
+        return Fact(status="False", reason=course.reason, message=course.message)
+    role = next((finding for finding in course.findings if finding.act is Act.RESTART_ROLE), None)
+    if role is not None and course.stage is Stage.RUN:
+        return Fact(status="False", reason=role.reason, message=f"all {role.role} pods are replaced: {role.message}")
+    status, reason, message = situation.record.condition("Failed")
+    return (
+        Fact(status="False", reason=reason, message=message)
+        if status == "False" and reason
+        else Fact(status="False", reason="NotFailed")
+    )
+
+
+def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) -> Fact:
+    if situation.earlier:
+        told = f"pods of an earlier job named {situation.name} still end: {_names(situation.earlier)}"
+        return Fact(status="False", reason="PreviousJobTerminating", message=told)
+    wanted = [name for role in ROLES for name in situation.wanted(role)]
+    missing = [name for name in wanted if name not in situation.pods or not _present(situation, name)]
+    if obstacle is not None and missing:
+        return Fact(status="False", reason="NotAccepted", message=obstacle.message)
+    refusals = _refusals(situation, missing)
+    if refusals:
+        reason = "QuotaExceeded" if "exceeded quota" in refusals else "CreateRefused"
+        return Fact(status="False", reason=reason, message=refusals)
+    words = _grouped((pod.unschedulable, pod.name) for pod in _wanted_pods(situation) if pod.unschedulable)
+    if words:
+        return Fact(status="False", reason="Unschedulable", message=words)
+    held = _backing_off(situation, course)
+    if held:
+        return Fact(
+            status="False", reason="RestartBackOff", message=f"replacements wait after repeated ends: {_names(held)}"
+        )
+    unbound = [pod.name for pod in _wanted_pods(situation) if not pod.scheduled]
+    if missing or unbound:
+        return Fact(status="False", reason="PodsPending", message=f"not bound yet: {_names([*missing, *unbound])}")
+    return Fact(status="True", reason="PodsScheduled")
+
+
+def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
+    gang, report = [pod for pod in situation.pods_of("actor") if is_active(pod)], situation.report
+    whole = len(gang) >= situation.desired("actor")
+    status, reason, message = situation.record.condition("Ready")
+    if whole and report is not None and report.begun and not any(m.startswith("actor") for m in report.missing):
+        return Fact(status="True", reason="RanksReady")
+    if whole and status == "True" and situation.record.epoch == course.record.epoch:
+        return Fact(status="True", reason=reason, message=message)
+    if obstacle is not None and not whole:
+        return Fact(status="False", reason="NotAccepted", message=obstacle.message)
+    stuck = _grouped((pod.waiting, pod.name) for pod in _wanted_pods(situation) if pod.waiting)
+    if stuck:
+        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in _wanted_pods(situation))
+        return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
+    if scheduled.reason not in ("PodsScheduled", "PodsPending"):
+        return Fact(status="False", reason="NotScheduled", message=scheduled.message)
+    if situation.old_gang():
+        told = message if reason == "Restarting" else ""
+        return Fact(status="False", reason="Restarting", message=told)
+    if not whole or not all(pod.scheduled for pod in gang):
+        return Fact(status="False", reason="WaitingForPods")
+    missing = _names(sorted(report.missing)) if report is not None and report.missing else ""
+    return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
+
+
+def _progressing(situation: Situation, course: Course) -> Fact:
+    progress, report = situation.observed.progress, situation.report
+    if unreachable(situation):
+        words = progress.error if progress is not None else ""
+        return Fact(status="Unknown", reason="RunnerUnreachable", message=f"the runner does not answer: {words}")
+    if report is None:
+        status, reason, message = situation.record.condition("Progressing")
+        if situation.record.phase == "Running" and situation.record.epoch == course.record.epoch and reason:
+            return Fact(status=status, reason=reason, message=message)
+        return Fact(status="Unknown", reason="NotReady")
+    if report.stall is not None and report.stall.get("reason") != SHORTAGE:
+        return Fact(status="False", reason="Stalled", message=stall_words(report.stall))
+    if report.begun and (report.count("step") or 0) > 0:
+        return Fact(status="True", reason="StepFinished")
+    return Fact(status="Unknown", reason="NoStepYet")
+
+
+def unreachable(situation: Situation) -> bool:
+    """Return whether polls of a running runner have failed for too long."""
+    progress, first = situation.observed.progress, situation.first_actor
+    if (
+        progress is None
+        or first is None
+        or not is_active(first)
+        or progress.failing_since is None
+        or progress.pod_uid != first.uid
+    ):
+        return False
+    known = first.ready or situation.record.phase == "Running"
+    return known and situation.now - progress.failing_since >= UNREACHABLE_SECONDS
+
+
+def _in_sync(situation: Situation, course: Course) -> Fact:
+    report = situation.report
+    if report is None or not report.begun:
+        reason = "RunnerUnreachable" if unreachable(situation) else "NotReady"
+        return Fact(status="Unknown", reason=reason)
+    diverged = report.raw.get("diverged")
+    failure = report.mapping("failure")
+    if (isinstance(diverged, list) and diverged) or failure.get("type") == "WeightsDiverged":
+        told = _names(sorted(map(str, diverged))) if isinstance(diverged, list) else str(failure.get("message") or "")
+        return Fact(status="False", reason="WeightsDiverged", message=told)
+    role = rollout_role(situation)
+    if not role.get("ready"):
+        return Fact(status="Unknown", reason="NoRollouts")
+    lag, bound = role.get("lag"), situation.spec.algorithm.max_staleness
+    if isinstance(lag, int) and lag > bound + 1:  # one more while a new version is on its way
+        return Fact(
+            status="False",
+            reason="RolloutsBehind",
+            message=f"a rollout is more than algorithm.maxStaleness {bound} versions behind",
+        )
+    return Fact(status="True", reason="InSync")
+
+
+def rollout_role(situation: Situation) -> Mapping[str, object]:
+    """Return what the runner tells of the rollouts as a whole; empty when it tells nothing."""
+    roles = situation.report.raw.get("roles") if situation.report is not None else None
+    for role in roles if isinstance(roles, list) else []:
+        if isinstance(role, Mapping) and role.get("name") == "rollout":
+            return role
+    return {}
+
+
+def _degraded(situation: Situation, course: Course) -> Fact:
+    held = [name for name in _backing_off(situation, course) if not name.startswith(f"{situation.name}-actor-")]
+    if held:
+        return Fact(
+            status="True", reason="RestartBackOff", message=f"replacements wait after repeated ends: {_names(held)}"
+        )
+    if phase_of(situation, course) != "Running":
+        return Fact(status="False", reason="NotRunning")
+    short = {role: (situation.desired(role), ready_pods(situation, role)) for role in ("rollout", "env")}
+    if all(ready >= desired for desired, ready in short.values()):
+        return Fact(status="False", reason="AllRolesReady")
+    told = ", ".join(
+        f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
+    )
+    if short["rollout"][1] < situation.spec.rollout.min_replicas:
+        return Fact(
+            status="True",
+            reason="BelowMinimum",
+            message=f"{told}; the run waits for minReplicas {situation.spec.rollout.min_replicas}",
+        )
+    words = _grouped((pod.waiting, pod.name) for pod in _wanted_pods(situation) if pod.waiting)
+    ended = "; ".join(finding.message for finding in course.findings if finding.act is Act.REPLACE_PODS)
+    status, reason, message = situation.record.condition("Degraded")
+    if ended or (status == "True" and reason == "PodEnded"):
+        return Fact(status="True", reason="PodEnded", message=ended or message)
+    return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (told, words))))
+
+
+def ready_pods(situation: Situation, role: str) -> int:
+    """Return how many wanted pods of a role serve."""
+    return sum(
+        1 for pod in situation.pods_of(role) if pod.ready and is_active(pod) and pod.index < situation.desired(role)
+    )
+
+
+def _wanted_pods(situation: Situation) -> list[PodView]:
+    return [
+        pod
+        for role in ROLES
+        for pod in situation.pods_of(role)
+        if pod.index < situation.desired(role) and is_active(pod)
+    ]
+
+
+def _present(situation: Situation, name: str) -> bool:
+    pod = situation.pods[name]
+    return is_active(pod) and (pod.role != "actor" or pod.epoch == situation.epoch)
+
+
+def _backing_off(situation: Situation, course: Course) -> list[str]:
+    """Return wanted pods that are absent because their back-off is not over."""
+    found = []
+    for role in ROLES:
+        for name in situation.wanted(role):
+            ends = course.record.ends.get(GANG if role == "actor" else name) or Ends()
+            absent = name not in situation.pods or not _present(situation, name)
+            if absent and situation.now < ends.retry_at:
+                found.append(name)
+    return found
+
+
+def _refusals(situation: Situation, missing: list[str]) -> str:
+    pods = {f"Pod/{name}" for name in missing}
+    words = (
+        (text, kind_name)
+        for kind_name, text in situation.observed.refusals.items()
+        if not kind_name.startswith("Pod/") or kind_name in pods
+    )
+    return _grouped(words)
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return `names: words` for each distinct text, so that a message does not repeat itself per pod."""
+    by_words: dict[str, list[str]] = {}
+    for words, name in pairs:
+        by_words.setdefault(words, []).append(name)
+    return "; ".join(f"{_names(names)}: {words}" for words, names in sorted(by_words.items(), key=lambda item: item[1]))
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")

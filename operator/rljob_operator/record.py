@@ -1,0 +1,140 @@
+"""What the job's status remembers: the counters and marks that must survive a restart of the operator.
+
+Read leniently: a status written by another version, or by hand, gives defaults where it makes no sense. Decisions return a changed
+copy, which the status is written from before anything else is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.plan.failure_rules import Ends
+from rljob_operator.model import Object
+from rljob_operator.times import to_seconds, to_text
+
+TERMINAL = frozenset({"Succeeded", "Failed"})
+PAUSED = frozenset({"Pausing", "Paused"})
+"""Reasons of the condition Suspended that a failure rule, not the user, is behind."""
+GANG, STALL = "actor", "stall"
+"""Names in `ends` that are no pods: restarts of the gang, acts on stalls."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleRecord:
+    """Counters of one role."""
+
+    active: int = 0
+    """Pods that existed and had not ended when the status was written."""
+    failed: int = 0
+    """Ends with an error so far."""
+    restarts: int = 0
+    """Pods replaced so far; the attempt in the incarnation of those made next."""
+    restart_time: float | None = None
+    """Pods created up to then are replaced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """The remembered half of a status."""
+
+    raw: Object = field(default_factory=dict)
+    """The status as read, for what is carried over untouched."""
+    phase: str = ""
+    """Empty before the first reconcile."""
+    epoch: int = 0
+    restarts: int = 0
+    total_restarts: int = 0
+    start_time: float | None = None
+    first_step_time: float | None = None
+    completion_time: float | None = None
+    suspended_seconds: int = 0
+    roles: Mapping[str, RoleRecord] = field(default_factory=dict)
+    ends: Mapping[str, Ends] = field(default_factory=dict)
+    draining: Mapping[str, float] = field(default_factory=dict)
+    conditions: Mapping[str, Object] = field(default_factory=dict)
+
+    @property
+    def terminal(self) -> bool:
+        """Return whether the job has ended for good."""
+        return self.phase in TERMINAL
+
+    def role(self, name: str) -> RoleRecord:
+        """Return the counters of a role."""
+        return self.roles.get(name) or RoleRecord()
+
+    def condition(self, kind: str) -> tuple[str, str, str]:
+        """Return (status, reason, message) of a condition; Unknown and empty before the first reconcile."""
+        found = self.conditions.get(kind, {})
+        return str(found.get("status", "Unknown")), str(found.get("reason", "")), str(found.get("message", ""))
+
+    def since(self, kind: str) -> float | None:
+        """Return when the status of a condition changed last."""
+        return to_seconds(self.conditions.get(kind, {}).get("lastTransitionTime"))
+
+
+def read(status: Any) -> Record:
+    """Return what `status` remembers; anything unreadable is as if it were absent."""
+    raw: Object = status if isinstance(status, Mapping) else {}
+    phase = raw.get("phase")
+    return Record(
+        raw=raw,
+        phase=phase if isinstance(phase, str) else "",
+        epoch=_count(raw.get("epoch")),
+        restarts=_count(raw.get("restarts")),
+        total_restarts=_count(raw.get("totalRestarts")),
+        start_time=to_seconds(raw.get("startTime")),
+        first_step_time=to_seconds(raw.get("firstStepTime")),
+        completion_time=to_seconds(raw.get("completionTime")),
+        suspended_seconds=_count(raw.get("suspendedSeconds")),
+        roles={str(r.get("name")): _role(r) for r in _maps(raw.get("roles"))},
+        ends={str(e.get("name")): _ends(e) for e in _maps(raw.get("ends"))},
+        draining={str(d.get("pod")): to_seconds(d.get("since")) or 0.0 for d in _maps(raw.get("draining"))},
+        conditions={str(c.get("type")): c for c in _maps(raw.get("conditions"))},
+    )
+
+
+def ends_status(ends: Mapping[str, Ends]) -> list[dict[str, Any]]:
+    """Return `status.ends`, by name."""
+    return [
+        {
+            "name": name,
+            **({"uid": one.uid} if one.uid else {}),
+            **({"times": [to_text(at) for at in one.times]} if one.times else {}),
+            **({"backoffSeconds": int(one.backoff)} if one.backoff else {}),
+        }
+        for name, one in sorted(ends.items())
+    ]
+
+
+def draining_status(draining: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return `status.draining`, by pod."""
+    return [{"pod": pod, "since": to_text(since)} for pod, since in sorted(draining.items())]
+
+
+def _role(value: Object) -> RoleRecord:
+    return RoleRecord(
+        active=_count(value.get("active")),
+        failed=_count(value.get("failed")),
+        restarts=_count(value.get("restarts")),
+        restart_time=to_seconds(value.get("restartTime")),
+    )
+
+
+def _ends(value: Object) -> Ends:
+    times = value.get("times")
+    read_times = [to_seconds(at) for at in times] if isinstance(times, list) else []
+    return Ends(
+        uid=str(value.get("uid") or ""),
+        times=tuple(at for at in read_times if at is not None),
+        backoff=float(_count(value.get("backoffSeconds"))),
+    )
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+def _maps(value: Any) -> list[Object]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

@@ -1,0 +1,134 @@
+"""What the runner tells: its `/status`, or its last word in the termination message of actor-0. Read leniently, as it crosses versions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rljob_operator.model import ContainerEnd, Object, PodView, Progress
+
+ASLEEP = frozenset({"", "Starting"})
+"""Phases of a runner that has not begun: its step is not yet the checkpoint's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The runner's word, for one epoch."""
+
+    raw: Object
+    epoch: int
+    phase: str
+    at: float
+    """When it was received, seconds since 1970."""
+    applied_generation: int | None = None
+    members: tuple[Object, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Names (`actor:1`) or pods it waits for."""
+    stall: Object | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Return whether the loop runs: steps and versions are those of the run."""
+        return self.phase not in ASLEEP
+
+    def count(self, name: str) -> int | None:
+        """Return a whole number the runner tells; None when it does not."""
+        value = self.raw.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number the runner tells; None when it does not."""
+        return finite(self.raw.get(name))
+
+    def mapping(self, name: str) -> Object:
+        """Return a mapping the runner tells, else an empty one."""
+        value = self.raw.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+    def state_of(self, pod: str) -> str | None:
+        """Return the state of the pod's processes, `drained` when all are; None when the runner knows none."""
+        states = [str(m.get("state")) for m in self.members if m.get("pod") == pod]
+        return next((state for state in states if state != "drained"), states[0]) if states else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastWord:
+    """The supervisor's termination message."""
+
+    reason: str = ""
+    tail: str = ""
+    """Last log lines."""
+    summary: Object = field(default_factory=dict)
+    """The runner's last status; empty except on actor-0."""
+
+
+def from_progress(progress: Progress | None, pod: PodView | None, *, epoch: int) -> Report | None:
+    """Return the report of `pod`, the actor-0 of `epoch`; None when the word is another pod's or another epoch's."""
+    if progress is None or pod is None or progress.pod_uid != pod.uid or not isinstance(progress.status, Mapping):
+        return None
+    report = read(progress.status, at=progress.at)
+    return report if report.epoch == epoch else None
+
+
+def from_end(pod: PodView | None, *, epoch: int, at: float) -> Report | None:
+    """Return the last report of an ended actor-0 of `epoch`; None when it left none."""
+    for end in pod.ended if pod is not None else ():
+        summary = last_word(end).summary
+        if summary:
+            report = read({"epoch": epoch, **summary}, at=at)
+            return report if report.epoch == epoch else None
+    return None
+
+
+def read(status: Object, *, at: float) -> Report:
+    """Return what `status` says, with nothing where it makes no sense."""
+    epoch, applied, stall = status.get("epoch"), status.get("appliedGeneration"), status.get("stall")
+    return Report(
+        raw=status,
+        epoch=epoch if isinstance(epoch, int) else -1,
+        phase=str(status.get("phase") or ""),
+        at=at,
+        applied_generation=applied if isinstance(applied, int) and not isinstance(applied, bool) else None,
+        members=tuple(m for m in _list(status.get("members")) if isinstance(m, Mapping)),
+        missing=tuple(_name(m) for m in _list(status.get("missing"))),
+        stall=stall if isinstance(stall, Mapping) else None,
+    )
+
+
+def last_word(end: ContainerEnd) -> LastWord:
+    """Return the termination message of a container: the supervisor's JSON, or plain text as the tail."""
+    try:
+        value = json.loads(end.message)
+    except (ValueError, RecursionError):
+        return LastWord(tail=end.message)
+    if not isinstance(value, Mapping):
+        return LastWord(tail=end.message)
+    tail, summary = value.get("tail"), value.get("summary")
+    text = "\n".join(map(str, tail)) if isinstance(tail, list) else str(tail or "")
+    return LastWord(
+        reason=str(value.get("reason") or ""), tail=text, summary=summary if isinstance(summary, Mapping) else {}
+    )
+
+
+def finite(value: Any) -> float | None:
+    """Return `value` as a float when it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _name(missing: Any) -> str:
+    if isinstance(missing, Mapping):
+        return str(missing.get("pod") or missing.get("name") or "?")
+    return str(missing)

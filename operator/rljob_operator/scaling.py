@@ -1,0 +1,143 @@
+"""Which pods to delete and to make while a job runs: the gang of the present epoch, rollouts and envs as many as wanted.
+
+Names are deterministic, so a pod is made when its name is free: a replacement waits for its forerunner to be gone, and for its
+back-off. Surplus pods finish their work before they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rl_core.plan.failure_rules import Ends
+from rljob_operator.model import ControlCall, Deletion, PodView
+from rljob_operator.record import GANG, Record
+from rljob_operator.report import Report
+from rljob_operator.situation import ROLES, Situation, has_ended, is_active
+
+GANG_GRACE = 10
+"""Seconds that pods of a broken gang get to end: without all ranks there is nothing to save."""
+STUCK_SECONDS = 15.0
+"""Seconds after its deletion deadline until a pod on a dead node is deleted by force."""
+DRAIN_MARGIN = 10.0
+"""Seconds beyond runtime.drainSeconds until a draining pod is deleted anyway."""
+ELASTIC = ("rollout", "env")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodMoves:
+    """What to do with pods now."""
+
+    delete: tuple[Deletion, ...] = ()
+    create: tuple[tuple[str, int], ...] = ()
+    """(role, index) of pods to make."""
+    calls: tuple[ControlCall, ...] = ()
+    draining: Mapping[str, float]
+    """Pods asked to finish, and since when."""
+    again: tuple[float, ...] = ()
+    """Seconds after which something is due."""
+
+
+def run(situation: Situation, record: Record, *, may_create: bool) -> PodMoves:
+    """Return the moves towards the wanted pods."""
+    moves = _drain(situation, record)
+    delete = {
+        deletion.name: deletion for deletion in (*_teardown(situation), *_used_up(situation, record), *moves.delete)
+    }
+    again = list(moves.again)
+    for pod in situation.pods.values():
+        forced, wait = stuck(pod, situation.now)
+        if forced is not None:
+            delete[pod.name] = forced
+        again += [] if wait is None else [wait]
+    create, waits = _missing(situation, record) if may_create else ([], [])
+    return replace(
+        moves, delete=tuple(delete[name] for name in sorted(delete)), create=tuple(create), again=(*again, *waits)
+    )
+
+
+def stuck(pod: PodView, now: float) -> tuple[Deletion | None, float | None]:
+    """Return (the forced deletion of a pod that its dead node will never end, seconds until it may be due)."""
+    unseen = not pod.acknowledged and bool(pod.node)
+    if not pod.deleting or pod.deletion_deadline is None or not (pod.node_lost or unseen):
+        return None, None
+    left = pod.deletion_deadline + STUCK_SECONDS - now
+    if left > 0:
+        return None, left
+    return Deletion(kind="Pod", name=pod.name, uid=pod.uid, grace_seconds=0), None
+
+
+def removal(pod: PodView, *, grace: int | None = None) -> Deletion:
+    """Return the deletion of a pod."""
+    return Deletion(kind="Pod", name=pod.name, uid=pod.uid, grace_seconds=grace)
+
+
+def _teardown(situation: Situation) -> list[Deletion]:
+    """End the gangs of older epochs: a whole one by its runner first, which saves; a broken one at once."""
+    old = situation.old_gang()
+    alive = [pod for pod in old if not pod.deleting]
+    first = next((pod for pod in old if pod.index == 0), None)
+    if first is None or any(has_ended(pod) for pod in old):
+        return [removal(pod, grace=None if has_ended(pod) else GANG_GRACE) for pod in alive]
+    return [] if first.deleting else [removal(first)]
+
+
+def _used_up(situation: Situation, record: Record) -> list[Deletion]:
+    """Delete rollout and env pods that ended, or that a restart of their role replaces."""
+    found = []
+    for role in ELASTIC:
+        mark = record.role(role).restart_time
+        for pod in situation.pods_of(role):
+            if not pod.deleting and (has_ended(pod) or (mark is not None and pod.created <= mark)):
+                found.append(removal(pod))
+    return found
+
+
+def _missing(situation: Situation, record: Record) -> tuple[list[tuple[str, int]], list[float]]:
+    """Return the wanted pods whose names are free and whose back-off is over, and the waits of the others."""
+    create, waits = [], []
+    for role in ROLES:
+        for index, name in enumerate(situation.wanted(role)):
+            if name in situation.pods:
+                continue
+            ends = record.ends.get(GANG if role == "actor" else name) or Ends()
+            if situation.now < ends.retry_at:
+                waits.append(ends.retry_at - situation.now)
+            else:
+                create.append((role, index))
+    return create, waits
+
+
+def _drain(situation: Situation, record: Record) -> PodMoves:
+    surplus = [pod for role in ELASTIC for pod in situation.pods_of(role) if pod.index >= situation.desired(role)]
+    surplus = sorted((pod for pod in surplus if is_active(pod)), key=lambda pod: (pod.role, pod.index), reverse=True)
+    if not surplus:
+        return PodMoves(draining={})
+    report, first = _answering(situation), situation.first_actor
+    patience = situation.spec.runtime.drain_seconds + DRAIN_MARGIN
+    delete, waiting, again, draining = [], [], [], {}
+    for pod in surplus:
+        since = record.draining.get(pod.name, situation.now)
+        left = since + patience - situation.now
+        state = report.state_of(pod.name) if report is not None else None
+        if state in (None, "drained", "lost") or left <= 0:
+            delete.append(removal(pod))
+            continue
+        draining[pod.name] = since
+        again.append(left)
+        if state != "draining":
+            waiting.append(pod.name)
+    call = (
+        ControlCall(method="POST /drain", body={"pods": waiting}, ip=first.ip)
+        if waiting and first is not None
+        else None
+    )
+    return PodMoves(delete=tuple(delete), calls=(call,) if call else (), draining=draining, again=tuple(again))
+
+
+def _answering(situation: Situation) -> Report | None:
+    """Return the runner's word if it still answers."""
+    progress, first = situation.observed.progress, situation.first_actor
+    if progress is None or progress.error or first is None or not first.ip or not is_active(first):
+        return None
+    return situation.report

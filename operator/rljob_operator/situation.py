@@ -1,0 +1,126 @@
+"""One job at one moment: what is wanted, what was remembered, what is there. All rules are written over this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.api.roles import RoleSpec
+from rljob_operator import naming
+from rljob_operator import record as records
+from rljob_operator import report as reports
+from rljob_operator.model import Object, Observed, OperatorConfig, PodView
+from rljob_operator.record import Record
+from rljob_operator.report import Report
+
+ROLES = ("actor", "rollout", "env")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """The inputs of a decision."""
+
+    raw: Object
+    """The object as the API server has it."""
+    job: RLJob
+    record: Record
+    """What the status remembers."""
+    observed: Observed
+    now: float
+    config: OperatorConfig
+    pods: Mapping[str, PodView]
+    """Our pods, by name."""
+    earlier: tuple[str, ...]
+    """Names we need that pods of an earlier job of this name still hold."""
+    strangers: tuple[str, ...]
+    """Names of pods with our labels that no RLJob owns."""
+    epoch: int
+    """Epoch of the gang that is, or is to be, there; 0 before the first."""
+    report: Report | None
+    """The runner's word of this epoch: its newest answer, or its last one when actor-0 has ended."""
+
+    @property
+    def spec(self) -> RLJobSpec:
+        """What the user asks for."""
+        return self.job.spec
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.job.metadata.name
+
+    @property
+    def generation(self) -> int:
+        """metadata.generation, 0 when absent."""
+        value = self.raw["metadata"].get("generation")
+        return value if isinstance(value, int) else 0
+
+    @property
+    def first_actor(self) -> PodView | None:
+        """The pod of the runner, of this epoch."""
+        pod = self.pods.get(naming.pod(self.name, "actor", 0))
+        return pod if pod is not None and pod.epoch == self.epoch else None
+
+    def role(self, role: str) -> RoleSpec:
+        """Return the spec of a role."""
+        return {"actor": self.spec.actor, "rollout": self.spec.rollout, "env": self.spec.env}[role]
+
+    def desired(self, role: str) -> int:
+        """Return how many pods of a role are wanted while the job runs."""
+        return {
+            "actor": self.spec.actor.replicas,
+            "rollout": self.spec.rollout.replicas,
+            "env": self.spec.env.replicas,
+        }[role]
+
+    def wanted(self, role: str) -> list[str]:
+        """Return the names of the pods of a role that are wanted while the job runs, by index."""
+        return [naming.pod(self.name, role, index) for index in range(self.desired(role))]
+
+    def pods_of(self, role: str) -> list[PodView]:
+        """Return our pods of a role, by index; of the actor those of this epoch only."""
+        found = [p for p in self.pods.values() if p.role == role and (role != "actor" or p.epoch == self.epoch)]
+        return sorted(found, key=lambda pod: pod.index)
+
+    def old_gang(self) -> list[PodView]:
+        """Return actor pods of other epochs, by index."""
+        return sorted(
+            (p for p in self.pods.values() if p.role == "actor" and p.epoch != self.epoch), key=lambda p: p.index
+        )
+
+
+def look(job: RLJob, raw: Object, observed: Observed, now: float, *, config: OperatorConfig) -> Situation:
+    """Sort what is there."""
+    uid = job.metadata.uid
+    record = records.read(raw.get("status"))
+    pods = {pod.name: pod for pod in observed.pods if pod.job_uid == uid}
+    epoch = max([record.epoch, *(pod.epoch for pod in pods.values())])
+    first = pods.get(naming.pod(job.metadata.name, "actor", 0))
+    first = first if first is not None and first.epoch == epoch else None
+    report = (reports.from_end(first, epoch=epoch, at=now) if first is not None and has_ended(first) else None) or (
+        reports.from_progress(observed.progress, first, epoch=epoch)
+    )
+    return Situation(
+        raw=raw,
+        job=job,
+        record=record,
+        observed=observed,
+        now=now,
+        config=config,
+        pods=pods,
+        earlier=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
+        strangers=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
+        epoch=epoch,
+        report=report,
+    )
+
+
+def has_ended(pod: PodView) -> bool:
+    """Return whether a container of the pod ended, which ends the pod, or the kubelet ended it as a whole."""
+    return bool(pod.ended) or pod.phase in ("Failed", "Succeeded")
+
+
+def is_active(pod: PodView) -> bool:
+    """Return whether the pod is there to stay: neither ended nor being deleted."""
+    return not pod.deleting and not has_ended(pod)

@@ -1,0 +1,239 @@
+"""The status of a job, computed whole: what the runner tells, what the pods show, what is remembered, and the conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rljob_operator import conditions, deadlines, naming, outlook
+from rljob_operator.conditions import Fact
+from rljob_operator.lifecycle import Course, Stage
+from rljob_operator.model import Object
+from rljob_operator.record import Record, draining_status, ends_status
+from rljob_operator.report import Report, finite
+from rljob_operator.situation import ROLES, Situation, is_active
+from rljob_operator.times import to_text
+
+PROGRESS = (
+    "step",
+    "totalSteps",
+    "policyVersion",
+    "reward",
+    "lag",
+    "runtimeSeconds",
+    "checkpoint",
+    "metrics",
+    "devices",
+    "columns",
+)
+"""Fields whose change alone may wait for the progress interval."""
+METRICS = 64
+"""Most metrics in a status."""
+
+
+def build(
+    situation: Situation, course: Course, facts: Mapping[str, Fact], draining: Mapping[str, float]
+) -> dict[str, Any] | None:
+    """Return the new status; None when it is as it was. `runtimeSeconds` alone is no change."""
+    before = situation.record.raw
+    if course.stage is Stage.ENDED:
+        after = {**before, **_pods(situation, course.record)}
+        after["columns"] = {**_mapping(before.get("columns")), **_role_columns(after["roles"])}
+        return None if after == before else after
+    phase = outlook.phase_of(situation, course)
+    record = course.record
+    after = {
+        "phase": phase,
+        "observedGeneration": situation.generation,
+        "appliedGeneration": _applied(situation),
+        "epoch": record.epoch,
+        "restarts": record.restarts,
+        "totalRestarts": record.total_restarts,
+        **_told(situation, phase),
+        "startTime": _time(record.start_time),
+        "completionTime": _time(record.completion_time),
+        "suspendedSeconds": record.suspended_seconds or None,
+        "runtimeSeconds": before.get("runtimeSeconds"),
+        **_pods(situation, record),
+        "ends": ends_status(record.ends) or None,
+        "draining": draining_status(draining) or None,
+        "conditions": conditions.merge(record.conditions, facts, now=situation.now, generation=situation.generation),
+    }
+    after["firstStepTime"] = _time(_first_step(situation, after.get("step")))
+    after["columns"] = {
+        "step": f"{after.get('step') or 0}/{after['totalSteps']}",
+        **_role_columns(after["roles"]),
+        "reason": outlook.explains(facts),
+    }
+    after = {key: value for key, value in after.items() if value is not None}
+    if after == before:
+        return None
+    if record.start_time is not None:
+        after["runtimeSeconds"] = deadlines.runtime_seconds(record, situation.now)
+    return after
+
+
+def refuse(
+    job: Object, record: Record, facts: Mapping[str, Fact], *, now: float, generation: int
+) -> dict[str, Any] | None:
+    """Return the status of a job whose spec is not understood: what is known stays, Accepted tells; None when it is as it was."""
+    merged = {
+        c["type"]: c
+        for c in conditions.merge(record.conditions, {**_known(record), **facts}, now=now, generation=generation)
+    }
+    kept = {
+        kind: dict(record.conditions[kind])
+        for kind in conditions.TYPES
+        if kind in record.conditions and kind not in facts
+    }
+    after = {
+        "phase": "Pending",
+        "epoch": 0,
+        **record.raw,
+        "observedGeneration": generation,
+        "conditions": [kept.get(kind) or merged[kind] for kind in conditions.TYPES],
+        "columns": {**_mapping(record.raw.get("columns")), "reason": "InvalidSpec"},
+    }
+    return None if after == record.raw else after
+
+
+def is_progress_only(before: Object, after: Object) -> bool:
+    """Return whether the two differ in progress only."""
+    roles = (_steady_roles(before), _steady_roles(after))
+    steady = [{k: v for k, v in status.items() if k not in (*PROGRESS, "roles")} for status in (before, after)]
+    return steady[0] == steady[1] and roles[0] == roles[1]
+
+
+def _steady_roles(status: Object) -> list[dict[str, Any]]:
+    roles = status.get("roles")
+    return [
+        {key: value for key, value in _mapping(role).items() if key not in ("minVersion", "maxVersion")}
+        for role in (roles if isinstance(roles, list) else [])
+    ]
+
+
+def _known(record: Record) -> dict[str, Fact]:
+    return {
+        kind: Fact(status=str(c.get("status")), reason=str(c.get("reason")), message=str(c.get("message", "")))
+        for kind, c in record.conditions.items()
+        if kind in conditions.TYPES
+    }
+
+
+# --- what the runner tells -------------------------------------------------------------------------------------------
+
+
+def _told(situation: Situation, phase: str) -> dict[str, Any]:
+    """Return the progress fields. Inside an epoch step and version never fall, whatever order answers come in."""
+    before, report = situation.record.raw, situation.report
+    kept = {
+        key: before[key]
+        for key in ("step", "policyVersion", "reward", "lag", "checkpoint", "metrics", "devices")
+        if key in before
+    }
+    kept["totalSteps"] = situation.spec.algorithm.steps
+    if report is None or not report.begun:
+        return kept
+    same_run = situation.record.phase == "Running"
+    for name in ("step", "policyVersion"):
+        new, old = report.count(name), before.get(name)
+        if new is not None:
+            kept[name] = max(new, old) if same_run and isinstance(old, int) else new
+    kept["totalSteps"] = report.count("totalSteps") or kept["totalSteps"]
+    kept |= (
+        {"reward": report.number("reward"), "lag": _lag(situation)}
+        if report.number("reward") is not None
+        else {"lag": _lag(situation)}
+    )
+    kept |= {key: value for key, value in (("checkpoint", _checkpoint(report)), ("metrics", _metrics(report))) if value}
+    devices = _devices(situation, report)
+    return kept | ({"devices": devices} if devices else {})
+
+
+def _lag(situation: Situation) -> int:
+    lag = outlook.rollout_role(situation).get("lag")
+    return lag if isinstance(lag, int) and lag >= 0 else 0
+
+
+def _checkpoint(report: Report) -> dict[str, Any]:
+    told = report.mapping("checkpoint")
+    checkpoint: dict[str, Any] = {key: told[key] for key in ("lastStep", "bestStep") if isinstance(told.get(key), int)}
+    checkpoint |= {key: told[key] for key in ("path", "time") if isinstance(told.get(key), str)}
+    best = finite(told.get("bestReward"))
+    return checkpoint | ({"bestReward": best} if best is not None else {})
+
+
+def _metrics(report: Report) -> list[dict[str, str]]:
+    numbers = {str(name): value for name, value in report.mapping("metrics").items() if isinstance(value, int | float)}
+    return [{"name": name, "value": f"{float(numbers[name]):.6g}"} for name in sorted(numbers)[:METRICS]]
+
+
+def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
+    by_pod: dict[str, set[str]] = {}
+    for member in report.members:
+        uuids = member.get("deviceUuids")
+        if isinstance(uuids, list) and uuids:
+            by_pod.setdefault(str(member.get("pod")), set()).update(map(str, uuids))
+    pods = situation.pods
+    return [
+        {"pod": pod, "node": pods[pod].node if pod in pods else "", "uuids": sorted(uuids)}
+        for pod, uuids in sorted(by_pod.items())
+    ]
+
+
+def _applied(situation: Situation) -> Any:
+    report = situation.report
+    if report is not None and report.applied_generation is not None:
+        return report.applied_generation
+    return situation.record.raw.get("appliedGeneration")
+
+
+def _first_step(situation: Situation, step: Any) -> float | None:
+    known = situation.record.first_step_time
+    return known if known is not None else situation.now if isinstance(step, int) and step > 0 else None
+
+
+# --- what the pods show ----------------------------------------------------------------------------------------------
+
+
+def _pods(situation: Situation, record: Record) -> dict[str, Any]:
+    roles = [_role(situation, record, role) for role in ROLES]
+    return {
+        "roles": roles,
+        "rollout": {"readyReplicas": roles[1]["ready"], "selector": naming.role_selector(situation.name, "rollout")},
+    }
+
+
+def _role(situation: Situation, record: Record, role: str) -> dict[str, Any]:
+    known = record.role(role)
+    pods = [pod for pod in situation.pods_of(role) if is_active(pod) and (role != "actor" or pod.epoch == record.epoch)]
+    status: dict[str, Any] = {
+        "name": role,
+        "desired": situation.desired(role),
+        "ready": sum(1 for pod in pods if pod.ready),
+        "active": len(pods),
+        "failed": known.failed,
+        "restarts": known.restarts,
+    }
+    if known.restart_time is not None:
+        status["restartTime"] = _time(known.restart_time)
+    return status | (_versions(situation) if role == "rollout" else {})
+
+
+def _versions(situation: Situation) -> dict[str, int]:
+    versions = outlook.rollout_role(situation).get("versions")
+    numbers = [int(v) for v in versions if str(v).isdigit()] if isinstance(versions, Mapping) else []
+    return {"minVersion": min(numbers), "maxVersion": max(numbers)} if numbers else {}
+
+
+def _role_columns(roles: list[dict[str, Any]]) -> dict[str, str]:
+    counts = {role["name"]: f"{role['ready']}/{role['desired']}" for role in roles}
+    return {"rollouts": counts["rollout"], "actors": counts["actor"], "envs": counts["env"]}
+
+
+def _time(at: float | None) -> str | None:
+    return to_text(at) if at is not None else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

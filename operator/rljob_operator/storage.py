@@ -1,0 +1,97 @@
+"""What stands in the way of pods before they are made: names taken, claims missing or not shared; and whether checkpoints outlive them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rl_core.api.roles import RoleSpec
+from rljob_operator.model import Object
+from rljob_operator.situation import ROLES, Situation
+
+HOSTNAME = "kubernetes.io/hostname"
+SHARED = {"ReadWriteMany"}
+SHARED_READING = {"ReadWriteMany", "ReadOnlyMany"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle:
+    """Why the job is not accepted for now."""
+
+    reason: str
+    message: str
+
+
+def obstacle(situation: Situation) -> Obstacle | None:
+    """Return the first obstacle; None when pods may be made."""
+    wanted = {name for role in ROLES for name in situation.wanted(role)}
+    foreign = {*situation.observed.foreign, *(f"Pod/{name}" for name in situation.strangers if name in wanted)}
+    if foreign:
+        names = ", ".join(sorted(foreign))
+        return Obstacle(
+            reason="NameConflict",
+            message=f"{names} must be free or the job's own, got an object of someone else; delete it or rename the job",
+        )
+    for role in ROLES:
+        for name, read_only in _claims(situation.role(role)):
+            found = situation.observed.claims.get(name)
+            if found is None:
+                return Obstacle(
+                    reason="VolumeClaimNotFound",
+                    message=f'PersistentVolumeClaim "{name}" of {role}.volumes must exist in the namespace, got none; create it or correct claimName',
+                )
+            problem = _unshared(situation, role, name, found, read_only=read_only)
+            if problem is not None:
+                return problem
+    return None
+
+
+def checkpoints_last(situation: Situation) -> bool:
+    """Return whether checkpoints are kept on a volume that outlives the actor's pods."""
+    path, actor = situation.spec.checkpoint.path, situation.spec.actor
+    claimed = {volume.name for volume in actor.volumes if volume.persistent_volume_claim is not None}
+    if path is None:
+        return False
+    return any(
+        mount.name in claimed and not mount.read_only and _below(path, mount.mount_path)
+        for mount in actor.volume_mounts
+    )
+
+
+def _claims(spec: RoleSpec) -> Iterator[tuple[str, bool]]:
+    for volume in spec.volumes:
+        claim = volume.persistent_volume_claim
+        if claim is not None:
+            mounts = [mount for mount in spec.volume_mounts if mount.name == volume.name]
+            yield claim.claim_name, claim.read_only or all(mount.read_only for mount in mounts)
+
+
+def _unshared(situation: Situation, role: str, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
+    spec = claim.get("spec")
+    modes = spec.get("accessModes") if isinstance(spec, Mapping) else None
+    if situation.desired(role) < 2 or not isinstance(modes, list) or not modes:
+        return None
+    held = "ReadWriteOncePod" not in modes and _on_one_node(situation.role(role))
+    if held or not set(map(str, modes)).isdisjoint(SHARED_READING if read_only else SHARED):
+        return None
+    return Obstacle(
+        reason="VolumeNotShared",
+        message=(
+            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, as {situation.desired(role)} {role} pods mount it, got '
+            f"{', '.join(map(str, modes))}; use one {role} pod, hold them on one node by nodeSelector {HOSTNAME}, or take another claim"
+        ),
+    )
+
+
+def _on_one_node(spec: RoleSpec) -> bool:
+    """Return whether a node selector or a required pod affinity keeps all pods of the role on one node."""
+    if HOSTNAME in spec.node_selector:
+        return True
+    affinity = spec.affinity.pod_affinity if spec.affinity is not None else None
+    terms = affinity.required_during_scheduling_ignored_during_execution if affinity is not None else []
+    return any(term.topology_key == HOSTNAME for term in terms)
+
+
+def _below(path: str, folder: str) -> bool:
+    folder = folder.rstrip("/")
+    return path == folder or path.startswith(folder + "/")
