@@ -54,6 +54,7 @@ lint: env ## ruff (lint and format), import contracts, file size, generated file
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python -m rl_core.cli.reference --check
+	$(BIN)/python -m rljob_operator.crd --check
 	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }
 
 types: env ## mypy
@@ -62,8 +63,9 @@ types: env ## mypy
 bench: env ## every benchmark, JSON on standard output
 	@for script in benchmarks/*.py; do case $$script in */_*) continue;; esac; echo "== $$script"; $(BIN)/python $$script; done
 
-docs: env ## regenerate docs/reference from the schema
+docs: env ## regenerate docs/reference, examples/reference.yaml and the CRD from the schema
 	$(BIN)/python -m rl_core.cli.reference
+	$(BIN)/python -m rljob_operator.crd
 
 lock: ## compile requirements/all.txt from pyproject.toml
 	@uv=$$(command -v uv || echo .uv/bin/uv); \

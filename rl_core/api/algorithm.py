@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import listed
 
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw"]
 LossName = Literal["ppo_clip", "cispo", "gspo", "reinforce"]
@@ -176,7 +177,7 @@ class AlgorithmSpec(Spec):
         }
         wanting = [field for field, used in needs.items() if used]
         if wanting and not self.recompute_log_probs:
-            yield (f"[{', '.join(wanting)}] needs recomputeLogProbs: true, got false; set it or remove the field")
+            yield (f"{listed(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
         if self.allow_truncated_sampling and self.importance is not None:
             yield ("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
 

@@ -4,7 +4,9 @@ Strings without a limit of their own have `STRING_LIMIT` (base.py). Regular expr
 Go's RE2 read alike, because both check them.
 """
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -70,3 +72,8 @@ ShortName = Annotated[
     ),
 ]
 """Name inside a pod: of a volume, a claim, an init container."""
+
+
+def listed(values: Iterable[str]) -> str:
+    """Return values as the API server's messages show a list."""
+    return json.dumps(list(values))

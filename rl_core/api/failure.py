@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import listed
 
 RoleName = Literal["actor", "rollout", "env"]
 RuleAction = Literal["RestartPod", "RestartRole", "RestartJob", "FailJob", "Ignore"]
@@ -45,7 +46,7 @@ class FailureRule(Spec):
     @rule
     def _gang_restarts_whole(self) -> Iterator[str]:
         if self.action in ("RestartPod", "Ignore") and (not self.roles or "actor" in self.roles):
-            yield f"action {self.action} is for roles rollout and env only, as the actor restarts as a gang, got roles [{', '.join(self.roles)}]; name roles: [rollout, env] or use RestartJob"
+            yield f"action {self.action} is for roles rollout and env only, as the actor restarts as a gang, got roles {listed(self.roles)}; name roles: [rollout, env] or use RestartJob"
 
 
 class StallSpec(Spec):

@@ -4,14 +4,14 @@ What is missing here cannot be asked for: host namespaces, privileges, hostPath,
 security boundary of the job resource.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rl_core.api.affinity import Affinity, Toleration, TopologySpread
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap, ShortName
+from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap, ShortName, listed
 from rl_core.api.volumes import Volume, VolumeMount, exactly_one
 
 Image = Annotated[str, Field(min_length=1, max_length=512)]
@@ -240,11 +240,6 @@ class PodSpec(Spec):
         lost = [item.name for item in self.init_containers if {mount.name for mount in item.volume_mounts} - set(known)]
         if lost:
             yield f"volumeMounts of init containers must name a volume of the role, {listed(known)}, got others in {listed(lost)}; add it to volumes or correct the name"
-
-
-def listed(values: Iterable[str]) -> str:
-    """Return values as the API server's messages show a list."""
-    return f"[{', '.join(values)}]"
 
 
 def protected_env(env: dict[str, str]) -> Iterator[str]:

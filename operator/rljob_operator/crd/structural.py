@@ -39,6 +39,8 @@ LIST_KEYS = {
     "RoleStatus": ["name"],
     "DeviceStatus": ["pod"],
     "Metric": ["name"],
+    "PodEnds": ["name"],
+    "Draining": ["pod"],
 }
 """Key fields of the lists that are maps by meaning; a key makes an entry unique. Other lists are replaced as a whole."""
 

@@ -253,7 +253,7 @@ TWINS: dict[str, tuple[Twin, ...]] = {
     ),
     "RLJobSpec._batch_divides": (
         Twin(
-            holds=f"$algorithm.promptsPerStep % {RANKS} == 0",
+            holds=f"{RANKS} < 1 || $algorithm.promptsPerStep % {RANKS} == 0",
             refusal=(
                 "algorithm.promptsPerStep must be divisible by the actor's data-parallel size %d, got %d"
                 "; change promptsPerStep or actor.replicas"
@@ -262,7 +262,7 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="algorithm.promptsPerStep",
         ),
         Twin(
-            holds=f"{ROWS} % {PARTS} == 0",
+            holds=f"{PARTS} < 1 || {ROWS} % {PARTS} == 0",
             refusal=(
                 "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = %d, got %d"
                 "; change optimizerStepsPerBatch"
