@@ -1,0 +1,229 @@
+"""Build the images of this repository with buildah, and push them to a registry.
+
+    python worker_images/build.py [--push ADDRESS] [--accelerator cuda] [--base IMAGE --build-base IMAGE] [ROLE ...]
+
+Prints {"actor": REFERENCE, ...} on standard output, progress on standard error. Images are tagged with a hash of what they are made of: an
+image that is there is not built again, and an equal tag means equal content. Without --base it makes a Debian base of its own out of packages
+(debian_base.sh), as some machines reach no image registry. Needs root and buildah.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = ROOT / "worker_images"
+CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
+CONTAINER_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+CODE = ("pyproject.toml", "README.md", "rl_core", "operator")
+ENVIRONMENT = {"STORAGE_DRIVER": "overlay", "BUILDAH_ISOLATION": "chroot"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """One image of the repository."""
+
+    dockerfile: str
+    inputs: tuple[str, ...]
+    """Files and folders that are in it besides the code and the Dockerfile."""
+
+
+_TORCH = ("worker_images/requirements/rollout-{accelerator}.txt", "worker_images/without_cuda.py")
+IMAGES = {
+    "rollout": Image(dockerfile="Dockerfile.rollout", inputs=_TORCH),
+    "actor": Image(
+        dockerfile="Dockerfile.actor",
+        inputs=(*_TORCH, "worker_images/requirements/actor.txt", "examples/arithmetic/prepare.py"),
+    ),
+    "env": Image(dockerfile="worker_images/Dockerfile.env", inputs=("worker_images/requirements/env.txt",)),
+    "operator": Image(
+        dockerfile="worker_images/Dockerfile.operator", inputs=("worker_images/requirements/operator.txt",)
+    ),
+}
+
+
+class BuildError(Exception):
+    """The images cannot be built; the text says what to do."""
+
+
+def content_hash(paths: Sequence[str], *more: str) -> str:
+    """Return 16 hexadecimal digits over the files under `paths` (names and content) and `more`."""
+    digest = hashlib.sha256(json.dumps(more).encode())
+    for path in paths:
+        for file in _files(ROOT / path):
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            digest.update(f"{file.relative_to(ROOT)} {content}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from (file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+    else:
+        raise BuildError(f"{path} must be there to build the images, found nothing; restore it")
+
+
+class Builder:
+    """buildah's store on this machine."""
+
+    def __init__(self, *, accelerator: str, base: str | None, build_base: str | None) -> None:
+        self._accelerator = accelerator
+        self._base, self._build_base = (base, build_base or base) if base else self._debian_base()
+
+    def image(self, role: str) -> str:
+        """Return the local name of the role's image, built when it is not there."""
+        image = IMAGES[role]
+        inputs = [path.format(accelerator=self._accelerator) for path in image.inputs]
+        tag = content_hash([image.dockerfile, *inputs, *CODE], self._accelerator, self._base, self._build_base)
+        name = f"localhost/rljob-{role}:{tag}"
+        if not self._exists(name):
+            with _Timed(f"build {name}"):
+                self._run("build", *self._options(), "--file", image.dockerfile, "--tag", name, ".")
+            self._remove_older(role, keep=name)
+        return name
+
+    def push(self, name: str, *, address: str, registry: str) -> str:
+        """Push a local image to the registry at `address`; return the reference for pods. Layers that are there are not sent again."""
+        reference = name.removeprefix("localhost/")
+        with _Timed(f"push {reference} to {address}"):
+            # Uncompressed: on the way to a registry of this machine compression costs minutes and saves nothing.
+            self._run(
+                "push",
+                "--quiet",
+                "--tls-verify=false",
+                "--disable-compression",
+                name,
+                f"docker://{address}/{reference}",
+            )
+        return f"{registry}/{reference}"
+
+    def _debian_base(self) -> tuple[str, str]:
+        tag = content_hash(["worker_images/debian_base.sh"])
+        runtime, build = f"localhost/rljob-base:{tag}", f"localhost/rljob-build-base:{tag}"
+        if not (self._exists(runtime) and self._exists(build)):
+            _require("debootstrap")
+            with _Timed(f"make {runtime}"):
+                _call([str(HERE / "debian_base.sh"), runtime, build])
+        return runtime, build
+
+    def _options(self) -> Iterator[str]:
+        """Yield options of a build; the machine's certificates and uv's cache are there while it runs, and not in the image."""
+        yield from ("--layers", "--quiet")
+        arguments = {"BASE": self._base, "BUILD_BASE": self._build_base, "ACCELERATOR": self._accelerator}
+        if CERTIFICATES.is_file():
+            yield from ("--volume", f"{CERTIFICATES}:{CONTAINER_CERTIFICATES}:ro")
+        cache = _uv_cache()
+        if cache is not None:
+            arguments["UV_CACHE_DIR"] = "/uv-cache"
+            yield from ("--volume", f"{cache}:/uv-cache")
+        for key, value in arguments.items():
+            yield from ("--build-arg", f"{key}={value}")
+
+    def _exists(self, name: str) -> bool:
+        return self._output("images", "--quiet", "--filter", f"reference={name}") != ""
+
+    def _remove_older(self, role: str, *, keep: str) -> None:
+        """Untag images of other contents; layers they share with the new one stay."""
+        names = self._output(
+            "images", "--format", "{{.Name}}:{{.Tag}}", "--filter", f"reference=localhost/rljob-{role}"
+        )
+        for name in names.splitlines():
+            if name != keep:
+                self._run("rmi", "--force", name)
+
+    def _run(self, command: str, *words: str) -> None:
+        _call(["buildah", command, *words])
+
+    def _output(self, command: str, *words: str) -> str:
+        return _call(["buildah", command, *words], stdout=subprocess.PIPE).strip()
+
+
+def _call(command: list[str], *, stdout: int | None = None) -> str:
+    """Run a program in the repository's root, its output to standard error unless captured; return what was captured."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=stdout or sys.stderr,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} must end with code 0, got {done.returncode}; see its output above")
+    return done.stdout or ""
+
+
+def _uv_cache() -> Path | None:
+    """Return uv's cache, from which the environment was made: a build then downloads nothing."""
+    if shutil.which("uv") is None:
+        return None
+    folder = Path(_call(["uv", "cache", "dir"], stdout=subprocess.PIPE).strip())
+    return folder if folder.is_dir() else None
+
+
+def _require(program: str) -> None:
+    if shutil.which(program) is None:
+        raise BuildError(
+            f"{program} must be installed to build the images; apt-get install --no-install-recommends {program}"
+        )
+
+
+class _Timed:
+    """Says on standard error what runs and how long it took."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+        sys.stderr.write(f"{self._what} ...\n")
+
+    def __exit__(self, *error: object) -> None:
+        sys.stderr.write(f"{self._what}: {time.monotonic() - self._start:.1f} s\n")
+
+
+def main() -> int:
+    """Build what the command line asks for and print the references."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("roles", nargs="*", metavar="ROLE", help=f"default: {' '.join(IMAGES)}")
+    parser.add_argument(
+        "--accelerator", choices=("cpu", "cuda"), default="cpu", help="cpu leaves out the CUDA libraries"
+    )
+    parser.add_argument("--base", help="a Debian 12 image with Python 3.11; default: one made of packages")
+    parser.add_argument("--build-base", help="the same with pip; default: BASE")
+    parser.add_argument("--push", metavar="ADDRESS", help="host:port of a registry without TLS")
+    parser.add_argument("--registry", default="registry.test", help="the name by which nodes know that registry")
+    options = parser.parse_args()
+    try:
+        if unknown := set(options.roles) - set(IMAGES):
+            raise BuildError(f"ROLE must be one of {', '.join(IMAGES)}, got {', '.join(sorted(unknown))}; correct it")
+        if os.geteuid() != 0:
+            raise BuildError(
+                f"images must be built as root (buildah's chroot isolation), got uid {os.geteuid()}; use sudo"
+            )
+        _require("buildah")
+        builder = Builder(accelerator=options.accelerator, base=options.base, build_base=options.build_base)
+        references = {}
+        for role in options.roles or IMAGES:
+            name = builder.image(role)
+            pushed = options.push and builder.push(name, address=options.push, registry=options.registry)
+            references[role] = pushed or name
+    except BuildError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(json.dumps(references) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

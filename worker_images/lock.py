@@ -1,0 +1,84 @@
+"""Compile `requirements/*.txt` from the extras of pyproject.toml, with the versions of the environment (`requirements/all.txt`).
+
+    python worker_images/lock.py [--check]      (make lock)
+
+`actor.txt` holds what the actor needs beyond `rollout-*.txt`: the two images share the layer of the latter.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "worker_images" / "requirements"
+UV = (
+    *("uv", "pip", "compile", "--quiet", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"),
+    *("--no-emit-index-url", "--no-emit-find-links", "--no-header", "--no-annotate"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lock:
+    """One compiled file."""
+
+    extra: str
+    excludes: tuple[str, ...] = ("not-shipped.txt",)
+    adds: tuple[str, ...] = ()
+    """Files with packages whose requirer is excluded."""
+    without: str | None = None
+    """A compiled file whose packages are taken away: a layer below brings them."""
+
+
+LOCKS = {
+    "rollout-cuda.txt": Lock(extra="rollout"),
+    "rollout-cpu.txt": Lock(extra="rollout", excludes=("not-shipped.txt", "cuda-only.txt"), adds=("cpu-keeps.txt",)),
+    "actor.txt": Lock(extra="actor", without="rollout-cuda.txt"),
+    "env.txt": Lock(extra="env"),
+    "operator.txt": Lock(extra="operator", excludes=("not-in-operator.txt",)),
+}
+
+
+def compiled(lock: Lock) -> str:
+    """Return the pinned requirements of one file; uv's failure raises CalledProcessError."""
+    with tempfile.NamedTemporaryFile(suffix=".txt") as output:
+        subprocess.run(
+            [
+                *UV,
+                *("--constraints", "requirements/all.txt", "--extra", lock.extra, "--output-file", output.name),
+                *(word for name in lock.excludes for word in ("--excludes", str(FOLDER / name))),
+                "pyproject.toml",
+                *(str(FOLDER / name) for name in lock.adds),
+            ],
+            cwd=ROOT,
+            check=True,
+        )
+        lines = Path(output.name).read_text().splitlines()
+    below = set(compiled(LOCKS[lock.without]).splitlines()) if lock.without else set()
+    return "".join(f"{line}\n" for line in lines if line not in below)
+
+
+def main() -> int:
+    """Write the files, or with --check say which of them would change."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file would change")
+    check = parser.parse_args().check
+    stale = []
+    for name, lock in LOCKS.items():
+        path, text = FOLDER / name, compiled(lock)
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if not check:
+            path.write_text(text)
+    if check and stale:
+        sys.stderr.write(
+            f"worker_images/requirements must fit pyproject.toml, stale: {', '.join(stale)}; run make lock\n"
+        )
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
