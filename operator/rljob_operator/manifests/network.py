@@ -1,13 +1,123 @@
-"""NetworkPolicies of a job (protocol.md 6), and a pure judge of what policies allow."""
+"""NetworkPolicies of a job (protocol.md 6).
+
+    actor, rollout   in: all ports from the job's actor and rollout pods (gloo and NCCL listen on ephemeral ones, without authentication)
+    actor-0          in: hub and channel from env pods; control from the operator
+    env              in: its RPC port from rollouts and actor-0      out: DNS, hub and channel of actor-0, `env.egress`
+    all              in: metrics from labelled namespaces
+
+Policies add up, so actor-0 has one more than its siblings. Pods are chosen by the job's uid: a forerunner of the same name is a stranger.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rl_core.api.job import RLJob
+from rl_core.plan.launch import Ports
+from rljob_operator import naming
+from rljob_operator.manifests import meta
+from rljob_operator.manifests.policy_judge import Endpoint, allows
 from rljob_operator.model import OperatorConfig
+
+__all__ = ["Endpoint", "allows", "build"]
+
+API_VERSION = "networking.k8s.io/v1"
+PORTS = Ports()
+DNS_PORTS = (53, 5353)
+"""Of DNS pods: 53, and 5353 on OpenShift."""
+NODE_LOCAL_DNS = "169.254.20.10/32"
+"""Where a cluster with a DNS cache per node answers."""
+
+Rule = dict[str, Any]
 
 
 def build(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
-    """Return the NetworkPolicies."""
-    return []
+    """Return the four policies."""
+    metrics = _metrics(config)
+    gang = {"from": [_pods(job, naming.ACTOR, naming.ROLLOUT)]}
+    from_env = {"from": [_pods(job, naming.ENV)], "ports": _tcp(PORTS.hub, PORTS.channel)}
+    from_operator = {"from": [_operator(config)], "ports": _tcp(PORTS.control)}
+    to_env = {"from": [_pods(job, naming.ROLLOUT), _actor_0(job)], "ports": _tcp(PORTS.rpc)}
+    return [
+        _policy(job, "actor", _selector(job, naming.ACTOR), [gang, metrics], config=config),
+        _policy(job, "actor-0", _actor_0(job)["podSelector"], [from_env, from_operator], config=config),
+        _policy(job, "rollout", _selector(job, naming.ROLLOUT), [gang, metrics], config=config),
+        _policy(job, "env", _selector(job, naming.ENV), [to_env, metrics], egress=_env_egress(job), config=config),
+    ]
+
+
+def _policy(
+    job: RLJob,
+    target: str,
+    selector: dict[str, Any],
+    ingress: list[Rule],
+    *,
+    egress: list[Rule] | None = None,
+    config: OperatorConfig,
+) -> dict[str, Any]:
+    """Return one policy; `egress` None leaves the way out free."""
+    spec: dict[str, Any] = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
+    if egress is not None:
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
+    return meta.support(
+        job,
+        "NetworkPolicy",
+        naming.network_policy(job.metadata.name, target),
+        {"spec": spec},
+        api_version=API_VERSION,
+        component="network",
+        config=config,
+    )
+
+
+def _env_egress(job: RLJob) -> list[Rule]:
+    """Return where env pods may go: they run code that need not be trusted with the network."""
+    dns = [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]
+    return [
+        {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": NODE_LOCAL_DNS}}], "ports": dns},
+        {"to": [_actor_0(job)], "ports": _tcp(PORTS.hub, PORTS.channel)},
+        *(
+            {"to": [{"ipBlock": {"cidr": rule.cidr}}], "ports": _tcp(*rule.ports) or _ANY_TCP}
+            for rule in job.spec.env.egress
+        ),
+    ]
+
+
+_ANY_TCP = [{"protocol": "TCP"}]
+
+
+def _metrics(config: OperatorConfig) -> Rule:
+    scraper = {"namespaceSelector": {"matchLabels": dict(config.metrics_namespace_labels)}}
+    return {"from": [scraper], "ports": _tcp(PORTS.health)}
+
+
+def _operator(config: OperatorConfig) -> dict[str, Any]:
+    return {
+        "namespaceSelector": {"matchLabels": {naming.LABEL_NAMESPACE: config.namespace}},
+        "podSelector": {"matchLabels": {naming.LABEL_NAME: naming.OPERATOR_APP}},
+    }
+
+
+def _selector(job: RLJob, *roles: str) -> dict[str, Any]:
+    """Return a selector of the job's pods of some roles."""
+    name, _, uid = meta.identity(job)
+    labels = naming.job_labels(name, uid)
+    if len(roles) == 1:
+        return {"matchLabels": {**labels, naming.LABEL_ROLE: roles[0]}}
+    return {
+        "matchLabels": labels,
+        "matchExpressions": [{"key": naming.LABEL_ROLE, "operator": "In", "values": list(roles)}],
+    }
+
+
+def _pods(job: RLJob, *roles: str) -> dict[str, Any]:
+    return {"podSelector": _selector(job, *roles)}
+
+
+def _actor_0(job: RLJob) -> dict[str, Any]:
+    labels = _selector(job, naming.ACTOR)["matchLabels"]
+    return {"podSelector": {"matchLabels": {**labels, naming.LABEL_INDEX: "0"}}}
+
+
+def _tcp(*ports: int) -> list[dict[str, Any]]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
