@@ -33,7 +33,8 @@ def ended(situation: Situation) -> PodMoves:
     policy = situation.spec.deletion_policy.on_failure if failed else situation.spec.deletion_policy.on_success
     since = situation.now - (situation.record.completion_time or situation.now)
     overstayed = since >= STOP_SECONDS
-    going, staying = [], []
+    going: list[PodView] = []
+    staying: list[PodView] = []
     for pod in situation.pods.values():
         if policy == "DeletePods" or (policy == "KeepActor" and pod.role != "actor" and not has_ended(pod)):
             going.append(pod)

@@ -74,7 +74,7 @@ def refusal(problem: str) -> tuple[EventNote, ...]:
 def _phase(record: Record, course: Course, status: Object) -> Iterator[EventNote]:
     phase = str(status.get("phase"))
     if not record.phase and course.stage is Stage.RUN:
-        accepted = next((c for c in status["conditions"] if c["type"] == "Accepted"), {})
+        accepted: Object = next((c for c in status["conditions"] if c["type"] == "Accepted"), {})
         if accepted.get("message") == NOT_DURABLE:
             yield _warn("CheckpointsNotDurable", NOT_DURABLE)
     if phase == record.phase and course.stage is not Stage.RESTART:

@@ -198,7 +198,7 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
     gang, report = [pod for pod in situation.pods_of("actor") if is_active(pod)], situation.report
     whole = len(gang) >= situation.desired("actor")
     status, reason, message = situation.record.condition("Ready")
-    if whole and report is not None and report.begun and not any(m.startswith("actor") for m in report.missing):
+    if whole and report is not None and report.begun and not any(role == "actor" for role, _ in report.missing):
         return Fact(status="True", reason="RanksReady")
     if whole and status == "True" and situation.record.epoch == course.record.epoch:
         return Fact(status="True", reason=reason, message=message)
@@ -215,7 +215,7 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
         return Fact(status="False", reason="Restarting", message=told)
     if not whole or not all(pod.scheduled for pod in gang):
         return Fact(status="False", reason="WaitingForPods")
-    missing = _names(sorted(report.missing)) if report is not None and report.missing else ""
+    missing = _names(sorted(pod for _, pod in report.missing)) if report is not None else ""
     return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
 
 

@@ -11,7 +11,9 @@ from functools import lru_cache
 
 from pydantic import ValidationError
 
+from rl_core.api.errors import ConfigError
 from rl_core.api.job import API_VERSION, RLJob
+from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests, naming
 from rljob_operator.model import Object, OperatorConfig
 
@@ -39,9 +41,13 @@ def parse(job: Object) -> RLJob | str:
 @lru_cache(maxsize=REMEMBERED)
 def _parse(text: str) -> RLJob | str:
     try:
-        return RLJob.model_validate({"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)})
+        job = RLJob.model_validate({"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)})
+        build_launch_plan(job, name=job.metadata.name, uid=job.metadata.uid or "")
     except ValidationError as error:
         return problems(error)
+    except ConfigError as error:
+        return str(error)
+    return job
 
 
 def problems(error: ValidationError) -> str:

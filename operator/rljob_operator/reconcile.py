@@ -9,11 +9,10 @@ gives Accepted=False and no moves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from rl_core.api.job import MANAGER, RLJob
-from rl_core.plan.launch import LaunchPlan, PodPlan, build_launch_plan
+from rl_core.api.job import MANAGER
+from rl_core.plan.launch import build_launch_plan
 from rljob_operator import (
     cleanup,
     deadlines,
@@ -96,29 +95,17 @@ def _build(situation: Situation, course: Course, wanted: tuple[tuple[str, int], 
     """Return the manifests of the pods to make."""
     if not wanted:
         return ()
-    plan = launch_plan(situation.job, epoch=course.record.epoch)
+    meta, record = situation.job.metadata, course.record
+    plan = build_launch_plan(
+        situation.job,
+        name=meta.name,
+        namespace=meta.namespace or "default",
+        uid=meta.uid or "",
+        epoch=record.epoch,
+        attempts={role: record.role(role).restarts for role in scaling.ELASTIC},
+    )
     pods = {(pod.role, pod.index): pod for pod in plan.pods}
-    built = (_attempt(pods[key], course.record.role(key[0]).restarts) for key in wanted)
-    return tuple(manifests.pods.build(situation.job, pod, config=situation.config) for pod in built)
-
-
-def launch_plan(job: RLJob, *, epoch: int) -> LaunchPlan:
-    """Return the launch plan of a job under `epoch`."""
-    meta = job.metadata
-    return build_launch_plan(
-        job, name=meta.name, namespace=meta.namespace or "default", uid=meta.uid or "", epoch=epoch
-    )
-
-
-def _attempt(pod: PodPlan, attempt: int) -> PodPlan:
-    """Return `pod` with its attempt in the incarnation; the epoch tells apart gangs of the actor."""
-    if pod.role == "actor":
-        return pod
-    containers = tuple(
-        replace(c, processes=tuple(replace(p, env={**p.env, "RLJOB_INCARNATION": f"{attempt}.0"}) for p in c.processes))
-        for c in pod.containers
-    )
-    return replace(pod, containers=containers)
+    return tuple(manifests.pods.build(situation.job, pods[key], config=situation.config) for key in wanted)
 
 
 def _control(situation: Situation, course: Course) -> tuple[ControlCall, ...]:

@@ -25,8 +25,8 @@ class Report:
     """When it was received, seconds since 1970."""
     applied_generation: int | None = None
     members: tuple[Object, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Names (`actor:1`) or pods it waits for."""
+    missing: tuple[tuple[str, str], ...] = ()
+    """(role, pod) of members it waits for."""
     stall: Object | None = None
 
     @property
@@ -93,7 +93,7 @@ def read(status: Object, *, at: float) -> Report:
         at=at,
         applied_generation=applied if isinstance(applied, int) and not isinstance(applied, bool) else None,
         members=tuple(m for m in _list(status.get("members")) if isinstance(m, Mapping)),
-        missing=tuple(_name(m) for m in _list(status.get("missing"))),
+        missing=tuple(_waited(m) for m in _list(status.get("missing")) if isinstance(m, Mapping)),
         stall=stall if isinstance(stall, Mapping) else None,
     )
 
@@ -128,7 +128,5 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _name(missing: Any) -> str:
-    if isinstance(missing, Mapping):
-        return str(missing.get("pod") or missing.get("name") or "?")
-    return str(missing)
+def _waited(missing: Object) -> tuple[str, str]:
+    return str(missing.get("role") or ""), str(missing.get("pod") or missing.get("name") or "?")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rl_core.api.roles import RoleSpec
+from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Object
 from rljob_operator.situation import ROLES, Situation
 
@@ -32,6 +33,12 @@ def obstacle(situation: Situation) -> Obstacle | None:
             reason="NameConflict",
             message=f"{names} must be free or the job's own, got an object of someone else; delete it or rename the job",
         )
+    for role in ROLES:
+        if image_of(situation.job, role, config=situation.config) is None:
+            return Obstacle(
+                reason="ImageMissing",
+                message=f"{role}.image must name an image, as the operator has none for the role, got none; set {role}.image",
+            )
     for role in ROLES:
         for name, read_only in _claims(situation.role(role)):
             found = situation.observed.claims.get(name)
