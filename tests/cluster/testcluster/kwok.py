@@ -22,8 +22,8 @@ class Kwok:
         self._control_plane = control_plane
         self.program = Program(state, "kwok")
 
-    def start(self) -> None:
-        """Start kwok; does nothing when it runs."""
+    def start(self, *, pods: str = "10.0.0.0/24") -> None:
+        """Start kwok, which takes its pods' addresses from the network `pods`; does nothing when it runs."""
         if self.program.running:
             return
         self.program.launch(
@@ -32,6 +32,7 @@ class Kwok:
                 "kwok",
                 f"--kubeconfig={self._control_plane.identities.kubeconfig(KWOK)}",
                 f"--config={self._stages()}",
+                f"--cidr={pods}",
                 "--manage-all-nodes=false",
                 f"--manage-nodes-with-annotation-selector={ANNOTATION}=fake",
                 "--node-lease-duration-seconds=40",
