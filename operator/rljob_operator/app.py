@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 from kubernetes.aio import client
 
-from rljob_operator import handlers, kinds, manifests, master_key, views
+from rljob_operator import handlers, kinds, master_key, views
 from rljob_operator.apply import Applier
 from rljob_operator.cache import Cache, JobKey, head
 from rljob_operator.cluster import ApiCluster, Cluster
@@ -28,6 +28,7 @@ from rljob_operator.events import EventRecorder
 from rljob_operator.fairness import FairSlots
 from rljob_operator.health import Health
 from rljob_operator.leader import Leadership
+from rljob_operator.manifests import secret
 from rljob_operator.metrics import Metrics
 from rljob_operator.progress import Poller, RunnerClient, Target, runner_pod
 from rljob_operator.queue import WorkQueue
@@ -62,7 +63,7 @@ class Operator:
         """Called when kopf is up: it has taken the signals by then, and the caller may take them back."""
         self.metrics = Metrics()
         self.cache = Cache(projections=PROJECTIONS)
-        self.queue: WorkQueue[JobKey] = WorkQueue(observer=self.metrics)
+        self.queue: WorkQueue[JobKey] = WorkQueue(observer=self.metrics, expected=(ApiError,))
         self.health = Health(metrics=self.metrics, ready=self._why_not_ready)
         self.leadership: Leadership | None = None
         self._relister: Relister | None = None
@@ -205,7 +206,7 @@ class Operator:
             slots=FairSlots(total=settings.api_in_flight, per_key=settings.creates_in_flight),
             recorder=recorder,
             runner=runner,
-            build_secret=lambda job: manifests.secret.build(job, master=master),
+            build_secret=lambda job: secret.build(job, master=master),
             secret_seconds=settings.resync_seconds,
         )
         return Controller(

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rljob_operator import kinds, status_patch
-from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.cache import Cache, JobKey
 from rljob_operator.cluster import Cluster
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from rljob_operator.fairness import FairSlots
 from rljob_operator.kinds import Kind
 from rljob_operator.memory import JobMemory
 from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan
+from rljob_operator.naming import LABEL_JOB, LABEL_JOB_UID
 
 logger = logging.getLogger(__name__)
 
-LABEL_UID = "rljob.dev/job-uid"
 FORERUNNER_PAUSE = 1.0
 """Seconds until we look again whether an earlier job's object has left its name."""
 
@@ -247,13 +247,13 @@ class Applier:
         meta = holder["metadata"]
         label = f"{kind.kind}/{meta['name']}"
         labels = meta.get("labels") or {}
-        if labels.get(LABEL_JOB) != work.key.name or LABEL_UID not in labels:
+        if labels.get(LABEL_JOB) != work.key.name or LABEL_JOB_UID not in labels:
             news = label not in work.memory.foreign
             work.memory.foreign.add(label)
             return 0.0 if news else FORERUNNER_PAUSE
         self._cache.put(kind, holder)
         work.memory.clear(label)
-        return None if labels[LABEL_UID] == work.uid else FORERUNNER_PAUSE
+        return None if labels[LABEL_JOB_UID] == work.uid else FORERUNNER_PAUSE
 
     def _refused(self, work: Application, label: str, error: ApiError) -> float:
         """Note a refusal for `reconcile` to tell of; return 0 when it is news, else the pause before the next try."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rljob_operator.kinds import OWNED, POD, RLJOB, Kind
+from rljob_operator.kinds import OWNED, RLJOB, Kind
+from rljob_operator.naming import LABEL_JOB
 
-LABEL_JOB = "rljob.dev/job"
 GRAVES = 20_000
 """How many uids of gone objects are remembered."""
 
@@ -170,6 +170,3 @@ class Cache:
         self._gone[uid] = None
         while len(self._gone) > GRAVES:
             self._gone.popitem(last=False)
-
-
-__all__ = ["POD", "RLJOB", "Cache", "Entry", "JobKey", "head", "job_key", "trim"]

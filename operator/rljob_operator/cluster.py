@@ -21,12 +21,12 @@ from kubernetes.aio import client
 
 from rljob_operator.errors import ApiError, TooManyRequests, Unavailable, error_of
 from rljob_operator.kinds import Kind
+from rljob_operator.naming import FIELD_MANAGER
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-FIELD_MANAGER = "rljob-operator"
 TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=10.0)
 ATTEMPTS = 5
 """Tries of one call in all, when its failure is one that passes."""

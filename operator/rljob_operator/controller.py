@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 from rljob_operator import kinds, logs
 from rljob_operator.apply import Application, Applier
-from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.cache import Cache, JobKey
 from rljob_operator.cluster import Cluster
 from rljob_operator.errors import NotFound
 from rljob_operator.memory import JobMemory
 from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
+from rljob_operator.naming import LABEL_JOB
 
 logger = logging.getLogger(__name__)
 

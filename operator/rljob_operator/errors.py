@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+LONGEST_MESSAGE = 1000
+"""Characters kept of the API server's words, which can list every field of an object."""
+
 
 class ApiError(Exception):
     """The API server refused, or did not answer; `message` holds its own words."""
@@ -69,7 +72,11 @@ def error_of(status: int, text: bytes, *, retry_after: str | None) -> ApiError:
         kind: type[ApiError] = AlreadyExists if reason == "AlreadyExists" else Conflict
     else:
         kind = _BY_STATUS.get(status, Unavailable if status >= 500 else ApiError)
-    return kind(message or f"HTTP {status}", reason=reason, retry_after=asked)
+    return kind(_short(message or f"HTTP {status}"), reason=reason, retry_after=asked)
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + " ..."
 
 
 def _status_of(text: bytes) -> tuple[str, str, float | None]:

@@ -14,8 +14,9 @@ from typing import Any
 import kopf
 from kubernetes.aio.client import Configuration
 
-from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.cache import Cache, JobKey
 from rljob_operator.kinds import OWNED, Kind
+from rljob_operator.naming import LABEL_JOB
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Watches:
             self._enqueue(key)
 
 
-class NoDiffs(kopf.DiffBaseStorage):
+class NoDiffs(kopf.DiffBaseStorage):  # type: ignore[misc]
     """A store of nothing: kopf computes an object's essence for each event though no handler of ours looks at differences."""
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
@@ -74,7 +75,7 @@ def registry(watches: Watches, *, kinds: Sequence[Kind], configuration: Callable
     """Return a registry with the login handler and one event handler per kind."""
     handlers = kopf.OperatorRegistry()
 
-    @kopf.on.login(registry=handlers)
+    @kopf.on.login(registry=handlers)  # type: ignore[untyped-decorator]
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return connection(await configuration())
 
@@ -84,7 +85,7 @@ def registry(watches: Watches, *, kinds: Sequence[Kind], configuration: Callable
 
 
 def _register(handlers: kopf.OperatorRegistry, watches: Watches, kind: Kind) -> None:
-    @kopf.on.event(kind.group, kind.version, kind.plural, registry=handlers, id=kind.plural)
+    @kopf.on.event(kind.group, kind.version, kind.plural, registry=handlers, id=kind.plural)  # type: ignore[untyped-decorator]
     async def take(event: Any, **_: Any) -> None:
         watches.take(kind, event["type"], event["object"])
 

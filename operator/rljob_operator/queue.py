@@ -58,10 +58,13 @@ class WorkQueue(Generic[K]):
         self,
         *,
         observer: QueueObserver | None = None,  # None = nobody counts
+        expected: tuple[type[Exception], ...] = (),
         jitter: Callable[[], float] = lambda: random.uniform(0.5, 1.0),
         now: Callable[[], float] | None = None,  # None = the running loop's clock
     ) -> None:
         self._observer = observer or _Silent()
+        self._expected = expected
+        """Failures of the world around us, logged without a traceback."""
         self._jitter = jitter
         self._now = now or (lambda: asyncio.get_running_loop().time())
         self._ready: deque[K] = deque()
@@ -156,8 +159,18 @@ class WorkQueue(Generic[K]):
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         pause = min(FIRST_BACKOFF * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF) * self._jitter()
         self._observer.retried()
-        logger.warning("handling %s failed %d times, again in %.1f s: %r", key, failures, pause, error, exc_info=error)
+        logger.warning(
+            "handling %s failed %d times, again in %.1f s: %r",
+            key,
+            failures,
+            pause,
+            error,
+            exc_info=self._traced(error),
+        )
         return pause
+
+    def _traced(self, error: Exception) -> Exception | None:
+        return None if isinstance(error, self._expected) else error
 
     async def _release_delayed(self) -> None:
         while True:

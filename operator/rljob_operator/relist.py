@@ -11,10 +11,11 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from rljob_operator.cache import LABEL_JOB, Cache, JobKey
+from rljob_operator.cache import Cache, JobKey
 from rljob_operator.cluster import Cluster
 from rljob_operator.errors import ApiError, Expired, NotFound
 from rljob_operator.kinds import RLJOB, WATCHED, Kind
+from rljob_operator.naming import LABEL_JOB
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ by hand needs none of them.
 | METRICS_HOST | 0.0.0.0 | address of the same |
 | POLL_SECONDS | 5 | least interval between two looks at one runner's /status |
 | PROGRESS_SECONDS | 10 | least interval between two progress writes of one job |
-| LOG_LEVEL | INFO | |
+| VERSION | that of the package | label app.kubernetes.io/version of all objects |
+| LOG_LEVEL | INFO | DEBUG, INFO, WARNING or ERROR |
 | LOG_FORMAT | json | json or text |
 """
 

@@ -1,0 +1,269 @@
+"""Applying a plan: the order of effects, what a taken name means, refusals that pace themselves, answers that are remembered."""
+
+import asyncio
+
+import pytest
+
+from rljob_operator import kinds
+from rljob_operator.apply import FORERUNNER_PAUSE, Application, Applier
+from rljob_operator.cache import Cache, JobKey, head
+from rljob_operator.errors import Conflict, Forbidden, NotFound, Unavailable
+from rljob_operator.fairness import FairSlots
+from rljob_operator.memory import JobMemory
+from rljob_operator.model import ControlCall, Deletion, EventNote, Plan
+
+KEY = JobKey("ns", "x")
+
+
+class Runner:
+    def __init__(self):
+        self.calls = []
+
+    async def call(self, job_uid, call):
+        self.calls.append((job_uid, call))
+        return True
+
+
+class Recorder:
+    def __init__(self):
+        self.notes = []
+
+    def record(self, job, note):
+        self.notes.append(note)
+
+
+def labels(uid, job="x"):
+    return {"rljob.dev/job": job, "rljob.dev/job-uid": uid}
+
+
+def pod(name, uid="job-uid", **more):
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels(uid), **more}}
+
+
+def service(uid="job-uid"):
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x", "labels": labels(uid)}}
+
+
+def secret(job):
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "x-keys-1"}}
+
+
+class Bench:
+    """An applier over the fake cluster, with one job in both."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.cache = Cache(projections=dict.fromkeys(kinds.SUPPORT, head))
+        self.runner, self.recorder, self.now = Runner(), Recorder(), [1000.0]
+        self.memory = JobMemory("job-uid")
+        self.applier = Applier(
+            cluster=cluster,
+            cache=self.cache,
+            slots=FairSlots(total=8, per_key=4),
+            recorder=self.recorder,
+            runner=self.runner,
+            build_secret=secret,
+            clock=lambda: self.now[0],
+        )
+        job = cluster.put(
+            kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "job-uid"}, "status": {"phase": "Pending", "old": 1}}
+        )
+        self.cache.put(kinds.RLJOB, job)
+
+    async def apply(self, **plan):
+        job = self.cache.job(KEY)
+        work = Application(key=KEY, job=job, plan=Plan(**plan), memory=self.memory, progress_interval=10.0)
+        return await self.applier.apply(work)
+
+    @property
+    def verbs(self):
+        return [verb for verb, _, _ in self.cluster.calls]
+
+
+@pytest.fixture
+def bench(cluster):
+    return Bench(cluster)
+
+
+async def test_intent_is_written_before_anything_is_deleted_or_made(bench):
+    old = bench.cluster.put(kinds.POD, "ns", pod("x-actor-0"))
+    await bench.apply(
+        status={"phase": "Restarting"},
+        delete=(Deletion(kind="Pod", name="x-actor-0", uid=old["metadata"]["uid"]),),
+        ensure=(service(),),
+        ensure_secret=True,
+        create=(pod("x-actor-1"),),
+    )
+    kinds_and_verbs = [(verb, kind) for verb, kind, _ in bench.cluster.calls if verb != "read"]
+    assert kinds_and_verbs == [
+        ("patch", "RLJob"),
+        ("delete", "Pod"),
+        ("apply", "Service"),
+        ("create", "Secret"),
+        ("create", "Pod"),
+    ]
+    assert bench.cluster.objects["RLJob", "ns", "x"]["status"] == {"phase": "Restarting"}
+
+
+async def test_an_equal_status_is_not_written(bench):
+    await bench.apply(status={"phase": "Pending", "old": 1})
+    assert bench.cluster.calls == []
+
+
+async def test_a_status_that_meets_a_newer_job_ends_the_application(bench):
+    bench.cluster.put(
+        kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "job-uid"}, "status": {"phase": "Suspended"}}
+    )
+    applied = await bench.apply(status={"phase": "Running"}, create=(pod("x-env-0"),))
+    assert applied.stale and applied.again_after == 0.0
+    assert "create" not in bench.verbs
+    assert bench.cache.job(KEY)["status"] == {"phase": "Suspended"}, "the newer job is read for the next look"
+
+
+async def test_a_job_that_is_gone_leaves_the_cache(bench):
+    del bench.cluster.objects["RLJob", "ns", "x"]
+    applied = await bench.apply(status={"phase": "Running"}, create=(pod("x-env-0"),))
+    assert applied.stale
+    assert bench.cache.job(KEY) is None
+    assert "create" not in bench.verbs
+
+
+async def test_a_job_made_anew_under_the_name_does_not_take_the_old_ones_status(bench):
+    bench.cluster.put(kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "another"}, "status": {}})
+    assert (await bench.apply(status={"phase": "Running"})).stale
+    assert bench.cluster.objects["RLJob", "ns", "x"]["status"] == {}
+
+
+async def test_progress_is_written_once_per_interval_and_a_change_of_state_at_once(bench):
+    await bench.apply(status={"phase": "Running", "step": 1}, progress_only=True)
+    bench.now[0] += 4
+    applied = await bench.apply(status={"phase": "Running", "step": 2}, progress_only=True)
+    assert applied.again_after == 6.0
+    assert bench.cluster.objects["RLJob", "ns", "x"]["status"]["step"] == 1
+    await bench.apply(status={"phase": "Failed", "step": 2})
+    assert bench.cluster.objects["RLJob", "ns", "x"]["status"] == {"phase": "Failed", "step": 2}
+    bench.now[0] += 6
+    await bench.apply(status={"phase": "Failed", "step": 3}, progress_only=True)
+    assert bench.cluster.objects["RLJob", "ns", "x"]["status"]["step"] == 3
+
+
+async def test_what_is_made_is_seen_by_the_next_look_without_an_event(bench):
+    applied = await bench.apply(create=(pod("x-env-0"), pod("x-env-1")), ensure=(service(),))
+    assert [p["metadata"]["name"] for p in bench.cache.children(kinds.POD, KEY)] == ["x-env-0", "x-env-1"]
+    assert len(bench.cache.children(kinds.SERVICE, KEY)) == 1
+    assert applied.again_after == 0.0
+
+
+async def test_what_is_deleted_is_gone_for_the_next_look(bench):
+    old = bench.cluster.put(kinds.POD, "ns", pod("x-env-0"))
+    bench.cache.put(kinds.POD, old)
+    await bench.apply(delete=(Deletion(kind="Pod", name="x-env-0", uid=old["metadata"]["uid"]),))
+    assert bench.cache.children(kinds.POD, KEY) == []
+
+
+@pytest.mark.parametrize("why", [NotFound("gone"), Conflict("another uid")], ids=["gone", "successor"])
+async def test_deleting_what_is_gone_is_success(bench, why):
+    old = bench.cluster.put(kinds.POD, "ns", pod("x-env-0"))
+    bench.cache.put(kinds.POD, old)
+    bench.cluster.fail("delete", "x-env-0", why)
+    await bench.apply(delete=(Deletion(kind="Pod", name="x-env-0", uid=old["metadata"]["uid"]),))
+    assert bench.cache.children(kinds.POD, KEY) == []
+
+
+async def test_a_pod_of_ours_under_the_name_is_adopted(bench):
+    bench.cluster.put(kinds.POD, "ns", pod("x-env-0"))
+    applied = await bench.apply(create=(pod("x-env-0"),))
+    assert bench.cache.entry(kinds.POD, KEY, "x-env-0") is not None
+    assert not bench.memory.foreign and applied.again_after == 0.0
+
+
+async def test_a_pod_of_an_earlier_job_is_waited_for(bench):
+    bench.cluster.put(kinds.POD, "ns", pod("x-env-0", uid="old-job"))
+    applied = await bench.apply(create=(pod("x-env-0"),))
+    assert bench.cache.entry(kinds.POD, KEY, "x-env-0") is not None, "observed, so that reconcile can say so"
+    assert not bench.memory.foreign and applied.again_after == FORERUNNER_PAUSE
+
+
+@pytest.mark.parametrize("kind", [kinds.POD, kinds.SERVICE], ids=["pod", "service"])
+async def test_someone_elses_object_is_left_alone_and_told(bench, kind):
+    theirs = bench.cluster.put(kind, "ns", {"metadata": {"name": "x", "labels": {"app": "theirs"}}})
+    wanted = {"create": (pod("x"),)} if kind == kinds.POD else {"ensure": (service(),)}
+    applied = await bench.apply(**wanted)
+    assert bench.memory.foreign == {f"{kind.kind}/x"}
+    assert applied.again_after == 0.0
+    assert bench.cluster.objects[kind.kind, "ns", "x"] == theirs
+
+
+async def test_a_service_of_an_earlier_job_is_not_taken_over(bench):
+    old = bench.cluster.put(kinds.SERVICE, "ns", service(uid="old-job"))
+    applied = await bench.apply(ensure=(service(),))
+    assert applied.again_after == FORERUNNER_PAUSE
+    assert bench.cluster.objects["Service", "ns", "x"] == old
+
+
+async def test_a_refused_create_is_told_at_once_and_tried_again_ever_later(bench):
+    words = 'pods "x-env-0" is forbidden: exceeded quota'
+    bench.cluster.fail("create", "x-env-0", *[Forbidden(words)] * 3)
+    assert (await bench.apply(create=(pod("x-env-0"),))).again_after == 0.0
+    assert {label: refusal.words for label, refusal in bench.memory.refusals.items()} == {"Pod/x-env-0": words}
+    pauses = []
+    for _ in range(2):
+        pause = (await bench.apply(create=(pod("x-env-0"),))).again_after
+        bench.now[0] += pause
+        pauses.append(pause)
+        await bench.apply(create=(pod("x-env-0"),))
+    assert pauses == [1.0, 2.0]
+    bench.now[0] += 4.0
+    await bench.apply(create=(pod("x-env-0"),))
+    assert not bench.memory.refusals and bench.cluster.of(kinds.POD) == ["x-env-0"]
+
+
+async def test_one_refused_pod_does_not_hold_up_the_others(bench):
+    bench.cluster.fail("create", "x-env-0", Forbidden("quota"))
+    await bench.apply(create=(pod("x-env-0"), pod("x-env-1")))
+    assert bench.cluster.of(kinds.POD) == ["x-env-1"]
+
+
+async def test_a_failure_that_passes_is_raised_after_all_were_tried(bench):
+    bench.cluster.fail("create", "x-env-0", Unavailable("no answer"))
+    with pytest.raises(Unavailable):
+        await bench.apply(create=(pod("x-env-0"), pod("x-env-1")))
+    assert bench.cluster.of(kinds.POD) == ["x-env-1"]
+
+
+async def test_the_secret_is_asserted_before_pods_and_else_only_now_and_then(bench):
+    await bench.apply(ensure_secret=True, create=(pod("x-env-0"),))
+    await bench.apply(ensure_secret=True)
+    assert bench.cluster.calls.count(("create", "Secret", "x-keys-1")) == 1
+    del bench.cluster.objects["Secret", "ns", "x-keys-1"]
+    bench.now[0] += 601
+    await bench.apply(ensure_secret=True)
+    assert bench.cluster.of(kinds.SECRET) == ["x-keys-1"]
+    await bench.apply(ensure_secret=True, create=(pod("x-env-1"),))
+    assert bench.cluster.calls.count(("create", "Secret", "x-keys-1")) == 3, "before pods always"
+
+
+async def test_pods_are_made_in_parallel_within_the_jobs_limit(bench):
+    held, most = [], []
+    create = bench.cluster.create
+
+    async def slow(kind, namespace, body):
+        held.append(body)
+        most.append(len(held))
+        await asyncio.sleep(0)
+        held.remove(body)
+        return await create(kind, namespace, body)
+
+    bench.cluster.create = slow
+    await bench.apply(create=tuple(pod(f"x-env-{index}") for index in range(12)))
+    assert max(most) == 4
+    assert len(bench.cluster.of(kinds.POD)) == 12
+
+
+async def test_calls_and_events_are_passed_on(bench):
+    call = ControlCall(method="POST /drain", body={"pods": ["x-rollout-1"]}, ip="10.0.0.1")
+    note = EventNote(type="Normal", reason="Scaled", message="down")
+    applied = await bench.apply(calls=(call,), events=(note,), requeue_after=7.0)
+    assert bench.runner.calls == [("job-uid", call)]
+    assert bench.recorder.notes == [note]
+    assert applied.again_after == 7.0
