@@ -31,6 +31,7 @@ def localise(plan: LaunchPlan, *, ports: Ports, curve_dir: Path, config: Path | 
                 "MASTER_PORT": str(ports.master),
             }
             env |= {key: value for key, value in local.items() if key in env}
+            env.pop("RLJOB_RPC_PORT", None)  # one port per pod does not fit on one machine
         return env
 
     return replace(plan, pods=tuple(_with_env(pod, change) for pod in plan.pods))

@@ -1,37 +1,112 @@
-"""Entry point of a pod: `python -m rl_core.launch.pod PLANFILE [CONTAINER]` runs a Supervisor on a PodPlan file.
+"""Entry point of a pod: `python -m rl_core.launch.pod [PLANFILE [CONTAINER]]` runs a Supervisor on a PodPlan.
 
-Imports little: a supervisor starts in a fraction of a second and stays small.
+A local run gives a file; in a container the plan is in the environment variable RLJOB_POD_PLAN. Imports little: a supervisor starts
+in a fraction of a second and stays small.
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
+
+if TYPE_CHECKING:
+    from rl_core.plan.launch import PodPlan
+
+logger = logging.getLogger(__name__)
+
+PLAN_VARIABLE = "RLJOB_POD_PLAN"
+USAGE = "usage: python -m rl_core.launch.pod [PLANFILE [CONTAINER]]\n"
+CONFIG_ERROR = 2
 
 
 def main(arguments: list[str]) -> int:
     """Run the pod; return its exit code (runtime.md 3.6)."""
     configure_logging(role="supervisor")
     events.descriptor()  # before anything is started that could inherit the variable
-    if len(arguments) not in (1, 2):
-        sys.stderr.write("usage: python -m rl_core.launch.pod PLANFILE [CONTAINER]\n")
-        return 2
-    from rl_core.plan.launch import PodPlan
+    if len(arguments) > 2:
+        sys.stderr.write(USAGE)
+        return CONFIG_ERROR
     from rl_core.workers.supervisor import Supervisor
 
     try:
-        plan = PodPlan.from_json(Path(arguments[0]).read_text())
+        plan = _read_file(arguments[0]) if arguments else _read_environment()
         supervisor = Supervisor(plan, container=arguments[1] if len(arguments) == 2 else None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logging.getLogger(__name__).error("%s must be a pod plan that can be run: %s", arguments[0], error)
-        return 2
     except ConfigError as error:
-        logging.getLogger(__name__).error("%s", error)
-        return 2
+        logger.error("%s", error)
+        _tell_kubelet(str(error))
+        return CONFIG_ERROR
     return supervisor.run()
+
+
+def _read_file(name: str) -> "PodPlan":
+    try:
+        text = Path(name).read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} must be a pod plan that can be read, got: {error}; name the launcher's file"
+        ) from error
+    return _parse(text, name)
+
+
+def _read_environment() -> "PodPlan":
+    """Return the plan of this container; it leaves the environment, which children inherit, and its output folder is made."""
+    text = os.environ.pop(PLAN_VARIABLE, None)
+    if text is None:
+        raise ConfigError(
+            f"environment variable {PLAN_VARIABLE} must hold the pod plan when no file is named, got nothing; "
+            "start pods through the operator, local runs through `rljob run`"
+        )
+    plan = _parse(text, f"environment variable {PLAN_VARIABLE}")
+    _make_output_folder()
+    return plan
+
+
+def _parse(text: str, origin: str) -> "PodPlan":
+    from rl_core.plan.launch import PodPlan
+
+    try:
+        plan = PodPlan.from_json(text)
+        _check(plan)
+        return plan
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{origin} must be a pod plan as rl_core.plan.launch writes it, got {type(error).__name__}: {error}; "
+            "use an image and an operator of the same release"
+        ) from error
+
+
+def _check(plan: "PodPlan") -> None:
+    """Raise TypeError or ValueError for what would only fail once processes are started."""
+    for process in (process for container in plan.containers for process in container.processes):
+        words = (process.name, *process.command, *process.env, *process.env.values(), *process.visible_devices)
+        if not process.command or not all(isinstance(word, str) for word in words):
+            raise TypeError(f"process {process.name} must have a command and an environment of texts")
+        int(process.env.get("RLJOB_HEALTH_PORT", "0"))
+
+
+def _make_output_folder() -> None:
+    folder = os.environ.get("RLJOB_OUTPUT")
+    if not folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder {folder} must be on a volume that the pod may write, got: {error}; "
+            "mount a volume of the actor at checkpoint.path, without readOnly"
+        ) from error
+
+
+def _tell_kubelet(reason: str) -> None:
+    from rl_core.workers import termination
+
+    path = Path(os.environ.get("RLJOB_TERMINATION_LOG", termination.DEFAULT_PATH))
+    termination.write(path, reason=reason, code=CONFIG_ERROR)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ supervisor or its launcher is killed, no process of the pod is left.
 import asyncio
 import contextlib
 import importlib
-import json
 import logging
 import os
 import signal
@@ -26,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.observability import events
-from rl_core.workers import processes
+from rl_core.workers import devices, processes, termination
 from rl_core.workers.budget import RestartBudget
-from rl_core.workers.child import TAIL_BYTES, Child
+from rl_core.workers.child import Child
 from rl_core.workers.health import HealthServer
 from rl_core.workers.probes import Probes, kind_of
 
@@ -101,8 +100,10 @@ class Supervisor:
         """Exit code once decided; the rest of the pod is being ended then."""
         self.reason = ""
         """Why the pod ended."""
+        self._decider = ""
+        """Name of the process that ended it; empty when none did."""
         self._tail = ""
-        """Last lines of the process that ended it."""
+        """Its last lines."""
         self._launcher: socket.socket | None = None
         self._signals = 0
         self._told: set[int] = set()
@@ -131,6 +132,7 @@ class Supervisor:
         try:
             await health.start(self._host, self._port)
             events.report("health", port=health.port)
+            await asyncio.to_thread(self._audit_devices)
             for process in self._processes:
                 self._start(process)
             warm_up = self._loop.create_task(self._warm_up())
@@ -146,6 +148,12 @@ class Supervisor:
         code = ExitCode.DONE if self._code is None else self._code
         self._write_termination(code)
         return int(code)
+
+    def _audit_devices(self) -> None:
+        """Refuse to start anything with fewer accelerators than were asked for. Raises ConfigError."""
+        visible = [process.visible_devices for process in self._processes]
+        if any(visible):
+            devices.audit(visible, exclusive="RLJOB_POD_IP" in self._environ)
 
     async def _until_ended(self) -> None:
         while any(child.running for child in self._children.values()) or self._tasks:
@@ -230,7 +238,8 @@ class Supervisor:
     def _decide(self, code: int, reason: str, child: Child | None = None) -> None:
         if self._code is None:
             self._code, self.reason = code, reason
-            self._tail = b"\n".join(child.tail).decode(errors="replace") if child is not None else ""
+            if child is not None:
+                self._decider, self._tail = child.name, b"\n".join(child.tail).decode(errors="replace")
             events.report("exit", code=int(code), reason=reason, tail=self._tail[-2000:])
 
     # --- ending ----------------------------------------------------------------------------------------------------
@@ -358,12 +367,22 @@ class Supervisor:
             self._spawn_task(asyncio.to_thread(_remove_orphaned_segments, uid))
 
     def _write_termination(self, code: int) -> None:
-        path = Path(self._environ.get("RLJOB_TERMINATION_LOG", "/dev/termination-log"))
-        if not path.exists():
-            return
-        text = json.dumps({"code": int(code), "reason": self.reason}) + "\n" + self._tail
-        with contextlib.suppress(OSError):
-            path.write_bytes(text.encode()[:TAIL_BYTES])
+        termination.write(
+            Path(self._environ.get("RLJOB_TERMINATION_LOG", termination.DEFAULT_PATH)),
+            reason=self.reason or ("asked to end" if self._signals else ""),
+            code=code,
+            process=self._decider,
+            tail=self._tail,
+            summary=self._summary(),
+        )
+
+    def _summary(self) -> dict[str, Any] | None:
+        """Return the runner's last status, where the runner is a process of this pod."""
+        runner = next((process for process in self._processes if kind_of(process) == "runner"), None)
+        folder = self._environ.get("RLJOB_OUTPUT")
+        if runner is None or not folder:
+            return None
+        return termination.read_summary(Path(folder), epoch=int(self._env_of(runner).get("RLJOB_EPOCH", "0")))
 
 
 def _describe(name: str, code: int) -> str:

@@ -1,0 +1,131 @@
+"""A container's last word: the termination message the kubelet keeps when the container is gone (protocol.md 4).
+
+One JSON object `{reason, process, code, tail, summary}` of at most 4096 bytes, so that the operator needs no right to read logs, and
+a job that ends between two looks at its runner still tells the truth.
+"""
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+LIMIT = 4096
+"""Bytes the kubelet keeps."""
+REASON_LIMIT, SUMMARY_LIMIT = 1024, 2048
+"""Bytes of two parts as JSON; the log lines get the rest."""
+DEFAULT_PATH = "/dev/termination-log"
+SUMMARY_FIELDS = (
+    "epoch",
+    "phase",
+    "step",
+    "totalSteps",
+    "policyVersion",
+    "reward",
+    "appliedGeneration",
+    "suspended",
+    "streaks",
+    "checkpoint",
+    "failure",
+)
+"""Of the runner's status, what the job's status is made of; `metrics` are added as far as they fit."""
+FAILURE_LIMIT = 512
+"""Bytes of a failure's message; the log lines have it in full."""
+
+
+def write(
+    path: Path, *, reason: str, code: int, process: str = "", tail: str = "", summary: Mapping[str, Any] | None = None
+) -> None:
+    """Leave the last word at `path`, where the kubelet has made a file; elsewhere nothing is written."""
+    if not path.exists():
+        return
+    try:
+        path.write_bytes(encode(reason=reason, code=code, process=process, tail=tail, summary=summary))
+    except OSError as error:
+        logger.warning("the termination message could not be written to %s: %s", path, error)
+
+
+def encode(
+    *, reason: str, code: int, process: str = "", tail: str = "", summary: Mapping[str, Any] | None = None
+) -> bytes:
+    """Return the message: the newest log lines that fit beside the rest."""
+    fixed = {
+        "reason": _beginning(reason, REASON_LIMIT),
+        "process": process,
+        "code": int(code),
+        "summary": None if summary is None else shorten(summary),
+    }
+    room = LIMIT - _size({**fixed, "tail": ""})
+    return _json({**fixed, "tail": _end(tail, room)})
+
+
+def read_summary(folder: Path, *, epoch: int) -> dict[str, Any] | None:
+    """Return the runner's last status of `epoch` in its output folder; None when it left none, as after a crash."""
+    with contextlib.suppress(OSError, ValueError):
+        status = json.loads((folder / "status.json").read_bytes())
+        if isinstance(status, dict) and status.get("epoch") == epoch:
+            return status
+    return None
+
+
+def shorten(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a runner's status that the operator reads, in at most SUMMARY_LIMIT bytes.
+
+    Metrics are left out first, then the longest field. What is no number in JSON (NaN) becomes null.
+    """
+    found = {field: _plain(status[field]) for field in SUMMARY_FIELDS if field in status}
+    if isinstance(found.get("failure"), Mapping):
+        found["failure"] = {
+            **found["failure"],
+            "message": _beginning(str(found["failure"].get("message", "")), FAILURE_LIMIT),
+        }
+    while _size(found) > SUMMARY_LIMIT:
+        del found[max(found, key=lambda field: _size(found[field]))]
+    metrics = status.get("metrics")
+    kept: dict[str, Any] = {}
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        if _size({**found, "metrics": {**kept, name: value}}) > SUMMARY_LIMIT:
+            break
+        kept[name] = _plain(value)
+    return {**found, "metrics": kept} if kept else found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _beginning(text: str, limit: int) -> str:
+    """Return as much of the beginning of `text` as takes at most `limit` bytes as JSON."""
+    return text[: _fitting(text, limit, lambda count: text[:count])]
+
+
+def _end(text: str, limit: int) -> str:
+    """Return as much of the end of `text` as takes at most `limit` bytes as JSON."""
+    count = _fitting(text, limit, lambda count: text[len(text) - count :])
+    return text[len(text) - count :]
+
+
+def _fitting(text: str, limit: int, part: Callable[[int], str]) -> int:
+    """Return the largest number of characters whose `part` fits; a character may take up to six bytes as JSON."""
+    low, high = 0, min(len(text), max(limit, 0))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _size(part(middle)) - 2 <= limit else (low, middle - 1)
+    return low
+
+
+def _size(value: Any) -> int:
+    return len(_json(value))
+
+
+def _json(value: Any) -> bytes:
+    """Return `value` as JSON in UTF-8; half characters of broken log lines become question marks."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
