@@ -32,21 +32,23 @@ class Image:
     """One image of the repository."""
 
     dockerfile: str
-    inputs: tuple[str, ...]
-    """Files and folders that are in it besides the code and the Dockerfile."""
+    packages: tuple[str, ...]
+    """Files that decide over its packages, besides the Dockerfile."""
+    code: tuple[str, ...] = CODE
+    """Files and folders of the repository that are in it."""
 
 
 _TORCH = ("worker_images/requirements/rollout-{accelerator}.txt", "worker_images/without_cuda.py")
+_REQUIREMENTS = "worker_images/requirements/{}.txt"
 IMAGES = {
-    "rollout": Image(dockerfile="Dockerfile.rollout", inputs=_TORCH),
+    "rollout": Image(dockerfile="Dockerfile.rollout", packages=_TORCH),
     "actor": Image(
         dockerfile="Dockerfile.actor",
-        inputs=(*_TORCH, "worker_images/requirements/actor.txt", "examples/arithmetic/prepare.py"),
+        packages=(*_TORCH, _REQUIREMENTS.format("actor")),
+        code=(*CODE, "examples/arithmetic/prepare.py"),
     ),
-    "env": Image(dockerfile="worker_images/Dockerfile.env", inputs=("worker_images/requirements/env.txt",)),
-    "operator": Image(
-        dockerfile="worker_images/Dockerfile.operator", inputs=("worker_images/requirements/operator.txt",)
-    ),
+    "env": Image(dockerfile="worker_images/Dockerfile.env", packages=(_REQUIREMENTS.format("env"),)),
+    "operator": Image(dockerfile="worker_images/Dockerfile.operator", packages=(_REQUIREMENTS.format("operator"),)),
 }
 
 
@@ -81,16 +83,27 @@ class Builder:
         self._base, self._build_base = (base, build_base or base) if base else self._debian_base()
 
     def image(self, role: str) -> str:
-        """Return the local name of the role's image, built when it is not there."""
+        """Return the local name of the role's image, built when it is not there: its packages, then the code on top of them."""
         image = IMAGES[role]
-        inputs = [path.format(accelerator=self._accelerator) for path in image.inputs]
-        tag = content_hash([image.dockerfile, *inputs, *CODE], self._accelerator, self._base, self._build_base)
-        name = f"localhost/rljob-{role}:{tag}"
-        if not self._exists(name):
-            with _Timed(f"build {name}"):
-                self._run("build", *self._options(), "--file", image.dockerfile, "--tag", name, ".")
-            self._remove_older(role, keep=name)
+        inputs = [path.format(accelerator=self._accelerator) for path in image.packages]
+        bases = (self._accelerator, self._base, self._build_base)
+        packages = f"localhost/rljob-{role}-packages:{content_hash([image.dockerfile, *inputs], *bases)}"
+        self._build(packages, image.dockerfile, "--target", "packages")
+        name = f"localhost/rljob-{role}:{content_hash(image.code, packages)}"
+        self._build(name, image.dockerfile, "--build-arg", f"PACKAGES={packages}")
         return name
+
+    def _build(self, name: str, dockerfile: str, *options: str) -> None:
+        """Build `name` when it is not there, and untag what it replaces; layers they share stay."""
+        if self._exists(name):
+            return
+        with _Timed(f"build {name}"):
+            self._run("build", *self._options(), *options, "--file", dockerfile, "--tag", name, ".")
+        repository = name.rpartition(":")[0]
+        older = self._output("images", "--format", "{{.Name}}:{{.Tag}}", "--filter", f"reference={repository}")
+        for other in older.splitlines():
+            if other != name:
+                self._run("rmi", "--force", other)
 
     def push(self, name: str, *, address: str, registry: str) -> str:
         """Push a local image to the registry at `address`; return the reference for pods. Layers that are there are not sent again."""
@@ -131,15 +144,6 @@ class Builder:
 
     def _exists(self, name: str) -> bool:
         return self._output("images", "--quiet", "--filter", f"reference={name}") != ""
-
-    def _remove_older(self, role: str, *, keep: str) -> None:
-        """Untag images of other contents; layers they share with the new one stay."""
-        names = self._output(
-            "images", "--format", "{{.Name}}:{{.Tag}}", "--filter", f"reference=localhost/rljob-{role}"
-        )
-        for name in names.splitlines():
-            if name != keep:
-                self._run("rmi", "--force", name)
 
     def _run(self, command: str, *words: str) -> None:
         _call(["buildah", command, *words])
