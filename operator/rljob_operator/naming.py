@@ -59,11 +59,6 @@ def claim_template(job: str, role: str) -> str:
     return f"{job}-{role}-gpus"
 
 
-def shared_claim(job: str, index: int) -> str:
-    """Return the name of the ResourceClaim that two colocated pods share."""
-    return f"{job}-gpus-{index}"
-
-
 def output_folder(job: str, uid: str) -> str:
     """Return the folder of a job below `checkpoint.path`: a re-created job never mixes with its forerunner."""
     return f"{job}-{uid[:8]}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.api.job import RLJob
 from rl_core.api.roles import RoleSpec
-from rl_core.plan.launch import PodPlan
+from rl_core.plan.launch import LaunchPlan, PodPlan
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
@@ -18,12 +18,19 @@ from rljob_operator.model import OperatorConfig
 API_VERSION = "resource.k8s.io/v1"
 NAME = "gpus"
 """Name of the claim inside a pod, and of the request inside the claim."""
-ROLES = ("actor", "rollout", "env")
 
 
 def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
-    """Return whether the pod's accelerators are a resource of the device plugin."""
-    return spec.gpu_allocation == "devicePlugin"
+    """Return whether a container asks for accelerators as a resource of the device plugin.
+
+    Raises ValueError for containers or pods that would share them so: each would get its own.
+    """
+    asked = bool(spec.gpus) and spec.gpu_allocation == "devicePlugin"
+    if asked and pod.claim is not None and pod.claim.shared and (len(pod.containers) > 1 or pod.claim.name is not None):
+        raise ValueError(
+            f"pod {pod.name} must share its accelerators by gpuAllocation dra, got devicePlugin; use dra, or one container for both"
+        )
+    return asked
 
 
 def templates(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
@@ -42,6 +49,16 @@ def templates(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
         )
         for role, spec in specs.items()
         if spec.gpus and spec.gpu_allocation == "dra"
+    ]
+
+
+def shared(job: RLJob, plan: LaunchPlan, *, config: OperatorConfig) -> list[dict[str, Any]]:
+    """Return the ResourceClaims that pods of `plan` share by name."""
+    names = sorted({pod.claim.name for pod in plan.pods if pod.claim is not None and pod.claim.name is not None})
+    spec = {"spec": _request(job.spec.actor)}
+    return [
+        meta.support(job, "ResourceClaim", name, spec, api_version=API_VERSION, component="actor", config=config)
+        for name in names
     ]
 
 

@@ -151,7 +151,7 @@ def _ports(container: ContainerPlan, health: int) -> dict[str, int]:
 def _resources(spec: RoleSpec, pod: PodPlan) -> dict[str, Any]:
     """Return what the container asks for; accelerators as a resource of the device plugin or as claims."""
     found: dict[str, Any] = meta.api(spec.resources)
-    if spec.gpus and claims.by_device_plugin(spec, pod):
+    if claims.by_device_plugin(spec, pod):
         for field in ("requests", "limits"):
             found[field] = {**found.get(field, {}), GPU_RESOURCE: str(spec.gpus)}
     if named := claims.references(spec, pod):

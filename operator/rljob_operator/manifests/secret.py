@@ -7,12 +7,10 @@ from typing import Any
 
 from rl_core.api.job import RLJob
 from rl_core.plan import keys
+from rl_core.plan.launch import PodPlan
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import Object
-
-SERVED = {"runner": ("runner", "channel", "actor"), "actor": ("actor",), "rollout": ("rollout",), "env": ("env",)}
-"""Whose secret halves a pod holds: `runner` stands for actor-0."""
 
 
 def build(job: RLJob | Object, *, master: bytes) -> dict[str, Any]:
@@ -29,8 +27,8 @@ def build(job: RLJob | Object, *, master: bytes) -> dict[str, Any]:
     }
 
 
-def files_of(roles: tuple[str, ...], *, runner: bool) -> tuple[list[str], list[str]]:
-    """Return (secret files, public files) that a pod with processes of `roles` sees; `runner`: it is actor-0."""
-    held = sorted({owner for role in roles for owner in SERVED["runner" if runner and role == "actor" else role]})
-    private = [f"{role}.secret" for role in held] + ([keys.TOKEN_FILE] if runner else [])
-    return private, [f"{role}.public" for role in keys.KEY_ROLES]
+def files_of(pod: PodPlan) -> tuple[list[str], list[str]]:
+    """Return (secret files, public files) that a pod sees: the secret halves of its own processes' roles, the token beside the runner."""
+    roles = {process.env["RLJOB_ROLE"] for container in pod.containers for process in container.processes}
+    token = [keys.TOKEN_FILE] if "runner" in roles else []
+    return [f"{role}.secret" for role in sorted(roles)] + token, [f"{role}.public" for role in keys.KEY_ROLES]

@@ -62,7 +62,7 @@ def init_mounts(job: RLJob, role: str, users: Sequence[VolumeMount]) -> list[dic
 
 def _ours(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> list[dict[str, Any]]:
     name, _, uid = meta.identity(job)
-    private, public = secret.files_of(roles, runner="actor" in roles and pod.index == 0)
+    private, public = secret.files_of(pod)
     sources = [
         {"secret": {"name": naming.secret(name, uid), "items": _items(private, PRIVATE) + _items(public, PUBLIC)}}
     ]

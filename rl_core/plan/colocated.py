@@ -1,0 +1,68 @@
+"""Actor and rollout on the same accelerators: a disaggregated launch plan turned into a colocated one. Pure.
+
+    containers   one pod per pair, two containers sharing one claim (DRA)
+    processes    one pod per pair, one container with both processes (the device plugin gives a device to one container only)
+    pods         two pods sharing one named claim; weights then go by socket, as CUDA IPC does not cross pods
+
+Two ranks of NCCL cannot share a GPU, so colocated weights are never handed over by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from rl_core.api.errors import ConfigError
+from rl_core.plan.launch import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, ProcessPlan
+
+Shape = Literal["containers", "processes", "pods"]
+SECOND_HEALTH_PORT = 7706
+"""Health port of a pod's second supervisor; containers of a pod share its ports."""
+
+
+def colocate(plan: LaunchPlan, *, shape: Shape) -> LaunchPlan:
+    """Return `plan` with each actor pod and the rollout pod of its index on one claim.
+
+    Raises ConfigError unless there are as many rollout pods as actor pods, with as many accelerators.
+    """
+    actors, rollouts = plan.pods_of("actor"), plan.pods_of("rollout")
+    asked = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, rollouts)]
+    if asked[0] != asked[1]:
+        raise ConfigError(
+            f"colocated actor and rollout must have equal replicas and gpus, got {asked[0]} and {asked[1]}; make them equal"
+        )
+    merge = {"containers": _as_containers, "processes": _as_processes, "pods": _as_pods}[shape]
+    pairs = [pod for actor, rollout in zip(actors, rollouts, strict=True) for pod in merge(actor, rollout, plan.job)]
+    return replace(plan, pods=(*pairs, *(pod for pod in plan.pods if pod.role not in ("actor", "rollout"))))
+
+
+def _as_containers(actor: PodPlan, rollout: PodPlan, job: str) -> tuple[PodPlan, ...]:
+    second = tuple(_moved(container, actor, health_port=SECOND_HEALTH_PORT) for container in rollout.containers)
+    return (replace(actor, containers=(*actor.containers, *second), claim=_shared(actor)),)
+
+
+def _as_processes(actor: PodPlan, rollout: PodPlan, job: str) -> tuple[PodPlan, ...]:
+    (own,) = actor.containers
+    guests = tuple(process for container in rollout.containers for process in _moved(container, actor).processes)
+    return (replace(actor, containers=(replace(own, processes=(*own.processes, *guests)),), claim=_shared(actor)),)
+
+
+def _as_pods(actor: PodPlan, rollout: PodPlan, job: str) -> tuple[PodPlan, ...]:
+    claim = _shared(actor, name=f"{job}-gpus-{actor.index}")
+    return replace(actor, claim=claim), replace(rollout, claim=claim)
+
+
+def _shared(actor: PodPlan, *, name: str | None = None) -> GpuClaim | None:
+    return replace(actor.claim, shared=True, name=name) if actor.claim is not None else None
+
+
+def _moved(container: ContainerPlan, pod: PodPlan, *, health_port: int | None = None) -> ContainerPlan:
+    """Return `container` with its processes in another pod."""
+
+    def move(process: ProcessPlan) -> ProcessPlan:
+        env = {**process.env, "RLJOB_POD": pod.name}
+        if health_port is not None:
+            env["RLJOB_HEALTH_PORT"] = str(health_port)
+        return replace(process, env=env)
+
+    return replace(container, processes=tuple(move(process) for process in container.processes))
