@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -161,6 +161,9 @@ class OperatorProcess:
                 self._process.kill()
                 self._process.wait()
 
+    def log_tail(self) -> str:
+        return self._log.read_text()[-3000:]
+
     def cpu_seconds(self) -> float:
         times = self._process.cpu_times()
         return times.user + times.system
@@ -178,7 +181,7 @@ class OperatorProcess:
                 text = await answer.text()
         except aiohttp.ClientError:
             if not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE:
-                raise RuntimeError(f"the operator ended:\n{self._log.read_text()[-3000:]}") from None
+                raise RuntimeError(f"the operator ended:\n{self.log_tail()}") from None
             return {}
         return {
             line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[:1] != "#"
@@ -238,25 +241,14 @@ async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
         stack.callback(operator.stop)
         api = await stack.enter_async_context(Api(access))
         pods = Pods()
-        group = await stack.enter_async_context(_cancelled_at_end())
-        group.create_task(pods.follow(api))
+        following = asyncio.create_task(pods.follow(api))
+        stack.callback(following.cancel)
         await operator.wait(lambda values: values.get("rljob_operator_leader") == 1, timeout_s=60)
-        yield Rig(access, api, operator, pods)
-
-
-@asynccontextmanager
-async def _cancelled_at_end() -> AsyncIterator[asyncio.TaskGroup]:
-    tasks: list[asyncio.Task] = []
-
-    class Group(asyncio.TaskGroup):
-        def create_task(self, coroutine: Awaitable, **options: object) -> asyncio.Task:
-            tasks.append(super().create_task(coroutine, **options))
-            return tasks[-1]
-
-    async with Group() as group:
-        yield group
-        for task in tasks:
-            task.cancel()
+        try:
+            yield Rig(access, api, operator, pods)
+        except TimeoutError:
+            sys.stderr.write(operator.log_tail() + access.kubectl("get", "rljobs", "-A", "-o", "wide").stdout[:2000])
+            raise
 
 
 def _prepare(access: Access) -> Path:
@@ -265,6 +257,8 @@ def _prepare(access: Access) -> Path:
     access.kubectl("wait", "--for=condition=Established", "crd/rljobs.rljob.dev", "--timeout=30s")
     for name in (NAMESPACE, OPERATOR_NAMESPACE):
         access.kubectl("create", "namespace", name)
+    if not (ROOT / "helm" / "rljob" / "Chart.yaml").exists():
+        return access.kubeconfig
     chart = access.helm("template", "rljob", ROOT / "helm" / "rljob", "-n", OPERATOR_NAMESPACE).stdout
     kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
     rights = [
