@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 CLUSTER := PYTHONPATH=tests/cluster $(BIN)/python
 
-.PHONY: help env demo test test-unit test-integration test-e2e test-control-plane test-nodes cluster cluster-down \
+.PHONY: help env demo test test-unit test-integration test-e2e test-control-plane test-nodes images cluster cluster-down \
 	cluster-deps cluster-programs lint types bench docs lock clean
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -40,6 +40,8 @@ test-control-plane: env cluster-programs ## the operator on a real API server; n
 test-nodes: env cluster-programs ## images, pods and jobs on real nodes; needs root
 	$(BIN)/python -m pytest tests/cluster/nodes
 
+images: env ## build the images with buildah, once per content; needs root
+	$(BIN)/python worker_images/build.py
 cluster: env ## a two-node cluster with the operator installed, in .cluster; needs root
 	$(CLUSTER) tests/cluster/deploy.py up
 cluster-down: env ## remove the cluster and all that belongs to it
@@ -70,6 +72,7 @@ docs: env ## regenerate docs/reference, examples/reference.yaml and the CRD from
 lock: ## compile requirements/all.txt from pyproject.toml
 	@uv=$$(command -v uv || echo .uv/bin/uv); \
 	$$uv pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
+	$(BIN)/python worker_images/lock.py
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
