@@ -1,12 +1,31 @@
-"""Pods that are scheduled together or not at all. One interface for every scheduler: objects to apply, and fields of the pods."""
+"""Pods that are scheduled together or not at all. One interface for every scheduler: objects to apply, and fields of the pods.
+
+    scheduling.k8s.io/v1alpha2     Kubernetes 1.36 (alpha): PodGroup, named by `spec.schedulingGroup`; its size cannot change
+    scheduling.volcano.sh/v1beta1  Volcano: PodGroup, named by an annotation
+    scheduling.x-k8s.io/v1alpha1   coscheduling of scheduler-plugins: PodGroup, named by a label
+
+The actor's gang is all of its pods, since no step runs without one of them. Rollouts come and go one by one; their gang, of
+minReplicas, exists only where its size may change. Volcano and coscheduling are written to their schemas and not run in our tests.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.api.job import RLJob
+from rljob_operator import naming
+from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
+
+BUILT_IN = "scheduling.k8s.io/v1alpha2"
+VOLCANO = "scheduling.volcano.sh/v1beta1"
+COSCHEDULING = "scheduling.x-k8s.io/v1alpha1"
+PREFERENCE = (BUILT_IN, VOLCANO, COSCHEDULING)
+KIND = "PodGroup"
+SMALLEST = 2
+"""Pods that make a gang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +38,47 @@ class Gang:
     """By role: fields to be merged into the pod."""
 
 
+def choose(served: Iterable[str]) -> str | None:
+    """Return the API to use of those a cluster serves (`group/version`); None = pods are scheduled one by one."""
+    known = set(served)
+    return next((api for api in PREFERENCE if api in known), None)
+
+
 def manifests(job: RLJob, *, config: OperatorConfig) -> Gang:
-    """Return the gang objects of a job and the fields of its pods; empty where the cluster serves no API for it."""
-    return Gang()
+    """Return the gang objects of a job and the fields of its pods; empty where there is no API for it or the job wants none."""
+    api = config.gang_api
+    if api is None or job.spec.scheduling.gang == "none":
+        return Gang()
+    sizes = {role: size for role, size in _sizes(job, api).items() if size >= SMALLEST}
+    return Gang(
+        objects=tuple(_object(job, role, size, api, config=config) for role, size in sizes.items()),
+        pod_fields={role: _fields(_name(job, role, size, api), api, job, role) for role, size in sizes.items()},
+    )
+
+
+def _sizes(job: RLJob, api: str) -> dict[str, int]:
+    sizes = {naming.ACTOR: job.spec.actor.replicas}
+    return sizes if api == BUILT_IN else {**sizes, naming.ROLLOUT: job.spec.rollout.min_replicas}
+
+
+def _name(job: RLJob, role: str, size: int, api: str) -> str:
+    """Return the name of a gang; with its size where that is fixed, so that a gang of another size is another object."""
+    return f"{job.metadata.name}-{role}-gang" + (f"-{size}" if api == BUILT_IN else "")
+
+
+def _object(job: RLJob, role: str, size: int, api: str, *, config: OperatorConfig) -> dict[str, Any]:
+    spec = {"schedulingPolicy": {"gang": {"minCount": size}}} if api == BUILT_IN else {"minMember": size}
+    name = _name(job, role, size, api)
+    return meta.support(job, KIND, name, {"spec": spec}, api_version=api, component=role, config=config)
+
+
+def _fields(name: str, api: str, job: RLJob, role: str) -> dict[str, Any]:
+    if api == BUILT_IN:
+        return {"spec": {"schedulingGroup": {"podGroupName": name}}}
+    if api == COSCHEDULING:
+        return {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": name}}}
+    chosen = (job.spec.actor if role == naming.ACTOR else job.spec.rollout).scheduler_name
+    return {
+        "metadata": {"annotations": {"scheduling.k8s.io/group-name": name}},
+        "spec": {"schedulerName": chosen or "volcano"},
+    }
