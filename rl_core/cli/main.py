@@ -21,7 +21,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override a field, as algorithm.steps=100 (repeatable)."),
 ]
-Target = Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder of a local run.", show_default=False)]
+Target = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="Output folder of a local run, else the name of a job.", show_default=False),
+]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace of the job.", show_default="the context's")
+]
+Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", show_default="the current one")]
 
 
 @app.command()
@@ -37,7 +44,7 @@ def run(
     """Run a job on this machine: the same processes a cluster would run."""
     from rl_core.cli.run import run_job
 
-    _exit(lambda: run_job(file, output=output, settings=settings or [], resume=resume, progress=progress))
+    run_command(lambda: run_job(file, output=output, settings=settings or [], resume=resume, progress=progress))
 
 
 @app.command()
@@ -45,7 +52,7 @@ def validate(file: JobFile, settings: Settings = None) -> None:
     """Check a job and everything it names; print every problem. Exit code 2 when there are any."""
     from rl_core.cli.validate import validate_file
 
-    _exit(lambda: validate_file(file, settings or []))
+    run_command(lambda: validate_file(file, settings or []))
 
 
 @app.command()
@@ -53,25 +60,42 @@ def plan(file: JobFile, settings: Settings = None) -> None:
     """Show the processes, devices and memory a job would take, before anything starts."""
     from rl_core.cli.plan import show_plan
 
-    _exit(lambda: show_plan(file, settings or []))
+    run_command(lambda: show_plan(file, settings or []))
 
 
 @app.command()
-def status(target: Target) -> None:
-    """Print the state of a run as JSON."""
-    from rl_core.cli.local_view import show_status
+def status(target: Target, namespace: Namespace = None, context: Context = None) -> None:
+    """Print the state of a run or job as JSON."""
+    from rl_core.cli import local_view, targets
 
-    _exit(lambda: show_status(target))
+    place = targets.Place(namespace=namespace, context=context)
+    run_command(
+        lambda: (
+            local_view.show_status(folder)
+            if (folder := targets.local(target, place))
+            else targets.cluster().status(target, place)
+        )
+    )
 
 
 @app.command()
 def top(
-    target: Target, once: Annotated[bool, typer.Option("--once", help="Print once instead of live.")] = False
+    target: Target,
+    once: Annotated[bool, typer.Option("--once", help="Print once instead of live.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
-    """Show a live table of a run: step, reward, versions, who waits for whom."""
-    from rl_core.cli.local_view import show_top
+    """Show a live table of a run or job: step, reward, versions, who waits for whom."""
+    from rl_core.cli import local_view, targets
 
-    _exit(lambda: show_top(target, once=once))
+    place = targets.Place(namespace=namespace, context=context)
+    run_command(
+        lambda: (
+            local_view.show_top(folder, once=once)
+            if (folder := targets.local(target, place))
+            else targets.cluster().top(target, place, once=once)
+        )
+    )
 
 
 @app.command()
@@ -79,15 +103,53 @@ def logs(
     target: Target,
     role: Annotated[str | None, typer.Option(help="actor, rollout or env; all by default.")] = None,
     index: Annotated[int | None, typer.Option(help="Pod index; all by default.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing as the files grow.")] = False,
+    attempt: Annotated[
+        int | None,
+        typer.Option(help="Epoch of the pods (cluster); the newest by default. Local logs hold all attempts."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing as the logs grow.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
 ) -> None:
-    """Print the logs of a run's processes."""
-    from rl_core.cli.local_view import show_logs
+    """Print the logs of a run's or job's processes."""
+    from rl_core.cli import local_view, targets
 
-    _exit(lambda: show_logs(target, role=role, index=index, follow=follow))
+    place = targets.Place(namespace=namespace, context=context)
+    run_command(
+        lambda: (
+            local_view.show_logs(folder, role=role, index=index, follow=follow)
+            if (folder := targets.local(target, place))
+            else targets.cluster().logs(target, place, role=role, index=index, attempt=attempt, follow=follow)
+        )
+    )
 
 
-def _exit(command: Callable[[], int]) -> None:
+@app.command()
+def scale(
+    target: Target,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Number of rollouts.")] = None,
+    envs: Annotated[int | None, typer.Option("--env", min=1, help="Number of environments' pods.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Change the number of rollouts or envs of a run or job while it goes on."""
+    from rl_core.api.errors import ConfigError
+    from rl_core.cli import local_control, targets
+
+    place = targets.Place(namespace=namespace, context=context)
+
+    def command() -> int:
+        if replicas is None and envs is None:
+            raise ConfigError("scale needs --replicas or --env, got neither; give a number")
+        folder = targets.local(target, place)
+        if folder is not None:
+            return local_control.scale(folder, replicas=replicas, envs=envs)
+        return targets.cluster().scale(target, place, replicas=replicas, envs=envs)
+
+    run_command(command)
+
+
+def run_command(command: Callable[[], int]) -> None:
     """Run a command and end with its exit code; a known error is one clear line, not a traceback."""
     from rl_core.api.errors import RLJobError, exit_code
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,15 @@ class PlanFor:
         self._job, self._uid, self._config = job, uid, config
         self._ports = free_ports()
 
-    def __call__(self, epoch: int) -> LaunchPlan:
-        """Return the plan of `epoch`."""
+    def __call__(self, epoch: int, replicas: Mapping[str, int] | None = None) -> LaunchPlan:
+        """Return the plan of `epoch`; `replicas` by role where the run was scaled."""
         return build_launch_plan(
             self._job,
             name=self._job.metadata.name,
             namespace=self._job.metadata.namespace or "default",
             uid=self._uid,
             epoch=epoch,
+            replicas=replicas,
             ports=self._ports,
             host=HOST,
             config=str(self._config),

@@ -24,6 +24,7 @@ from rl_core.launch.local_pod import LocalPod
 from rl_core.launch.policy import Action, Decision, RestartPolicy
 from rl_core.launch.ports import free_ports
 from rl_core.launch.registry import ProcessEntry, ProcessRegistry
+from rl_core.launch.scaling import Moves, follow
 from rl_core.launch.workspace import INTERRUPTED, Workspace
 from rl_core.plan.launch import LaunchPlan, PodPlan
 from rl_core.workers import processes
@@ -61,7 +62,7 @@ class LocalCluster:
         plan: LaunchPlan,
         *,
         workdir: str | os.PathLike[str],
-        plan_for: Callable[[int], LaunchPlan] | None = None,
+        plan_for: Callable[..., LaunchPlan] | None = None,
         policy: FailurePolicySpec | None = None,
         resume: str = "none",
         job: "RLJob | None" = None,
@@ -69,7 +70,8 @@ class LocalCluster:
     ) -> None:
         """Prepare to run `plan` with `workdir` as output folder.
 
-        `plan_for(epoch)` gives the plan of a later epoch (None: the same but for the epoch). `policy` None: the job's, else the
+        `plan_for(epoch)` gives the plan of a later epoch, `plan_for(epoch, {role: replicas})` that of a scaled run (None: the same
+        but for the epoch, never scaled). `policy` None: the job's, else the
         defaults. `resume` (auto, none, a path) holds for the first start; restarts resume. `job` is written for the runner
         where the plan's RLJOB_CONFIG does not exist. `environ` None: this process's environment.
         """
@@ -89,6 +91,8 @@ class LocalCluster:
         self._ports = free_ports()
         self._pods: dict[str, LocalPod] = {}
         self._attempts: dict[str, int] = {}
+        self._replicas: dict[str, int] = {}
+        """Pods of a role that was scaled up."""
         self._code: int | None = None
         self._done = threading.Event()
         self._started = threading.Event()
@@ -287,7 +291,7 @@ class LocalCluster:
             self._start_pod(next(plan for plan in self._plan.pods if plan.name == name))
 
     async def _restart_role(self, role: str) -> None:
-        pods = [pod for pod in self._pods.values() if pod.role == role]
+        pods = [pod for pod in self._pods.values() if pod.role == role and not pod.retired]
         await self._kill_pods(pods)
         for pod in pods:
             await self._replace_pod(pod.plan.name, 0.0)
@@ -298,7 +302,7 @@ class LocalCluster:
         if self._ending.is_set():
             return
         epoch = self._plan.epoch + 1
-        plan = self._plan_for(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
+        plan = self._planned(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
         self._plan = self._localised(plan)
         self.status = {}
         self._tell({**self._space.read_status(), "phase": "Restarting", "epoch": epoch, "stall": None})
@@ -317,6 +321,35 @@ class LocalCluster:
             if not self._space.is_final(epoch):
                 self._tell(status)
             self._carry_out(self._policy.stalled(status.get("stall")))
+            if self._plan_for is not None:
+                await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods.values()}))
+
+    async def _scale(self, moves: Moves) -> None:
+        """Start the pods that a changed spec wants, drain those it does not, end those that have drained."""
+        assert self._control is not None
+        for name in moves.end:
+            self._say(f"{name} has drained: ending it")
+            self._pods[name].terminate()
+        if moves.drain:
+            self._say(f"scaling down: {', '.join(moves.drain)} drain")
+            await asyncio.to_thread(self._control.drain, moves.drain)
+        fresh = [name for name in moves.start if name not in self._pods or self._pods[name].retired]
+        if fresh:
+            self._say(f"scaling up: starting {', '.join(fresh)}")
+            for name in fresh:
+                role, _, index = name.removeprefix(f"{self._plan.job}-").rpartition("-")
+                self._replicas[role] = max(self._replicas.get(role, 0), int(index) + 1)
+            self._plan = self._localised(self._planned(self._plan.epoch))
+            for plan in self._plan.pods:
+                if plan.name in fresh:
+                    self._start_pod(plan)
+
+    def _planned(self, epoch: int) -> LaunchPlan:
+        assert self._plan_for is not None
+        if not self._replicas:
+            return self._plan_for(epoch)
+        planned = {role: max(count, len(self._first.pods_of(role))) for role, count in self._replicas.items()}
+        return self._plan_for(epoch, planned)
 
     def _tell(self, status: dict[str, Any]) -> None:
         self._space.write_status(status, restarts=self._policy.restarts)

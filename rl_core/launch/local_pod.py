@@ -77,6 +77,11 @@ class LocalPod:
         """Return whether the supervisor lives."""
         return self.returncode is None
 
+    @property
+    def retired(self) -> bool:
+        """Return whether it was asked to end, and has, without a successor."""
+        return self.expected and not self.running
+
     def terminate(self) -> None:
         """Ask the pod to end in order (SIGTERM)."""
         self.expected = True

@@ -1,0 +1,49 @@
+"""`rljob scale` of a local run: changes the running job over the runner's control port, as the operator does on a cluster."""
+
+import json
+import sys
+from pathlib import Path
+
+from rl_core.api.errors import ConfigError
+from rl_core.cli.local_view import FINAL, read_status
+from rl_core.launch.control import ControlClient
+from rl_core.launch.local_plan import control_port
+from rl_core.launch.workspace import PRIVATE
+from rl_core.plan.keys import TOKEN_FILE
+from rl_core.plan.launch import LaunchPlan, PodPlan
+from rl_core.runner.history import write_json
+
+
+def scale(folder: Path, *, replicas: int | None, envs: int | None) -> int:
+    """Set the number of rollouts or envs of the run in `folder`; return 0. Raises ConfigError when it has ended or refuses."""
+    status = read_status(folder)
+    if status.get("phase") in FINAL:
+        raise ConfigError(f"{folder} must hold a run that goes on, got one that has ended ({status['phase']})")
+    config = folder / PRIVATE / "job.json"
+    job = json.loads(config.read_text())
+    for role, count in (("rollout", replicas), ("env", envs)):
+        if count is not None:
+            job["spec"][role]["replicas"] = count
+    generation = int(status.get("appliedGeneration", 0)) + 1
+    if not connect(folder).change(generation, job["spec"]):
+        raise ConfigError(f"the run in {folder} must answer at its control port, got nothing; is it running?")
+    write_json(config, job)  # a restart of the actors reads it
+    sys.stdout.write(f"{folder}: {_told(replicas, envs)} from the next step on\n")
+    return 0
+
+
+def connect(folder: Path) -> ControlClient:
+    """Return the client of the run's control port. Raises ConfigError for a folder without a run."""
+    try:
+        pod = PodPlan.from_json((folder / PRIVATE / "actor-0.json").read_text())
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder} must be the output folder of a run, got: {error}") from error
+    port = control_port(LaunchPlan(job="", namespace="", uid="", epoch=0, pods=(pod,)))
+    if port is None:
+        raise ConfigError(f"{folder} must hold the plan of a runner, got none in {PRIVATE}/actor-0.json")
+    return ControlClient(port, folder / PRIVATE / "keys" / TOKEN_FILE)
+
+
+def _told(replicas: int | None, envs: int | None) -> str:
+    counts = (("rollouts", replicas), ("envs", envs))
+    return ", ".join(f"{count} {role}" for role, count in counts if count is not None)

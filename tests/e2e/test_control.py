@@ -1,0 +1,143 @@
+"""A run that is changed while it goes on: scaled, steered, suspended, interrupted. Real processes; the history tells whether all groups were trained once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from harness import assert_nothing_left, assert_trained_once
+
+from rl_core.api.errors import ConfigError
+from rl_core.cli.local_control import connect
+
+QUIET = {"everySteps": 1000, "beforeTraining": False}
+
+
+def rljob(*arguments):
+    command = [sys.executable, "-m", "rl_core.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def rollouts(run):
+    return next((role for role in run.status().get("roles", []) if role["name"] == "rollout"), {})
+
+
+def spec_of(run):
+    return json.loads((run.output / ".rljob/job.json").read_text())["spec"]
+
+
+def end_soon(run):
+    """Lower the number of steps to what will be done in a moment; return the last step once the run has ended."""
+    spec = spec_of(run)
+    spec["algorithm"]["steps"] = run.status()["step"] + 2
+    assert connect(run.output).change(1000, spec)
+    assert run.wait() == 0, run.text + run.logs()
+    return run.status()["step"]
+
+
+def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(start):
+    run = start(algorithm={"steps": 4000}, rollout={"replicas": 1, "maxSequenceLength": 32}, validation=QUIET)
+    run.start()
+    run.at_step(2)
+    told = rljob("scale", str(run.output), "--replicas", "3", "--env", "2")
+    assert told.returncode == 0, told.stderr
+    run.until(
+        lambda: rollouts(run).get("ready") == 3 and len(run.processes(role="env")) == 2, "three rollouts, two envs"
+    )
+    seen = rollouts(run)
+    assert seen["desired"] == 3 and run.status()["appliedGeneration"] == 1
+    step = run.status()["step"]
+    run.until(
+        lambda: rollouts(run).get("versions", {}).get(str(run.status().get("policyVersion"))) == 3,
+        "all three at the newest version",
+    )
+    run.at_step(step + 5)
+    assert rljob("scale", str(run.output), "--replicas", "1").returncode == 0
+    run.until(lambda: {p["index"] for p in run.processes(role="rollout")} == {0}, "the end of the drained pods")
+    states = {m["name"]: m["state"] for m in run.status()["members"]}
+    assert states["rollout:1"] == states["rollout:2"] == "drained"
+    run.until(lambda: rollouts(run)["desired"] == 1 and rollouts(run)["ready"] == 1, "one rollout is wanted")
+    run.at_step(run.status()["step"] + 3)
+    last = end_soon(run)
+    assert_trained_once(run, steps=last, groups=4)
+    assert run.status()["failures"] == {} and {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
+    assert "sampl" not in run.status().get("ledger", {})
+    assert rljob("scale", str(run.output), "--replicas", "2").returncode == 2
+
+
+def test_learning_rate_and_steps_change_at_a_step_boundary_and_other_fields_are_refused_by_name(start):
+    run = start(algorithm={"steps": 4000}, validation=QUIET)
+    run.start()
+    run.at_step(2)
+    spec = spec_of(run)
+    with pytest.raises(
+        ConfigError, match=r"spec\.rollout\.sampling\.temperature cannot change while the job runs, got 0\.5"
+    ):
+        connect(run.output).change(
+            2, {**spec, "rollout": {**spec["rollout"], "sampling": {"temperature": 0.5, "maxNewTokens": 12}}}
+        )
+    spec["actor"]["optimizer"]["learningRate"] = 2.5e-4
+    assert connect(run.output).change(3, spec)
+    run.until(lambda: run.status()["appliedGeneration"] == 3, "the new generation")
+    step = run.status()["step"]
+    assert connect(run.output).change(
+        2, {**spec, "algorithm": {**spec["algorithm"], "steps": 1}}
+    )  # an older one: not taken
+    run.at_step(step + 3)
+    spec["algorithm"]["steps"] = last = run.status()["step"] + 4
+    assert connect(run.output).change(4, spec)
+    assert run.wait() == 0, run.text + run.logs()
+    assert run.status()["totalSteps"] == last == run.status()["step"]
+    rates = {line["step"]: line["train/lr"] for line in run.lines("metrics.jsonl") if line["step"]}
+    assert rates[1] == rates[2] == 1.0e-3 and rates[last] == rates[step + 2] == 2.5e-4
+    assert_trained_once(run, steps=last, groups=4)
+    assert (run.output / f"checkpoints/step-{last:08d}/manifest.json").is_file()
+
+
+def history(run):
+    groups = sorted((line["step"], line["group_id"]) for line in run.lines("ledger.jsonl"))
+    return groups, [line["reward/mean"] for line in run.lines("metrics.jsonl") if line["step"]]
+
+
+def test_a_suspended_run_resumes_as_if_it_had_never_stopped(start):
+    spec = {
+        "algorithm": {"steps": 10},
+        "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
+        "checkpoint": {"everySteps": None},
+        "validation": QUIET,
+    }
+    calm = start(folder="calm", **spec)
+    assert calm.run() == 0, calm.text + calm.logs()
+    run = start(folder="suspended", **spec)
+    run.start()
+    run.at_step(2)
+    pids = [entry["pid"] for entry in run.processes()]
+    assert connect(run.output)._ask("POST", "/finish", {"reason": "suspend"}) == {"accepted": True}
+    assert run.wait() == 0, run.text + run.logs()
+    status = run.status()
+    assert status["phase"] == "Suspended" and status["suspended"] and 2 <= status["step"] < 10
+    assert status["checkpoint"]["lastStep"] == status["step"] and not (run.output / "model").exists()
+    assert_nothing_left(run, pids)
+    assert run.run("--resume", "auto") == 0, run.text + run.logs()
+    assert run.status()["phase"] == "Finished"
+    groups, rewards = history(calm)
+    assert history(run)[0] == groups and history(run)[1] == pytest.approx(rewards, abs=1e-6)
+
+
+def test_sigterm_at_the_actor_pod_saves_and_ends_with_3_and_the_next_epoch_goes_on_from_there(start):
+    run = start(algorithm={"steps": 4000}, checkpoint={"everySteps": None}, validation=QUIET)
+    run.start()
+    run.at_step(3)
+    supervisor = next(p for p in run.processes(role="supervisor") if p["pod"] == "tiny-actor-0")
+    os.kill(supervisor["pid"], signal.SIGTERM)
+    run.until(lambda: run.status().get("epoch") == 1 and run.status().get("step", 0) >= 4, "the next epoch")
+    assert not psutil.pid_exists(supervisor["pid"])
+    saved = sorted((run.output / "checkpoints").glob("step-*"))
+    assert saved and not list(run.output.glob("*.lost.jsonl")), (
+        "a step was trained after the checkpoint that was resumed"
+    )
+    last = end_soon(run)
+    assert_trained_once(run, steps=last, groups=4)
