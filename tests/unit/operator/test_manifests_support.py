@@ -1,0 +1,174 @@
+"""Service, ConfigMap, claims, gangs and their hashes."""
+
+import json
+
+import pytest
+from manifest_samples import CONFIG, UID, full_job, make_job, make_plan
+
+from rl_core.api.job import RLJob
+from rl_core.plan.colocated import colocate
+from rljob_operator import manifests
+from rljob_operator.manifests import gang, meta
+from rljob_operator.model import OperatorConfig
+
+
+def support(job, config=CONFIG):
+    return {(o["kind"], o["metadata"]["name"]): o for o in manifests.support.build(job, config=config)}
+
+
+def hash_of(obj):
+    return obj["metadata"]["annotations"]["rljob.dev/manifest-hash"]
+
+
+def test_each_object_is_owned_labelled_and_hashed():
+    for obj in support(full_job()).values():
+        labels = obj["metadata"]["labels"]
+        assert labels["rljob.dev/job"] == "sums" and labels["rljob.dev/job-uid"] == UID
+        assert obj["metadata"]["ownerReferences"][0]["uid"] == UID and obj["metadata"]["namespace"] == "default"
+        assert hash_of(obj)
+
+
+def test_objects_and_hashes_are_a_function_of_the_job_and_an_operator_upgrade_writes_nothing():
+    first, again = support(full_job()), support(full_job())
+    upgraded = support(full_job(), OperatorConfig(images=CONFIG.images, version="2.0.0+dirty"))
+    assert first == again
+    assert {key: hash_of(obj) for key, obj in first.items()} == {key: hash_of(obj) for key, obj in upgraded.items()}
+    assert {obj["metadata"]["labels"]["app.kubernetes.io/version"] for obj in upgraded.values()} == {"2.0.0_dirty"}
+
+
+def test_the_hash_tells_every_difference_of_content():
+    before, after = support(make_job()), support(make_job(algorithm={"steps": 7}))
+    assert [key for key in before if hash_of(before[key]) != hash_of(after[key])] == [("ConfigMap", "sums-config")]
+
+
+def test_the_config_map_is_the_job_with_all_its_defaults_and_its_identity():
+    for job in (make_job(labels={"a": "b"}), full_job()):
+        text = support(job)["ConfigMap", "sums-config"]["data"]["job.json"]
+        read = RLJob.model_validate_json(text)
+        assert read.spec == job.spec
+        assert (read.metadata.name, read.metadata.namespace, read.metadata.uid) == ("sums", "default", UID)
+        assert json.loads(text)["spec"]["rollout"]["sampling"]["temperature"] == 1.0
+
+
+def test_pods_have_names_before_they_are_ready():
+    spec = support(make_job())["Service", "sums"]["spec"]
+    assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"] is True
+    assert spec["selector"] == {"rljob.dev/job": "sums", "rljob.dev/job-uid": UID}
+
+
+def test_claim_templates_are_made_for_roles_with_accelerators_by_dra_only():
+    dra = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
+    found = support(make_job(actor={"gpus": 2} | dra, rollout={"gpus": 1}, env=dra))
+    (key,) = (key for key in found if key[0] == "ResourceClaimTemplate")
+    assert key[1] == "sums-actor-gpus"
+    (request,) = found[key]["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"] == {"deviceClassName": "gpu.example.com", "allocationMode": "ExactCount", "count": 2}
+
+
+# --- accelerators shared by actor and rollout --------------------------------------------------------------------------------
+
+
+def colocated_pods(shape, allocation):
+    dra = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"} if allocation == "dra" else {}
+    role = {"gpus": 1, "replicas": 2} | dra
+    job = make_job(actor=role, rollout=role)
+    plan = colocate(make_plan(job), shape=shape)
+    pods = {pod.name: manifests.pods.build(job, pod, config=CONFIG) for pod in plan.pods if pod.role != "env"}
+    return pods, manifests.claims.shared(job, plan, config=CONFIG)
+
+
+def test_two_containers_of_a_colocated_pod_share_one_claim():
+    pods, claims = colocated_pods("containers", "dra")
+    assert sorted(pods) == ["sums-actor-0", "sums-actor-1"] and claims == []
+    for pod in pods.values():
+        actor, rollout = pod["spec"]["containers"]
+        assert (actor["name"], rollout["name"]) == ("actor", "rollout")
+        assert actor["resources"] == rollout["resources"] == {"claims": [{"name": "gpus"}]}
+        assert pod["spec"]["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "sums-actor-gpus"}]
+        ports = [port["containerPort"] for container in (actor, rollout) for port in container["ports"]]
+        assert len(ports) == len(set(ports))
+
+
+def test_with_the_device_plugin_one_container_runs_both_processes():
+    pods, _ = colocated_pods("processes", "devicePlugin")
+    for pod in pods.values():
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/gpu": "1"}
+        (keys,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "rljob-keys")
+        paths = {item["path"] for item in keys["projected"]["sources"][0]["secret"]["items"]}
+        assert {"actor.secret", "rollout.secret"} <= paths
+
+
+def test_two_pods_share_a_named_claim_per_pair():
+    pods, claims = colocated_pods("pods", "dra")
+    assert [claim["metadata"]["name"] for claim in claims] == ["sums-gpus-0", "sums-gpus-1"]
+    for index in (0, 1):
+        named = [pods[f"sums-{role}-{index}"]["spec"]["resourceClaims"] for role in ("actor", "rollout")]
+        assert named == [[{"name": "gpus", "resourceClaimName": f"sums-gpus-{index}"}]] * 2
+
+
+@pytest.mark.parametrize("shape", ["containers", "pods"])
+def test_the_device_plugin_cannot_share_and_says_so(shape):
+    with pytest.raises(ValueError, match="must share its accelerators by gpuAllocation dra"):
+        colocated_pods(shape, "devicePlugin")
+
+
+# --- gangs -------------------------------------------------------------------------------------------------------------------
+
+GANG_JOB = {"actor": {"replicas": 3}, "algorithm": {"promptsPerStep": 33}, "rollout": {"replicas": 4, "minReplicas": 2}}
+
+
+def gang_of(api, **spec):
+    return gang.manifests(make_job(**(GANG_JOB | spec)), config=OperatorConfig(gang_api=api))
+
+
+@pytest.mark.parametrize("api", [None, *gang.PREFERENCE])
+def test_no_gang_where_none_is_served_wanted_or_needed(api):
+    assert gang_of(None) == gang.Gang()
+    assert gang_of(api, scheduling={"gang": "none"}) == gang.Gang()
+    alone = gang.manifests(make_job(), config=OperatorConfig(gang_api=api))
+    assert alone == gang.Gang()
+
+
+def test_the_built_in_api_gathers_the_actor_and_a_gang_of_another_size_is_another_object():
+    found = gang_of(gang.BUILT_IN)
+    (group,) = found.objects
+    assert group["spec"] == {"schedulingPolicy": {"gang": {"minCount": 3}}} and group["kind"] == "PodGroup"
+    assert found.pod_fields == {"actor": {"spec": {"schedulingGroup": {"podGroupName": "sums-actor-gang-3"}}}}
+    (other,) = gang_of(gang.BUILT_IN, actor={"replicas": 11}).objects
+    assert other["metadata"]["name"] != group["metadata"]["name"]
+
+
+@pytest.mark.parametrize("api", [gang.VOLCANO, gang.COSCHEDULING])
+def test_other_schedulers_gather_rollouts_too(api):
+    found = gang_of(api)
+    assert {o["metadata"]["name"]: o["spec"] for o in found.objects} == {
+        "sums-actor-gang": {"minMember": 3},
+        "sums-rollout-gang": {"minMember": 2},
+    }
+    job, config = make_job(**GANG_JOB), OperatorConfig(images=CONFIG.images, gang_api=api)
+    pods = {pod.name: manifests.pods.build(job, pod, config=config) for pod in make_plan(job).pods}
+    marks = {name: pod["metadata"]["labels"] | pod["metadata"]["annotations"] for name, pod in pods.items()}
+    named = {name: [v for k, v in found.items() if k.startswith("scheduling.")] for name, found in marks.items()}
+    assert named["sums-actor-2"] == ["sums-actor-gang"] and named["sums-rollout-3"] == ["sums-rollout-gang"]
+    assert named["sums-env-0"] == []
+
+
+def test_the_best_known_api_of_a_cluster_is_chosen():
+    assert gang.choose([]) is None and gang.choose(["apps/v1"]) is None
+    assert gang.choose(["apps/v1", gang.COSCHEDULING, gang.VOLCANO]) == gang.VOLCANO
+    assert gang.choose([*gang.PREFERENCE]) == gang.BUILT_IN
+
+
+# --- schema objects to API objects ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_given_is_left_out_and_an_empty_map_that_was_given_stays():
+    spec = make_job(env={"volumes": [{"name": "a", "emptyDir": {}}]}).spec.env
+    assert meta.api(spec.volumes[0]) == {"name": "a", "emptyDir": {"medium": ""}}
+    assert meta.api(spec.resources) == {}
+
+
+def test_canonical_json_is_one_text_per_value():
+    assert meta.canonical({"b": [1, "\u00e9"], "a": {}}) == '{"a":{},"b":[1,"\u00e9"]}'
+    assert meta.digest({"a": 1, "b": 2}) == meta.digest({"b": 2, "a": 1}) != meta.digest({"a": 1, "b": "2"})
