@@ -96,7 +96,7 @@ class RewardScaleSpec(Spec):
     def _range(self) -> Iterator[str]:
         if self.source_max <= self.source_min:
             yield (
-                f"sourceMax must be greater than sourceMin, got {self.source_min} and {self.source_max}; swap or widen them"
+                f"sourceMax must be greater than sourceMin, got {self.source_min:g} and {self.source_max:g}; swap or widen them"
             )
 
 

@@ -74,6 +74,11 @@ ShortName = Annotated[
 """Name inside a pod: of a volume, a claim, an init container."""
 
 
+def none_for_zero(value: float | None) -> float | None:
+    """Return None for 0. A null that differs from the default cannot be the only way to say "off": plain `kubectl apply` drops nulls."""
+    return value or None
+
+
 def listed(values: Iterable[str]) -> str:
     """Return values as the API server's messages show a list."""
     return json.dumps(list(values))

@@ -125,7 +125,7 @@ class RLJobSpec(Spec):
         truncated = sampling.top_p < 1 or sampling.top_k is not None
         if truncated and not self.algorithm.allow_truncated_sampling:
             yield (
-                f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p}, topK {'null' if sampling.top_k is None else sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
+                f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p:g}, topK {'null' if sampling.top_k is None else sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
             )
 
     @rule
@@ -144,7 +144,7 @@ class RLJobSpec(Spec):
 class Metadata(Spec):
     """Object metadata; on a cluster the API server adds more, which is ignored here."""
 
-    model_config = Spec.model_config | {"extra": "ignore"}
+    model_config = Spec.model_config | {"extra": "ignore", "str_max_length": None}
 
     name: str
     """DNS-1123 label of at most 40 characters, so that pod names fit."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Pattern, Port
+from rl_core.api.bounds import Pattern, Port, none_for_zero
 from rl_core.api.pods import PodSpec
 
 Cidr = Annotated[
@@ -74,7 +74,9 @@ class OptimizerSpec(Spec):
     def _floor(self) -> Iterator[str]:
         floor = self.schedule.min_learning_rate
         if floor is not None and floor > self.learning_rate:
-            yield (f"schedule.minLearningRate must not exceed learningRate {self.learning_rate}, got {floor}; lower it")
+            yield (
+                f"schedule.minLearningRate must not exceed learningRate {self.learning_rate:g}, got {floor:g}; lower it"
+            )
 
 
 class ActorSpec(RoleSpec):
@@ -92,8 +94,8 @@ class ActorSpec(RoleSpec):
     """The optimizer."""
     micro_batch_tokens: int = Field(16384, ge=1, lt=2**31)
     """Packed tokens per forward and backward pass; the longest row must fit."""
-    grad_clip: float | None = Field(1.0, gt=0)
-    """Largest global gradient norm; null = not clipped."""
+    grad_clip: Annotated[float | None, AfterValidator(none_for_zero)] = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 or null = not clipped (0 on a cluster: plain `kubectl apply` drops nulls)."""
     balance: bool = True
     """Balance rows over data-parallel ranks by cost."""
     accumulate_without_sync: bool = True

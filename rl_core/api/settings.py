@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Name
+from rl_core.api.bounds import Name, none_for_zero
 
 PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
@@ -90,8 +90,8 @@ class WeightsSpec(Spec):
 class CheckpointSpec(Spec):
     """What is saved for a restart."""
 
-    every_steps: int | None = Field(50, ge=1, lt=2**31)
-    """Steps between checkpoints; null = only at the end and on a stop."""
+    every_steps: Annotated[int | None, AfterValidator(none_for_zero)] = Field(50, ge=0, lt=2**31)
+    """Steps between checkpoints; 0 or null = only at the end and on a stop (0 on a cluster: plain `kubectl apply` drops nulls)."""
     keep: int = Field(3, ge=1, lt=2**31)
     """Newest checkpoints kept."""
     keep_best: int = Field(0, ge=0, lt=2**31)
@@ -138,7 +138,7 @@ class DeadlinesSpec(Spec):
     def _order(self) -> Iterator[str]:
         if not self.heartbeat < self.suspect < self.lost:
             yield (
-                f"heartbeat < suspect < lost must hold, got {self.heartbeat}, {self.suspect}, {self.lost}; raise the later ones"
+                f"heartbeat < suspect < lost must hold, got {self.heartbeat:g}, {self.suspect:g}, {self.lost:g}; raise the later ones"
             )
 
 

@@ -24,7 +24,7 @@ ConditionType = Literal[
     "Failed",
 ]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-BigCount = Annotated[int, Field(ge=0, lt=2**63)]
+BigCount = Annotated[int, Field(ge=0, lt=2**53)]
 Time = Annotated[str, Field(max_length=64)]
 Text = Annotated[str, Field(max_length=256)]
 

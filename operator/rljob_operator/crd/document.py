@@ -112,7 +112,11 @@ def _object_schema() -> Schema:
 
 
 def _validations(title: str) -> list[Schema]:
-    model = _MODELS[title]
+    return validations_of(_MODELS[title])
+
+
+def validations_of(model: type[BaseModel]) -> list[Schema]:
+    """Return the CEL rules on objects of a model. Raises ValueError when a `@rule` has no twin."""
     missing = [rule for rule in rules_of(model) if rule not in TWINS]
     if missing:
         raise ValueError(f"every @rule must have a CEL twin in crd.twins, got none for {', '.join(missing)}; add it")

@@ -106,11 +106,12 @@ def test_nothing_is_filled_in_but_what_an_autoscaler_needs(control_plane, stored
     assert "finalizers" not in kept["metadata"]
 
 
-def test_null_means_not_given_where_that_is_the_default_and_is_kept_where_it_has_a_meaning(control_plane, namespace):
-    blocks = {"checkpoint": {"everySteps": None, "path": None}, "actor": {"gradClip": None}, "rollout": {"replicas": 1}}
-    control_plane.apply(with_spec(**blocks), namespace=namespace)
+@pytest.mark.parametrize(("verb", "off"), [("create", None), ("create", 0), ("apply", 0)])
+def test_what_has_a_default_can_be_switched_off(control_plane, namespace, verb, off):
+    blocks = {"checkpoint": {"everySteps": off, "path": None}, "actor": {"gradClip": off}}
+    control_plane.kubectl(verb, "-n", namespace, "-f", "-", stdin=yaml.safe_dump(with_spec(**blocks)))
     spec = control_plane.get("rljob", "job", namespace=namespace)["spec"]
-    assert spec["checkpoint"] == {"everySteps": None} and spec["actor"] == {"gradClip": None}
+    assert spec["checkpoint"] == {"everySteps": off} and spec["actor"] == {"gradClip": off}
     read = RLJobSpec.model_validate(spec)
     assert read.checkpoint.every_steps is None and read.actor.grad_clip is None
 
