@@ -66,16 +66,15 @@ def plan(file: JobFile, settings: Settings = None) -> None:
 @app.command()
 def status(target: Target, namespace: Namespace = None, context: Context = None) -> None:
     """Print the state of a run or job as JSON."""
-    from rl_core.cli import local_view, targets
+    from rl_core.cli import cluster_view, local_view, targets
 
-    place = targets.Place(namespace=namespace, context=context)
-    run_command(
-        lambda: (
-            local_view.show_status(folder)
-            if (folder := targets.local(target, place))
-            else targets.cluster().status(target, place)
-        )
-    )
+    def command() -> int:
+        if folder := targets.folder_of(target):
+            return local_view.show_status(folder)
+        place = targets.Place(namespace=namespace, context=context)
+        return cluster_view.show_status(targets.cluster(target), target, place)
+
+    run_command(command)
 
 
 @app.command()
@@ -86,16 +85,15 @@ def top(
     context: Context = None,
 ) -> None:
     """Show a live table of a run or job: step, reward, versions, who waits for whom."""
-    from rl_core.cli import local_view, targets
+    from rl_core.cli import cluster_view, local_view, targets
 
-    place = targets.Place(namespace=namespace, context=context)
-    run_command(
-        lambda: (
-            local_view.show_top(folder, once=once)
-            if (folder := targets.local(target, place))
-            else targets.cluster().top(target, place, once=once)
-        )
-    )
+    def command() -> int:
+        if folder := targets.folder_of(target):
+            return local_view.show_top(folder, once=once)
+        place = targets.Place(namespace=namespace, context=context)
+        return cluster_view.show_top(targets.cluster(target), target, place, once=once)
+
+    run_command(command)
 
 
 @app.command()
@@ -104,47 +102,49 @@ def logs(
     role: Annotated[str | None, typer.Option(help="actor, rollout or env; all by default.")] = None,
     index: Annotated[int | None, typer.Option(help="Pod index; all by default.")] = None,
     attempt: Annotated[
-        int | None,
-        typer.Option(help="Epoch of the pods (cluster); the newest by default. Local logs hold all attempts."),
+        int | None, typer.Option(help="Epoch the pods were created in (cluster); all by default.", show_default=False)
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing as the logs grow.")] = False,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
     """Print the logs of a run's or job's processes."""
-    from rl_core.cli import local_view, targets
+    from rl_core.api.errors import ConfigError
+    from rl_core.cli import cluster_view, local_view, targets
 
-    place = targets.Place(namespace=namespace, context=context)
-    run_command(
-        lambda: (
-            local_view.show_logs(folder, role=role, index=index, follow=follow)
-            if (folder := targets.local(target, place))
-            else targets.cluster().logs(target, place, role=role, index=index, attempt=attempt, follow=follow)
-        )
-    )
+    def command() -> int:
+        if folder := targets.folder_of(target):
+            if attempt is not None:
+                raise ConfigError(
+                    "--attempt is for jobs of a cluster, got it with a folder, whose logs hold all; leave it out"
+                )
+            return local_view.show_logs(folder, role=role, index=index, follow=follow)
+        place = targets.Place(namespace=namespace, context=context)
+        side = targets.cluster(target)
+        return cluster_view.show_logs(side, target, place, role=role, index=index, attempt=attempt, follow=follow)
+
+    run_command(command)
 
 
 @app.command()
 def scale(
     target: Target,
-    replicas: Annotated[int | None, typer.Option(min=1, help="Number of rollouts.")] = None,
-    envs: Annotated[int | None, typer.Option("--env", min=1, help="Number of environments' pods.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Number of rollout pods.", show_default=False)] = None,
+    envs: Annotated[int | None, typer.Option("--env", min=1, help="Number of env pods.", show_default=False)] = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
     """Change the number of rollouts or envs of a run or job while it goes on."""
     from rl_core.api.errors import ConfigError
-    from rl_core.cli import local_control, targets
-
-    place = targets.Place(namespace=namespace, context=context)
+    from rl_core.cli import cluster_view, local_control, targets
 
     def command() -> int:
         if replicas is None and envs is None:
-            raise ConfigError("scale needs --replicas or --env, got neither; give a number")
-        folder = targets.local(target, place)
-        if folder is not None:
+            raise ConfigError("scale must be given --replicas or --env, got neither; give a number")
+        if folder := targets.folder_of(target):
             return local_control.scale(folder, replicas=replicas, envs=envs)
-        return targets.cluster().scale(target, place, replicas=replicas, envs=envs)
+        place = targets.Place(namespace=namespace, context=context)
+        return cluster_view.scale(targets.cluster(target), target, place, replicas=replicas, envs=envs)
 
     run_command(command)
 

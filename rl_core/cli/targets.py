@@ -1,12 +1,13 @@
 """What TARGET means: an existing folder is a local run, anything else the name of a job in the current kube context (protocol.md 9).
 
-The cluster's side lives in `rljob_operator.cli` and is found by the entry-point group `rljob.targets`, imported when it is needed.
+The cluster's side lives in `rljob_operator.cli`, is found by the entry-point group `rljob.targets`, and is imported when needed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rl_core.api.errors import ConfigError
 
@@ -21,41 +22,50 @@ class Place:
     """Context of the kubeconfig; None = the current one."""
 
 
-class ClusterViews(Protocol):
-    """What a cluster offers for a job name; each returns an exit code. Implemented by rljob_operator.cli.views."""
+class ClusterSide(Protocol):
+    """What a cluster tells about a job name; all raise ConfigError for a name or cluster that is not there. Implemented by
+    rljob_operator.cli.targets."""
 
-    def status(self, name: str, place: Place) -> int:
-        """Print the job's status as JSON."""
+    def job(self, name: str, place: Place) -> dict[str, Any]:
+        """Return the job as the API server holds it."""
 
-    def top(self, name: str, place: Place, *, once: bool) -> int:
-        """Show the job as tables, live until it ends."""
+    def watch(self, name: str, place: Place) -> Callable[[], dict[str, Any]]:
+        """Return a function that reads the job anew over one connection."""
 
     def logs(
-        self, name: str, place: Place, *, role: str | None, index: int | None, attempt: int | None, follow: bool
-    ) -> int:
-        """Print the logs of the job's pods."""
+        self,
+        name: str,
+        place: Place,
+        *,
+        role: str | None,
+        index: int | None,
+        attempt: int | None,
+        follow: bool,
+        write: Callable[[str], None],
+    ) -> None:
+        """Write the logs of the job's pods that match."""
 
-    def scale(self, name: str, place: Place, *, replicas: int | None, envs: int | None) -> int:
-        """Set the number of rollouts or envs."""
+    def scale(self, name: str, place: Place, *, replicas: int | None, envs: int | None) -> str:
+        """Set the number of rollouts or envs; return the job's namespace."""
 
 
-def local(target: str, place: Place) -> Path | None:
+def folder_of(target: str) -> Path | None:
     """Return the folder of a local run, None for a job name. Raises ConfigError for what can be neither."""
     folder = Path(target)
     if folder.is_dir():
         return folder
     if "/" in target or target in (".", ".."):
         raise ConfigError(
-            f"TARGET must be the output folder of a run or the name of a job, got {target}: no such folder"
+            f"TARGET must be the output folder of a run or the name of a job, got {target}: there is no such folder"
         )
     return None
 
 
-def cluster() -> ClusterViews:
-    """Return the cluster's side. Raises ConfigError where it is not installed."""
+def cluster(target: str) -> ClusterSide:
+    """Return the cluster's side, for the job `target`. Raises ConfigError where it is not installed."""
     for point in entry_points(group="rljob.targets", name="cluster"):
-        views: ClusterViews = point.load()()
-        return views
+        side: ClusterSide = point.load()()
+        return side
     raise ConfigError(
-        "TARGET must be an existing folder here, as the cluster commands are not installed; pip install rljob[cluster]"
+        f"TARGET must be an existing folder here, got {target}: the cluster commands are not installed; pip install rljob[operator]"
     )

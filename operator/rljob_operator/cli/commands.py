@@ -1,0 +1,107 @@
+"""The commands that only a cluster has; `register` adds them to the `rljob` app (entry point `rljob.commands`). Parsing only."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace of the job.", show_default="the context's")
+]
+Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", show_default="the current one")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """Where a command looks: connection.Place."""
+
+    namespace: str | None
+    context: str | None
+
+
+def register(app: typer.Typer) -> None:
+    """Add the cluster's commands."""
+    for command in (submit, suspend, resume, checkpoint):
+        app.command()(command)
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The job (YAML).", show_default=False)],
+    code: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of modules the job imports, as a reward function.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Let the API server check the job and store nothing.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Tell how it goes until the job has ended.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Send a job to the cluster."""
+
+    def command() -> int:
+        from rljob_operator.cli.connection import Connection
+        from rljob_operator.cli.submit import submit as send
+
+        connection = Connection.open(Here(namespace=namespace, context=context))
+        return send(connection, file, code=code, dry_run=dry_run, wait=wait)
+
+    _run(command)
+
+
+def suspend(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
+    """Checkpoint a job and free its pods; `rljob resume` goes on from there."""
+    _run(lambda: _suspend(name, Here(namespace=namespace, context=context), suspended=True))
+
+
+def resume(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
+    """Let a suspended job go on."""
+    _run(lambda: _suspend(name, Here(namespace=namespace, context=context), suspended=False))
+
+
+def checkpoint(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
+    """Show the newest and the best checkpoint of a job."""
+
+    def command() -> int:
+        from rljob_operator.cli import jobs
+        from rljob_operator.cli.connection import Connection
+
+        found = (jobs.read(Connection.open(Here(namespace=namespace, context=context)), name).get("status") or {}).get(
+            "checkpoint"
+        )
+        if not found:
+            sys.stdout.write(f"{name}: no checkpoint yet\n")
+            return 0
+        for field, value in found.items():
+            sys.stdout.write(f"{field}: {value}\n")
+        return 0
+
+    _run(command)
+
+
+def _suspend(name: str, place: Here, *, suspended: bool) -> int:
+    from rljob_operator.cli import jobs
+    from rljob_operator.cli.connection import Connection
+
+    connection = Connection.open(place)
+    doing = f"{'suspending' if suspended else 'resuming'} job {name}"
+    jobs.change(connection, name, {"suspend": suspended}, doing=doing)
+    told = "suspends at its next checkpoint" if suspended else "goes on from its newest checkpoint"
+    sys.stdout.write(f"{name}: {told}\n")
+    return 0
+
+
+def _run(command: Callable[[], int]) -> None:
+    """Run a command and end with its exit code; a known error is one clear line, not a traceback."""
+    from rl_core.api.errors import RLJobError, exit_code
+
+    try:
+        code = command()
+    except RLJobError as error:
+        sys.stderr.write(f"rljob: {error}\n")
+        code = exit_code(error)
+    raise typer.Exit(code)

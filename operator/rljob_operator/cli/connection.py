@@ -1,0 +1,179 @@
+"""The API server as the user's kubeconfig names it, with refusals turned into errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlencode
+
+from rl_core.api.errors import ConfigError, InfrastructureError
+from rljob_operator.errors import ApiError, Forbidden, error_of
+from rljob_operator.kinds import RLJOB, Kind
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+
+CONNECT_SECONDS, READ_SECONDS = 5.0, 30.0
+MANAGER = "rljob-cli"
+"""Field manager of what the user's commands write."""
+MERGE = "application/merge-patch+json"
+APPLY = "application/apply-patch+yaml"
+Json = dict[str, Any]
+
+
+class Place(Protocol):
+    """Where a job is looked for; rl_core.cli.targets.Place is one."""
+
+    @property
+    def namespace(self) -> str | None:
+        """None = the context's."""
+
+    @property
+    def context(self) -> str | None:
+        """None = the current one."""
+
+
+class Connection:
+    """Calls of one context; objects are plain dictionaries."""
+
+    def __init__(self, api: ApiClient, *, namespace: str) -> None:
+        self.namespace = namespace
+        self._api = api
+
+    @classmethod
+    def open(cls, place: Place) -> Connection:
+        """Connect by KUBECONFIG or ~/.kube/config, in a pod by its service account. Raises ConfigError when there is neither."""
+        from kubernetes import config
+        from kubernetes.client import ApiClient, Configuration
+
+        settings = Configuration()
+        namespace = place.namespace
+        try:
+            config.load_kube_config(context=place.context, client_configuration=settings)
+            _, active = config.list_kube_config_contexts()
+            contexts = {entry["name"]: entry for entry in config.list_kube_config_contexts()[0]}
+            chosen = contexts[place.context] if place.context else active
+            namespace = namespace or chosen["context"].get("namespace")
+        except config.ConfigException as error:
+            if place.context is not None or not _in_cluster(settings):
+                raise ConfigError(
+                    f"a kubeconfig must say which cluster to use, got: {error}; set KUBECONFIG, or --context to one it holds"
+                ) from error
+        settings.retries = 2
+        return cls(ApiClient(settings), namespace=namespace or "default")
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content: str = "application/json",
+    ) -> Json:
+        """Send a call and return the decoded answer. Raises ApiError by its meaning, InfrastructureError without an answer."""
+        response = self._request(method, path, query=query, body=body, content=content, stream=False)
+        found: Json = json.loads(response.data)
+        return found
+
+    def lines(self, path: str, *, query: Mapping[str, str]) -> Iterator[str]:
+        """Yield the lines of a text answer as they come, without their ends."""
+        response = self._request("GET", path, query=query, body=None, content="", stream=True)
+        rest = b""
+        try:
+            for part in response.stream(4096, decode_content=True):
+                *whole, rest = (rest + part).split(b"\n")
+                for line in whole:
+                    yield line.decode(errors="replace")
+        finally:
+            response.release_conn()
+        if rest:
+            yield rest.decode(errors="replace")
+
+    def read(self, kind: Kind, name: str) -> Json:
+        """Return one object."""
+        return self.call("GET", kind.path(self.namespace, name))
+
+    def list(self, kind: Kind, *, selector: str = "") -> list[Json]:
+        """Return the objects of a kind in the namespace."""
+        query = {"labelSelector": selector} if selector else {}
+        return list(self.call("GET", kind.path(self.namespace), query=query)["items"])
+
+    def create(self, kind: Kind, body: Json, *, dry_run: bool = False) -> Json:
+        """Create an object; with `dry_run` only have it checked."""
+        query = {"fieldManager": MANAGER, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
+        return self.call("POST", kind.path(self.namespace), query=query, body=body)
+
+    def apply(self, kind: Kind, body: Json, *, dry_run: bool = False) -> Json:
+        """Apply an object server-side."""
+        query = {"fieldManager": MANAGER, "force": "true"} | ({"dryRun": "All"} if dry_run else {})
+        path = kind.path(self.namespace, body["metadata"]["name"])
+        return self.call("PATCH", path, query=query, body=body, content=APPLY)
+
+    def patch(self, kind: Kind, name: str, body: Json, *, subresource: str | None = None) -> Json:
+        """Merge-patch an object or its subresource."""
+        path = kind.path(self.namespace, name, subresource)
+        return self.call("PATCH", path, query={"fieldManager": MANAGER}, body=body, content=MERGE)
+
+    def delete(self, kind: Kind, name: str) -> None:
+        """Delete an object."""
+        self.call("DELETE", kind.path(self.namespace, name))
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _request(
+        self, method: str, path: str, *, query: Mapping[str, str] | None, body: Any, content: str, stream: bool
+    ) -> Any:
+        import urllib3
+
+        host = self._api.configuration.host
+        url = host + quote(path) + (f"?{urlencode(query)}" if query else "")
+        headers = {"Accept": "application/json" if content else "*/*", "Content-Type": content or "application/json"}
+        self._api.update_params_for_auth(headers, [], ["BearerToken"], url, method, body)
+        try:
+            response = self._api.rest_client.pool_manager.request(
+                method,
+                url,
+                body=None if body is None else json.dumps(body),
+                headers=headers,
+                preload_content=not stream,
+                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=None if stream else READ_SECONDS),
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise InfrastructureError(
+                f"the API server {host} must answer, got: {_cause(error)}; check the context and the network"
+            ) from error
+        if response.status >= 400:
+            raise error_of(response.status, response.data, retry_after=response.headers.get("Retry-After"))
+        return response
+
+
+def explain(error: ApiError, *, namespace: str, doing: str) -> ConfigError:
+    """Return a refusal of the API server as an error for the user."""
+    told = error.message.strip()
+    if isinstance(error, Forbidden):
+        return ConfigError(
+            f"{doing} must be allowed in namespace {namespace}, got: {told}; ask the administrator, or use -n"
+        )
+    if "could not find the requested resource" in told or told == "404 page not found":
+        return ConfigError(
+            f"{doing} needs the resource {RLJOB.plural}.{RLJOB.group}, which this cluster does not serve; install the chart helm/rljob"
+        )
+    return ConfigError(f"{doing} was refused in namespace {namespace}: {told}")
+
+
+def _in_cluster(settings: Any) -> bool:
+    from kubernetes import config
+
+    try:
+        config.load_incluster_config(client_configuration=settings)
+    except config.ConfigException:
+        return False
+    return True
+
+
+def _cause(error: Exception) -> str:
+    """Return the innermost reason of a urllib3 error, without the objects' addresses it names."""
+    reason = getattr(error, "reason", None) or error
+    return str(reason).rpartition(": ")[2] or type(error).__name__

@@ -1,0 +1,71 @@
+"""One job on the cluster: read, change, and say what is wrong with its name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rljob_operator.cli.connection import Connection, Json, explain
+from rljob_operator.errors import ApiError, NotFound
+from rljob_operator.kinds import RLJOB
+
+FINAL_PHASES = frozenset({"Succeeded", "Failed"})
+SUGGESTIONS = 3
+
+
+@contextmanager
+def told(connection: Connection, doing: str, name: str = "") -> Iterator[None]:
+    """Turn refusals of the API server inside the block into ConfigErrors; a job that is not there lists near names."""
+    try:
+        yield
+    except NotFound as error:
+        if name and f'"{name}" not found' in error.message:
+            raise ConfigError(_no_such_job(connection, name)) from error
+        raise explain(error, namespace=connection.namespace, doing=doing) from error
+    except ApiError as error:
+        raise explain(error, namespace=connection.namespace, doing=doing) from error
+
+
+def read(connection: Connection, name: str) -> Json:
+    """Return the job. Raises ConfigError when there is none of that name."""
+    with told(connection, f"reading job {name}", name):
+        return connection.read(RLJOB, name)
+
+
+def change(connection: Connection, name: str, spec: Json, *, doing: str) -> Json:
+    """Merge-patch the job's spec and return the job."""
+    with told(connection, doing, name):
+        return connection.patch(RLJOB, name, {"spec": spec})
+
+
+def scale(connection: Connection, name: str, *, replicas: int | None, envs: int | None) -> None:
+    """Set the number of rollouts by the scale subresource, as an autoscaler does, and that of envs in the spec."""
+    with told(connection, f"scaling job {name}", name):
+        if replicas is not None:
+            connection.patch(RLJOB, name, {"spec": {"replicas": replicas}}, subresource="scale")
+        if envs is not None:
+            connection.patch(RLJOB, name, {"spec": {"env": {"replicas": envs}}})
+
+
+def condition(job: Json, kind: str) -> dict[str, Any]:
+    """Return a condition of the job, empty when it has none yet."""
+    found = (job.get("status") or {}).get("conditions") or []
+    return next((entry for entry in found if entry["type"] == kind), {})
+
+
+def phase(job: Json) -> str:
+    """Return the phase, Pending before the operator has seen the job."""
+    return str((job.get("status") or {}).get("phase") or "Pending")
+
+
+def _no_such_job(connection: Connection, name: str) -> str:
+    try:
+        names = sorted(job["metadata"]["name"] for job in connection.list(RLJOB))
+    except ApiError:
+        names = []
+    near = difflib.get_close_matches(name, names, n=SUGGESTIONS, cutoff=0.5) or names[:SUGGESTIONS]
+    others = f"; did you mean {', '.join(near)}?" if near else "; there is none in it, use -n for another"
+    return f"job {name} must exist in namespace {connection.namespace}, got none of that name{others}"

@@ -1,0 +1,41 @@
+"""What `rljob status|top|logs|scale` ask about a job name; entry point `rljob.targets` (rl_core.cli.targets.ClusterSide)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rljob_operator.cli import jobs, logs
+from rljob_operator.cli.connection import Connection, Json, Place
+
+
+class Targets:
+    """Jobs of a cluster."""
+
+    def job(self, name: str, place: Place) -> Json:
+        """Return the job as the API server holds it."""
+        return jobs.read(Connection.open(place), name)
+
+    def watch(self, name: str, place: Place) -> Callable[[], Json]:
+        """Return a function that reads the job anew over one connection."""
+        connection = Connection.open(place)
+        return lambda: jobs.read(connection, name)
+
+    def logs(
+        self,
+        name: str,
+        place: Place,
+        *,
+        role: str | None,
+        index: int | None,
+        attempt: int | None,
+        follow: bool,
+        write: Callable[[str], None],
+    ) -> None:
+        """Write the logs of the job's pods that match."""
+        logs.show(Connection.open(place), name, role=role, index=index, attempt=attempt, follow=follow, write=write)
+
+    def scale(self, name: str, place: Place, *, replicas: int | None, envs: int | None) -> str:
+        """Set the number of rollouts or envs; return the job's namespace."""
+        connection = Connection.open(place)
+        jobs.scale(connection, name, replicas=replicas, envs=envs)
+        return connection.namespace

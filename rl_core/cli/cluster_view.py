@@ -1,0 +1,159 @@
+"""`rljob status|top|logs|scale` of a job on a cluster, told as the local commands tell a run."""
+
+import json
+import sys
+import time
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from rl_core.cli.targets import ClusterSide, Place
+
+REFRESH_S = 2.0
+FINAL = frozenset({"Succeeded", "Failed", "Suspended"})
+GOOD_WHEN_FALSE = frozenset({"Degraded", "Suspended", "Failed"})
+"""Conditions that are worth a line when they hold; the others when they do not."""
+
+
+def show_status(side: ClusterSide, name: str, place: Place) -> int:
+    """Print the job's status as JSON; return 0."""
+    job = side.job(name, place)
+    told = {"name": name, "namespace": job["metadata"].get("namespace"), **(job.get("status") or {"phase": "Pending"})}
+    sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    return 0
+
+
+def show_top(side: ClusterSide, name: str, place: Place, *, once: bool) -> int:
+    """Print the tables, live until the job ends; return 0."""
+    console = Console()
+    read = side.watch(name, place)
+    job = read()
+    if once or not console.is_terminal:
+        console.print(render(job))
+        return 0
+    with Live(render(job), console=console, refresh_per_second=4) as live:
+        try:
+            while (job.get("status") or {}).get("phase") not in FINAL:
+                time.sleep(REFRESH_S)
+                job = read()
+                live.update(render(job))
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def show_logs(
+    side: ClusterSide,
+    name: str,
+    place: Place,
+    *,
+    role: str | None,
+    index: int | None,
+    attempt: int | None,
+    follow: bool,
+) -> int:
+    """Print the logs of the job's pods, each line with its role and index; return 0."""
+
+    def write(line: str) -> None:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+    try:
+        side.logs(name, place, role=role, index=index, attempt=attempt, follow=follow, write=write)
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def scale(side: ClusterSide, name: str, place: Place, *, replicas: int | None, envs: int | None) -> int:
+    """Set the number of rollouts or envs; return 0."""
+    namespace = side.scale(name, place, replicas=replicas, envs=envs)
+    counts = (("rollouts", replicas), ("envs", envs))
+    told = ", ".join(f"{count} {role}" for role, count in counts if count is not None)
+    sys.stdout.write(f"{name} (namespace {namespace}): {told} from the next step on\n")
+    return 0
+
+
+def render(job: dict[str, Any]) -> Group:
+    """Return the job as tables: the row of `kubectl get rljobs`, its roles, what is not as it should be."""
+    status = job.get("status") or {}
+    tables = [job_table(status), role_table(status), condition_table(status)]
+    return Group(*(table for table in tables if table is not None))
+
+
+def job_table(status: dict[str, Any]) -> Table:
+    """Return the row that `kubectl get rljobs -o wide` shows."""
+    metrics = {entry["name"]: entry["value"] for entry in status.get("metrics", [])}
+    columns = status.get("columns") or {}
+    table = Table(
+        "PHASE",
+        "STEP",
+        "REWARD",
+        "VAL",
+        "VERSION",
+        "LAG",
+        "ROLLOUTS",
+        "EPOCH",
+        "RESTARTS",
+        "TOK/S",
+        "S/STEP",
+        box=SIMPLE,
+    )
+    table.add_row(
+        status.get("phase") or "Pending",
+        columns.get("step") or "-",
+        _number(status.get("reward")),
+        _number(metrics.get("val/accuracy")),
+        str(status.get("policyVersion", "-")),
+        str(status.get("lag", "-")),
+        columns.get("rollouts") or "-",
+        str(status.get("epoch", "-")),
+        str(status.get("restarts", "-")),
+        _number(metrics.get("perf/tokens_per_second"), 0),
+        _number(metrics.get("time/step"), 2),
+    )
+    return table
+
+
+def role_table(status: dict[str, Any]) -> Table | None:
+    """Return a row per role, None before the operator has seen the job."""
+    if not status.get("roles"):
+        return None
+    table = Table("ROLE", "READY", "ACTIVE", "VERSIONS", "RESTARTS", "FAILED", box=SIMPLE)
+    for role in status["roles"]:
+        versions = {str(role[field]) for field in ("minVersion", "maxVersion") if role.get(field) is not None}
+        table.add_row(
+            role["name"],
+            f"{role.get('ready', 0)}/{role.get('desired', 0)}",
+            str(role.get("active", 0)),
+            "..".join(sorted(versions, key=int)) or "-",
+            str(role.get("restarts", 0)),
+            str(role.get("failed", 0)),
+        )
+    return table
+
+
+def condition_table(status: dict[str, Any]) -> Table | None:
+    """Return the conditions that are not as a healthy job's, None when there are none."""
+    notable = [
+        entry
+        for entry in status.get("conditions", [])
+        if entry["status"] == "Unknown" or (entry["status"] == "True") == (entry["type"] in GOOD_WHEN_FALSE)
+        if entry["type"] != "Complete"
+    ]
+    if not notable:
+        return None
+    table = Table("CONDITION", "STATUS", "REASON", "MESSAGE", box=SIMPLE)
+    for entry in notable:
+        table.add_row(entry["type"], entry["status"], entry["reason"], entry.get("message", ""))
+    return table
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    try:
+        return f"{float(value):.{digits}f}"
+    except (TypeError, ValueError):
+        return "-"
