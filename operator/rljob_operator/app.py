@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 RESYNC_TICK = 5.0
 CLUSTER_PAUSE = 2.0
-KOPF_STOP_SECONDS = 10.0
 PROJECTIONS = {kinds.POD: views.pod_view} | dict.fromkeys(kinds.SUPPORT, head)
 
 
@@ -68,6 +67,8 @@ class Operator:
         self.leadership: Leadership | None = None
         self._relister: Relister | None = None
         self._streaming = False
+        self.watching = asyncio.Event()
+        """Set when the caches are filled and kopf is up."""
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -129,13 +130,12 @@ class Operator:
         watches = handlers.Watches(
             cache=self.cache, enqueue=self.queue.add, suspect=relister.suspect, count=self.metrics.watched
         )
-        stop, ready = asyncio.Event(), asyncio.Event()
+        ready = asyncio.Event()
         kopf = asyncio.create_task(
             handlers.watch(
                 handlers.registry(watches, kinds=relister.served, configuration=self._configuration),
                 namespaces=self._settings.watch_namespaces,
                 initial_streaming=self._streaming,
-                stop=stop,
                 ready=ready,
             ),
             name="kopf",
@@ -145,12 +145,11 @@ class Operator:
         try:
             await asyncio.wait([kopf, started], return_when=asyncio.FIRST_COMPLETED)
             self._on_watching()
+            self.watching.set()
             done, _ = await asyncio.wait([kopf, lists], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 await task
         finally:
-            stop.set()
-            await asyncio.wait([kopf], timeout=KOPF_STOP_SECONDS)
             await _cancel([kopf, started, lists])
 
     async def _fill(self, relister: Relister) -> None:

@@ -6,6 +6,7 @@ index handlers the watched objects carry no annotation and no finalizer of kopf'
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
 from collections.abc import Callable, Sequence
@@ -130,15 +131,25 @@ def settings(*, initial_streaming: bool) -> kopf.OperatorSettings:
 
 
 async def watch(
-    handlers: kopf.OperatorRegistry, *, namespaces: Sequence[str], initial_streaming: bool, stop: Any, ready: Any = None
+    handlers: kopf.OperatorRegistry, *, namespaces: Sequence[str], initial_streaming: bool, ready: asyncio.Event
 ) -> None:
-    """Run kopf's watches until `stop` is set."""
-    await kopf.operator(
+    """Run kopf's watches until cancelled; sets `ready` once they may begin, and raises what ends them otherwise.
+
+    `kopf.operator` is not used, because at its end it cancels every task of the loop that it did not find at its start, ours included.
+    """
+    tasks = await kopf.spawn_tasks(
         registry=handlers,
         settings=settings(initial_streaming=initial_streaming),
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         standalone=True,
-        stop_flag=stop,
         ready_flag=ready,
     )
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,74 @@
+"""Fixtures of the operator's tests on the real control plane."""
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from operator_rig.jobs import Jobs
+from operator_rig.kubelet import Kubelet
+from operator_rig.replica import Replica
+from testcluster.access import Access
+
+from rljob_operator.cluster import ApiCluster
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+async def jobs(control_plane: Access, namespace: str) -> AsyncIterator[Jobs]:
+    """The test's namespace, seen by the administrator."""
+    async with control_plane.aio_client() as client:
+        yield Jobs(ApiCluster(client), namespace)
+
+
+@pytest.fixture
+async def kubelet(jobs: Jobs) -> AsyncIterator[Kubelet]:
+    """A node whose pods run as soon as they are bound."""
+    async with Kubelet(jobs.api, namespace=jobs.namespace) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+async def start(control_plane: Access, namespace: str) -> AsyncIterator[Callable[..., Awaitable[Replica]]]:
+    """Start replicas of the operator for the test's namespace; all are stopped at the end."""
+    replicas: list[Replica] = []
+
+    async def start(**settings: Any) -> Replica:
+        replicas.append(Replica(settings.pop("kubeconfig", control_plane.kubeconfig), namespace, **settings))
+        return await replicas[-1].start()
+
+    yield start
+    for replica in replicas:
+        await replica.stop()
+
+
+@pytest.fixture
+def process(control_plane: Access, namespace: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen, Path]]]:
+    """Start the operator as a process of its own; returns it and the file of its log. Settings are named as in settings.py."""
+    started = []
+
+    def start(name: str, **settings: str) -> tuple[subprocess.Popen, Path]:
+        log = tmp_path / f"{name}.log"
+        settings = {
+            "NAMESPACE": namespace,
+            "WATCH_NAMESPACES": namespace,
+            "IDENTITY": name,
+            "METRICS_PORT": "0",
+            "METRICS_HOST": "127.0.0.1",
+            "LEASE_SECONDS": "3",
+            **settings,
+        }
+        environment = {**os.environ, "KUBECONFIG": str(control_plane.kubeconfig), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'operator'}"}
+        environment |= {f"RLJOB_OPERATOR_{key}": value for key, value in settings.items()}
+        with log.open("w") as file:
+            started.append(subprocess.Popen([sys.executable, "-m", "rljob_operator"], env=environment, stderr=file))
+        return started[-1], log
+
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()

@@ -1,0 +1,77 @@
+"""Two replicas and a Lease: one acts, the other watches, and takes over when the first is killed."""
+
+import asyncio
+import signal
+
+import pytest
+from operator_rig.jobs import STANDARD, Jobs, until
+
+from rljob_operator import kinds
+from rljob_operator.leader import NAME, LeaseLost
+
+
+async def holder(jobs: Jobs) -> str:
+    return (await jobs.api.read(kinds.LEASE, jobs.namespace, NAME))["spec"]["holderIdentity"]
+
+
+async def test_one_of_two_acts_and_the_other_takes_over_when_it_stops(jobs: Jobs, start, kubelet) -> None:
+    first = await start(identity="first")
+    second = await start(identity="second")
+    await jobs.create()
+    await jobs.wait_pods(*STANDARD)
+    assert second.writes() == {} and second.operator.queue.delayed == 0
+    assert second.operator.cache.sizes()["pods"] == 4, "the standby is warm"
+    await first.stop()
+
+    async def taken() -> bool:
+        return await holder(jobs) == "second"
+
+    await until(taken, "the second to hold the Lease")
+    uid = await jobs.delete_pod("job-env-0")
+
+    async def replaced() -> bool:
+        pods = await jobs.pods()
+        return "job-env-0" in pods and pods["job-env-0"]["metadata"]["uid"] != uid
+
+    await until(replaced, "a new job-env-0")
+
+
+async def test_a_leader_whose_lease_is_taken_ends(jobs: Jobs, start) -> None:
+    first = await start(identity="first")
+    lease = await jobs.api.read(kinds.LEASE, jobs.namespace, NAME)
+    await jobs.api.replace(
+        kinds.LEASE, jobs.namespace, NAME, {**lease, "spec": {**lease["spec"], "holderIdentity": "another"}}
+    )
+    with pytest.raises(BaseExceptionGroup) as error:
+        await asyncio.wait_for(first.task, 30.0)
+    assert error.group_contains(LeaseLost)
+    assert await holder(jobs) == "another"
+
+
+async def test_a_standby_process_goes_on_where_a_killed_leader_stopped(jobs: Jobs, process, kubelet) -> None:
+    first, log = process("first")
+    await until(lambda: asyncio.to_thread(lambda: "the cache is filled" in log.read_text()), "the first replica")
+    process("second")
+    await jobs.create()
+    before = await jobs.wait_pods(*STANDARD)
+    first.kill()
+    uid = await jobs.delete_pod("job-rollout-0")
+
+    async def replaced() -> bool:
+        pods = await jobs.pods()
+        return "job-rollout-0" in pods and pods["job-rollout-0"]["metadata"]["uid"] != uid
+
+    await until(replaced, "a new job-rollout-0")
+    after = await jobs.wait_pods(*STANDARD)
+    assert {n for n in STANDARD if before[n]["metadata"]["uid"] != after[n]["metadata"]["uid"]} == {"job-rollout-0"}
+    assert await holder(jobs) == "second"
+
+
+async def test_a_process_told_to_stop_ends_well_and_gives_the_lease_back(jobs: Jobs, process) -> None:
+    one, log = process("one")
+    await until(lambda: asyncio.to_thread(lambda: "the cache is filled" in log.read_text()), "the replica")
+    await asyncio.sleep(1.0)
+    one.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(one.wait, 60) == 0, log.read_text()
+    assert await holder(jobs) == ""
+    assert "Traceback" not in log.read_text()
