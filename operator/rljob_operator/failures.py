@@ -197,9 +197,8 @@ def _count_vanished(situation: Situation, record: Record) -> Record:
     """Raise the attempt of a role whose pods are gone unseen, so that replacements have a higher incarnation."""
     for role in ("rollout", "env"):
         known = record.role(role)
-        there = sum(1 for pod in situation.pods_of(role) if pod.index < situation.desired(role))
         counted = known.restarts - situation.record.role(role).restarts
-        lost = min(known.active, situation.desired(role)) - there
+        lost = min(known.active, situation.desired(role)) - len(situation.pods_of(role))
         if lost > 0 and not counted:
             record = replace(record, roles={**record.roles, role: replace(known, restarts=known.restarts + 1)})
     return record

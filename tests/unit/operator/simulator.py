@@ -24,7 +24,11 @@ GRACE = 30
 
 def make_job(uid: str = "0f9d2c1e-0000", **spec: Any) -> dict[str, Any]:
     """Return an RLJob as the API server has it, with `spec` over a minimal one."""
-    base: dict[str, Any] = {"model": {"path": "/m"}, "data": {"train": "/d.jsonl"}, "rollout": {"replicas": 2, "minReplicas": 1}}
+    base: dict[str, Any] = {
+        "model": {"path": "/m"},
+        "data": {"train": "/d.jsonl"},
+        "rollout": {"replicas": 2, "minReplicas": 1},
+    }
     meta = {"name": "x", "namespace": "team", "uid": uid, "generation": 1}
     return {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": meta, "spec": {**base, **spec}}
 
@@ -82,13 +86,24 @@ class World:
         if actor is None or not self.runner or not _running(actor):
             return None
         members = [
-            {"pod": name, "role": role_of(pod), "state": "drained" if name in self.drained else "serving", "policyVersion": self.steps}
+            {
+                "pod": name,
+                "role": role_of(pod),
+                "state": "drained" if name in self.drained else "serving",
+                "policyVersion": self.steps,
+            }
             for name, pod in sorted(self.pods.items())
             if _running(pod) and role_of(pod) != "actor"
         ]
         status = {**self.summary(), "members": members, "streaks": self.streaks, "stall": self.stall}
         failing = self.silent_since
-        return Progress(status=status, at=self.now, pod_uid=uid_of(actor), error="timed out" if failing else "", failing_since=failing)
+        return Progress(
+            status=status,
+            at=self.now,
+            pod_uid=uid_of(actor),
+            error="timed out" if failing else "",
+            failing_since=failing,
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return what the runner says of itself."""
@@ -129,7 +144,9 @@ class World:
         for deletion in plan.delete:
             yield lambda deletion=deletion: self._delete(deletion)
         for obj in plan.ensure:
-            yield lambda obj=obj: self.objects.__setitem__((obj["kind"], obj["metadata"]["name"]), copy.deepcopy(dict(obj)))
+            yield lambda obj=obj: self.objects.__setitem__(
+                (obj["kind"], obj["metadata"]["name"]), copy.deepcopy(dict(obj))
+            )
         for pod in plan.create:
             yield lambda pod=pod: self._create(pod)
         for call in plan.calls:
@@ -202,13 +219,18 @@ class World:
             else:
                 del self.pods[name]
         elif node is None:
-            pod["spec"]["nodeName"] = f"node-{sum(map(ord, name)) % 3}"
-            _set_condition(pod, "PodScheduled", "True", "")
+            alive = [name for name in ("node-0", "node-1", "node-2") if name not in self.dead_nodes]
+            if alive:
+                pod["spec"]["nodeName"] = alive[sum(map(ord, name)) % len(alive)]
+            _set_condition(pod, "PodScheduled", "True" if alive else "False", "0/3 nodes are available")
         elif pod["status"]["phase"] == "Pending":
             if self.no_image:
                 pod["status"] |= {"startTime": to_text(self.now)}
                 pod["status"]["containerStatuses"] = [
-                    {"name": "c", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}}}
+                    {
+                        "name": "c",
+                        "state": {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}},
+                    }
                 ]
                 return
             pod["status"] |= {"phase": "Running", "podIP": "10.0.0.1", "startTime": to_text(self.now)}
@@ -217,7 +239,11 @@ class World:
 
     def _step_runner(self) -> None:
         actor = self.pods.get("x-actor-0")
-        gang = [pod for pod in self.pods.values() if role_of(pod) == "actor" and _ready(pod) and "deletionTimestamp" not in pod["metadata"]]
+        gang = [
+            pod
+            for pod in self.pods.values()
+            if role_of(pod) == "actor" and _ready(pod) and "deletionTimestamp" not in pod["metadata"]
+        ]
         if actor is None or not _running(actor) or "deletionTimestamp" in actor["metadata"]:
             self.runner = ""
             return
@@ -246,7 +272,11 @@ class World:
             return
         summary = {**self.summary(), "phase": phase or "Failed"} if name == "x-actor-0" and self.runner else None
         word = json.dumps({"reason": "ended", "process": "p", "code": code, "tail": "last line", "summary": summary})
-        ended = {"exitCode": code, "reason": reason or ("Completed" if code == 0 else "Error"), "message": word if message is None else message}
+        ended = {
+            "exitCode": code,
+            "reason": reason or ("Completed" if code == 0 else "Error"),
+            "message": word if message is None else message,
+        }
         pod["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
         pod["status"]["containerStatuses"] = [{"name": role_of(pod), "state": {"terminated": ended}}]
         _set_condition(pod, "Ready", "False", "PodCompleted")
@@ -290,6 +320,12 @@ class World:
                 return
             self.tick(0.0 if plan.requeue_after == 0.0 else 1.0)
 
+    def go_on(self, *, ticks: int) -> None:
+        """Reconcile and let time pass, whatever happens."""
+        for _ in range(ticks):
+            self.reconcile()
+            self.tick()
+
     def run_until(self, condition: Any, *, ticks: int = 200) -> None:
         """Reconcile and let time pass until `condition()` holds."""
         for _ in range(ticks):
@@ -297,7 +333,9 @@ class World:
                 return
             self.reconcile()
             self.tick()
-        raise AssertionError(f"never happened; phase {self.phase}, pods {sorted(self.pods)}, status {json.dumps(self.status, indent=1)}")
+        raise AssertionError(
+            f"never happened; phase {self.phase}, pods {sorted(self.pods)}, status {json.dumps(self.status, indent=1)}"
+        )
 
     @property
     def status(self) -> dict[str, Any]:

@@ -127,7 +127,9 @@ class JobMachine(RuleBasedStateMachine):
     def registry_changes(self, broken: bool) -> None:
         self.world.no_image = broken
 
-    @rule(reason=st.sampled_from(["WaitingForRollout", "WaitingForEnv", "WaitingForActor", "WaitingForPods", "Deadlock"]))
+    @rule(
+        reason=st.sampled_from(["WaitingForRollout", "WaitingForEnv", "WaitingForActor", "WaitingForPods", "Deadlock"])
+    )
     def runner_stalls(self, reason: str) -> None:
         if self.world.runner:
             self.world.stall = {"reason": reason, "message": "no progress", "since": 400.0, "waits": []}
@@ -203,6 +205,10 @@ class JobMachine(RuleBasedStateMachine):
 
 
 JobMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("RLJOB_EXAMPLES", "25")), stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=int(os.environ.get("RLJOB_EXAMPLES", "50")),
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
 )
 test_a_job_among_faults_keeps_every_invariant = JobMachine.TestCase

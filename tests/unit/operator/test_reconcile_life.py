@@ -1,0 +1,534 @@
+"""A job's life besides faults: obstacles before the start, suspension, scaling, deadlines, the end, and what the status tells."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from simulator import CONFIG, START, World, make_job
+
+from rl_core.api.status import RLJobStatus
+from rljob_operator import views
+from rljob_operator.conditions import TYPES
+from rljob_operator.model import Observed, OperatorConfig, Progress
+from rljob_operator.reconcile import reconcile
+from rljob_operator.times import to_text
+
+
+def running(**spec: Any) -> World:
+    """Return a world whose job trains."""
+    world = World(make_job(**{"algorithm": {"steps": 500}, **spec}))
+    world.run_until(lambda: world.phase == "Running" and all(r["ready"] == r["desired"] for r in world.status["roles"]))
+    return world
+
+
+def reason(world: World, kind: str) -> str:
+    return str(world.condition(kind)["reason"])
+
+
+CLAIMED = {
+    "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}],
+    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+}
+
+
+# --- from nothing ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_reconcile_gives_phase_epoch_all_conditions_and_every_pod() -> None:
+    world = World(make_job())
+    plan = world.reconcile()
+    assert plan.status is not None and plan.ensure_secret
+    RLJobStatus.model_validate(plan.status)
+    assert plan.status["phase"] == "Pending" and plan.status["epoch"] == 1
+    assert [c["type"] for c in plan.status["conditions"]] == list(TYPES)
+    assert [pod["metadata"]["name"] for pod in plan.create] == ["x-actor-0", "x-rollout-0", "x-rollout-1", "x-env-0"]
+    assert ("Service", "x") in world.objects and ("ConfigMap", "x-config") in world.objects
+
+
+def test_a_settled_job_is_written_no_more_and_asks_for_nothing() -> None:
+    world = running()
+    world.stall = {"reason": "WaitingForPods", "since": 400.0}  # holds the steps still
+    world.reconcile()
+    world.reconcile()
+    world.now += 3600
+    plan = world.plan()
+    assert plan.status is None and not (plan.delete or plan.create or plan.ensure or plan.calls or plan.events)
+    assert plan.requeue_after is None
+
+
+def test_equal_inputs_give_equal_plans_and_leave_them_alone() -> None:
+    world = running()
+    job, observed = copy.deepcopy(world.job), world.observed()
+    plans = [reconcile(job, observed, world.now, config=CONFIG) for _ in range(2)]
+    assert plans[0] == plans[1] and job == world.job
+
+
+def test_a_support_object_that_was_deleted_or_changed_is_written_again() -> None:
+    world = running()
+    del world.objects["Service", "x"]
+    world.objects["ConfigMap", "x-config"]["metadata"]["annotations"]["rljob.dev/manifest-hash"] = "other"
+    assert {obj["kind"] for obj in world.reconcile().ensure} == {"Service", "ConfigMap"}
+    assert not world.reconcile().ensure
+
+
+def test_a_template_that_drifts_replaces_no_pod() -> None:
+    world = running()
+    names = {name: pod["metadata"]["uid"] for name, pod in world.pods.items()}
+    world.edit(rollout={"image": "other:2"})
+    world.settle(ticks=20)
+    assert {name: pod["metadata"]["uid"] for name, pod in world.pods.items()} == names
+    world.end_pod("x-rollout-0", 1)
+    world.reconcile()
+    world.run_until(lambda: world.role("rollout")["ready"] == 2)
+    assert world.pods["x-rollout-0"]["spec"]["containers"][0]["image"] == "other:2"
+
+
+# --- obstacles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"actor": {"replicas": "two"}}, "spec.actor.replicas"),
+        ({"nonsense": 1}, "spec.nonsense"),
+        ({"rollout": {"replicas": 1, "minReplicas": 3}}, "minReplicas must not exceed replicas 1, got 3"),
+        (
+            {"actor": {"gpus": 3, "processesPerPod": 2}, "algorithm": {"promptsPerStep": 32}},
+            "multiple of processesPerPod 2, got 3",
+        ),
+    ],
+    ids=["type", "unknown", "rule", "plan"],
+)
+def test_a_spec_that_is_not_understood_is_told_and_makes_no_pods(spec: dict[str, Any], words: str) -> None:
+    world = World(make_job(**spec))
+    plan = world.reconcile()
+    assert not plan.create and world.phase == "Pending"
+    accepted = world.condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec") and words in accepted["message"]
+    RLJobStatus.model_validate(world.status)
+    assert [c["type"] for c in world.status["conditions"]] == list(TYPES)
+    assert [event.reason for event in plan.events] == ["InvalidSpec"]
+    assert world.reconcile().status is None and not world.plan().events
+
+
+def test_a_running_job_whose_spec_is_no_longer_understood_keeps_its_pods() -> None:
+    world = running()
+    names = sorted(world.pods)
+    world.edit(nonsense=1)
+    world.settle(ticks=10)
+    assert sorted(world.pods) == names and reason(world, "Accepted") == "InvalidSpec" and world.phase == "Running"
+
+
+def test_an_object_of_someone_else_under_our_name_is_a_conflict() -> None:
+    world = World(make_job())
+    observed = Observed(foreign=("Service/x",))
+    plan = reconcile(world.job, observed, START, config=CONFIG)
+    world.apply(plan)
+    assert not plan.create and not plan.ensure and plan.requeue_after == 15.0
+    assert reason(world, "Accepted") == "NameConflict" and "Service/x" in world.condition("Accepted")["message"]
+
+
+def test_a_pod_with_our_labels_and_no_owner_is_a_conflict() -> None:
+    world = World(make_job())
+    stranger = {"metadata": {"name": "x-env-0", "uid": "s", "labels": {"rljob.dev/role": "env", "rljob.dev/job": "x"}}}
+    plan = reconcile(world.job, views.observe(pods=[stranger]), START, config=CONFIG)
+    world.apply(plan)
+    assert not plan.create and reason(world, "Accepted") == "NameConflict"
+
+
+def test_pods_of_an_earlier_job_of_the_name_are_waited_for() -> None:
+    old = running()
+    new = World(make_job(uid="bbbbbbbb-1111"))
+    plan = reconcile(new.job, views.observe(pods=list(old.pods.values())), START, config=CONFIG)
+    new.apply(plan)
+    assert not plan.create and not plan.delete and not plan.ensure and plan.requeue_after == 2.0
+    assert (
+        reason(new, "Scheduled") == "PreviousJobTerminating"
+        and new.status["columns"]["reason"] == "PreviousJobTerminating"
+    )
+    assert new.reconcile().create, "as soon as they are gone"
+
+
+def test_a_missing_claim_is_named_before_any_pod_is_made() -> None:
+    world = World(make_job(actor=CLAIMED))
+    plan = world.reconcile()
+    assert not plan.create and plan.requeue_after == 15.0
+    assert reason(world, "Accepted") == "VolumeClaimNotFound" and '"shared"' in world.condition("Accepted")["message"]
+    world.claims = {"shared": {"spec": {"accessModes": ["ReadWriteOnce"]}}}
+    assert world.reconcile().create
+
+
+@pytest.mark.parametrize(
+    ("modes", "replicas", "extra", "accepted"),
+    [
+        (["ReadWriteOnce"], 1, {}, True),
+        (["ReadWriteOnce"], 2, {}, False),
+        (["ReadWriteOncePod"], 2, {"nodeSelector": {"kubernetes.io/hostname": "n1"}}, False),
+        (["ReadWriteOnce"], 2, {"nodeSelector": {"kubernetes.io/hostname": "n1"}}, True),
+        (["ReadWriteMany"], 2, {}, True),
+        (["ReadWriteOnce", "ReadWriteMany"], 2, {}, True),
+        (["ReadOnlyMany"], 2, {}, False),
+    ],
+)
+def test_several_pods_need_a_claim_that_several_nodes_may_mount(
+    modes: list[str], replicas: int, extra: dict[str, Any], accepted: bool
+) -> None:
+    world = World(make_job(actor={**CLAIMED, **extra, "replicas": replicas}))
+    world.claims = {"shared": {"spec": {"accessModes": modes}}}
+    plan = world.reconcile()
+    assert bool(plan.create) is accepted
+    assert reason(world, "Accepted") == ("SpecAccepted" if accepted else "VolumeNotShared")
+
+
+def test_an_image_that_nobody_names_is_told() -> None:
+    plan = reconcile(make_job(), Observed(), START, config=OperatorConfig())
+    assert plan.status is not None and not plan.create
+    assert (
+        plan.status["conditions"][0]["reason"] == "ImageMissing"
+        and "actor.image" in plan.status["conditions"][0]["message"]
+    )
+
+
+def test_checkpoints_that_do_not_outlive_the_pod_are_told_once() -> None:
+    world = World(make_job())
+    assert [event.reason for event in world.reconcile().events] == ["CheckpointsNotDurable"]
+    assert "checkpoints are not kept" in world.condition("Accepted")["message"]
+    kept = World(make_job(actor=CLAIMED, checkpoint={"path": "/data/checkpoints"}), claims={"shared": {"spec": {}}})
+    assert not kept.reconcile().events and not kept.condition("Accepted")["message"]
+
+
+def test_a_quota_is_told_in_the_api_servers_words_and_lifted() -> None:
+    world = World(make_job(), quota=2)
+    world.reconcile()
+    world.reconcile()
+    assert (
+        reason(world, "Scheduled") == "QuotaExceeded" and "exceeded quota: q" in world.condition("Scheduled")["message"]
+    )
+    assert world.status["columns"]["reason"] == "QuotaExceeded"
+    world.quota = None
+    world.run_until(lambda: world.phase == "Running")
+
+
+def test_the_schedulers_words_are_told() -> None:
+    world = World(make_job())
+    world.reconcile()
+    for pod in world.pods.values():
+        pod["status"]["conditions"] = [
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu.",
+            }
+        ]
+    world.reconcile()
+    scheduled = world.condition("Scheduled")
+    assert scheduled["reason"] == "Unschedulable" and "2 Insufficient nvidia.com/gpu" in scheduled["message"]
+    assert scheduled["message"].count("0/2 nodes") == 1, "said once for all pods"
+    assert world.status["columns"]["reason"] == "Unschedulable" and world.phase == "Pending"
+
+
+def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words() -> None:
+    world = World(make_job(), no_image=True)
+    for _ in range(5):
+        world.reconcile()
+        world.tick()
+    assert (
+        reason(world, "Ready") == "ImagePullError" and "Back-off pulling image" in world.condition("Ready")["message"]
+    )
+    assert world.status["columns"]["reason"] == "ImagePullError"
+
+
+# --- suspension --------------------------------------------------------------------------------------------------------
+
+
+def test_suspending_saves_first_then_frees_everything_and_resuming_goes_on() -> None:
+    world = running()
+    world.edit(suspend=True)
+    plan = world.reconcile()
+    assert plan.status is not None and plan.status["phase"] == "Suspending" and not plan.delete
+    assert [(call.method, call.body) for call in plan.calls] == [("POST /finish", {"reason": "suspend"})]
+    world.run_until(lambda: world.phase == "Suspended")
+    assert not world.pods and world.condition("Suspended")["status"] == "True"
+    step = world.saved
+    world.now += 1000
+    world.edit(suspend=False)
+    plan = world.reconcile()
+    assert plan.status is not None and plan.status["epoch"] == 2 and not plan.create
+    world.run_until(lambda: world.phase == "Running")
+    assert world.status["step"] >= step and world.status["restarts"] == world.status["totalRestarts"] == 0
+    assert world.status["suspendedSeconds"] >= 1000 and world.status["runtimeSeconds"] < 100
+
+
+def test_a_runner_that_does_not_save_in_time_is_not_waited_for() -> None:
+    world = running()
+    world.silent_since = world.now
+    world.edit(suspend=True)
+    world.reconcile()
+    world.tick(119)
+    assert not world.reconcile().delete
+    world.tick(1)
+    assert len(world.reconcile().delete) == 4
+
+
+def test_a_job_made_suspended_holds_nothing_until_it_is_resumed() -> None:
+    world = World(make_job(suspend=True))
+    world.settle(ticks=20)
+    assert world.phase == "Suspended" and not world.pods and not world.created and "startTime" not in world.status
+    world.now += 500
+    world.edit(suspend=False)
+    world.run_until(lambda: world.phase == "Running")
+    assert world.status["epoch"] == 1 and world.status["runtimeSeconds"] < 100
+
+
+def test_a_job_of_another_controller_is_left_alone() -> None:
+    world = World(make_job(managedBy="kueue.x-k8s.io/multikueue"))
+    assert world.plan().status is None and not world.plan().create
+    assert World(make_job(managedBy="rljob.dev/operator")).plan().create
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    world = running()
+    world.job["metadata"]["deletionTimestamp"] = to_text(world.now)
+    world.pods.clear()
+    plan = world.plan()
+    assert plan.status is None and not plan.create and not plan.delete
+
+
+# --- scaling -----------------------------------------------------------------------------------------------------------
+
+
+def test_scaling_up_adds_pods_and_restarts_nothing() -> None:
+    world = running()
+    before = {pod["metadata"]["uid"] for pod in world.pods.values()}
+    world.edit(rollout={"replicas": 5})
+    assert [pod["metadata"]["name"] for pod in world.reconcile().create] == [
+        "x-rollout-2",
+        "x-rollout-3",
+        "x-rollout-4",
+    ]
+    world.run_until(lambda: world.role("rollout")["ready"] == 5)
+    assert before <= {pod["metadata"]["uid"] for pod in world.pods.values()} and world.status["epoch"] == 1
+    assert world.status["rollout"]["readyReplicas"] == 5
+
+
+def test_scaling_down_drains_first_and_takes_the_highest_index() -> None:
+    world = running(rollout={"replicas": 4, "minReplicas": 1})
+    world.edit(rollout={"replicas": 2})
+    plan = world.plan()
+    assert not plan.delete
+    drains = [call.body for call in plan.calls if call.method == "POST /drain"]
+    assert drains == [{"pods": ["x-rollout-3", "x-rollout-2"]}]
+    world.apply(plan)
+    assert [entry["pod"] for entry in world.status["draining"]] == ["x-rollout-2", "x-rollout-3"]
+    world.tick()
+    assert [deletion.name for deletion in world.reconcile().delete] == ["x-rollout-2", "x-rollout-3"]
+    world.settle(ticks=20)
+    assert sorted(name for name in world.pods if "rollout" in name) == ["x-rollout-0", "x-rollout-1"]
+    assert "draining" not in world.status and world.role("rollout")["restarts"] == 0
+
+
+def test_a_pod_that_does_not_drain_goes_after_its_time() -> None:
+    world = running(rollout={"replicas": 3, "minReplicas": 1}, runtime={"drainSeconds": 20})
+    world.edit(rollout={"replicas": 2})
+    world.apply(world.plan(), at_most=1)  # the call is lost
+    for _ in range(29):
+        world.tick()
+        plan = world.plan()
+        assert not plan.delete and plan.requeue_after is not None
+    world.tick()
+    assert [deletion.name for deletion in world.plan().delete] == ["x-rollout-2"]
+
+
+def test_without_an_answer_from_the_runner_surplus_pods_go_at_once() -> None:
+    world = running(rollout={"replicas": 3, "minReplicas": 1})
+    world.silent_since = world.now
+    world.edit(rollout={"replicas": 2})
+    assert [deletion.name for deletion in world.reconcile().delete] == ["x-rollout-2"]
+
+
+def test_a_changed_spec_is_told_to_the_runner_until_it_is_applied() -> None:
+    world = running()
+    world.reconcile()
+    assert not world.plan().calls
+    world.edit(algorithm={"steps": 700})
+    calls = world.plan().calls
+    assert [(call.method, call.body["generation"], call.ip) for call in calls] == [("PUT /control", 2, "10.0.0.1")]
+    assert calls[0].body["spec"]["algorithm"]["steps"] == 700
+    world.reconcile()
+    world.reconcile()
+    assert world.status["appliedGeneration"] == 2 and not world.plan().calls
+
+
+# --- deadlines and the end ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_takes_too_long_fails_and_stops() -> None:
+    world = running(activeDeadlineSeconds=100, deletionPolicy={"onFailure": "DeletePods"})
+    assert world.plan().requeue_after is not None
+    world.settle(ticks=300)
+    assert world.phase == "Failed" and reason(world, "Failed") == "DeadlineExceeded"
+    assert "activeDeadlineSeconds 100" in world.condition("Failed")["message"]
+    assert not world.pods and 100 <= world.status["runtimeSeconds"] < 110
+
+
+def test_a_first_step_that_comes_too_late_fails_the_job() -> None:
+    world = World(make_job(startDeadlineSeconds=30), no_image=True)
+    world.settle(ticks=100)
+    assert world.phase == "Failed" and "startDeadlineSeconds 30" in world.condition("Failed")["message"]
+
+
+def test_the_start_deadline_is_met_for_good_with_the_first_step() -> None:
+    world = running(startDeadlineSeconds=30)
+    world.settle(ticks=60)
+    assert world.phase == "Running"
+    world.saved = 0
+    world.end_pod("x-actor-0", 3)
+    world.run_until(lambda: world.status["epoch"] == 2)
+    world.no_image = True
+    world.settle(ticks=60)
+    assert world.phase != "Failed"
+
+
+def test_success_tells_the_last_step_even_when_no_poll_saw_it() -> None:
+    world = running(algorithm={"steps": 8})
+    step = world.status["step"]
+    while world.steps < 8:
+        world.tick()
+    world.reconcile()
+    assert step < 8 and world.phase == "Succeeded" and world.status["step"] == 8 and world.status["reward"] == 0.08
+    assert world.condition("Complete")["status"] == "True" and world.status["columns"]["step"] == "8/8"
+    assert "completionTime" in world.status
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        ("DeletePods", set()),
+        ("KeepActor", {"x-actor-0"}),
+        ("KeepAll", {"x-actor-0", "x-rollout-0", "x-rollout-1", "x-env-0"}),
+    ],
+)
+def test_the_deletion_policy_says_which_pods_stay(policy: str, left: set[str]) -> None:
+    world = World(make_job(algorithm={"steps": 8}, deletionPolicy={"onSuccess": policy}))
+    world.settle()
+    assert world.phase == "Succeeded" and set(world.pods) == left
+
+
+def test_a_failed_job_keeps_what_ended_and_stops_its_actor() -> None:
+    world = running(actor={"replicas": 2}, algorithm={"steps": 500, "promptsPerStep": 12})
+    world.end_pod("x-rollout-1", 2)
+    world.settle(ticks=30)
+    assert world.phase == "Failed"
+    assert {"reason": "failed"} in [call.body for call in world.calls if call.method == "POST /finish"]
+    world.go_on(ticks=150)
+    assert set(world.pods) == {"x-actor-0", "x-rollout-1"}, (
+        "the actor pod that did not end by itself went after its time"
+    )
+
+
+def test_an_ended_job_is_deleted_when_its_time_is_up() -> None:
+    world = World(make_job(algorithm={"steps": 8}, ttlSecondsAfterFinished=60))
+    world.run_until(lambda: world.phase == "Succeeded")
+    assert 0 < (world.plan().requeue_after or 0) <= 60
+    world.go_on(ticks=70)
+    assert world.deleted_job
+
+
+def test_an_ended_job_stays_ended_whatever_is_edited() -> None:
+    world = World(make_job(algorithm={"steps": 8}))
+    world.settle()
+    before = world.status
+    world.edit(suspend=True, rollout={"replicas": 5})
+    world.settle(ticks=20)
+    assert world.phase == "Succeeded" and world.status["conditions"] == before["conditions"] and len(world.created) == 4
+
+
+# --- what the status tells of the runner -------------------------------------------------------------------------------
+
+
+def test_progress_alone_may_wait_and_changes_of_state_may_not() -> None:
+    world = running()
+    world.go_on(ticks=2)
+    assert world.plan().progress_only
+    world.end_pod("x-rollout-0", 1)
+    assert not world.plan().progress_only
+
+
+def test_answers_out_of_order_never_let_a_step_fall() -> None:
+    world = running()
+    seen = world.status["step"]
+    world.steps -= 3
+    world.reconcile()
+    assert world.status["step"] == seen
+
+
+def test_the_word_of_another_pod_or_epoch_is_not_heard() -> None:
+    world = running()
+    uid = world.pods["x-actor-0"]["metadata"]["uid"]
+    for progress in (
+        Progress(status={**world.summary(), "step": 400}, at=world.now, pod_uid="another"),
+        Progress(status={**world.summary(), "step": 400, "epoch": 7}, at=world.now, pod_uid=uid),
+    ):
+        observed = views.observe(
+            pods=list(world.pods.values()), objects=list(world.objects.values()), progress=progress
+        )
+        plan = reconcile(world.job, observed, world.now, config=CONFIG)
+        assert (plan.status or world.status)["step"] < 400
+
+
+def test_a_silent_runner_is_told_once_and_is_no_failure() -> None:
+    world = running()
+    world.silent_since = world.now
+    world.tick(10)
+    plan = world.reconcile()
+    assert world.condition("Progressing")["reason"] != "RunnerUnreachable" and plan.requeue_after is not None
+    world.tick(6)
+    world.reconcile()
+    progressing = world.condition("Progressing")
+    assert (progressing["status"], progressing["reason"]) == ("Unknown", "RunnerUnreachable")
+    world.steps = world.status["step"]
+    for _ in range(20):
+        world.now += 5
+        assert world.plan().status is None
+    assert world.phase == "Running" and world.condition("Ready")["status"] == "True"
+
+
+def test_devices_metrics_and_versions_are_told() -> None:
+    world = running()
+    uid, pods = world.pods["x-actor-0"]["metadata"]["uid"], list(world.pods.values())
+    status = {
+        **world.summary(),
+        "step": 50,
+        "metrics": {"loss": float("nan"), "reward/mean": 0.25, "text": "x"},
+        "checkpoint": {
+            "lastStep": 50,
+            "path": "/c/50",
+            "time": "2025-06-15T15:00:00Z",
+            "bestStep": 40,
+            "bestReward": 0.5,
+        },
+        "roles": [{"name": "rollout", "ready": 2, "lag": 3, "versions": {"47": 1, "50": 1}}],
+        "members": [{"pod": "x-actor-0", "deviceUuids": ["GPU-2"]}, {"pod": "x-actor-0", "deviceUuids": ["GPU-1"]}],
+    }
+    plan = reconcile(
+        world.job,
+        views.observe(
+            pods=pods, objects=list(world.objects.values()), progress=Progress(status=status, at=world.now, pod_uid=uid)
+        ),
+        world.now,
+        config=CONFIG,
+    )
+    assert plan.status is not None
+    RLJobStatus.model_validate(plan.status)
+    assert plan.status["metrics"] == [{"name": "loss", "value": "nan"}, {"name": "reward/mean", "value": "0.25"}]
+    assert plan.status["devices"] == [
+        {"pod": "x-actor-0", "node": world.pods["x-actor-0"]["spec"]["nodeName"], "uuids": ["GPU-1", "GPU-2"]}
+    ]
+    assert plan.status["lag"] == 3 and plan.status["checkpoint"]["bestReward"] == 0.5
+    rollout = plan.status["roles"][1]
+    assert (rollout["minVersion"], rollout["maxVersion"]) == (47, 50)
+    in_sync = next(c for c in plan.status["conditions"] if c["type"] == "WeightsInSync")
+    assert (in_sync["status"], in_sync["reason"]) == ("False", "RolloutsBehind")
