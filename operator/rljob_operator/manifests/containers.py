@@ -9,7 +9,7 @@ from typing import Any
 from rl_core.api.job import RLJob
 from rl_core.api.pods import GPU_RESOURCE, InitContainer
 from rl_core.api.roles import RoleSpec
-from rl_core.plan.launch import ContainerPlan, PodPlan, ProcessPlan
+from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
 from rljob_operator.manifests import claims, meta, volumes
 from rljob_operator.model import OperatorConfig
 
@@ -140,7 +140,8 @@ _POD_IP: dict[str, Any] = {
 
 
 def _ports(container: ContainerPlan, health: int) -> dict[str, int]:
-    found = {"metrics": health}
+    first = health == Ports().health
+    found = {"metrics" if first else f"metrics-{container.name}": health}  # a pod's port names are unique
     for process in container.processes:
         found |= process.ports
         if "RLJOB_RPC_PORT" in process.env:
