@@ -42,6 +42,7 @@ RUNNER_SHARE = 0.7
 STATUS_SECONDS = 1.0
 ANNOUNCED = {
     Action.FAIL: "ending the run",
+    Action.PAUSE: "saving a checkpoint and ending the run; resume it when the spec is changed",
     Action.RESTART_POD: "starting a new pod",
     Action.RESTART_ROLE: "restarting all pods of the role",
     Action.RESTART_JOB: "restarting the actors from the newest checkpoint",
@@ -274,6 +275,8 @@ class LocalCluster:
         self._say(f"{ANNOUNCED[action]}: {brief(decision.reason)}")
         if action is Action.FAIL:
             self._begin_end(decision.code, decision.reason, STOP_SECONDS)
+        elif action is Action.PAUSE:
+            self._begin_end(INTERRUPTED, decision.reason, STOP_SECONDS)
         elif action is Action.RESTART_POD and pod is not None:
             self._spawn(self._replace_pod(pod.plan.name, decision.pause))
         elif action is Action.RESTART_ROLE:
@@ -320,7 +323,7 @@ class LocalCluster:
             self.status = status
             if not self._space.is_final(epoch):
                 self._tell(status)
-            self._carry_out(self._policy.stalled(status.get("stall")))
+            self._carry_out(self._policy.reported(status))
             if self._plan_for is not None:
                 await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods.values()}))
 

@@ -10,13 +10,9 @@ from enum import Enum
 from typing import Any
 
 from rl_core.api.failure import FailurePolicySpec
-from rl_core.workers.budget import RestartBudget
+from rl_core.plan import failure_rules as rules
+from rl_core.plan.failure_rules import Ends, PodEnd
 from rl_core.workers.supervisor import ExitCode
-
-POD_RESTARTS = 5
-POD_WINDOW = 600.0
-FIRST_PAUSE, LONGEST_PAUSE = 10.0, 300.0
-_ROLE_OF_STALL = {"WaitingForRollout": "rollout", "WaitingForEnv": "env"}
 
 
 class Action(Enum):
@@ -29,6 +25,8 @@ class Action(Enum):
     RESTART_ROLE = "restart_role"
     RESTART_JOB = "restart_job"
     """New actor gang under a new epoch; rollouts and envs stay."""
+    PAUSE = "pause"
+    """Save a checkpoint and end the run; it can be resumed."""
     FAIL = "fail"
 
 
@@ -54,53 +52,65 @@ class RestartPolicy:
         self._clock = clock
         self.restarts = 0
         """Counted restarts of the job."""
-        self._pods: dict[str, RestartBudget] = {}
-        self._pauses: dict[str, float] = {}
+        self._ends: dict[str, Ends] = {}
         self._stall_acts = 0
         self._stall_acted_at: float | None = None
 
     def pod_ended(self, role: str, index: int, code: int, reason: str) -> Decision:
         """Decide on a pod that ended with `code` although nobody asked it to."""
-        if code in (ExitCode.CONFIG, ExitCode.DATA):
-            return Decision(action=Action.FAIL, code=code, reason=reason)
-        if role != "actor":
-            return Decision(action=Action.RESTART_POD, pause=self._pod_pause(f"{role}-{index}"), reason=reason)
-        if code == ExitCode.DONE:
+        if role == "actor" and code == ExitCode.DONE:
             return Decision(action=Action.FINISH) if index == 0 else Decision(action=Action.NONE)
-        return self._restart_job(reason)
+        ruling = rules.rule_on(PodEnd(role=role, code=code, message=reason), self._spec.rules)
+        if ruling.action == "FailJob":
+            return Decision(action=Action.FAIL, code=ExitCode.of(code) or ExitCode.INFRASTRUCTURE, reason=reason)
+        if ruling.action == "RestartJob":
+            return self._restart_job(reason, counted=ruling.counted)
+        if ruling.action == "RestartRole":
+            return Decision(action=Action.RESTART_ROLE, role=role, reason=reason)
+        counted = ruling.counted and ruling.action != "Ignore"
+        pause = self._pod_pause(f"{role}-{index}") if counted else 0.0
+        return Decision(action=Action.RESTART_POD, pause=pause, reason=reason)
+
+    def reported(self, status: Mapping[str, Any]) -> Decision:
+        """Decide on what the runner tells: bad numbers before a stall."""
+        trip = rules.tripped(self._spec, status.get("streaks"))
+        if trip is None:
+            return self.stalled(status.get("stall"))
+        reason = f"{trip.rule}: {trip.message}"
+        if trip.action == "RestartFromCheckpoint":
+            return self._restart_job(reason)
+        if trip.action == "Pause":
+            return Decision(action=Action.PAUSE, reason=reason)
+        return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
 
     def stalled(self, stall: Mapping[str, Any] | None) -> Decision:
-        """Decide on `/status.stall`: the first time by `stall.action`, then by restarting the job; each stall once per its own duration."""
+        """Decide on `/status.stall`: the first time by `stall.action`, then by restarting the job; each silence once per its duration."""
         if stall is None:
             self._stall_acted_at = None
             return Decision(action=Action.NONE)
-        since = float(stall.get("since") or 0.0)
-        recently = self._stall_acted_at is not None and self._clock() - self._stall_acted_at < max(since, 60.0)
-        if stall.get("reason") == "WaitingForPods" or recently:
+        now, sink = self._clock(), str(stall.get("reason"))
+        action, role = rules.rule_on_stall(self._spec.stall, sink, acts=self._stall_acts)
+        due = rules.stall_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
+        if action == "Ignore" or not due:
             return Decision(action=Action.NONE)
-        self._stall_acted_at = self._clock()
+        self._stall_acted_at = now
         self._stall_acts += 1
-        reason = f"stalled: {stall.get('reason')}: {stall.get('message')}"
-        wanted = self._spec.stall.action
-        if wanted == "FailJob":
+        reason = f"stalled: {sink}: {stall.get('message')}"
+        if action == "FailJob":
             return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
-        role = _ROLE_OF_STALL.get(str(stall.get("reason")))
-        if wanted == "RestartRole" and self._stall_acts == 1 and role is not None:
+        if action == "Pause":
+            return Decision(action=Action.PAUSE, reason=reason)
+        if action == "RestartRole":
             return Decision(action=Action.RESTART_ROLE, role=role, reason=reason)
         return self._restart_job(reason)
 
-    def _restart_job(self, reason: str) -> Decision:
-        if self.restarts >= self._spec.max_restarts:
+    def _restart_job(self, reason: str, *, counted: bool = True) -> Decision:
+        if counted and self.restarts >= self._spec.max_restarts:
             text = f"{reason}; all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used up"
             return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=text)
-        self.restarts += 1
+        self.restarts += counted
         return Decision(action=Action.RESTART_JOB, reason=reason)
 
     def _pod_pause(self, pod: str) -> float:
-        budget = self._pods.setdefault(pod, RestartBudget(POD_RESTARTS, POD_WINDOW, clock=self._clock))
-        if budget.take():
-            self._pauses.pop(pod, None)
-            return 0.0
-        pause = min(2 * self._pauses.get(pod, FIRST_PAUSE / 2), LONGEST_PAUSE)
-        self._pauses[pod] = pause
-        return pause
+        self._ends[pod] = rules.after_end(self._ends.get(pod) or Ends(), self._clock())
+        return self._ends[pod].backoff

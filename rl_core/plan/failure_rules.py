@@ -22,8 +22,8 @@ ENDS_BEFORE_BACKOFF, ENDS_WINDOW = 5, 600.0
 """A pod that ended more often than this inside this many seconds is replaced with a pause."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 10.0, 300.0
 """Seconds; each further end doubles the pause."""
-STALL_AGAIN = 300.0
-"""Seconds after an act on a stall until the same silence is acted on again."""
+STALL_PATIENCE = 60.0
+"""Least seconds after an act on a stall until the same silence is acted on again."""
 ROLE_OF_STALL = {"WaitingForRollout": "rollout", "WaitingForEnv": "env"}
 SHORTAGE = "WaitingForPods"
 """The stall that triggers nothing: shortage is not failure."""
@@ -125,12 +125,18 @@ def after_end(ends: Ends, now: float, *, uid: str = "") -> Ends:
 
 
 def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
-    """Return whether a stall that at time `at` lasted `since` seconds is to be acted on: each silence once, again when that did not help."""
-    return acted_at is None or at - since > acted_at or at - acted_at >= max(STALL_AGAIN, 0.0)
+    """Return whether a stall that at time `at` has lasted `since` seconds is to be acted on.
+
+    Each silence is acted on once, and again when it has lasted as long once more since.
+    """
+    if acted_at is None or at - since > acted_at:
+        return True
+    elapsed = at - acted_at
+    return elapsed >= max(since - elapsed, STALL_PATIENCE)
 
 
 def rule_on_stall(stall: StallSpec, reason: str, *, acts: int) -> tuple[str, str]:
-    """Return (action, role) for a stall with sink `reason` after `acts` acts; action None-like `Ignore` for a shortage of pods."""
+    """Return (action, role) for a stall with sink `reason` after `acts` acts; `Ignore` for a shortage of pods."""
     if reason == SHORTAGE:
         return "Ignore", ""
     role = ROLE_OF_STALL.get(reason, "actor")

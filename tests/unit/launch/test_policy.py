@@ -95,5 +95,35 @@ def test_one_stall_is_acted_on_once_and_again_only_when_it_lasts_as_long_once_mo
     actions = []
     for at in (0, 1, 50, 99, 101):
         clock.now = at
-        actions.append(rules.stalled(stall("WaitingForEnv", since=100.0)).action)
+        actions.append(rules.stalled(stall("WaitingForEnv", since=100.0 + at)).action)
     assert actions == [Action.RESTART_ROLE, Action.NONE, Action.NONE, Action.NONE, Action.RESTART_JOB]
+
+
+def test_the_users_rules_come_before_the_default_ones():
+    spec = FailurePolicySpec.model_validate(
+        {
+            "maxRestarts": 1,
+            "rules": [
+                {"roles": ["env"], "exitCodes": [2], "action": "RestartPod"},
+                {"exitCodes": [9], "action": "RestartJob", "countTowardsLimit": False},
+                {"messagePattern": "disk*full", "action": "FailJob"},
+            ],
+        }
+    )
+    rules = RestartPolicy(spec, clock=Clock())
+    assert rules.pod_ended("env", 0, 2, "").action is Action.RESTART_POD
+    assert rules.pod_ended("rollout", 0, 9, "").action is Action.RESTART_JOB and rules.restarts == 0
+    failed = rules.pod_ended("rollout", 0, 1, "the disk of x is full")
+    assert (failed.action, failed.code) == (Action.FAIL, 3)
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [("RestartFromCheckpoint", Action.RESTART_JOB), ("Pause", Action.PAUSE), ("FailJob", Action.FAIL)],
+)
+def test_bad_numbers_are_acted_on_as_written(action, expected):
+    spec = FailurePolicySpec.model_validate({"klBlowUp": {"above": 1.0, "steps": 2, "action": action}})
+    rules = RestartPolicy(spec, clock=Clock())
+    assert rules.reported({"streaks": {"klBlowUp": 1}}).action is Action.NONE
+    decision = rules.reported({"streaks": {"klBlowUp": 2}})
+    assert decision.action is expected and "klBlowUp" in decision.reason
