@@ -67,5 +67,5 @@ def cluster(target: str) -> ClusterSide:
         side: ClusterSide = point.load()()
         return side
     raise ConfigError(
-        f"TARGET must be an existing folder here, got {target}: the cluster commands are not installed; pip install rljob[operator]"
+        f"TARGET must be an existing folder here, got {target}: the cluster commands are not installed; pip install rljob[cluster]"
     )

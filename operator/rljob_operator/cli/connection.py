@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlencode
@@ -50,10 +51,10 @@ class Connection:
         settings = Configuration()
         namespace = place.namespace
         try:
-            config.load_kube_config(context=place.context, client_configuration=settings)
-            _, active = config.list_kube_config_contexts()
-            contexts = {entry["name"]: entry for entry in config.list_kube_config_contexts()[0]}
-            chosen = contexts[place.context] if place.context else active
+            file = os.environ.get("KUBECONFIG") or None
+            config.load_kube_config(file, context=place.context, client_configuration=settings)
+            contexts, active = config.list_kube_config_contexts(file)
+            chosen = next((one for one in contexts if one["name"] == place.context), active)
             namespace = namespace or chosen["context"].get("namespace")
         except config.ConfigException as error:
             if place.context is not None or not _in_cluster(settings):

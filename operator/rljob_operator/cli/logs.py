@@ -73,8 +73,13 @@ def _follow(connection: Connection, pods: list[Json], write: Callable[[str], Non
 def _lines(connection: Connection, pod: Json, *, follow: bool) -> Iterator[str]:
     name, container = pod["metadata"]["name"], pod["spec"]["containers"][0]["name"]
     query = {"container": container} | ({"follow": "true"} if follow else {})
+    empty = True
     try:
-        yield from connection.lines(POD.path(connection.namespace, name, "log"), query=query)
+        for line in connection.lines(POD.path(connection.namespace, name, "log"), query=query):
+            empty = False
+            yield line
+        if empty:
+            yield f"(no log yet: the pod is {(pod.get('status') or {}).get('phase', 'Pending')})"
     except ApiError as error:
         waits = any(word in error.message for word in NO_LOG_YET)
         yield f"(no log yet: {error.message})" if waits else f"(no log: {error.message})"
