@@ -1,0 +1,206 @@
+"""Polling runners: over real HTTP with the job's token, at the interval that the number of jobs asks for, one dead runner holds up none."""
+
+import asyncio
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rl_core.plan import keys
+from rljob_operator.cache import JobKey
+from rljob_operator.model import ControlCall, PodView, Progress
+from rljob_operator.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerError, Target, runner_pod
+
+MASTER = bytes(range(32))
+
+
+def pod(index=0, epoch=1, role="actor", **more):
+    base = {"ip": "10.0.0.1", "phase": "Running", "job_uid": "job"}
+    return PodView(name="p", uid=f"{role}{index}-{epoch}", role=role, index=index, epoch=epoch, template_hash="", created=0.0, **{**base, **more})
+
+
+@pytest.mark.parametrize(
+    ("pods", "expected"),
+    [
+        ([], None),
+        ([pod(), pod(role="rollout")], "actor0-1"),
+        ([pod(index=1)], None),
+        ([pod(epoch=1), pod(epoch=2)], "actor0-2"),
+        ([pod(epoch=1), pod(epoch=2, ip="")], None),
+        ([pod(phase="Pending")], None),
+        ([pod(job_uid="an earlier job")], None),
+    ],
+    ids=["none", "actor-0", "other rank", "newest epoch", "newest has no address yet", "not running", "not ours"],
+)
+def test_the_runner_is_actor_0_of_the_newest_epoch(pods, expected):
+    found = runner_pod(pods, job_uid="job")
+    assert (found.uid if found else None) == expected
+
+
+@pytest.fixture
+async def runner():
+    """A runner over HTTP; `answers` maps paths to (status, text)."""
+    asked = []
+
+    async def handle(request):
+        asked.append((request.method, request.path, request.headers.get("Authorization"), await request.text()))
+        status, text = server.answers.get(request.path, (200, "{}"))
+        return web.Response(status=status, text=text)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    async with TestServer(app) as server:
+        server.answers, server.asked = {}, asked
+        yield server
+
+
+@pytest.fixture
+async def client(runner):
+    async with aiohttp.ClientSession() as session:
+        yield RunnerClient(master=MASTER, session=session, port=runner.port)
+
+
+async def test_the_runner_is_asked_with_the_jobs_token(runner, client):
+    runner.answers["/status"] = (200, '{"step": 3}')
+    assert await client.status("job", "127.0.0.1") == {"step": 3}
+    assert runner.asked == [("GET", "/status", f"Bearer {keys.control_token(MASTER, 'job')}", "")]
+
+
+@pytest.mark.parametrize("answer", [(500, "broken"), (200, "no json"), (200, "[1]"), (401, "")])
+async def test_an_answer_that_is_no_status_is_an_error(runner, client, answer):
+    runner.answers["/status"] = answer
+    with pytest.raises(RunnerError):
+        await client.status("job", "127.0.0.1")
+
+
+async def test_a_runner_that_is_not_there_is_an_error(client):
+    with pytest.raises(RunnerError):
+        await client.status("job", "127.0.0.2")
+
+
+async def test_control_calls_carry_their_body_and_never_raise(runner, client):
+    call = ControlCall(method="POST /drain", body={"pods": ["a"]}, ip="127.0.0.1")
+    assert await client.call("job", call) is True
+    assert runner.asked[0][:2] == ("POST", "/drain") and runner.asked[0][3] == '{"pods": ["a"]}'
+    runner.answers["/drain"] = (400, "no")
+    assert await client.call("job", call) is False
+    assert await client.call("job", ControlCall(method="POST /finish", body=None, ip="127.0.0.2")) is False
+
+
+class FakeRunners:
+    """Stands in for RunnerClient: answers per address after a time."""
+
+    def __init__(self):
+        self.asked, self.answers, self.seconds = [], {}, {}
+
+    async def status(self, job_uid, ip):
+        self.asked.append((asyncio.get_running_loop().time(), ip))
+        await asyncio.sleep(self.seconds.get(ip, 0.01))
+        answer = self.answers.get(ip, {})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Bench:
+    def __init__(self, *ips, interval=5.0):
+        self.runners, self.known, self.enqueued = FakeRunners(), {}, []
+        self.targets = [Target(key=JobKey("ns", ip), job_uid=ip, pod_uid=f"pod-{ip}", ip=ip) for ip in ips]
+        self.poller = Poller(
+            client=self.runners,
+            targets=lambda: self.targets,
+            known=self.known.get,
+            report=lambda key, uid, progress: self.known.__setitem__(key, progress),
+            enqueue=self.enqueued.append,
+            interval=interval,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
+
+    async def run(self, seconds):
+        task = asyncio.create_task(self.poller.run())
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def polls(self, ip):
+        return sum(1 for _, asked in self.runners.asked if asked == ip)
+
+
+def test_each_runner_is_asked_once_per_interval(fake_time):
+    async def scenario():
+        bench = Bench("a", "b")
+        await bench.run(100)
+        assert 17 <= bench.polls("a") <= 23 and 17 <= bench.polls("b") <= 23
+
+    fake_time(scenario())
+
+
+def test_many_jobs_are_asked_less_often(fake_time):
+    async def scenario():
+        bench = Bench(*(f"ip-{n}" for n in range(1000)))
+        await bench.run(200)
+        assert len(bench.runners.asked) <= 1.2 * JOBS_PER_SECOND * 200
+
+    fake_time(scenario())
+
+
+def test_a_runner_that_does_not_answer_holds_up_no_other(fake_time):
+    async def scenario():
+        bench = Bench("dead", "alive")
+        bench.runners.seconds["dead"] = 1000.0
+        await bench.run(60)
+        assert bench.polls("dead") == 1 and bench.polls("alive") >= 9
+
+    fake_time(scenario())
+
+
+def test_a_new_pod_is_asked_at_once(fake_time):
+    async def scenario():
+        bench = Bench("a", interval=50.0)
+        task = asyncio.create_task(bench.run(40))
+        await asyncio.sleep(5)
+        bench.targets = [Target(key=bench.targets[0].key, job_uid="a", pod_uid="another", ip="a2")]
+        await task
+        assert bench.polls("a2") == 1
+
+    fake_time(scenario())
+
+
+def test_the_job_is_looked_at_when_the_word_changed(fake_time):
+    async def scenario():
+        bench = Bench("a", interval=5.0)
+        bench.runners.answers["a"] = {"step": 1}
+        await bench.run(30)
+        assert bench.enqueued == [JobKey("ns", "a")]
+
+    fake_time(scenario())
+
+
+def test_the_last_word_stays_while_polls_fail_and_the_silence_is_dated(fake_time):
+    async def scenario():
+        bench = Bench("a", interval=5.0)
+        key = bench.targets[0].key
+        bench.known[key] = Progress(status={"step": 9}, at=0.0, pod_uid="pod-a")
+        bench.runners.answers["a"] = RunnerError("no route")
+        await bench.run(30)
+        progress = bench.known[key]
+        assert progress.status == {"step": 9} and progress.error == "no route"
+        assert progress.failing_since < 1.0, "since the first failure"
+        bench.runners.answers["a"] = {"step": 10}
+        await bench.run(10)
+        assert bench.known[key].failing_since is None and bench.known[key].status == {"step": 10}
+
+    fake_time(scenario())
+
+
+def test_another_pods_word_is_not_taken_over(fake_time):
+    async def scenario():
+        bench = Bench("a")
+        key = bench.targets[0].key
+        bench.known[key] = Progress(status={"step": 9}, at=0.0, pod_uid="the pod before")
+        bench.runners.answers["a"] = RunnerError("no route")
+        await bench.run(3)
+        assert bench.known[key].status == {} and bench.known[key].pod_uid == "pod-a"
+
+    fake_time(scenario())
