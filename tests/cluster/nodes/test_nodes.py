@@ -78,6 +78,57 @@ def test_the_host_reaches_a_cluster_ip(nodes: Access, namespace: str) -> None:
     assert run("/bin/busybox", "wget", "-q", "-O", "-", f"http://{address}").strip() == "server"
 
 
+@pytest.mark.parametrize("node", ["node-1", "node-2"], ids=["same node", "other node"])
+def test_a_network_policy_lets_in_only_whom_it_names(nodes: Access, namespace: str, node: str) -> None:
+    policy = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "only-friends"},
+        "spec": {
+            "podSelector": {"matchLabels": {"app": "server"}},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": {"app": "friend"}}}], "ports": [{"port": 8080}]}],
+        },
+    }
+    ready = {"readinessProbe": {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}}
+    nodes.apply(policy, pod("server", SERVE, node="node-1", container=ready), namespace=namespace)
+    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=60s")
+    address = nodes.get("pod", "server", namespace=namespace)["status"]["podIP"]
+    fetch = f"{{ timeout 5 wget -q -O - http://{address}:8080; }} 2>/dev/null || echo refused"
+    nodes.apply(*(pod(name, fetch, node=node) for name in ("friend", "stranger")), namespace=namespace)
+    assert output(nodes, namespace, "friend") == "server"
+    assert output(nodes, namespace, "stranger") == "refused"
+
+
+def test_a_network_policy_bounds_where_a_pod_may_go(nodes: Access, namespace: str) -> None:
+    def policy(name: str, *ways: dict) -> dict:
+        return {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": {"name": name},
+            "spec": {"podSelector": {"matchLabels": {"app": name}}, "policyTypes": ["Egress"], "egress": list(ways)},
+        }
+
+    names = {"to": [{"namespaceSelector": {}}], "ports": [{"port": 53, "protocol": "UDP"}]}
+    server = {"to": [{"podSelector": {"matchLabels": {"app": "server"}}}], "ports": [{"port": 8080}]}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "web"},
+        "spec": {"selector": {"app": "server"}, "ports": [{"port": 80, "targetPort": 8080}]},
+    }
+    ready = {"readinessProbe": {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}}
+    nodes.apply(service, pod("server", SERVE, node="node-1", container=ready), namespace=namespace)
+    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=60s")
+    fetch = "{ timeout 5 wget -q -O - http://web; } 2>/dev/null || echo refused"
+    nodes.apply(
+        policy("bounded", names, server), policy("names-only", names), *(pod(each, fetch, node="node-2") for each in ("bounded", "names-only")),
+        namespace=namespace,
+    )  # fmt: skip
+    assert output(nodes, namespace, "bounded") == "server"
+    assert output(nodes, namespace, "names-only") == "refused"
+
+
 def test_a_volume_is_writable_for_an_ordinary_user_and_empty_for_the_next_claim(nodes: Access, namespace: str) -> None:
     for name in ("first", "second"):
         claim = {

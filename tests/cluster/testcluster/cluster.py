@@ -87,6 +87,7 @@ class Cluster:
         host_services.start_dns(self.state, self.control_plane)
         host_services.start_registry(self.state)
         host_services.offer_volumes(self.control_plane)
+        host_services.allow_policy_agents(self.control_plane)
         if self.state.settings.fake_dra_gpus:
             host_services.allow_dra_driver(self.control_plane)
         images.write_pause(self.state.folder / "pause.tar", programs=self.state.settings.programs)

@@ -1,7 +1,7 @@
 """What runs on the host for the nodes: DNS and the image registry. No image is needed for them."""
 
 from testcluster.control_plane import ControlPlane
-from testcluster.identities import DNS, DRA_DRIVER
+from testcluster.identities import DNS, DRA_DRIVER, POLICY_AGENT
 from testcluster.processes import Program
 from testcluster.state import State
 
@@ -60,6 +60,15 @@ def offer_volumes(control_plane: ControlPlane) -> None:
         "reclaimPolicy": "Retain",
     }
     control_plane.api.create("/apis/storage.k8s.io/v1/storageclasses", storage_class)
+
+
+def allow_policy_agents(control_plane: ControlPlane) -> None:
+    """Let the nodes' policy agents read what policies speak of."""
+    control_plane.api.grant(
+        POLICY_AGENT,
+        ("", "pods namespaces", "list watch"),
+        ("networking.k8s.io", "networkpolicies", "list watch"),
+    )
 
 
 def allow_dra_driver(control_plane: ControlPlane) -> None:

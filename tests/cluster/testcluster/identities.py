@@ -16,6 +16,7 @@ PROXY = "system:kube-proxy"
 DNS = "coredns"
 DRA_DRIVER = "fake-dra-driver"
 VOLUME_KEEPER = "volume-keeper"
+POLICY_AGENT = "policy-agent"
 KWOK = "kwok"
 _GROUPS = {
     ADMIN: "system:masters",
@@ -25,6 +26,7 @@ _GROUPS = {
     DNS: "",
     DRA_DRIVER: "",
     VOLUME_KEEPER: "system:masters",
+    POLICY_AGENT: "",
     KWOK: "system:masters",
 }
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from testcluster.addresses import REGISTRY
-from testcluster.identities import DRA_DRIVER, PROXY, VOLUME_KEEPER, Identities, node_user
+from testcluster.identities import DRA_DRIVER, POLICY_AGENT, PROXY, VOLUME_KEEPER, Identities, node_user
 from testcluster.state import State
 
 PAUSE_IMAGE = "localhost/pause:1"
@@ -41,6 +41,7 @@ def write(state: State, identities: Identities, node: str) -> None:
     identities.kubeconfig(node_user(node), folder / "kubelet.conf")
     identities.kubeconfig(PROXY, folder / "kube-proxy.conf")
     identities.kubeconfig(DRA_DRIVER, folder / "fake-dra-driver.conf")
+    identities.kubeconfig(POLICY_AGENT, folder / "policy-agent.conf")
     identities.kubeconfig(VOLUME_KEEPER, folder / "volume-keeper.conf")
     (folder / "resolv.conf").write_text("")
     (folder / "containerd.toml").write_text(_CONTAINERD.format(folder=folder, pause=PAUSE_IMAGE))
@@ -55,12 +56,10 @@ def _write(path: Path, content: dict) -> None:
 
 
 def _network(state: State, node: str) -> dict:
-    bridge = {
-        "type": "bridge",
-        "bridge": "cni0",
-        "isGateway": True,
+    # A cable per pod and no bridge: all traffic is forwarded by the node, where policies are enforced.
+    cables = {
+        "type": "ptp",
         "ipMasq": False,
-        "hairpinMode": True,
         "ipam": {
             "type": "host-local",
             "ranges": [[{"subnet": state.addresses.node_pods(node)}]],
@@ -69,7 +68,7 @@ def _network(state: State, node: str) -> dict:
         },
     }
     ports = {"type": "portmap", "capabilities": {"portMappings": True}}
-    return {"cniVersion": "1.0.0", "name": "test", "plugins": [bridge, ports]}
+    return {"cniVersion": "1.0.0", "name": "test", "plugins": [cables, ports]}
 
 
 def _kubelet(state: State, node: str) -> dict:

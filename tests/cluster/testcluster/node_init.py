@@ -58,6 +58,8 @@ class Init:
         self._start("kubelet", "--config", self._folder / "kubelet.json", "--kubeconfig", self._folder / "kubelet.conf",
                     "--hostname-override", self._node, "--node-ip", self._state.addresses.node(self._node))  # fmt: skip
         self._start("kube-proxy", "--config", self._folder / "kube-proxy.json")
+        self._start("policy-agent", "--kubeconfig", self._folder / "policy-agent.conf", "--node-name", self._node,
+                    "--dns-address", self._state.addresses.host)  # fmt: skip
         self._start_volumes()
         _wait_for("/var/lib/kubelet/plugins_registry")
         self._start_fake_gpus()

@@ -30,6 +30,7 @@ var programs = map[string]func(){
 	"kubelet":                 kubeletMain,
 	"kwok":                    kwokMain,
 	"kwok-stages":             kwokStagesMain,
+	"policy-agent":            policyAgentMain,
 	"registry":                registryMain,
 	"volume-keeper":           volumeKeeperMain,
 }
