@@ -62,7 +62,7 @@ def _plan(situation: Situation) -> Plan:
         progress_only=status is not None and statuses.is_progress_only(situation.record.raw, status),
         delete=moves.delete,
         ensure=_support(situation, course, obstacle),
-        ensure_secret=bool(moves.create),
+        ensure_secret=course.stage is Stage.RUN and obstacle is None and not situation.earlier,
         create=_build(situation, course, moves.create),
         calls=(*moves.calls, *_control(situation, course)),
         events=notes.tell(situation.record, course, facts, status),

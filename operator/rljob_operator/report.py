@@ -10,6 +10,9 @@ from typing import Any
 
 from rljob_operator.model import ContainerEnd, Object, PodView, Progress
 
+MOST = 2**53 - 1
+"""Largest whole number a status holds: JSON readers keep it exactly."""
+LONGEST_PATH, LONGEST_NAME = 4096, 256
 ASLEEP = frozenset({"", "Starting"})
 """Phases of a runner that has not begun: its step is not yet the checkpoint's."""
 
@@ -36,8 +39,7 @@ class Report:
 
     def count(self, name: str) -> int | None:
         """Return a whole number the runner tells; None when it does not."""
-        value = self.raw.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+        return whole(self.raw.get(name))
 
     def number(self, name: str) -> float | None:
         """Return a finite number the runner tells; None when it does not."""
@@ -91,7 +93,7 @@ def read(status: Object, *, at: float) -> Report:
         epoch=epoch if isinstance(epoch, int) else -1,
         phase=str(status.get("phase") or ""),
         at=at,
-        applied_generation=applied if isinstance(applied, int) and not isinstance(applied, bool) else None,
+        applied_generation=whole(applied),
         members=tuple(m for m in _list(status.get("members")) if isinstance(m, Mapping)),
         missing=tuple(_waited(m) for m in _list(status.get("missing")) if isinstance(m, Mapping)),
         stall=stall if isinstance(stall, Mapping) else None,
@@ -111,6 +113,11 @@ def last_word(end: ContainerEnd) -> LastWord:
     return LastWord(
         reason=str(value.get("reason") or ""), tail=text, summary=summary if isinstance(summary, Mapping) else {}
     )
+
+
+def whole(value: Any) -> int | None:
+    """Return `value` when it is a whole number that a status holds."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST else None
 
 
 def finite(value: Any) -> float | None:

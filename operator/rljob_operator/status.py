@@ -10,9 +10,9 @@ from rljob_operator.conditions import Fact
 from rljob_operator.lifecycle import Course, Stage
 from rljob_operator.model import Object
 from rljob_operator.record import Record, draining_status, ends_status
-from rljob_operator.report import Report, finite
+from rljob_operator.report import LONGEST_NAME, LONGEST_PATH, Report, finite, whole
 from rljob_operator.situation import ROLES, Situation, is_active
-from rljob_operator.times import to_text
+from rljob_operator.times import to_seconds, to_text
 
 PROGRESS = (
     "step",
@@ -27,8 +27,8 @@ PROGRESS = (
     "columns",
 )
 """Fields whose change alone may wait for the progress interval."""
-METRICS = 64
-"""Most metrics in a status."""
+METRICS, DEVICES = 64, 64
+"""Most metrics in a status, most devices of a pod."""
 
 
 def build(
@@ -152,20 +152,28 @@ def _told(situation: Situation, phase: str) -> dict[str, Any]:
 
 def _lag(situation: Situation) -> int:
     lag = outlook.rollout_role(situation).get("lag")
-    return lag if isinstance(lag, int) and lag >= 0 else 0
+    return min(whole(lag) or 0, 2**31 - 1)
 
 
 def _checkpoint(report: Report) -> dict[str, Any]:
     told = report.mapping("checkpoint")
-    checkpoint: dict[str, Any] = {key: told[key] for key in ("lastStep", "bestStep") if isinstance(told.get(key), int)}
-    checkpoint |= {key: told[key] for key in ("path", "time") if isinstance(told.get(key), str)}
+    checkpoint: dict[str, Any] = {
+        key: told[key] for key in ("lastStep", "bestStep") if whole(told.get(key)) is not None
+    }
+    if isinstance(told.get("path"), str) and len(told["path"]) <= LONGEST_PATH:
+        checkpoint["path"] = told["path"]
+    if to_seconds(told.get("time")) is not None:
+        checkpoint["time"] = told["time"]
     best = finite(told.get("bestReward"))
     return checkpoint | ({"bestReward": best} if best is not None else {})
 
 
 def _metrics(report: Report) -> list[dict[str, str]]:
-    numbers = {str(name): value for name, value in report.mapping("metrics").items() if isinstance(value, int | float)}
-    return [{"name": name, "value": f"{float(numbers[name]):.6g}"} for name in sorted(numbers)[:METRICS]]
+    told = report.mapping("metrics")
+    names = sorted(
+        n for n, v in told.items() if isinstance(n, str) and len(n) <= LONGEST_NAME and isinstance(v, int | float)
+    )
+    return [{"name": name, "value": f"{told[name]:.6g}"} for name in names[:METRICS]]
 
 
 def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
@@ -173,11 +181,12 @@ def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
     for member in report.members:
         uuids = member.get("deviceUuids")
         if isinstance(uuids, list) and uuids:
-            by_pod.setdefault(str(member.get("pod")), set()).update(map(str, uuids))
+            by_pod.setdefault(str(member.get("pod")), set()).update(str(uuid)[:LONGEST_NAME] for uuid in uuids)
     pods = situation.pods
     return [
-        {"pod": pod, "node": pods[pod].node if pod in pods else "", "uuids": sorted(uuids)}
+        {"pod": pod, "node": pods[pod].node, "uuids": sorted(uuids)[:DEVICES]}
         for pod, uuids in sorted(by_pod.items())
+        if pod in pods
     ]
 
 
@@ -222,7 +231,9 @@ def _role(situation: Situation, record: Record, role: str) -> dict[str, Any]:
 
 def _versions(situation: Situation) -> dict[str, int]:
     versions = outlook.rollout_role(situation).get("versions")
-    numbers = [int(v) for v in versions if str(v).isdigit()] if isinstance(versions, Mapping) else []
+    numbers = (
+        [int(v) for v in versions if str(v).isdecimal() and len(str(v)) < 16] if isinstance(versions, Mapping) else []
+    )
     return {"minVersion": min(numbers), "maxVersion": max(numbers)} if numbers else {}
 
 

@@ -95,7 +95,7 @@ class World:
             for name, pod in sorted(self.pods.items())
             if _running(pod) and role_of(pod) != "actor"
         ]
-        status = {**self.summary(), "members": members, "streaks": self.streaks, "stall": self.stall}
+        status = {**self.summary(), "members": members, "streaks": self.streaks, "stall": self._stalled()}
         failing = self.silent_since
         return Progress(
             status=status,
@@ -104,6 +104,13 @@ class World:
             error="timed out" if failing else "",
             failing_since=failing,
         )
+
+    def _stalled(self) -> dict[str, Any] | None:
+        """Return the stall with the silence that has grown since it was made."""
+        if self.stall is None:
+            return None
+        began = self.stall.setdefault("began", self.now - self.stall["since"])
+        return {**self.stall, "since": self.now - began}
 
     def summary(self) -> dict[str, Any]:
         """Return what the runner says of itself."""

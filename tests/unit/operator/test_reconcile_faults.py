@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_the_restart_after_the_last_one_fails_the_job() -> None:
         world.end_pod("x-actor-0", 3)
         world.run_until(
             lambda restart=restart: (
-                world.status["restarts"] == restart + 1 and world.phase == "Running" or world.phase == "Failed"
+                (world.status["restarts"] == restart + 1 and world.phase == "Running") or world.phase == "Failed"
             )
         )
     assert world.phase == "Failed" and world.status["restarts"] == 2
@@ -204,7 +205,7 @@ def test_a_pod_that_keeps_ending_is_made_again_with_growing_pauses() -> None:
         made.append(world.now)
         world.end_pod("x-rollout-0", 1)
         world.reconcile()
-    gaps = [later - earlier for earlier, later in zip(made, made[1:])]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(made)]
     assert max(gaps[:5]) < 10 <= gaps[5] < gaps[6] < gaps[7], gaps
     assert world.condition("Degraded")["reason"] == "RestartBackOff"
     assert world.phase == "Running" and world.status["epoch"] == 1
