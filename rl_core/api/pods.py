@@ -20,6 +20,15 @@ Words = Annotated[list[str], Field(max_length=64)]
 GPU_RESOURCE = "nvidia.com/gpu"
 OWNED_LABELS = ("rljob.dev/", "app.kubernetes.io/")
 """Prefixes of labels that the operator sets."""
+OWNED_ANNOTATIONS = (
+    "rljob.dev/",
+    "container.apparmor.security.beta.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+)
+"""Prefixes of annotations that the operator sets, and of those that would loosen a pod outside the curated fields."""
+OWN_CLAIM = "gpus"
+"""Name in the pod of the claim for the role's `gpus`."""
 PROTECTED_ENV = frozenset(
     [
         "RANK",
@@ -103,6 +112,11 @@ class ResourceClaim(Spec):
         yield from exactly_one(
             self, "an entry of resourceClaims", ("resource_claim_name", "resource_claim_template_name")
         )
+
+    @rule
+    def _name_is_free(self) -> Iterator[str]:
+        if self.name == OWN_CLAIM:
+            yield f"name must not be {OWN_CLAIM}, which is the claim of the role's gpus, got {self.name}; rename it"
 
 
 class SeccompProfile(Spec):
@@ -222,15 +236,22 @@ class PodSpec(Spec):
             yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {listed(taken)}; rename them"
 
     @rule
+    def _annotations_are_free(self) -> Iterator[str]:
+        taken = sorted(key for key in self.annotations if key.startswith(OWNED_ANNOTATIONS))
+        if taken:
+            yield f"annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got {listed(taken)}; remove them"
+
+    @rule
     def _names_are_unique(self) -> Iterator[str]:
-        for field, named in (
-            ("volumes", self.volumes),
-            ("initContainers", self.init_containers),
-            ("resourceClaims", self.resource_claims),
-        ):
-            names = [item.name for item in named]
-            if twice := [name for name in names if names.count(name) > 1]:
-                yield f"{field} must have unique names, got {twice[0]} more than once; rename one"
+        keyed = {
+            "volumes": ("names", [volume.name for volume in self.volumes]),
+            "initContainers": ("names", [container.name for container in self.init_containers]),
+            "resourceClaims": ("names", [claim.name for claim in self.resource_claims]),
+            "volumeMounts": ("mountPaths", [mount.mount_path for mount in self.volume_mounts]),
+        }
+        for field, (keys, values) in keyed.items():
+            if twice := [value for value in values if values.count(value) > 1]:
+                yield f"{field} must have unique {keys}, got {twice[0]} more than once; change one"
 
     @rule
     def _mounts_name_volumes(self) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Volumes a role may mount: claims, ConfigMaps, Secrets, scratch space and images. hostPath cannot be expressed."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -13,8 +14,18 @@ FilePath = Annotated[str, Field(min_length=1, max_length=253)]
 MountPath = Annotated[
     str,
     Field(max_length=1024),
-    Pattern(regex=r"/[^:]+", rule="an absolute path without :", way_out="begin it with / and name a folder"),
+    Pattern(
+        regex=r"(/\.?[^/:.][^/:]*)+/?",
+        rule="an absolute path without :, // and ..",
+        way_out="begin it with / and name a folder",
+    ),
 ]
+
+
+OWN_PREFIX = "rljob-"
+"""Names of volumes that the operator adds begin so."""
+RESERVED_PATHS = r"/(etc/rljob|dev|proc|sys)(/.*)?"
+"""Where the operator mounts keys and configuration, and the kernel its own."""
 
 
 class KeyToPath(Spec):
@@ -202,6 +213,11 @@ class Volume(Spec):
     """Content of an OCI image."""
 
     @rule
+    def _name_is_free(self) -> Iterator[str]:
+        if self.name.startswith(OWN_PREFIX):
+            yield f"name must not begin with {OWN_PREFIX}, which the operator's own volumes do, got {self.name}; rename it"
+
+    @rule
     def _one_kind(self) -> Iterator[str]:
         yield from exactly_one(self, "a volume", VOLUME_KINDS)
 
@@ -217,6 +233,11 @@ class VolumeMount(Spec):
     """Folder or file inside the volume; null = its root."""
     read_only: bool = False
     """Mount without write access."""
+
+    @rule
+    def _path_is_free(self) -> Iterator[str]:
+        if re.fullmatch(RESERVED_PATHS, self.mount_path):
+            yield f"mountPath must not be in /etc/rljob, /dev, /proc or /sys, got {self.mount_path}; choose another folder"
 
 
 def exactly_one(spec: Spec, what: str, names: tuple[str, ...]) -> Iterator[str]:

@@ -31,10 +31,8 @@ COPIED = (
 )
 LIST_KEYS = {
     "Volume": ["name"],
-    "VolumeMount": ["mountPath"],
     "InitContainer": ["name"],
     "ResourceClaim": ["name"],
-    "ObjectName": ["name"],
     "Condition": ["type"],
     "RoleStatus": ["name"],
     "DeviceStatus": ["pod"],

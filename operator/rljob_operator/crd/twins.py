@@ -8,8 +8,8 @@ from __future__ import annotations
 from pydantic.alias_generators import to_camel
 
 from rl_core.api.algorithm import GROUP_RELATIVE
-from rl_core.api.pods import GPU_RESOURCE, OWNED_LABELS, PROTECTED_ENV
-from rl_core.api.volumes import VOLUME_KINDS
+from rl_core.api.pods import GPU_RESOURCE, OWN_CLAIM, OWNED_ANNOTATIONS, OWNED_LABELS, PROTECTED_ENV
+from rl_core.api.volumes import OWN_PREFIX, RESERVED_PATHS, VOLUME_KINDS
 from rljob_operator.crd.rules import Twin, literal
 
 RANKS = "($actor.replicas * $actor.processesPerPod)"
@@ -48,12 +48,12 @@ def _no_keys(field: str, taken: str, refusal: str) -> tuple[Twin, ...]:
     )
 
 
-def _unique_names(field: str) -> Twin:
-    alone = f"self.{field}.exists_one(other, other.name == one.name)"
+def _unique(field: str, key: str) -> Twin:
+    alone = f"self.{field}.exists_one(other, other.{key} == one.{key})"
     return Twin(
         holds=f"!has(self.{field}) || self.{field}.all(one, {alone})",
-        refusal=f"{field} must have unique names, got %s more than once; rename one",
-        values=(f"self.{field}.filter(one, !{alone})[0].name",),
+        refusal=f"{field} must have unique {key}s, got %s more than once; change one",
+        values=(f"self.{field}.filter(one, !{alone})[0].{key}",),
         field=field,
     )
 
@@ -206,6 +206,30 @@ TWINS: dict[str, tuple[Twin, ...]] = {
     ),
     "ProjectedSource._one_source": _exactly_one("a source of a projected volume", ("config_map", "secret")),
     "Volume._one_kind": _exactly_one("a volume", VOLUME_KINDS),
+    "Volume._name_is_free": (
+        Twin(
+            holds=f"!self.name.startsWith({literal(OWN_PREFIX)})",
+            refusal=f"name must not begin with {OWN_PREFIX}, which the operator's own volumes do, got %s; rename it",
+            values=("self.name",),
+            field="name",
+        ),
+    ),
+    "VolumeMount._path_is_free": (
+        Twin(
+            holds=f"!self.mountPath.matches({literal(f'^{RESERVED_PATHS}$')})",
+            refusal="mountPath must not be in /etc/rljob, /dev, /proc or /sys, got %s; choose another folder",
+            values=("self.mountPath",),
+            field="mountPath",
+        ),
+    ),
+    "ResourceClaim._name_is_free": (
+        Twin(
+            holds=f"self.name != {literal(OWN_CLAIM)}",
+            refusal=f"name must not be {OWN_CLAIM}, which is the claim of the role's gpus, got %s; rename it",
+            values=("self.name",),
+            field="name",
+        ),
+    ),
     "EnvFrom._one_source": _exactly_one("an entry of envFrom", ("config_map_ref", "secret_ref")),
     "ResourceClaim._one_source": _exactly_one(
         "an entry of resourceClaims", ("resource_claim_name", "resource_claim_template_name")
@@ -226,8 +250,14 @@ TWINS: dict[str, tuple[Twin, ...]] = {
         " || ".join(f"k.startsWith({literal(prefix)})" for prefix in OWNED_LABELS),
         f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got %s; rename them",
     ),
-    "PodSpec._names_are_unique": tuple(
-        _unique_names(field) for field in ("volumes", "initContainers", "resourceClaims")
+    "PodSpec._annotations_are_free": _no_keys(
+        "annotations",
+        " || ".join(f"k.startsWith({literal(prefix)})" for prefix in OWNED_ANNOTATIONS),
+        "annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got %s; remove them",
+    ),
+    "PodSpec._names_are_unique": (
+        *(_unique(field, "name") for field in ("volumes", "initContainers", "resourceClaims")),
+        _unique("volumeMounts", "mountPath"),
     ),
     "PodSpec._mounts_name_volumes": (
         Twin(

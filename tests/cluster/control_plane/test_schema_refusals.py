@@ -222,16 +222,52 @@ CASES = {
         'labels must not start with rljob.dev/ or app.kubernetes.io/, which the operator sets, got ["rljob.dev/epoch"]; rename them',
         SAME,
     ),
+    "annotation-that-loosens-a-pod": (
+        {"env": {"annotations": {"container.apparmor.security.beta.kubernetes.io/env": "unconfined"}}},
+        "spec.env.annotations",
+        'annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got ["container.apparmor.security.beta.kubernetes.io/env"]; remove them',
+        SAME,
+    ),
+    "mount-over-the-keys": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "/etc/rljob/keys"}]}},
+        "spec.actor.volumeMounts[0].mountPath",
+        "mountPath must not be in /etc/rljob, /dev, /proc or /sys, got /etc/rljob/keys; choose another folder",
+        SAME,
+    ),
+    "mount-by-a-detour": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "/data/../etc/rljob"}]}},
+        "spec.actor.volumeMounts[0].mountPath",
+        "must be an absolute path without :, // and .., got /data/../etc/rljob; begin it with / and name a folder",
+        SAME,
+    ),
+    "volume-of-the-operator": (
+        {"actor": {"volumes": [{"name": "rljob-keys", "emptyDir": {}}]}},
+        "spec.actor.volumes[0].name",
+        "name must not begin with rljob-, which the operator's own volumes do, got rljob-keys; rename it",
+        SAME,
+    ),
+    "claim-of-the-operator": (
+        {"rollout": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "x"}]}},
+        "spec.rollout.resourceClaims[0].name",
+        "name must not be gpus, which is the claim of the role's gpus, got gpus; rename it",
+        SAME,
+    ),
     "volumes-of-one-name": (
         {"actor": {"volumes": [VOLUME, VOLUME]}},
         "spec.actor.volumes",
-        "volumes must have unique names, got data more than once; rename one",
+        "volumes must have unique names, got data more than once; change one",
         SAME,
     ),
     "init-containers-of-one-name": (
         {"actor": {"initContainers": [{"name": "fetch"}, {"name": "fetch"}]}},
         "spec.actor.initContainers",
-        "initContainers must have unique names, got fetch more than once; rename one",
+        "initContainers must have unique names, got fetch more than once; change one",
+        SAME,
+    ),
+    "two-mounts-on-one-path": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "/data"}] * 2}},
+        "spec.actor.volumeMounts",
+        "volumeMounts must have unique mountPaths, got /data more than once; change one",
         SAME,
     ),
     "mount-of-no-volume": (
@@ -285,7 +321,7 @@ CASES = {
     "relative-mount": (
         {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "data"}]}},
         "spec.actor.volumeMounts[0].mountPath",
-        "must be an absolute path without :, got data; begin it with / and name a folder",
+        "must be an absolute path without :, // and .., got data; begin it with / and name a folder",
         SAME,
     ),
     "volume-name-in-capitals": (

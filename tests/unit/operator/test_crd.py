@@ -86,7 +86,7 @@ def test_the_only_defaults_are_those_of_the_scale_subresource():
 
 
 def test_each_column_and_path_is_a_field_of_the_schema():
-    paths = {path: node for path, node in nodes(SCHEMA)} | {".metadata.creationTimestamp": {"type": "string"}}
+    paths = dict(nodes(SCHEMA)) | {".metadata.creationTimestamp": {"type": "string"}}
     kinds = {"date": "string"}
     for name, kind, path, _ in COLUMNS:
         assert paths[path]["type"] == kinds.get(kind, kind), name
