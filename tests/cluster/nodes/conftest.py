@@ -1,0 +1,60 @@
+"""The product on real nodes: images of this tree's Dockerfiles, the operator of its chart, and jobs as people apply them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs_on_nodes import Job, example
+from testcluster.access import Access
+
+ROOT = Path(__file__).parents[3]
+NAMESPACE = "training"
+"""Jobs that need a model share one namespace, so that its volume is prepared once."""
+
+
+@pytest.fixture(scope="session")
+def images(nodes: Access) -> dict[str, str]:
+    """References of the images by role, built from this tree and in the cluster's registry."""
+    command = [sys.executable, "worker_images/build.py", "--push", nodes.cluster.state.addresses.registry]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def operator(nodes: Access, images: dict[str, str]) -> Access:
+    """The cluster with the chart installed and no job yet."""
+    values = [word for role, image in images.items() for word in ("--set", f"images.{role}={image}")]
+    nodes.kubectl("delete", "crd", "rljobs.rljob.dev", "--ignore-not-found")
+    nodes.helm(
+        "install", "rljob", ROOT / "helm" / "rljob", "-n", "rljob-system", "--create-namespace", "--wait", *values
+    )
+    return nodes
+
+
+@pytest.fixture(scope="session")
+def training(operator: Access) -> str:
+    """The namespace of the jobs that train, with the claim on which the first of them prepares model and data."""
+    operator.kubectl("create", "namespace", NAMESPACE)
+    operator.kubectl("wait", "--for=create", "serviceaccount/default", "-n", NAMESPACE, "--timeout=30s")
+    claim, _ = example()
+    operator.apply(claim, namespace=NAMESPACE)
+    return NAMESPACE
+
+
+@pytest.fixture
+def submit(operator: Access, training: str) -> Iterator[Callable[[dict], Job]]:
+    """Apply a job of the training namespace; it is deleted at the end, and what it left then is told when the test fails."""
+    jobs: list[Job] = []
+
+    def submit(manifest: dict) -> Job:
+        jobs.append(Job(operator, training, manifest["metadata"]["name"]))
+        jobs[-1].apply(manifest)
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        job.delete()

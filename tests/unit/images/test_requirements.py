@@ -1,0 +1,75 @@
+"""What is in the images is what was tested, and the four Dockerfiles stay one family."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "worker_images" / "requirements"
+COMPILED = ("rollout-cuda.txt", "rollout-cpu.txt", "actor.txt", "env.txt", "operator.txt")
+DOCKERFILES = (
+    "Dockerfile.actor",
+    "Dockerfile.rollout",
+    "worker_images/Dockerfile.env",
+    "worker_images/Dockerfile.operator",
+)
+
+
+def pins(path: Path) -> set[str]:
+    return {line.split(" ")[0] for line in path.read_text().splitlines() if re.match(r"[a-z0-9]", line)}
+
+
+def names(path: Path) -> set[str]:
+    return {pin.partition("==")[0] for pin in pins(path)}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_image_holds_the_versions_of_the_environment_that_the_tests_run_in(name: str) -> None:
+    assert pins(FOLDER / name)
+    assert pins(FOLDER / name) <= pins(ROOT / "requirements" / "all.txt")
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_image_holds_nothing_that_is_not_shipped(name: str) -> None:
+    assert not names(FOLDER / name) & names(FOLDER / "not-shipped.txt")
+
+
+def test_the_actor_adds_packages_to_the_rollout_and_replaces_none() -> None:
+    assert not names(FOLDER / "actor.txt") & names(FOLDER / "rollout-cuda.txt")
+
+
+def test_the_cpu_variant_lacks_the_cuda_libraries_alone() -> None:
+    cuda, cpu = pins(FOLDER / "rollout-cuda.txt"), pins(FOLDER / "rollout-cpu.txt")
+    assert cpu < cuda
+    assert {pin.partition("==")[0] for pin in cuda - cpu} == names(FOLDER / "cuda-only.txt")
+
+
+@pytest.mark.parametrize("name", ["env.txt", "operator.txt"])
+def test_env_and_operator_come_without_torch_and_cuda(name: str) -> None:
+    assert not {each for each in names(FOLDER / name) if each == "torch" or each.startswith("nvidia-cu")}
+
+
+def test_the_dockerfiles_share_their_first_stages_so_that_they_are_built_once() -> None:
+    stages = {}
+    for name in DOCKERFILES:
+        text = (ROOT / name).read_text()
+        stages[name] = text[
+            text.index("FROM ${BUILD_BASE}") : text.index("uv pip install --quiet --python /opt/venv --prefix /code")
+        ]
+    assert len(set(stages.values())) == 1
+
+
+def test_actor_and_rollout_share_the_stage_that_installs_torch() -> None:
+    stages = []
+    for name in ("Dockerfile.actor", "Dockerfile.rollout"):
+        text = (ROOT / name).read_text()
+        start = text.index("FROM build AS torch")
+        stages.append(text[start : text.index("\n\n", start)])
+    assert stages[0] == stages[1]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_runs_as_user_1000(name: str) -> None:
+    users = re.findall(r"^USER (.*)$", (ROOT / name).read_text(), re.MULTILINE)
+    assert users == ["1000:1000"]
