@@ -33,7 +33,9 @@ HEARTBEAT_INTERVAL_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 LINGER_MS = 1_000
 RECONNECT_MS = (200, 5_000)
-"""First and longest pause between two attempts to connect."""
+"""First and longest pause between two attempts to connect; each resolves the name again."""
+CONNECT_TIMEOUT_MS = 5_000
+"""How long one attempt may take: a host that is gone answers nothing, and its successor has another address."""
 
 # as plain integers: pyzmq's flag enums cost microseconds per operation
 _EVENTS, _POLLIN, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.MORE)
@@ -240,6 +242,7 @@ def configure(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
     socket.setsockopt(zmq.SNDHWM, 0)
