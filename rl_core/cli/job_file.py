@@ -27,15 +27,19 @@ class JobProblems(ConfigError):
 
 
 def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the YAML document of `file` with `PATH=VALUE` overrides applied. Raises ConfigError naming file and line."""
+    """Return the RLJob of `file` with `PATH=VALUE` overrides applied; other documents in it (volume claims) are for a cluster.
+
+    Raises ConfigError naming file and line, or how many RLJobs there are.
+    """
     if not file.is_file():
         raise ConfigError(f"the job file must exist, got {file}; check the path")
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        documents = [one for one in yaml.safe_load_all(file.read_text(encoding="utf-8")) if one is not None]
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
         ) from error
+    document = _the_job(file, documents)
     if not isinstance(document, dict):
         raise ConfigError(
             f"{file}: must hold one mapping with apiVersion, kind, metadata and spec, got {type(document).__name__}"
@@ -43,6 +47,19 @@ def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         _override(document, setting)
     return document
+
+
+def _the_job(file: Path, documents: Sequence[Any]) -> Any:
+    """Return the one document of a file, of several the one RLJob."""
+    if len(documents) < 2:
+        return documents[0] if documents else None
+    jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == "RLJob"]
+    if len(jobs) != 1:
+        names = ", ".join(str((one.get("metadata") or {}).get("name")) for one in jobs) or "none"
+        raise ConfigError(
+            f"{file}: must hold exactly one RLJob, got {len(jobs)} ({names}); give each a file of its own"
+        )
+    return jobs[0]
 
 
 def _override(document: dict[str, Any], setting: str) -> None:

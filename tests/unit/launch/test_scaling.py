@@ -1,0 +1,40 @@
+"""A local run follows the number of its rollouts and envs: highest index first, nothing twice."""
+
+from rl_core.launch.scaling import Moves, follow
+
+
+def member(name, state="serving"):
+    role, _, index = name.partition(":")
+    return {"name": name, "role": role, "index": int(index), "pod": f"j-{role}-{index}", "state": state}
+
+
+def status(members, *, rollouts, missing=()):
+    return {
+        "members": [member("actor:0", "ready"), *members],
+        "roles": [{"name": "actor", "desired": 1}, {"name": "rollout", "desired": rollouts}],
+        "missing": [{"pod": pod, "role": pod.split("-")[1]} for pod in missing],
+    }
+
+
+def test_missing_members_without_a_pod_are_started_and_those_with_one_are_left_to_the_restart_rules():
+    told = status([member("rollout:0")], rollouts=4, missing=["j-rollout-1", "j-rollout-2", "j-rollout-3", "j-actor-0"])
+    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True, "j-rollout-3": False}) == Moves(
+        start=("j-rollout-2", "j-rollout-3")
+    )
+
+
+def test_surplus_pods_drain_highest_index_first_and_draining_ones_are_not_counted():
+    members = [member("rollout:0"), member("rollout:1"), member("rollout:2"), member("rollout:3", "draining")]
+    pods = {f"j-rollout-{index}": True for index in range(4)}
+    assert follow(status(members, rollouts=1), pods).drain == ("j-rollout-2", "j-rollout-1")
+    assert follow(status(members, rollouts=3), pods).drain == ()
+
+
+def test_a_drained_pod_is_ended_once():
+    told = status([member("rollout:0"), member("rollout:1", "drained")], rollouts=1)
+    assert follow(told, {"j-rollout-0": True, "j-rollout-1": True}) == Moves(end=("j-rollout-1",))
+    assert follow(told, {"j-rollout-0": True, "j-rollout-1": False}) == Moves()
+
+
+def test_a_status_without_members_moves_nothing():
+    assert follow({}, {"j-rollout-0": True}) == Moves()
