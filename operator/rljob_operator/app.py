@@ -10,6 +10,7 @@ Every replica watches and lists, so a standby is warm; the queue's workers, the 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,8 +28,9 @@ from rljob_operator.errors import ApiError, NotFound
 from rljob_operator.events import EventRecorder
 from rljob_operator.fairness import FairSlots
 from rljob_operator.health import Health
+from rljob_operator.kinds import Kind
 from rljob_operator.leader import Leadership
-from rljob_operator.manifests import secret
+from rljob_operator.manifests import gang, secret
 from rljob_operator.metrics import Metrics
 from rljob_operator.progress import Poller, RunnerClient, Target, runner_pod
 from rljob_operator.queue import WorkQueue
@@ -67,6 +69,8 @@ class Operator:
         self.leadership: Leadership | None = None
         self._relister: Relister | None = None
         self._streaming = False
+        self._gang: Kind | None = None
+        """Kind of gang objects, where the cluster has an API for them."""
         self.watching = asyncio.Event()
         """Set when the caches are filled and kopf is up."""
         self._stop = asyncio.Event()
@@ -85,6 +89,7 @@ class Operator:
         try:
             cluster = self._wrap(ApiCluster(api, observe=self.metrics.requested))
             self._streaming = await _streams_lists(api)
+            self._gang = await _gang_kind(api)
             await self._serve(cluster)
         finally:
             await api.close()
@@ -99,6 +104,7 @@ class Operator:
             enqueue=self.queue.add,
             namespaces=settings.watch_namespaces,
             interval=settings.relist_seconds,
+            optional=[self._gang] if self._gang is not None else [],
         )
         self.leadership = Leadership(
             cluster=cluster,
@@ -134,6 +140,7 @@ class Operator:
         kopf = asyncio.create_task(
             handlers.watch(
                 handlers.registry(watches, kinds=relister.served, configuration=self._configuration),
+                kinds=relister.served,
                 namespaces=self._settings.watch_namespaces,
                 initial_streaming=self._streaming,
                 ready=ready,
@@ -179,7 +186,9 @@ class Operator:
                 group.create_task(leadership.keep(), name="lease")
             recorder = EventRecorder(cluster=cluster, identity=settings.identity, dropped=self.metrics.event_dropped)
             runner = RunnerClient(master=master, session=session)
-            controller = self._controller(cluster, master=master, recorder=recorder, runner=runner)
+            gang_api = self._gang.api_version if self._gang is not None and self._gang in relister.served else None
+            config = dataclasses.replace(settings.config, gang_api=gang_api)
+            controller = self._controller(cluster, config=config, master=master, recorder=recorder, runner=runner)
             poller = Poller(
                 client=runner,
                 targets=self._runners,
@@ -196,7 +205,7 @@ class Operator:
             group.create_task(self.queue.run(controller.handle, workers=settings.workers), name="queue")
 
     def _controller(
-        self, cluster: Cluster, *, master: bytes, recorder: EventRecorder, runner: RunnerClient
+        self, cluster: Cluster, *, config: OperatorConfig, master: bytes, recorder: EventRecorder, runner: RunnerClient
     ) -> Controller:
         settings = self._settings
         applier = Applier(
@@ -213,7 +222,7 @@ class Operator:
             cache=self.cache,
             applier=applier,
             reconcile=reconcile,
-            config=settings.config,
+            config=config,
             progress_seconds=settings.progress_seconds,
         )
 
@@ -254,6 +263,16 @@ async def _streams_lists(api: client.ApiClient) -> bool:
         return False
     digits = "".join(c for c in version.minor if c.isdigit())
     return (int(version.major), int(digits or 0)) >= (1, 34)
+
+
+async def _gang_kind(api: client.ApiClient) -> Kind | None:
+    """Return the kind of the served API that schedules pods together; None when there is none or the server does not say."""
+    try:
+        groups: Any = await client.ApisApi(api).get_api_versions()
+    except (client.ApiException, aiohttp.ClientError, TimeoutError, OSError):
+        return None
+    chosen = gang.choose(version.group_version for group in groups.groups for version in group.versions)
+    return kinds.of(chosen, gang.KIND) if chosen is not None else None
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rljob_operator.kinds import OWNED, RLJOB, Kind
+from rljob_operator.kinds import OWNED, POD, RLJOB, Kind
 from rljob_operator.naming import LABEL_JOB
 
 GRAVES = 20_000
@@ -141,6 +141,14 @@ class Cache:
     def children(self, kind: Kind, key: JobKey) -> list[Any]:
         """Return the projected objects of one kind with the job's label, by name."""
         return [entry.value for _, entry in sorted(self._entries.get(kind, {}).get(key, {}).items())]
+
+    def support(self, key: JobKey) -> list[Any]:
+        """Return the projected objects of all kinds that are neither jobs nor pods, by kind and name."""
+        return [obj for kind in self._entries if kind not in (RLJOB, POD) for obj in self.children(kind, key)]
+
+    def holds(self, key: JobKey, kind: str, name: str) -> bool:
+        """Return whether an object of that kind (by its name, as `Pod`) is held for the job."""
+        return any(name in jobs.get(key, {}) for held, jobs in self._entries.items() if held.kind == kind)
 
     def entry(self, kind: Kind, key: JobKey, name: str) -> Entry | None:
         """Return one object's entry."""

@@ -116,7 +116,7 @@ class Controller:
     def _plan(self, key: JobKey, job: Object, memory: JobMemory) -> Plan:
         observed = Observed(
             pods=tuple(self._cache.children(kinds.POD, key)),
-            objects=tuple(obj for kind in kinds.SUPPORT for obj in self._cache.children(kind, key)),
+            objects=tuple(self._cache.support(key)),
             foreign=tuple(sorted(memory.foreign)),
             refusals={label: refusal.words for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
@@ -138,7 +138,7 @@ class Controller:
         """Forget refusals of objects that are there by now."""
         for label in list(memory.refusals):
             kind, _, name = label.partition("/")
-            if kind in kinds.NAMES and self._cache.entry(kinds.by_name(kind), key, name) is not None:
+            if self._cache.holds(key, kind, name):
                 memory.clear(label)
 
     async def _refresh(self, key: JobKey) -> None:

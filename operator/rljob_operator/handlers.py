@@ -16,7 +16,7 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from rljob_operator.cache import Cache, JobKey
-from rljob_operator.kinds import OWNED, Kind
+from rljob_operator.kinds import RLJOB, Kind
 from rljob_operator.naming import LABEL_JOB
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def connection(configuration: Configuration) -> kopf.ConnectionInfo:
     )
 
 
-def settings(*, initial_streaming: bool) -> kopf.OperatorSettings:
+def settings(*, kinds: Sequence[Kind], initial_streaming: bool) -> kopf.OperatorSettings:
     """Return kopf's settings: only watches, short deadlines, no writing of any kind."""
     result = kopf.OperatorSettings()
     result.peering.standalone = True
@@ -125,13 +125,19 @@ def settings(*, initial_streaming: bool) -> kopf.OperatorSettings:
     result.queueing.exit_timeout = 1.0
     result.process.ultimate_exiting_timeout = 20.0
     result.persistence.diffbase_storage = NoDiffs()
-    for kind in OWNED:
-        result.watching.label_selectors[kind.group, kind.version, kind.plural] = LABEL_JOB
+    for kind in kinds:
+        if kind != RLJOB:
+            result.watching.label_selectors[kind.group, kind.version, kind.plural] = LABEL_JOB
     return result
 
 
 async def watch(
-    handlers: kopf.OperatorRegistry, *, namespaces: Sequence[str], initial_streaming: bool, ready: asyncio.Event
+    handlers: kopf.OperatorRegistry,
+    *,
+    kinds: Sequence[Kind],
+    namespaces: Sequence[str],
+    initial_streaming: bool,
+    ready: asyncio.Event,
 ) -> None:
     """Run kopf's watches until cancelled; sets `ready` once they may begin, and raises what ends them otherwise.
 
@@ -139,7 +145,7 @@ async def watch(
     """
     tasks = await kopf.spawn_tasks(
         registry=handlers,
-        settings=settings(initial_streaming=initial_streaming),
+        settings=settings(kinds=kinds, initial_streaming=initial_streaming),
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         standalone=True,

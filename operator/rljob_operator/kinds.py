@@ -53,8 +53,6 @@ WATCHED = (RLJOB, *OWNED)
 
 _BY_KIND = {kind.kind: kind for kind in (*WATCHED, SECRET, CLAIM, EVENT, LEASE)}
 
-NAMES = frozenset(_BY_KIND)
-
 
 def by_name(kind: str) -> Kind:
     """Return the Kind of that name; raises KeyError for one the operator does not touch."""

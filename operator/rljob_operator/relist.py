@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from rljob_operator.cache import Cache, JobKey
 from rljob_operator.cluster import Cluster
-from rljob_operator.errors import ApiError, Expired, NotFound
+from rljob_operator.errors import ApiError, Expired, Forbidden, NotFound
 from rljob_operator.kinds import RLJOB, WATCHED, Kind
 from rljob_operator.naming import LABEL_JOB
 
@@ -37,13 +37,16 @@ class Relister:
         namespaces: Sequence[str] = (),
         interval: float = 300.0,
         kinds: Sequence[Kind] = WATCHED,
+        optional: Sequence[Kind] = (),
     ) -> None:
         self._cluster = cluster
         self._cache = cache
         self._enqueue = enqueue
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._interval = interval
-        self._kinds = kinds
+        self._kinds = (*kinds, *optional)
+        self._optional = optional
+        """Kinds the operator does without where it may not list them."""
         self._suspected: dict[Kind, float] = {}
         """Kinds whose watch began anew, and when the newest sign of it came."""
         self._wake = asyncio.Event()
@@ -90,6 +93,11 @@ class Relister:
                 except NotFound:
                     if kind == RLJOB:
                         raise
+                    return False
+                except Forbidden as error:
+                    if kind not in self._optional:
+                        raise
+                    logger.warning("%s are served and not used, for want of rights: %s", kind.plural, error)
                     return False
         return True
 

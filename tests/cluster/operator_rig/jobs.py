@@ -89,12 +89,12 @@ class Jobs:
     async def wait_pods(self, *names: str, name: str = "job") -> dict[str, dict[str, Any]]:
         """Wait until the job has exactly these pods, none of them being deleted."""
 
-        async def same() -> dict[str, dict[str, Any]] | None:
+        async def same() -> list[dict[str, dict[str, Any]]]:
             pods = await self.pods(name)
             whole = not any(pod["metadata"].get("deletionTimestamp") for pod in pods.values())
-            return pods if whole and sorted(pods) == sorted(names) else None
+            return [pods] if whole and sorted(pods) == sorted(names) else []
 
-        return await until(same, f"pods {sorted(names)}")
+        return (await until(same, f"pods {sorted(names)}"))[0]
 
     async def wait_condition(self, kind: str, status: str, reason: str = "", name: str = "job") -> str:
         """Wait for a condition; return its message."""

@@ -44,7 +44,7 @@ def test_only_event_handlers_are_registered_and_all_are_coroutines(bench):
 
 
 def test_the_settings_write_nothing_and_wait_for_nothing_long():
-    settings = handlers.settings(initial_streaming=True)
+    settings = handlers.settings(kinds=kinds.WATCHED, initial_streaming=True)
     assert settings.peering.standalone and not settings.posting.enabled and settings.scanning.disabled
     assert (settings.networking.request_timeout, settings.networking.connect_timeout) == (30.0, 10.0)
     assert settings.watching.server_timeout == 600 and settings.watching.inactivity_timeout == 70.0
@@ -52,7 +52,7 @@ def test_the_settings_write_nothing_and_wait_for_nothing_long():
 
 
 def test_children_are_selected_by_the_server_and_jobs_are_not():
-    selectors = handlers.settings(initial_streaming=False).watching.label_selectors
+    selectors = handlers.settings(kinds=kinds.WATCHED, initial_streaming=False).watching.label_selectors
 
     def resource(kind):
         return kopf.Resource(group=kind.group, version=kind.version, plural=kind.plural, kind=kind.kind, namespaced=True, preferred=True)

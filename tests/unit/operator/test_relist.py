@@ -2,9 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from rljob_operator import kinds
 from rljob_operator.cache import Cache, JobKey
-from rljob_operator.errors import Expired, NotFound, Unavailable
+from rljob_operator.errors import Expired, Forbidden, NotFound, Unavailable
 from rljob_operator.relist import FAILED_PAUSE, QUIET_SECONDS, Relister
 
 KEY = JobKey("ns", "x")
@@ -138,5 +140,34 @@ def test_only_the_watched_namespaces_are_listed(fake_time, cluster):
         cluster.put(kinds.POD, "other", {"metadata": {"name": "y-env-0", "labels": {"rljob.dev/job": "y"}}})
         await bench.relister.fill()
         assert bench.cache.sizes()["pods"] == 1
+
+    fake_time(scenario())
+
+
+def test_a_kind_the_operator_can_do_without_may_be_forbidden(fake_time, cluster):
+    async def scenario():
+        bench = Bench(cluster, kinds=[kinds.POD], optional=[kinds.RESOURCE_CLAIM])
+        listed = cluster.list
+
+        async def partly(kind, namespace, *, selector=""):
+            if kind == kinds.RESOURCE_CLAIM:
+                raise Forbidden("cannot list")
+            async for page in listed(kind, namespace, selector=selector):
+                yield page
+
+        cluster.list = partly
+        await bench.relister.fill()
+        assert bench.relister.served == (kinds.POD,)
+
+    fake_time(scenario())
+
+
+def test_a_kind_it_needs_may_not(fake_time, cluster):
+    async def scenario():
+        bench = Bench(cluster, kinds=[kinds.POD])
+        cluster.fail("list", "", Forbidden("cannot list"))
+        with pytest.raises(Forbidden):
+            await bench.relister.fill()
+        assert not bench.relister.filled.is_set()
 
     fake_time(scenario())
