@@ -32,6 +32,7 @@ from rljob_operator.kinds import Kind
 from rljob_operator.leader import Leadership
 from rljob_operator.manifests import gang, secret
 from rljob_operator.metrics import Metrics
+from rljob_operator.model import OperatorConfig
 from rljob_operator.progress import Poller, RunnerClient, Target, runner_pod
 from rljob_operator.queue import WorkQueue
 from rljob_operator.reconcile import reconcile
