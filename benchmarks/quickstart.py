@@ -2,7 +2,7 @@
 
 Per seed: `prepare.py` makes model and data, `rljob run` trains the job as it is in the repository with that seed. Target: under
 360 s together on two cores, validation accuracy up by at least 0.3 to at least 0.85. `limit` is accuracy 1; the peer is the
-same model after supervised training on the right sums only (`--sloppy-steps 0`), which is what GRPO has to win back.
+same model after supervised training on the right sums only (`--unspoiled`), which is what GRPO has to win back.
 
     python benchmarks/quickstart.py [--seeds N] [--first SEED] [--steps N] [--keep DIR]
 """
@@ -21,8 +21,6 @@ from pathlib import Path
 from _processes import RLJOB, Watched, read_lines
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic"
-PREPARE_THREADS = "2"
-"""As demo.sh runs it: nothing else runs at that time."""
 SEED_SECONDS = 1800
 PARTS = ("step", "rollout", "train", "sync", "validation", "checkpoint")
 TARGET_SECONDS, TARGET_RISE, TARGET_ACCURACY = 360, 0.3, 0.85
@@ -32,9 +30,7 @@ def prepare(folder: Path, seed: int, *options: str) -> tuple[float, float]:
     """Make model and data; return the seconds and the model's validation accuracy."""
     command = [sys.executable, str(EXAMPLE / "prepare.py"), "--output", str(folder), "--seed", str(seed), *options]
     started = time.monotonic()
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": PREPARE_THREADS}, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     accuracy = re.search(r"validation accuracy ([0-9.]+)", done.stdout)
     if accuracy is None:
         raise RuntimeError(f"prepare.py must print the validation accuracy, got {done.stdout!r}")
@@ -93,7 +89,7 @@ def main() -> None:
         for seed in range(options.first, options.first + options.seeds):
             runs.append(one_seed(folder / f"seed-{seed}", seed, settings))
             print(f"seed {seed}: {runs[-1]['total_seconds']} s, {runs[-1]['accuracy_after']}", file=sys.stderr)
-        _, peer = prepare(folder / "supervised", options.first, "--sloppy-steps", "0")
+        _, peer = prepare(folder / "supervised", options.first, "--unspoiled")
     target = {"seconds": TARGET_SECONDS, "rise": TARGET_RISE, "accuracy": TARGET_ACCURACY}
     report = {"cores": os.cpu_count(), "target": target, "limit": 1.0, "supervised_accuracy": peer, "seeds": runs}
     print(json.dumps(report, indent=1))
