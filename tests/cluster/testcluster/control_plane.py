@@ -1,16 +1,18 @@
 """etcd, API server, controller manager and scheduler: a cluster without nodes, which needs no root."""
 
 import json
+import random
 import signal
 import socket
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from testcluster.api import Api
 from testcluster.identities import ADMIN, CONTROLLER_MANAGER, SCHEDULER, Identities
 from testcluster.processes import Program
 from testcluster.state import State
 
+SERVER_PORTS = (10_000, 32_000)
 # A dead node is noticed after 10 s instead of 50 s; its kubelet renews its lease every 2 s.
 NODE_DEATH = ("--node-monitor-period=1s", "--node-monitor-grace-period=10s", "--node-eviction-rate=10")
 
@@ -167,7 +169,16 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 nobody listens on, all different."""
+    """Ports of 127.0.0.1 nobody listens on, all different, below those the kernel gives to outgoing connections.
+
+    A server that is stopped and started again could else find its port taken: by a client of its own, which while it was away
+    was given that very port as its source and so connected to itself.
+    """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+        return [stack.enter_context(_listen()).getsockname()[1] for _ in range(count)]
+
+
+def _listen() -> socket.socket:
+    while True:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", random.randrange(*SERVER_PORTS)))
