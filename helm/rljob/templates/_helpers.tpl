@@ -1,0 +1,36 @@
+{{- define "rljob.fullname" -}}
+{{ printf "%s-operator" .Release.Name | trunc 52 | trimSuffix "-" }}
+{{- end }}
+
+{{- /* Names of what is not in a namespace: two operators of different namespaces do not meet. */ -}}
+{{- define "rljob.clustername" -}}
+{{ printf "%s-%s" .Release.Namespace (include "rljob.fullname" .) }}
+{{- end }}
+
+{{- define "rljob.selector" -}}
+app.kubernetes.io/name: rljob-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "rljob.labels" -}}
+{{ include "rljob.selector" . }}
+app.kubernetes.io/component: operator
+app.kubernetes.io/part-of: rljob
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "rljob.serviceaccount" -}}
+{{ .Values.serviceAccount.name | default (include "rljob.fullname" .) }}
+{{- end }}
+
+{{- /* A reference as it is when it has a tag or digest, else with the appVersion as tag. Call with (list $ reference). */ -}}
+{{- define "rljob.image" -}}
+{{- $root := index . 0 }}{{ $reference := index . 1 -}}
+{{- if or (contains "@" $reference) (regexMatch ":[^/]+$" $reference) }}{{ $reference }}{{ else }}{{ $reference }}:{{ $root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{- define "rljob.pairs" -}}
+{{- $pairs := list }}{{ range $key, $value := . }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end }}{{ join "," $pairs }}
+{{- end }}
