@@ -41,6 +41,7 @@ def test_a_plan_made_for_a_cluster_runs_on_loopback_with_the_folders_of_this_run
     assert found["actor-0"]["MASTER_ADDR"] == "127.0.0.1" and found["actor-0"]["MASTER_PORT"] == "5"
     assert found["runner"]["RLJOB_CONFIG"] == str(tmp_path / "job.json")
     assert "RLJOB_CONFIG" not in found["rollout-0"] and control_port(plan) == 3
+    assert not any("RLJOB_RPC_PORT" in env for env in found.values())
 
 
 def test_a_plan_made_for_loopback_keeps_its_ports_and_an_existing_job_file(tmp_path):

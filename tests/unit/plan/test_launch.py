@@ -188,3 +188,15 @@ def test_one_host_gets_loopback_addresses_and_the_given_ports():
     assert actor.env["RLJOB_HUB"] == "tcp://127.0.0.1:1" and actor.env["MASTER_ADDR"] == "127.0.0.1"
     assert runner.env["RLJOB_CONFIG"] == "/run/job.json"
     assert isinstance(runner, ProcessPlan)
+
+
+def test_on_a_cluster_env_and_rollout_workers_have_a_fixed_port_and_on_one_machine_free_ones():
+    ports = {p.group: p.env.get("RLJOB_RPC_PORT") for p in processes(plan())}
+    assert ports == {"runner": None, "channel": None, "actor": None, "rollout": "7705", "env": "7705"}
+    assert not any("RLJOB_RPC_PORT" in p.env for p in processes(plan(host="127.0.0.1")))
+
+
+def test_attempts_are_told_by_role_and_are_0_otherwise():
+    found = {p.name: p.env["RLJOB_INCARNATION"] for p in processes(plan(attempts={"rollout": 3}))}
+    assert found["rollout-0"] == found["rollout-1"] == "3.0"
+    assert found["runner"] == found["actor-0"] == found["env-0"] == "0.0"

@@ -1,0 +1,61 @@
+"""Colocated shapes: the same processes as the disaggregated plan, each pair on one claim, nobody in another's way."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJob
+from rl_core.plan.colocated import colocate
+from rl_core.plan.launch import LaunchPlan, build_launch_plan
+
+SHAPES = ("containers", "processes", "pods")
+
+
+def plan(actor=1, rollout=1, gpus=1, rollout_gpus=None, **more):
+    spec = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "actor": {"replicas": actor, "gpus": gpus},
+        "rollout": {"replicas": rollout, "gpus": gpus if rollout_gpus is None else rollout_gpus},
+        "algorithm": {"promptsPerStep": 24 * actor},
+    }
+    written = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "sums"}, "spec": spec}
+    return build_launch_plan(RLJob.model_validate(written), **({"name": "sums", "uid": "u", "epoch": 2} | more))
+
+
+def processes(found):
+    return {p.name: (p, pod) for pod in found.pods for c in pod.containers for p in c.processes}
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=st.sampled_from(SHAPES), count=st.integers(1, 4), gpus=st.integers(0, 4))
+def test_every_process_is_there_once_with_its_identity_and_the_pair_shares_a_claim(shape, count, gpus):
+    before = plan(count, count, gpus)
+    after = colocate(before, shape=shape)
+    assert sorted(processes(after)) == sorted(processes(before))
+    for name, (process, pod) in processes(after).items():
+        was, _ = processes(before)[name]
+        moved = {"RLJOB_POD": pod.name, "RLJOB_HEALTH_PORT": process.env["RLJOB_HEALTH_PORT"]}
+        assert process == replace(was, env={**was.env, **moved})
+    for index in range(count):
+        pair = [processes(after)[f"{role}-{index}"][1] for role in ("actor", "rollout")]
+        assert pair[0].claim == pair[1].claim and (pair[0].claim is None) == (gpus == 0)
+        assert (pair[0] is pair[1]) == (shape != "pods")
+    claims = [pod.claim for pod in after.pods if pod.claim is not None]
+    assert all(claim.shared for claim in claims) and LaunchPlan.from_json(after.to_json()) == after
+
+
+def test_two_supervisors_of_a_pod_listen_on_different_ports():
+    (pod,) = (pod for pod in colocate(plan(), shape="containers").pods if pod.role == "actor")
+    ports = [container.processes[0].env["RLJOB_HEALTH_PORT"] for container in pod.containers]
+    assert len(ports) == len(set(ports)) == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("odd", [{"rollout": 2}, {"rollout_gpus": 2}], ids=["replicas", "gpus"])
+def test_unequal_halves_are_refused(shape, odd):
+    with pytest.raises(ConfigError, match="must have equal replicas and gpus"):
+        colocate(plan(**odd), shape=shape)
