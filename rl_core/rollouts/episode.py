@@ -38,6 +38,8 @@ class Episode:
         self.turn_input_tokens: list[int] = []
         self.turn_gen_tokens: list[int] = []
         self.env_tokens = 0
+        self.env_seconds = 0.0
+        """Time spent waiting for the environment's answers and rewards."""
         self.worker_tokens: dict[int, int] = {}
         self.versions: list[int] = []
 
@@ -117,6 +119,7 @@ class Episode:
             "turn_count": len(self.turn_gen_tokens),
             "assistant_tokens": sum(self.turn_gen_tokens),
             "env_tokens": self.env_tokens,
+            "env_seconds": self.env_seconds,
             "max_turns_reached": self.max_turns_reached,
             "turn_gen_tokens": self.turn_gen_tokens,
             "turn_input_tokens": self.turn_input_tokens,

@@ -155,7 +155,9 @@ class AsyncRolloutImpl:
         assistant, lengths, generated = response
         input_length = int(lengths[0])
         episode.add_response(assistant, input_length, generated)
+        began = time.monotonic()
         returned = await self._env_step(episode)
+        episode.env_seconds += time.monotonic() - began
         episode.reward_components, reward = one_reward(returned.rewards, self._env(episode), where)
         episode.add_reward(reward)
         room = self.max_seq_len - input_length - len(assistant["token_ids"])
@@ -267,6 +269,7 @@ class AsyncRolloutImpl:
         metrics |= prefixed("total_tokens_per_sample", [row["assistant_tokens"] + row["env_tokens"] for row in rows])
         metrics |= prefixed("gen_tokens_per_sample", generated)
         metrics |= prefixed("env_tokens_per_sample", column("env_tokens"))
+        metrics["env_seconds_per_sample/mean"] = sum(row.get("env_seconds", 0.0) for row in rows) / n
         metrics["mean_gen_tokens_per_sample"] = sum(generated) / n
         metrics["max_gen_tokens_per_turn/max"] = max(longest, default=0)
         metrics["max_gen_tokens_per_turn/mean"] = sum(longest) / n

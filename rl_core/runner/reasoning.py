@@ -54,6 +54,7 @@ class ReasoningRunner(Runner):
             trained = self.train()
             taken = self.acknowledge()
             self.publish()
+        self.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
         metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.intake.metrics()
         self.board.step_took(self.timers.seconds["time/step"])
         self.board.set(streaks=self.streaks.observe(metrics))

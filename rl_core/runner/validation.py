@@ -96,5 +96,5 @@ def summarise(answers: Sequence[dict[str, Any]], *, group_size: int) -> dict[str
         "val/reward_mean": float(np.mean(rewards)),
         "val/response_length_mean": float(np.mean([length for answer in good for length in answer["lengths"]])),
         "val/truncation_rate": float(np.mean([cut for answer in good for cut in answer["truncated"]])),
-        **({f"val/pass@{group_size}": float(np.mean(solved_by_prompt))} if group_size > 1 else {}),
+        f"val/pass@{group_size}": float(np.mean(solved_by_prompt)),
     }

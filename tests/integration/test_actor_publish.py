@@ -1,9 +1,15 @@
 """I2 from the trainer's side: what a receiver gets and proves is what was trained, tied names once, sharded or not."""
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -13,6 +19,7 @@ from actor_samples import make_model, make_record, make_spec
 
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.actors.shards import local_tensor
+from rl_core.transports.rpc import RpcClient
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.receiver import WeightReceiver
 
@@ -78,3 +85,58 @@ def test_publishing_brings_offloaded_weights_in_and_takes_them_away_again(actor)
 def test_the_version_is_the_global_step_unless_given(actor):
     train(actor, 6)
     assert actor.sync_model_to_rollout()["version"] == 6
+
+
+class ReceiverProcess:
+    """A rollout in miniature as a process of its own."""
+
+    def __init__(self, name, actor):
+        shapes = {
+            key: list(t.shape) for key, t in actor.get_model_state_dict(True, True).items() if key != "lm_head.weight"
+        }
+        options = json.dumps({"shapes": shapes, "dtype": actor.cfg.model.dtype})
+        child = Path(__file__).parent / "weight_receiver_child.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(child), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.about = {"name": name, **json.loads(self.process.stdout.readline())}
+        self.client = RpcClient(self.about["address"])
+
+    def end(self):
+        self.client.close()
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def receivers(actor):
+    made = [ReceiverProcess(f"rollout:{rank}", actor) for rank in range(2)]
+    yield made
+    for receiver in made:
+        receiver.end()
+
+
+@pytest.mark.parametrize("end", [None, signal.SIGKILL], ids=["frozen", "killed"])
+def test_a_receiver_lost_in_the_middle_of_a_sync_is_left_behind_and_the_others_serve(actor, receivers, end):
+    """A frozen process keeps its sockets: without the hub's word the sync would wait for its whole deadline."""
+    frozen, healthy = receivers
+    frozen.client.call_sync("set_trap", "freeze", timeout=30)
+    report = {}
+
+    def sync():
+        report.update(actor.sync_model_to_rollout(1, [receiver.about for receiver in receivers], 1))
+
+    syncing = threading.Thread(target=sync)
+    syncing.start()
+    process = psutil.Process(frozen.process.pid)
+    while process.status() != psutil.STATUS_STOPPED:
+        assert syncing.is_alive(), report  # the test's timeout bounds this loop
+    if end is not None:
+        process.send_signal(end)
+    asyncio.run(actor.receiver_lost("rollout:0", "the hub declared it dead"))
+    syncing.join(60)
+    assert report["acked"] == ["rollout:1"] and list(report["failed"]) == ["rollout:0"]
+    assert "the hub declared it dead" in report["failed"]["rollout:0"] or end is not None
+    assert healthy.client.call_sync("probe", timeout=30)["current"] == [1, report["digest"]]
+    assert actor.sync_model_to_rollout(2, [healthy.about], 1)["acked"] == ["rollout:1"]

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from rpc_samples import RawPeer, Service, identity
+from rpc_samples import RawPeer, identity
 
 from rl_core.api.errors import (
     ConfigError,
@@ -15,27 +15,6 @@ from rl_core.api.errors import (
 )
 from rl_core.transports import curve, rpc_wire
 from rl_core.transports.rpc import RpcClient, RpcServer
-
-
-@pytest.fixture
-def service():
-    service = Service()
-    yield service
-    service.release.set()
-
-
-@pytest.fixture
-def server(service):
-    server = RpcServer("tcp://127.0.0.1:0", service).start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(server):
-    client = RpcClient(server.address)
-    yield client
-    client.close()
 
 
 class TestCalls:

@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from rpc_samples import Service
 
 from rl_core.api.errors import (
     ConfigError,
@@ -16,27 +15,6 @@ from rl_core.api.errors import (
 from rl_core.transports import shared_memory
 from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient, RpcServer
-
-
-@pytest.fixture
-def service():
-    service = Service()
-    yield service
-    service.release.set()
-
-
-@pytest.fixture
-def server(service):
-    server = RpcServer("tcp://127.0.0.1:0", service).start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(server):
-    client = RpcClient(server.address)
-    yield client
-    client.close()
 
 
 class TestSharedMemory:

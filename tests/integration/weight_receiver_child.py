@@ -25,7 +25,7 @@ OPTIONS = json.loads(sys.argv[1])
 
 
 class Engine:
-    """Holds parameters by name; `trap` makes it die or fail in a load."""
+    """Holds parameters by name; `trap` makes it die, freeze or fail in a load."""
 
     def __init__(self):
         dtype = getattr(torch, OPTIONS.get("dtype", "float32"))
@@ -45,6 +45,8 @@ class Engine:
         if self.trap == "die":
             next(tensors, None)
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.trap == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.trap == "fail":
             raise KeyError("the engine is broken")
         for name, tensor in tensors:
