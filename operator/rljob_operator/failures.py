@@ -112,7 +112,9 @@ def _newly_ended(situation: Situation) -> list[PodView]:
         for pod in situation.pods_of(role):
             judged = (e := record.ends.get(pod.name)) is not None and e.uid == pod.uid
             ours = role != "actor" and (
-                pod.index >= situation.desired(role) or (mark is not None and pod.created <= mark)
+                pod.index >= situation.desired(role)
+                or pod.name in record.draining
+                or (mark is not None and pod.created <= mark)
             )
             if not is_active(pod) and not judged and not ours:
                 found.append(pod)

@@ -83,6 +83,8 @@ def decide(situation: Situation) -> Course:
     verdict = failures.judge(situation)
     gravest = verdict.gravest
     record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch)
+    for finding in verdict.findings:
+        record = _mark_role(situation, record, finding.role) if finding.act is Act.RESTART_ROLE else record
     course = Course(stage=Stage.RUN, record=record, findings=verdict.findings)
     return _act_on(situation, course, gravest) if gravest is not None else course
 
@@ -99,8 +101,6 @@ def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
         return replace(course, stage=Stage.HALT, paused=True, reason="Pausing", message=told)
     if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
         return _restart(situation, course, finding)
-    if finding.act is Act.RESTART_ROLE:
-        return replace(course, record=_mark_role(situation, record, finding.role))
     return course
 
 

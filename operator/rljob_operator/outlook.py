@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rl_core.plan.failure_rules import SHORTAGE, Ends
-from rljob_operator import storage
+from rl_core.plan.failure_rules import SHORTAGE
+from rljob_operator import roster, storage
 from rljob_operator.conditions import TYPES, Fact
 from rljob_operator.failures import Act, stall_words
 from rljob_operator.lifecycle import Course, Stage
-from rljob_operator.model import PodView
-from rljob_operator.record import GANG, PAUSED
-from rljob_operator.situation import ROLES, Situation, is_active
+from rljob_operator.record import PAUSED
+from rljob_operator.situation import Situation, is_active
 from rljob_operator.storage import Obstacle
 
 UNREACHABLE_SECONDS = 15.0
@@ -24,8 +23,6 @@ IMAGE_ERRORS = (
     "RegistryUnavailable",
     "SignatureValidationFailed",
 )
-NAMED = 5
-"""Pods named in a message; the rest is counted."""
 NOT_DURABLE = (
     "checkpoints are not kept: checkpoint.path is on no volume of a claim, so a restart of the actor begins anew"
 )
@@ -170,27 +167,30 @@ def _failed(situation: Situation, course: Course) -> Fact:
 
 def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) -> Fact:
     if situation.earlier:
-        told = f"pods of an earlier job named {situation.name} still end: {_names(situation.earlier)}"
+        told = f"pods of an earlier job named {situation.name} still end: {roster.listed(situation.earlier)}"
         return Fact(status="False", reason="PreviousJobTerminating", message=told)
-    wanted = [name for role in ROLES for name in situation.wanted(role)]
-    missing = [name for name in wanted if name not in situation.pods or not _present(situation, name)]
+    missing = roster.absent_pods(situation)
     if obstacle is not None and missing:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
-    refusals = _refusals(situation, missing)
+    refusals = roster.refusals(situation, missing)
     if refusals:
         reason = "QuotaExceeded" if "exceeded quota" in refusals else "CreateRefused"
         return Fact(status="False", reason=reason, message=refusals)
-    words = _grouped((pod.unschedulable, pod.name) for pod in _wanted_pods(situation) if pod.unschedulable)
+    words = roster.grouped((pod.unschedulable, pod.name) for pod in roster.wanted_pods(situation) if pod.unschedulable)
     if words:
         return Fact(status="False", reason="Unschedulable", message=words)
-    held = _backing_off(situation, course)
+    held = roster.backing_off(situation, course.record, missing)
     if held:
         return Fact(
-            status="False", reason="RestartBackOff", message=f"replacements wait after repeated ends: {_names(held)}"
+            status="False",
+            reason="RestartBackOff",
+            message=f"replacements wait after repeated ends: {roster.listed(held)}",
         )
-    unbound = [pod.name for pod in _wanted_pods(situation) if not pod.scheduled]
+    unbound = [pod.name for pod in roster.wanted_pods(situation) if not pod.scheduled]
     if missing or unbound:
-        return Fact(status="False", reason="PodsPending", message=f"not bound yet: {_names([*missing, *unbound])}")
+        return Fact(
+            status="False", reason="PodsPending", message=f"not bound yet: {roster.listed([*missing, *unbound])}"
+        )
     return Fact(status="True", reason="PodsScheduled")
 
 
@@ -204,9 +204,11 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
         return Fact(status="True", reason=reason, message=message)
     if obstacle is not None and not whole:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
-    stuck = _grouped((pod.waiting, pod.name) for pod in _wanted_pods(situation) if pod.waiting)
+    stuck = roster.grouped((pod.waiting, pod.name) for pod in roster.wanted_pods(situation) if pod.waiting)
     if stuck:
-        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in _wanted_pods(situation))
+        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in roster.wanted_pods(situation))
+        if image and reason == "ImagePullError" and "ImagePullBackOff" in stuck:
+            stuck = message  # the kubelet alternates between the error and its back-off
         return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
     if scheduled.reason not in ("PodsScheduled", "PodsPending"):
         return Fact(status="False", reason="NotScheduled", message=scheduled.message)
@@ -215,15 +217,17 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
         return Fact(status="False", reason="Restarting", message=told)
     if not whole or not all(pod.scheduled for pod in gang):
         return Fact(status="False", reason="WaitingForPods")
-    missing = _names(sorted(pod for _, pod in report.missing)) if report is not None else ""
+    missing = roster.listed(sorted(pod for _, pod in report.missing)) if report is not None else ""
     return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
 
 
 def _progressing(situation: Situation, course: Course) -> Fact:
     progress, report = situation.observed.progress, situation.report
     if unreachable(situation):
-        words = progress.error if progress is not None else ""
-        return Fact(status="Unknown", reason="RunnerUnreachable", message=f"the runner does not answer: {words}")
+        status, reason, message = situation.record.condition("Progressing")
+        if reason != "RunnerUnreachable":  # said once: the words of later tries differ
+            message = f"the runner does not answer: {progress.error if progress is not None else ''}"
+        return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
         status, reason, message = situation.record.condition("Progressing")
         if situation.record.phase == "Running" and situation.record.epoch == course.record.epoch and reason:
@@ -259,7 +263,11 @@ def _in_sync(situation: Situation, course: Course) -> Fact:
     diverged = report.raw.get("diverged")
     failure = report.mapping("failure")
     if (isinstance(diverged, list) and diverged) or failure.get("type") == "WeightsDiverged":
-        told = _names(sorted(map(str, diverged))) if isinstance(diverged, list) else str(failure.get("message") or "")
+        told = (
+            roster.listed(sorted(map(str, diverged)))
+            if isinstance(diverged, list)
+            else str(failure.get("message") or "")
+        )
         return Fact(status="False", reason="WeightsDiverged", message=told)
     role = rollout_role(situation)
     if not role.get("ready"):
@@ -284,14 +292,18 @@ def rollout_role(situation: Situation) -> Mapping[str, object]:
 
 
 def _degraded(situation: Situation, course: Course) -> Fact:
-    held = [name for name in _backing_off(situation, course) if not name.startswith(f"{situation.name}-actor-")]
+    gang = set(situation.wanted("actor"))
+    elastic = [name for name in roster.absent_pods(situation) if name not in gang]
+    held = roster.backing_off(situation, course.record, elastic)
     if held:
         return Fact(
-            status="True", reason="RestartBackOff", message=f"replacements wait after repeated ends: {_names(held)}"
+            status="True",
+            reason="RestartBackOff",
+            message=f"replacements wait after repeated ends: {roster.listed(held)}",
         )
     if phase_of(situation, course) != "Running":
         return Fact(status="False", reason="NotRunning")
-    short = {role: (situation.desired(role), ready_pods(situation, role)) for role in ("rollout", "env")}
+    short = {role: (situation.desired(role), roster.ready_pods(situation, role)) for role in ("rollout", "env")}
     if all(ready >= desired for desired, ready in short.values()):
         return Fact(status="False", reason="AllRolesReady")
     told = ", ".join(
@@ -303,65 +315,9 @@ def _degraded(situation: Situation, course: Course) -> Fact:
             reason="BelowMinimum",
             message=f"{told}; the run waits for minReplicas {situation.spec.rollout.min_replicas}",
         )
-    words = _grouped((pod.waiting, pod.name) for pod in _wanted_pods(situation) if pod.waiting)
+    words = roster.grouped((pod.waiting, pod.name) for pod in roster.wanted_pods(situation) if pod.waiting)
     ended = "; ".join(finding.message for finding in course.findings if finding.act is Act.REPLACE_PODS)
     status, reason, message = situation.record.condition("Degraded")
     if ended or (status == "True" and reason == "PodEnded"):
         return Fact(status="True", reason="PodEnded", message=ended or message)
     return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (told, words))))
-
-
-def ready_pods(situation: Situation, role: str) -> int:
-    """Return how many wanted pods of a role serve."""
-    return sum(
-        1 for pod in situation.pods_of(role) if pod.ready and is_active(pod) and pod.index < situation.desired(role)
-    )
-
-
-def _wanted_pods(situation: Situation) -> list[PodView]:
-    return [
-        pod
-        for role in ROLES
-        for pod in situation.pods_of(role)
-        if pod.index < situation.desired(role) and is_active(pod)
-    ]
-
-
-def _present(situation: Situation, name: str) -> bool:
-    pod = situation.pods[name]
-    return is_active(pod) and (pod.role != "actor" or pod.epoch == situation.epoch)
-
-
-def _backing_off(situation: Situation, course: Course) -> list[str]:
-    """Return wanted pods that are absent because their back-off is not over."""
-    found = []
-    for role in ROLES:
-        for name in situation.wanted(role):
-            ends = course.record.ends.get(GANG if role == "actor" else name) or Ends()
-            absent = name not in situation.pods or not _present(situation, name)
-            if absent and situation.now < ends.retry_at:
-                found.append(name)
-    return found
-
-
-def _refusals(situation: Situation, missing: list[str]) -> str:
-    pods = {f"Pod/{name}" for name in missing}
-    words = (
-        (text, kind_name)
-        for kind_name, text in situation.observed.refusals.items()
-        if not kind_name.startswith("Pod/") or kind_name in pods
-    )
-    return _grouped(words)
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return `names: words` for each distinct text, so that a message does not repeat itself per pod."""
-    by_words: dict[str, list[str]] = {}
-    for words, name in pairs:
-        by_words.setdefault(words, []).append(name)
-    return "; ".join(f"{_names(names)}: {words}" for words, names in sorted(by_words.items(), key=lambda item: item[1]))
-
-
-def _names(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")

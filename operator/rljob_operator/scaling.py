@@ -109,30 +109,33 @@ def _missing(situation: Situation, record: Record) -> tuple[list[tuple[str, int]
 
 
 def _drain(situation: Situation, record: Record) -> PodMoves:
-    surplus = [pod for role in ELASTIC for pod in situation.pods_of(role) if pod.index >= situation.desired(role)]
-    surplus = sorted((pod for pod in surplus if is_active(pod)), key=lambda pod: (pod.role, pod.index), reverse=True)
-    if not surplus:
-        return PodMoves(draining={})
+    """Ask surplus pods to finish, highest index first; delete those that have, or whose time is up.
+
+    A pod once asked goes even if it is wanted again: its processes take no more work. Its entry stays until its name is free.
+    """
+    leaving = [pod for role in ELASTIC for pod in situation.pods_of(role) if _leaves(situation, record, pod)]
+    leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
     report, first = _answering(situation), situation.first_actor
     patience = situation.spec.runtime.drain_seconds + DRAIN_MARGIN
-    delete, waiting, again, draining = [], [], [], {}
-    for pod in surplus:
-        since = record.draining.get(pod.name, situation.now)
-        left = since + patience - situation.now
+    draining = {pod.name: record.draining.get(pod.name, situation.now) for pod in leaving}
+    delete, waiting, again = [], [], []
+    for pod in leaving:
+        if not is_active(pod):
+            continue
+        left = draining[pod.name] + patience - situation.now
         state = report.state_of(pod.name) if report is not None else None
         if state in (None, "drained", "lost") or left <= 0:
             delete.append(removal(pod))
             continue
-        draining[pod.name] = since
         again.append(left)
         if state != "draining":
             waiting.append(pod.name)
-    call = (
-        ControlCall(method="POST /drain", body={"pods": waiting}, ip=first.ip)
-        if waiting and first is not None
-        else None
-    )
+    call = ControlCall(method="POST /drain", body={"pods": waiting}, ip=first.ip) if waiting and first else None
     return PodMoves(delete=tuple(delete), calls=(call,) if call else (), draining=draining, again=tuple(again))
+
+
+def _leaves(situation: Situation, record: Record, pod: PodView) -> bool:
+    return pod.index >= situation.desired(pod.role) or pod.name in record.draining
 
 
 def _answering(situation: Situation) -> Report | None:

@@ -192,7 +192,7 @@ def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
 
 def _applied(situation: Situation) -> Any:
     report = situation.report
-    if report is not None and report.applied_generation is not None:
+    if report is not None and report.applied_generation:  # 0: a runner that has just started was told nothing yet
         return report.applied_generation
     return situation.record.raw.get("appliedGeneration")
 

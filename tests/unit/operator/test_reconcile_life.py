@@ -532,3 +532,16 @@ def test_devices_metrics_and_versions_are_told() -> None:
     assert (rollout["minVersion"], rollout["maxVersion"]) == (47, 50)
     in_sync = next(c for c in plan.status["conditions"] if c["type"] == "WeightsInSync")
     assert (in_sync["status"], in_sync["reason"]) == ("False", "RolloutsBehind")
+
+
+def test_a_pod_that_was_asked_to_finish_goes_even_if_it_is_wanted_again() -> None:
+    world = running(rollout={"replicas": 3, "minReplicas": 1})
+    uid = world.pods["x-rollout-2"]["metadata"]["uid"]
+    world.edit(rollout={"replicas": 2})
+    world.reconcile()
+    world.edit(rollout={"replicas": 3})
+    world.run_until(lambda: world.pods.get("x-rollout-2", {"metadata": {"uid": uid}})["metadata"]["uid"] != uid)
+    world.go_on(ticks=8)
+    assert world.role("rollout")["ready"] == 3
+    assert "draining" not in world.status and world.role("rollout")["restarts"] == 0
+    assert not [event for event in world.events if event.reason == "PodReplaced"]
