@@ -9,6 +9,7 @@ from typing import Any
 import kubernetes
 import yaml
 from testcluster.access import Access
+from testcluster.commands import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "rljob.yaml"
 API = {"group": "rljob.dev", "version": "v1alpha1", "plural": "rljobs"}
@@ -17,10 +18,10 @@ SPREAD = [
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "DoNotSchedule",
-        "labelSelector": {"matchLabels": {"rljob.dev/role": "rollout"}},
+        "nodeTaintsPolicy": "Honor",
     }
 ]
-"""One rollout on each of two nodes."""
+"""One rollout on each of two nodes, all on one while the other is dead."""
 
 
 def example() -> tuple[dict, dict]:
@@ -55,6 +56,8 @@ class Job:
         self.access, self.namespace, self.name = access, namespace, name
         self.seen: list[dict] = []
         """Every status that a wait saw."""
+        self.pods_then: dict[str, dict] = {}
+        """Its pods at a moment that a test chose."""
 
     def apply(self, manifest: Mapping[str, Any]) -> None:
         """As `kubectl apply -f` does."""
@@ -133,7 +136,8 @@ class Job:
         found = self.pods()[pod]
         node = self.access.cluster.node(found["spec"]["nodeName"])
         container = found["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        node.exec("ctr", "-n", "k8s.io", "task", "kill", "--all", "--signal", "SIGKILL", container)
+        ctr = f"{self.access.cluster.state.settings.programs}/ctr"
+        run(*node.command(ctr, "-n", "k8s.io", "task", "kill", "--all", "--signal", "SIGKILL", container))
         return found["metadata"]["uid"]
 
     def delete(self) -> None:

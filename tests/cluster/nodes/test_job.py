@@ -1,0 +1,126 @@
+"""A job on real nodes, from `kubectl apply` to its end, and through all that its user may do to it meanwhile."""
+
+from collections.abc import Iterator
+
+import pytest
+from jobs_on_nodes import SPREAD, Job, condition, example, small
+from testcluster.access import Access
+
+STEPS = 30
+MINUTES = 60.0
+"""In seconds. A machine of CI is slow and shared: the bounds here are far above what benchmarks measure."""
+
+
+@pytest.fixture(scope="module")
+def finished(operator: Access, training: str) -> Job:
+    """The example, applied as it is but for fewer steps and a rollout on each node, and run to its end."""
+    _, manifest = example()
+    manifest["spec"]["algorithm"]["steps"] = STEPS
+    manifest["spec"]["rollout"]["topologySpreadConstraints"] = SPREAD
+    job = Job(operator, training, "arithmetic")
+    job.apply(manifest)
+    job.wait_phase("Running", seconds=8 * MINUTES)
+    job.pods_then = job.pods()
+    job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=8 * MINUTES)
+    return job
+
+
+@pytest.fixture(scope="module")
+def running(operator: Access, training: str, finished: Job) -> Iterator[Job]:
+    """A job that goes on for as long as the tests of this module change it."""
+    job = Job(operator, training, "life")
+    job.apply(small("life", steps=100_000))
+    job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=3 * MINUTES)
+    yield job
+    job.delete()
+
+
+class TestFinished:
+    def test_a_job_ends_in_succeeded_with_a_reward_that_rose(self, finished: Job) -> None:
+        status = finished.status()
+        assert (status["phase"], status["step"]) == ("Succeeded", STEPS), finished.condition("Failed")
+        first = next(seen["reward"] for seen in finished.seen if seen.get("reward") is not None)
+        assert status["reward"] > first + 0.1
+
+    def test_kubectl_wait_for_complete_returns(self, finished: Job) -> None:
+        finished.access.kubectl(
+            "wait", "rljob/arithmetic", "-n", finished.namespace, "--for=condition=Complete", "--timeout=5s"
+        )
+
+    def test_kubectl_get_told_the_truth_all_along(self, finished: Job) -> None:
+        phases = list(dict.fromkeys(seen["phase"] for seen in finished.seen if seen.get("phase")))
+        assert phases in (["Pending", "Starting", "Running", "Succeeded"], ["Starting", "Running", "Succeeded"])
+        steps = [seen["step"] for seen in finished.seen if "step" in seen]
+        assert steps == sorted(steps)
+        row = finished.row("-o", "wide")
+        assert (row["PHASE"], row["STEP"], row["RESTARTS"], row["EPOCH"]) == ("Succeeded", f"{STEPS}/{STEPS}", "0", "1")
+        assert row["REASON"] == "TrainingFinished"
+        assert float(row["REWARD"]) == pytest.approx(finished.status()["reward"])
+
+    def test_rollouts_ran_on_both_nodes_and_only_the_actor_mounted_a_volume(self, finished: Job) -> None:
+        def claims(role: str) -> list[str]:
+            pods = [pod for name, pod in finished.pods_then.items() if f"-{role}-" in name]
+            volumes = [volume for pod in pods for volume in pod["spec"]["volumes"]]
+            return [
+                volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume
+            ]
+
+        assert {role: claims(role) for role in ("actor", "rollout", "env")} == {
+            "actor": ["arithmetic"],
+            "rollout": [],
+            "env": [],
+        }
+        nodes = {pod["spec"]["nodeName"] for name, pod in finished.pods_then.items() if "-rollout-" in name}
+        assert nodes == {"node-1", "node-2"}
+
+    def test_events_tell_the_story(self, finished: Job) -> None:
+        text = finished.access.kubectl("describe", "rljob", "arithmetic", "-n", finished.namespace).stdout
+        assert "Succeeded" in text.partition("Events:")[2]
+
+
+class TestLife:
+    def test_scaling_up_adds_a_rollout_that_serves_the_weights_of_now(self, running: Job) -> None:
+        running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=3")
+        status = running.wait(
+            "three rollouts",
+            lambda status: status["rollout"]["readyReplicas"] == 3 and status.get("lag") == 0,
+            seconds=2 * MINUTES,
+        )
+        assert status["epoch"] == 1
+
+    def test_scaling_down_drains_the_highest_first_and_training_goes_on(self, running: Job) -> None:
+        running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=2")
+        running.wait("two rollouts", lambda status: columns(status)["rollouts"] == "2/2", seconds=2 * MINUTES)
+        assert set(running.pods("rollout")) == {"life-rollout-0", "life-rollout-1"}
+        assert running.wait_steps(2, seconds=MINUTES)["restarts"] == 0
+
+    def test_a_changed_number_of_steps_is_applied_without_a_restart(self, running: Job) -> None:
+        uid = running.pods("actor")["life-actor-0"]["metadata"]["uid"]
+        running.patch(algorithm={"steps": 90_000})
+        status = running.wait(
+            "the change applied",
+            lambda status: (
+                status.get("totalSteps") == 90_000 and status.get("appliedGeneration") == status["observedGeneration"]
+            ),
+            seconds=MINUTES,
+        )
+        assert status["phase"] == "Running"
+        assert running.pods("actor")["life-actor-0"]["metadata"]["uid"] == uid
+
+    def test_suspend_saves_a_checkpoint_and_frees_all_pods_and_resume_goes_on_from_it(self, running: Job) -> None:
+        before = running.status()
+        running.patch(suspend=True)
+        status = running.wait_phase("Suspended", seconds=3 * MINUTES)
+        assert not running.pods()
+        assert condition(status, "Suspended")["status"] == "True"
+        saved = status["checkpoint"]["lastStep"]
+        assert saved >= before["step"]
+        running.patch(suspend=False)
+        status = running.wait(
+            "steps again", lambda status: status["phase"] == "Running" and status["step"] > saved, seconds=3 * MINUTES
+        )
+        assert (status["epoch"], status["restarts"]) == (before["epoch"] + 1, 0)
+
+
+def columns(status: dict) -> dict:
+    return status.get("columns", {})
