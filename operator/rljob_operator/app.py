@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 from kubernetes.aio import client
 
-from rljob_operator import handlers, kinds, master_key, views
+from rljob_operator import handlers, kinds, master_key, naming, views
 from rljob_operator.apply import Applier
 from rljob_operator.cache import Cache, JobKey, head
 from rljob_operator.cluster import ApiCluster, Cluster
@@ -32,8 +32,7 @@ from rljob_operator.kinds import Kind
 from rljob_operator.leader import Leadership
 from rljob_operator.manifests import gang, secret
 from rljob_operator.metrics import Metrics
-from rljob_operator.model import OperatorConfig
-from rljob_operator.progress import Poller, RunnerClient, Target, runner_pod
+from rljob_operator.progress import Poller, RunnerClient, Target, is_runner
 from rljob_operator.queue import WorkQueue
 from rljob_operator.reconcile import reconcile
 from rljob_operator.relist import Relister
@@ -135,7 +134,7 @@ class Operator:
         """
         await self._fill(relister)
         watches = handlers.Watches(
-            cache=self.cache, enqueue=self.queue.add, suspect=relister.suspect, count=self.metrics.watched
+            cache=self.cache, enqueue=self.queue.add_after, suspect=relister.suspect, count=self.metrics.watched
         )
         ready = asyncio.Event()
         kopf = asyncio.create_task(
@@ -176,20 +175,18 @@ class Operator:
         logger.info("the cache is filled: %s", self.cache.sizes())
 
     async def _lead(self, cluster: Cluster, relister: Relister, leadership: Leadership) -> None:
-        """Wait for the Lease, then act until it is lost."""
+        """Wait for full caches and the Lease, then act until it is lost: a replica that cannot list must not hold it."""
         settings = self._settings
+        await relister.filled.wait()
         if settings.leader_elect:
             await leadership.acquire()
-        await relister.filled.wait()
-        master = await master_key.obtain(cluster, namespace=settings.config.namespace)
         async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
             if settings.leader_elect:
                 group.create_task(leadership.keep(), name="lease")
+            master = await master_key.obtain(cluster, namespace=settings.config.namespace)
             recorder = EventRecorder(cluster=cluster, identity=settings.identity, dropped=self.metrics.event_dropped)
             runner = RunnerClient(master=master, session=session)
-            gang_api = self._gang.api_version if self._gang is not None and self._gang in relister.served else None
-            config = dataclasses.replace(settings.config, gang_api=gang_api)
-            controller = self._controller(cluster, config=config, master=master, recorder=recorder, runner=runner)
+            controller = self._controller(cluster, relister, master=master, recorder=recorder, runner=runner)
             poller = Poller(
                 client=runner,
                 targets=self._runners,
@@ -206,9 +203,10 @@ class Operator:
             group.create_task(self.queue.run(controller.handle, workers=settings.workers), name="queue")
 
     def _controller(
-        self, cluster: Cluster, *, config: OperatorConfig, master: bytes, recorder: EventRecorder, runner: RunnerClient
+        self, cluster: Cluster, relister: Relister, *, master: bytes, recorder: EventRecorder, runner: RunnerClient
     ) -> Controller:
         settings = self._settings
+        gang_api = self._gang.api_version if self._gang is not None and self._gang in relister.served else None
         applier = Applier(
             cluster=cluster,
             cache=self.cache,
@@ -223,7 +221,7 @@ class Operator:
             cache=self.cache,
             applier=applier,
             reconcile=reconcile,
-            config=config,
+            config=dataclasses.replace(settings.config, gang_api=gang_api),
             progress_seconds=settings.progress_seconds,
         )
 
@@ -233,9 +231,9 @@ class Operator:
             job = self.cache.job(key)
             if job is None or phase_of(job) in ("Succeeded", "Failed", "Suspended"):
                 continue
-            uid = job["metadata"]["uid"]
-            if (pod := runner_pod(self.cache.children(kinds.POD, key), job_uid=uid)) is not None:
-                yield Target(key=key, job_uid=uid, pod_uid=pod.uid, ip=pod.ip)
+            first = self.cache.entry(kinds.POD, key, naming.pod(key.name, naming.ACTOR, 0))
+            if first is not None and is_runner(first.value, job_uid=job["metadata"]["uid"]):
+                yield Target(key=key, job_uid=first.value.job_uid, pod_uid=first.uid, ip=first.value.ip)
 
     async def _resync(self) -> None:
         """Look at every job once per interval, spread over it."""

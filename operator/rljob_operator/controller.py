@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rljob_operator import kinds, logs
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 CLAIMS_SECONDS = 600.0
 MISSING_CLAIMS_SECONDS = 15.0
 """How old a read of the job's volume claims may be, when all were there and when some were not."""
+
+WRITES_PER_SECOND = 10.0
+"""Progress writes of all jobs together, at most."""
+COUNT_SECONDS = 5.0
 
 ROLES = ("actor", "rollout", "env")
 END_PHASES = ("Succeeded", "Failed")
@@ -63,6 +67,9 @@ class Controller:
         self._config = config
         self._progress_seconds = progress_seconds
         self._clock = clock
+        self._running = 0
+        self._counted = float("-inf")
+        """When the running jobs were last counted."""
         self._memories: dict[JobKey, JobMemory] = {}
 
     def set_progress(self, key: JobKey, uid: str, progress: Progress) -> None:
@@ -75,16 +82,6 @@ class Controller:
         """Return the runner's newest word."""
         memory = self._memories.get(key)
         return memory.progress if memory is not None else None
-
-    def running_jobs(self) -> int:
-        """Return how many jobs have not ended: the load that poll and write intervals grow with."""
-        return sum(1 for _ in self._running())
-
-    def _running(self) -> Iterator[JobKey]:
-        for key in self._cache.jobs():
-            job = self._cache.job(key)
-            if job is not None and phase_of(job) not in (*END_PHASES, "Suspended"):
-                yield key
 
     async def handle(self, key: JobKey) -> float | None:
         """Bring one job a step further; return the seconds until it must be looked at again, None = when something changes."""
@@ -132,7 +129,13 @@ class Controller:
         return memory
 
     def _progress_interval(self) -> float:
-        return max(self._progress_seconds, self.running_jobs() / 10)
+        """Return the least seconds between two progress writes of one job; it grows with the jobs that have not ended."""
+        now = self._clock()
+        if now >= self._counted + COUNT_SECONDS:
+            jobs = [job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None]
+            self._running = sum(phase_of(job) not in (*END_PHASES, "Suspended") for job in jobs)
+            self._counted = now
+        return max(self._progress_seconds, self._running / WRITES_PER_SECOND)
 
     def _drop_settled_refusals(self, key: JobKey, memory: JobMemory) -> None:
         """Forget refusals of objects that are there by now."""

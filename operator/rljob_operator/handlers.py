@@ -25,6 +25,8 @@ TOKEN_SECONDS = 60
 """How long a token read from disk is used before it is read again; kubelets renew them in place."""
 WATCH_SECONDS = 600
 PAGE = 500
+BURST_SECONDS = 0.1
+"""Changes of children come in bursts (bound, starting, running, times the pods); one look serves those of a tenth of a second."""
 
 
 class Watches:
@@ -34,7 +36,7 @@ class Watches:
         self,
         *,
         cache: Cache,
-        enqueue: Callable[[JobKey], None],
+        enqueue: Callable[[JobKey, float], None],
         suspect: Callable[[Kind], None],
         count: Callable[..., None] = lambda plural, anew: None,
     ) -> None:
@@ -54,7 +56,7 @@ class Watches:
             self._listing.discard(kind)
         key = self._cache.drop(kind, obj) if type_ == "DELETED" else self._cache.put(kind, obj)
         if key is not None:
-            self._enqueue(key)
+            self._enqueue(key, 0.0 if kind == RLJOB or type_ == "DELETED" else BURST_SECONDS)
 
 
 class NoDiffs(kopf.DiffBaseStorage):  # type: ignore[misc]

@@ -93,13 +93,9 @@ class Target:
     ip: str
 
 
-def runner_pod(pods: Iterable[PodView], *, job_uid: str) -> PodView | None:
-    """Return the pod whose runner can be asked: actor-0 of the newest epoch, running with an address."""
-    actors = [pod for pod in pods if pod.role == "actor" and pod.index == 0 and pod.job_uid == job_uid]
-    newest = max(actors, key=lambda pod: pod.epoch, default=None)
-    if newest is None or newest.phase != "Running" or not newest.ip or newest.ended:
-        return None
-    return newest
+def is_runner(pod: PodView, *, job_uid: str) -> bool:
+    """Whether the runner of the job can be asked in this actor-0: it is ours, runs and has an address."""
+    return pod.job_uid == job_uid and pod.phase == "Running" and bool(pod.ip) and not pod.ended
 
 
 class Poller:

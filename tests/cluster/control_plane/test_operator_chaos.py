@@ -3,19 +3,25 @@
 import asyncio
 import contextlib
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 from operator_rig.jobs import STANDARD, Jobs, until
 from testcluster.access import Access
 
+from rljob_operator import kinds
 from rljob_operator.errors import ApiError
+
+STARTER = ThreadPoolExecutor(max_workers=1)
+"""Programs of the cluster die with the thread that started them, so that thread lives as long as the session."""
 
 
 async def restart_api_server(control_plane: Access, *, compact: bool = False) -> None:
     server = control_plane.cluster.control_plane.api_server
+    loop = asyncio.get_running_loop()
     if compact:
-        await asyncio.to_thread(control_plane.cluster.control_plane.compact)
-    await asyncio.to_thread(server.stop)
-    await asyncio.to_thread(server.start)
+        await loop.run_in_executor(STARTER, control_plane.cluster.control_plane.compact)
+    await loop.run_in_executor(STARTER, server.stop)
+    await loop.run_in_executor(STARTER, server.start)
 
 
 async def replaced(jobs: Jobs, name: str, uid: str) -> None:

@@ -9,6 +9,7 @@ from kubernetes.aio.client import Configuration
 
 from rljob_operator import handlers, kinds
 from rljob_operator.cache import Cache, JobKey
+from rljob_operator.handlers import BURST_SECONDS
 
 
 async def nowhere():
@@ -22,7 +23,7 @@ def bench():
 
     Bench.watches = handlers.Watches(
         cache=Bench.cache,
-        enqueue=Bench.enqueued.append,
+        enqueue=lambda key, after: Bench.enqueued.append((key, after)),
         suspect=Bench.suspected.append,
         count=lambda plural, anew: Bench.counted.append((plural, anew)),
     )
@@ -65,9 +66,17 @@ def test_events_reach_cache_and_queue_when_they_change_something(bench):
     key = JobKey("ns", "x")
     bench.watches.take(kinds.POD, "ADDED", pod())
     bench.watches.take(kinds.POD, "MODIFIED", pod())
-    assert bench.enqueued == [key]
+    assert bench.enqueued == [(key, BURST_SECONDS)]
+    assert len(bench.cache.children(kinds.POD, key)) == 1
     bench.watches.take(kinds.POD, "DELETED", pod("2"))
-    assert bench.enqueued == [key, key] and bench.cache.children(kinds.POD, key) == []
+    assert bench.enqueued[1:] == [(key, 0.0)], "what is gone is replaced at once"
+    assert bench.cache.children(kinds.POD, key) == []
+
+
+def test_a_change_of_the_job_is_looked_at_at_once(bench):
+    job = {"metadata": {"name": "x", "namespace": "ns", "uid": "j", "resourceVersion": "1"}}
+    bench.watches.take(kinds.RLJOB, "ADDED", job)
+    assert bench.enqueued == [(JobKey("ns", "x"), 0.0)]
 
 
 def test_events_without_a_type_say_that_a_watch_began_anew(bench):

@@ -9,8 +9,8 @@ from aiohttp.test_utils import TestServer
 
 from rl_core.plan import keys
 from rljob_operator.cache import JobKey
-from rljob_operator.model import ControlCall, PodView, Progress
-from rljob_operator.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerError, Target, runner_pod
+from rljob_operator.model import ContainerEnd, ControlCall, PodView, Progress
+from rljob_operator.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerError, Target, is_runner
 
 MASTER = bytes(range(32))
 
@@ -21,21 +21,18 @@ def pod(index=0, epoch=1, role="actor", **more):
 
 
 @pytest.mark.parametrize(
-    ("pods", "expected"),
+    ("facts", "expected"),
     [
-        ([], None),
-        ([pod(), pod(role="rollout")], "actor0-1"),
-        ([pod(index=1)], None),
-        ([pod(epoch=1), pod(epoch=2)], "actor0-2"),
-        ([pod(epoch=1), pod(epoch=2, ip="")], None),
-        ([pod(phase="Pending")], None),
-        ([pod(job_uid="an earlier job")], None),
+        ({}, True),
+        ({"ip": ""}, False),
+        ({"phase": "Pending"}, False),
+        ({"job_uid": "an earlier job"}, False),
+        ({"ended": (ContainerEnd(name="c", exit_code=0, reason="", message=""),)}, False),
     ],
-    ids=["none", "actor-0", "other rank", "newest epoch", "newest has no address yet", "not running", "not ours"],
+    ids=["running", "no address yet", "not running", "not ours", "ended"],
 )
-def test_the_runner_is_actor_0_of_the_newest_epoch(pods, expected):
-    found = runner_pod(pods, job_uid="job")
-    assert (found.uid if found else None) == expected
+def test_only_a_running_actor_0_of_ours_is_asked(facts, expected):
+    assert is_runner(pod(**facts), job_uid="job") is expected
 
 
 @pytest.fixture

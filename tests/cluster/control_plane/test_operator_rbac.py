@@ -1,0 +1,94 @@
+"""The chart's rights are those the operator uses: it runs as the chart's account, lacks none and leaves none unused."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import yaml
+from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
+from operator_rig.kubelet import Kubelet
+from operator_rig.runner import FakeRunner
+from operator_rig.witness import Right, Witness
+from testcluster.access import Access
+
+from rljob_operator import kinds
+
+CHART = Path(__file__).parents[3] / "helm" / "rljob"
+NOT_EXERCISED: dict[Right, str] = {
+    ("update", "rljob.dev", "rljobs/finalizers"): "asked for by OwnerReferencesPermissionEnforcement alone, which this API server does not run",
+    ("create", "resource.k8s.io", "resourceclaims"): "the claim of two colocated pods; RLJobs with placement colocated are refused so far",
+    ("patch", "resource.k8s.io", "resourceclaims"): "the same",
+    ("get", "resource.k8s.io", "resourceclaims"): "the same",
+}
+
+
+@pytest.fixture
+def rights(control_plane: Access, namespace: str) -> list[dict]:
+    """Install the chart's account, roles and bindings for the test's namespace; returns the rules."""
+    text = control_plane.helm("template", "rljob", CHART, "-n", namespace, "--set", f"watchNamespaces={{{namespace}}}").stdout
+    wanted = ("ServiceAccount", "Role", "RoleBinding")
+    objects = [o for o in yaml.safe_load_all(text) if o and o["kind"] in wanted and "helm.sh/hook" not in o["metadata"].get("annotations", {})]
+    for obj in objects:
+        control_plane.apply(obj, namespace=obj["metadata"].get("namespace", namespace))
+    return [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]
+
+
+def granted(rules: list[dict]) -> set[Right]:
+    return {(v, g, r) for rule in rules for v in rule["verbs"] for g in rule["apiGroups"] for r in rule["resources"]}
+
+
+async def exercise(jobs: Jobs, kubelet: Kubelet) -> None:
+    """Have the operator do everything it can do."""
+    claim = {"metadata": {"name": "models"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}}
+    await jobs.api.create(kinds.CLAIM, jobs.namespace, claim)
+    volumes = {"volumes": [{"name": "m", "persistentVolumeClaim": {"claimName": "models"}}], "volumeMounts": [{"name": "m", "mountPath": "/models"}]}
+    theirs = {"metadata": {"name": "job-env-0"}, "spec": {"containers": [{"name": "c", "image": IMAGE}]}}
+    await jobs.api.create(kinds.POD, jobs.namespace, theirs)
+    await jobs.create(actor=volumes, rollout={"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"})
+    await jobs.wait_condition("Accepted", "False", "NameConflict")
+    await jobs.delete_pod("job-env-0", now=True)
+    await jobs.wait_pods(*STANDARD)
+    await jobs.change({"rollout": {"replicas": 1}})
+    await jobs.wait_pods("job-actor-0", "job-rollout-0", "job-env-0")
+    for _ in range(3):  # the same event again is counted up by a patch
+        uid = await jobs.delete_pod("job-env-0")
+
+        async def replaced(uid: str = uid) -> bool:
+            pods = await jobs.pods()
+            return "job-env-0" in pods and pods["job-env-0"]["metadata"]["uid"] != uid
+
+        await until(replaced, "a new job-env-0")
+    await jobs.change({"ttlSecondsAfterFinished": 1})
+    await kubelet.end("job-actor-0", code=0)
+    await jobs.wait_gone(kinds.RLJOB, "job")
+
+
+async def test_the_charts_rights_are_sufficient_and_each_is_used(
+    control_plane: Access, jobs: Jobs, start, kubelet: Kubelet, rights: list[dict]
+) -> None:
+    witness = Witness()
+    account = control_plane.kubeconfig_of("rljob-operator", namespace=jobs.namespace)
+    async with FakeRunner(address=kubelet.address("job-actor-0"), step=1):
+        replica = await start(kubeconfig=account, wrap=witness.wrap)
+        await exercise(jobs, kubelet)
+        await asyncio.sleep(2.0)
+        await replica.settle()
+    assert witness.refused == []
+    watched = {("watch", kind.group, kind.plural) for kind in kinds.WATCHED}
+    events = replica.operator.metrics.registry.get_sample_value("rljob_operator_watch_events_total", {"resource": "pods"})
+    assert events and events > 4, "the watches run with these rights too"
+    used = witness.used | watched
+    assert used - granted(rights) == set(), "missing in the chart"
+    assert granted(rights) - used == set(NOT_EXERCISED), "given by the chart and not used"
+
+
+async def test_the_account_can_read_no_secret_but_its_own(control_plane: Access, jobs: Jobs, rights: list[dict]) -> None:
+    account = control_plane.kubeconfig_of("rljob-operator", namespace=jobs.namespace)
+
+    def may(*words: str) -> bool:
+        done = control_plane.kubectl("--kubeconfig", account, "auth", "can-i", *words, "-n", jobs.namespace, check=False)
+        return done.stdout.strip() == "yes"
+
+    assert may("get", "secrets/rljob-operator-master-key")
+    for words in (("get", "secrets/other"), ("list", "secrets"), ("watch", "secrets"), ("delete", "secrets"), ("create", "pods/exec"), ("get", "pods/log")):
+        assert not may(*words), words

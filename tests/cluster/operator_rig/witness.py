@@ -1,0 +1,64 @@
+"""A `Cluster` that keeps which rights its requests need."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from rljob_operator.cluster import Cluster
+from rljob_operator.errors import Forbidden
+from rljob_operator.kinds import Kind
+
+Right = tuple[str, str, str]
+"""(verb, API group, resource or resource/subresource)."""
+
+
+class Witness:
+    """Passes every request on; `used` are the rights it took, `refused` those that were missing."""
+
+    def __init__(self) -> None:
+        self.used: set[Right] = set()
+        self.refused: list[str] = []
+
+    def wrap(self, cluster: Cluster) -> Witness:
+        """Stand before a cluster."""
+        self._cluster = cluster
+        return self
+
+    async def read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
+        return await self._call(self._cluster.read(kind, namespace, name), kind, "get")
+
+    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[dict[str, Any]]]:
+        self.used.add(("list", kind.group, kind.plural))
+        async for page in self._cluster.list(kind, namespace, selector=selector):
+            yield page
+
+    async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._call(self._cluster.create(kind, namespace, body), kind, "create")
+
+    async def apply(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Server-side apply needs `patch`, and `create` where the object may be new."""
+        return await self._call(self._cluster.apply(kind, namespace, name, body), kind, "create", "patch")
+
+    async def patch(
+        self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any], *, subresource: str | None = None
+    ) -> dict[str, Any]:
+        call = self._cluster.patch(kind, namespace, name, body, subresource=subresource)
+        return await self._call(call, kind, "patch", subresource=subresource)
+
+    async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._call(self._cluster.replace(kind, namespace, name, body), kind, "update")
+
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+    ) -> dict[str, Any]:
+        return await self._call(self._cluster.delete(kind, namespace, name, uid=uid, grace_seconds=grace_seconds), kind, "delete")
+
+    async def _call(self, call: Any, kind: Kind, *verbs: str, subresource: str | None = None) -> dict[str, Any]:
+        resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
+        self.used |= {(verb, kind.group, resource) for verb in verbs}
+        try:
+            return await call
+        except Forbidden as error:
+            self.refused.append(error.message)
+            raise
