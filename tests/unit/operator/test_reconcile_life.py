@@ -543,5 +543,5 @@ def test_a_pod_that_was_asked_to_finish_goes_even_if_it_is_wanted_again() -> Non
     world.run_until(lambda: world.pods.get("x-rollout-2", {"metadata": {"uid": uid}})["metadata"]["uid"] != uid)
     world.go_on(ticks=8)
     assert world.role("rollout")["ready"] == 3
-    assert "draining" not in world.status and world.role("rollout")["restarts"] == 0
+    assert "draining" not in world.status and world.role("rollout")["failed"] == 0
     assert not [event for event in world.events if event.reason == "PodReplaced"]
