@@ -9,10 +9,10 @@ import yaml
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.cli.problems import find_problems
-from rl_core.data.hub import HUB_SCHEME, fetch
+from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS
 from rl_core.data.source import GENERATED_SCHEME
 
-PATH_FIELDS = (("model", "path"), ("data", "train"), ("data", "validation"), ("checkpoint", "path"))
+PATH_FIELDS = (*REFERENCE_FIELDS, ("checkpoint", "path"))
 
 
 class JobProblems(ConfigError):
@@ -92,13 +92,3 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
         if value is not None and not value.startswith((HUB_SCHEME, GENERATED_SCHEME)):
             spec[block][field] = str((file.parent / Path(value).expanduser()).resolve())
     return RLJob.model_validate(job.model_dump(mode="json", by_alias=True) | {"spec": spec})
-
-
-def fetch_references(job: RLJob) -> RLJob:
-    """Return the job with `hf://` references replaced by the local paths of what was fetched."""
-    whole = job.model_dump(mode="json", by_alias=True)
-    for block, field in PATH_FIELDS[:3]:
-        value = whole["spec"][block][field]
-        if value is not None and value.startswith(HUB_SCHEME):
-            whole["spec"][block][field] = str(fetch(value))
-    return RLJob.model_validate(whole)

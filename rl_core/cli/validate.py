@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rl_core.api.errors import RLJobError
 from rl_core.api.job import RLJob
-from rl_core.cli.job_file import JobProblems, fetch_references, load_job
-from rl_core.data.hub import HUB_SCHEME
+from rl_core.cli.job_file import JobProblems, load_job
+from rl_core.data.hub import HUB_SCHEME, fetch_references
 
 
 def validate_file(file: Path, settings: Sequence[str]) -> int:

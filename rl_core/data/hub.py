@@ -3,8 +3,24 @@
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJob
 
 HUB_SCHEME = "hf://"
+REFERENCE_FIELDS = (("model", "path"), ("data", "train"), ("data", "validation"))
+"""Fields of the spec that may hold a reference."""
+
+
+def fetch_references(job: RLJob) -> RLJob:
+    """Return the job with `hf://` references replaced by the local paths of what was fetched.
+
+    `rljob run` calls it before anything starts, on a cluster the runner does. Raises ConfigError for one that cannot be fetched.
+    """
+    whole = job.model_dump(mode="json", by_alias=True)
+    for block, field in REFERENCE_FIELDS:
+        value = whole["spec"][block][field]
+        if value is not None and value.startswith(HUB_SCHEME):
+            whole["spec"][block][field] = str(fetch(value))
+    return RLJob.model_validate(whole)
 
 
 def fetch(reference: str) -> Path:

@@ -7,13 +7,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, exit_code
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
 from rl_core.channel.client import configure, current
 from rl_core.data.dataset import PromptDataset, load_prompts
+from rl_core.data.hub import fetch_references
 from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.observability.logging import configure_logging
 from rl_core.observability.trackers import Trackers
@@ -152,10 +155,15 @@ def main() -> int:
     runner: Runner | None = None
     ended = threading.Event()
     try:
-        job = RLJob.model_validate_json(Path(identity.config).read_text())
+        job = fetch_references(RLJob.model_validate_json(Path(identity.config).read_text()))
+        output.mkdir(parents=True, exist_ok=True)
         runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
         signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM", StopKind.INTERRUPT))
         serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
+        if (
+            identity.in_cluster
+        ):  # the supervisor tells it as the last word; an earlier epoch's must not be taken for ours
+            write_json(output / "status.json", runner.status())
         threading.Thread(target=housekeeping, args=(runner, ended), name="housekeeping", daemon=True).start()
         summary = runner.run()
         logger.info("%s", summary)
@@ -166,17 +174,23 @@ def main() -> int:
         code, outcome = failure_code(error), "Failed"
         failure = {"type": type(error).__name__, "message": str(error), "exitCode": code}
         if runner is None:
-            write_json(
-                output / "status.json", {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure}
-            )
+            tell(output, {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure})
         else:
             runner.board.end(Phase.FAILED, failure)
     ended.set()
     if runner is not None:
         runner.trackers.finish(outcome)
-        write_json(output / "status.json", runner.status())
+        tell(output, runner.status())
         runner.close()
     return code
+
+
+def tell(output: Path, status: Mapping[str, Any]) -> None:
+    """Leave the last word in the output folder; one that takes nothing any more must not hide the exit code."""
+    try:
+        write_json(output / "status.json", status)
+    except OSError as error:
+        logger.error("%s/status.json could not be written: %s", output, error)
 
 
 def end(runner: Runner, summary: RunSummary) -> int:

@@ -235,7 +235,10 @@ class Runner:
             self.trajectories.put({"end_of_step": step})
 
     def housekeep(self) -> None:
-        """Once a second, from a thread: requeue overdue leases and dead prompts, look at the channels."""
+        """Once a second, from a thread: requeue overdue leases and dead prompts, look at the channels and for actors that must go."""
+        leaving = [member.name for member in self.cluster.members("actor") if member.state == "draining"]
+        if leaving and not self.stopping:
+            self.stop(f"SIGTERM at {', '.join(leaving)}", StopKind.INTERRUPT)
         self.intake.expire()
         stats = [channel.stats() for channel in (self.prompts, self.trajectories, self.results)]
         self._channels = [

@@ -6,6 +6,7 @@ The control loop runs no user code, so a busy worker keeps its heartbeat. Torch 
 
     start -> hello -(accepted)-> heartbeats -(hub silent for `lost` s, or the hub does not know us)-> reset -> hello ...
     fenced or refused for good -> exit 3 (wire version: 2)      SIGTERM -> drain -> goodbye -> exit 0
+    SIGTERM at an actor pod of a cluster without the runner -> the runner saves and ends -> exit 3
 """
 
 import asyncio
@@ -296,7 +297,23 @@ class Host:
         self._signals += 1
         if self._signals > 1:
             os._exit(128 + signal.SIGTERM)
-        self._stop.set()
+        if self._saved_by_runner:
+            logger.info("asked to end: the runner saves first, this process ends with it")
+            self.context.set_state(MemberState.DRAINING)
+        else:
+            self._stop.set()
+
+    @property
+    def _saved_by_runner(self) -> bool:
+        """Return whether a checkpoint of the whole gang is to be awaited: an actor of another pod than the runner's.
+
+        The runner sees `draining`, saves and ends; then the hub is silent and this process ends with code 3. In the runner's own pod
+        the supervisor has ended the runner before; a local run ends all its pods by itself.
+        """
+        identity = self.identity
+        return (
+            identity.in_cluster and identity.role == "actor" and identity.pod_index > 0 and self.context.hub is not None
+        )
 
     async def _until_stopped(self, work: Any) -> None:
         serving = asyncio.ensure_future(work)

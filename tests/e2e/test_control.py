@@ -140,3 +140,29 @@ def test_sigterm_at_the_actor_pod_saves_and_ends_with_3_and_the_next_epoch_goes_
     )
     last = end_soon(run)
     assert_trained_once(run, steps=last, groups=4)
+
+
+def test_in_a_cluster_a_missing_rollout_is_waited_for_without_a_bound_and_told(start):
+    """A rollout that is frozen past every deadline of a local run: the job waits as Degraded, says for whom, and goes on."""
+    deadlines = {"heartbeat": 0.3, "suspect": 1.0, "lost": 2.0, "rollout": 4.0, "degraded": 2.0}
+    run = start(
+        algorithm={"steps": 4000},
+        rollout={"replicas": 1, "maxSequenceLength": 32},
+        runtime={"deadlines": deadlines},
+        validation=QUIET,
+    )
+    run.env |= {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    run.start()
+    run.at_step(2)
+    frozen = run.processes(role="rollout")[0]["pid"]
+    os.kill(frozen, signal.SIGSTOP)
+    missing = lambda: [entry for entry in run.status().get("missing", []) if entry["since"] > 3 * deadlines["rollout"]]  # noqa: E731
+    told = run.until(missing, "a wait longer than the deadlines")
+    assert [(entry["name"], entry["pod"]) for entry in told] == [("rollout:0", "tiny-rollout-0")]
+    status = run.status()
+    assert status["phase"] == "Degraded" and (status["stall"] or {}).get("reason", "WaitingForPods") == "WaitingForPods"
+    os.kill(frozen, signal.SIGCONT)
+    run.at_step(status["step"] + 3)
+    last = end_soon(run)
+    assert_trained_once(run, steps=last, groups=4)
+    assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
