@@ -2,12 +2,10 @@
 
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 from testcluster.access import Access
 
-ROOT = Path(__file__).parents[3]
 IMPORTS = {
     "actor": "rl_core.runner.__main__, rl_core.channel.__main__, rl_core.actors.fsdp, torch, transformers, pyarrow, tensorboard",
     "rollout": "rl_core.rollouts.hf.worker, rl_core.workers.host, torch, transformers",
@@ -114,14 +112,3 @@ def test_actor_and_rollout_share_their_largest_layer(nodes: Access, images: dict
     largest = max(rollout, key=rollout.__getitem__)
     assert largest in actor
     assert sum(rollout[each] for each in rollout if each not in actor) < 5e6
-
-
-def test_an_unchanged_tree_is_not_built_again(images: dict[str, str]) -> None:
-    import sys
-
-    again = subprocess.run(
-        [sys.executable, "worker_images/build.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "build localhost" not in again.stderr
-    tags = {role: image.rpartition("-")[2] for role, image in images.items()}
-    assert {role: name.rpartition(":")[2] for role, name in json.loads(again.stdout).items()} == tags
