@@ -6,27 +6,24 @@ as the container runtime set it. In place of the workers a probe tells what a pr
 
 import base64
 import json
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from manifest_samples import MASTER, make_job, make_plan
+from manifest_samples import MASTER, make_plan
 from nvml_stub import build as build_stub
+from probes_on_nodes import create_job, one_image, probing
 from testcluster.access import Access
 
-from rl_core.api.job import RLJob
 from rl_core.plan.colocated import colocate
 from rl_core.plan.launch import LaunchPlan
 from rljob_operator import manifests
 from rljob_operator.model import OperatorConfig
 
-ROOT = Path(__file__).parents[3]
 SECONDS = 120.0
 DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
 DEVICE_CLASS = {
@@ -89,10 +86,7 @@ class Probed:
 @pytest.fixture(scope="module")
 def config(nodes: Access) -> OperatorConfig:
     """All roles run the env image: the smallest with the supervisor in it."""
-    command = [sys.executable, "worker_images/build.py", "--push", nodes.cluster.state.addresses.registry, "env"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return OperatorConfig(images=dict.fromkeys(("actor", "rollout", "env"), json.loads(done.stdout)["env"]))
+    return one_image(nodes)
 
 
 @pytest.fixture
@@ -113,8 +107,8 @@ def started(
     def start(
         change: Callable[[LaunchPlan], LaunchPlan] = lambda plan: plan, **roles: dict[str, Any]
     ) -> dict[str, Probed]:
-        job = _create_job(nodes, namespace, {role: {**STUB, **fields} for role, fields in roles.items()})
-        plan = _probing(change(make_plan(job)))
+        job = create_job(nodes, namespace, {role: {**STUB, **fields} for role, fields in roles.items()})
+        plan = probing(change(make_plan(job)), PROBE)
         nodes.apply(
             *manifests.support.build(job, config=config),
             *manifests.claims.shared(job, plan, config=config),
@@ -125,26 +119,6 @@ def started(
         return {pod.name: _wait_probed(nodes, namespace, pod.name, _processes(plan, pod.name)) for pod in plan.pods}
 
     yield start
-
-
-def _create_job(nodes: Access, namespace: str, spec: dict[str, Any]) -> RLJob:
-    """Create the RLJob that owns everything; another controller's, so that an operator in this cluster leaves it alone."""
-    spec = {**spec, "managedBy": "example.com/probes"}
-    written = make_job(namespace=namespace, **spec).model_dump(mode="json", by_alias=True, exclude_unset=True)
-    made = nodes.custom.create_namespaced_custom_object("rljob.dev", "v1alpha1", namespace, "rljobs", written)
-    return make_job(namespace=namespace, uid=made["metadata"]["uid"], **spec)
-
-
-def _probing(plan: LaunchPlan) -> LaunchPlan:
-    """Return `plan` with a probe for each worker, and without runner and channel server."""
-    pods = []
-    for pod in plan.pods:
-        containers = [
-            replace(c, processes=tuple(replace(p, command=("python", "-c", PROBE)) for p in c.processes if p.group not in ("runner", "channel")))
-            for c in pod.containers
-        ]  # fmt: skip
-        pods.append(replace(pod, containers=tuple(containers)))
-    return replace(plan, pods=tuple(pods))
 
 
 def _processes(plan: LaunchPlan, name: str) -> int:
@@ -232,8 +206,8 @@ def test_a_pod_whose_accelerators_are_not_there_ends_as_a_configuration_error_an
     control_plane, nodes, namespace, config, tmp_path, started
 ):
     """The plan asks for two, the pod for none: as with a device plugin that gives none, or a runtime without it."""
-    job = _create_job(nodes, namespace, {"rollout": {**STUB, "gpus": 2}})
-    (planned,) = (pod for pod in _probing(make_plan(job)).pods if pod.role == "rollout")
+    job = create_job(nodes, namespace, {"rollout": {**STUB, "gpus": 2}})
+    (planned,) = (pod for pod in probing(make_plan(job), PROBE).pods if pod.role == "rollout")
     pod = manifests.pods.build(job, planned, config=config)
     pod["spec"]["containers"][0]["resources"] = {}
     nodes.apply(manifests.secret.build(job, master=MASTER), pod, namespace=namespace)
