@@ -212,7 +212,7 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
         return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
     if scheduled.reason not in ("PodsScheduled", "PodsPending"):
         return Fact(status="False", reason="NotScheduled", message=scheduled.message)
-    if situation.old_gang():
+    if situation.old_gang:
         told = message if reason == "Restarting" else ""
         return Fact(status="False", reason="Restarting", message=told)
     if not whole or not all(pod.scheduled for pod in gang):

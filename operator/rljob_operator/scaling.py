@@ -74,7 +74,7 @@ def removal(pod: PodView, *, grace: int | None = None) -> Deletion:
 
 def _teardown(situation: Situation) -> list[Deletion]:
     """End the gangs of older epochs: a whole one by its runner first, which saves; a broken one at once."""
-    old = situation.old_gang()
+    old = situation.old_gang
     alive = [pod for pod in old if not pod.deleting]
     first = next((pod for pod in old if pod.index == 0), None)
     if first is None or any(has_ended(pod) for pod in old):

@@ -31,8 +31,14 @@ class Situation:
     config: OperatorConfig
     pods: Mapping[str, PodView]
     """Our pods, by name."""
+    by_role: Mapping[str, tuple[PodView, ...]]
+    """Our pods by role and index; of the actor those of this epoch only."""
+    old_gang: tuple[PodView, ...]
+    """Our actor pods of other epochs, by index."""
+    names: Mapping[str, tuple[str, ...]]
+    """Names of the pods that are wanted while the job runs, by role and index."""
     earlier: tuple[str, ...]
-    """Names we need that pods of an earlier job of this name still hold."""
+    """Names of pods of an earlier job of this name."""
     strangers: tuple[str, ...]
     """Names of pods with our labels that no RLJob owns."""
     epoch: int
@@ -68,26 +74,15 @@ class Situation:
 
     def desired(self, role: str) -> int:
         """Return how many pods of a role are wanted while the job runs."""
-        return {
-            "actor": self.spec.actor.replicas,
-            "rollout": self.spec.rollout.replicas,
-            "env": self.spec.env.replicas,
-        }[role]
+        return len(self.names[role])
 
-    def wanted(self, role: str) -> list[str]:
+    def wanted(self, role: str) -> tuple[str, ...]:
         """Return the names of the pods of a role that are wanted while the job runs, by index."""
-        return [naming.pod(self.name, role, index) for index in range(self.desired(role))]
+        return self.names[role]
 
-    def pods_of(self, role: str) -> list[PodView]:
+    def pods_of(self, role: str) -> tuple[PodView, ...]:
         """Return our pods of a role, by index; of the actor those of this epoch only."""
-        found = [p for p in self.pods.values() if p.role == role and (role != "actor" or p.epoch == self.epoch)]
-        return sorted(found, key=lambda pod: pod.index)
-
-    def old_gang(self) -> list[PodView]:
-        """Return actor pods of other epochs, by index."""
-        return sorted(
-            (p for p in self.pods.values() if p.role == "actor" and p.epoch != self.epoch), key=lambda p: p.index
-        )
+        return self.by_role[role]
 
 
 def look(job: RLJob, raw: Object, observed: Observed, now: float, *, config: OperatorConfig) -> Situation:
@@ -96,6 +91,8 @@ def look(job: RLJob, raw: Object, observed: Observed, now: float, *, config: Ope
     record = records.read(raw.get("status"))
     pods = {pod.name: pod for pod in observed.pods if pod.job_uid == uid}
     epoch = max([record.epoch, *(pod.epoch for pod in pods.values())])
+    ordered = sorted(pods.values(), key=lambda pod: (pod.index, pod.name))
+    counts = {"actor": job.spec.actor.replicas, "rollout": job.spec.rollout.replicas, "env": job.spec.env.replicas}
     first = pods.get(naming.pod(job.metadata.name, "actor", 0))
     first = first if first is not None and first.epoch == epoch else None
     report = (reports.from_end(first, epoch=epoch, at=now) if first is not None and has_ended(first) else None) or (
@@ -109,6 +106,9 @@ def look(job: RLJob, raw: Object, observed: Observed, now: float, *, config: Ope
         now=now,
         config=config,
         pods=pods,
+        by_role={r: tuple(p for p in ordered if p.role == r and (r != "actor" or p.epoch == epoch)) for r in ROLES},
+        old_gang=tuple(p for p in ordered if p.role == "actor" and p.epoch != epoch),
+        names={r: tuple(naming.pod(job.metadata.name, r, i) for i in range(counts[r])) for r in ROLES},
         earlier=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
         strangers=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
         epoch=epoch,

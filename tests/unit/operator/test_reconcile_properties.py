@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,12 @@ from rljob_operator.reconcile import reconcile
 from rljob_operator.times import to_text
 
 UID = "0f9d2c1e-0000"
-MANY = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+MANY = settings(
+    max_examples=int(os.environ.get("RLJOB_EXAMPLES", "1000")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
 
 words = st.sampled_from(
     [
