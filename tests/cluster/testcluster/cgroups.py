@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+WEIGHT = 10
+"""How many processes outside a cluster weighs as much as, when the processor is short; else all its pods are as one."""
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 250, 0.02
 
 
@@ -17,6 +19,7 @@ def create(path: str) -> None:
             folder.mkdir(exist_ok=True)
             _fill_cpuset(root, parent, folder)
             _pass_controllers_on(parent, folder)
+            _weigh(folder)
 
 
 def remove(path: str) -> None:
@@ -47,6 +50,13 @@ def _pass_controllers_on(parent: Path, folder: Path) -> None:
         have = (folder / "cgroup.controllers").read_text().split()
         wanted = [name for name in (parent / "cgroup.controllers").read_text().split() if name not in have]
         (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
+
+
+def _weigh(folder: Path) -> None:
+    for key in ("cpu.shares", "cpu.weight"):  # of versions 1 and 2
+        if (folder / key).exists():
+            default = 1024 if key == "cpu.shares" else 100
+            (folder / key).write_text(str(WEIGHT * default))
 
 
 def _remove(folder: Path) -> None:
