@@ -43,7 +43,9 @@ def main() -> int:
                 sys.stdout.write(f"job {namespace}/{name} was understood: {status['phase']}\n")
                 return 0
             time.sleep(0.5)
-        return complain(f"the operator must write a status within {PATIENCE:.0f} s, got {status or 'none'}; see its logs")
+        return complain(
+            f"the operator must write a status within {PATIENCE:.0f} s, got {status or 'none'}; see its logs"
+        )
     finally:
         jobs.delete_namespaced_custom_object(**where, name=name)
 

@@ -1,0 +1,316 @@
+"""The chart against a real API server by a real helm: it renders, installs, upgrades and goes; its policy refuses with words.
+
+The operator's pods do not run here (no nodes); that its rights are sufficient and no more is tested where the operator runs.
+"""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rljob_operator import naming
+from rljob_operator.settings import Settings
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "helm" / "rljob"
+NAMESPACE = "chart-test"
+POLICY = {
+    "allowedImagePrefixes": ["registry.test/", "ghcr.io/team/"],
+    "maxGpusPerJob": 8,
+    "allowedPriorityClasses": ["low", "high"],
+    "allowedServiceAccounts": ["trainer"],
+}
+EVERYTHING = {
+    "policy": POLICY,
+    "serviceMonitor": {"enabled": True},
+    "prometheusRule": {"enabled": True},
+    "dashboard": {"enabled": True},
+    "imagePullSecrets": [{"name": "registry"}],
+    "priorityClassName": "system-cluster-critical",
+    "tolerations": [{"operator": "Exists"}],
+    "podLabels": {"team": "rl"},
+}
+MONITORING = ("ServiceMonitor", "PrometheusRule")
+HOOKS = "helm.sh/hook"
+
+
+def render(access, *words, **values):
+    """Return the chart's objects for some values."""
+    given = [f"--set-json={name}={json.dumps(value)}" for name, value in values.items()]
+    text = access.helm("template", "rljob", CHART, "-n", NAMESPACE, *given, *words).stdout
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def of_kind(objects, kind, name=None):
+    found = [item for item in objects if item["kind"] == kind and name in (None, item["metadata"]["name"])]
+    assert found, f"no {kind} {name or ''}"
+    return found[0]
+
+
+def job(name="job", **spec):
+    needed = {"model": {"path": "/m"}, "data": {"train": "/d.jsonl"}}
+    return {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": name}, "spec": needed | spec}
+
+
+@pytest.fixture(scope="module")
+def installed(cluster):
+    """The chart with a policy, without operator pods, over whatever definition is there."""
+    words = ["-n", NAMESPACE, "--set", "replicas=0", f"--set-json=policy={json.dumps(POLICY)}", "--take-ownership"]
+    cluster.helm("install", "rljob", CHART, "--create-namespace", *words)
+    cluster.kubectl("wait", "--for=condition=Established", "crd/rljobs.rljob.dev", "--timeout=30s")
+    try:
+        yield cluster
+    finally:
+        cluster.helm("uninstall", "rljob", "-n", NAMESPACE)
+        cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+def test_the_chart_passes_lint(cluster):
+    assert "0 chart(s) failed" in cluster.helm("lint", CHART, "--strict").stdout
+
+
+@pytest.mark.parametrize(
+    "values", [{}, EVERYTHING, EVERYTHING | {"watchNamespaces": ["default"]}], ids=["default", "all", "one"]
+)
+def test_the_api_server_takes_every_object(cluster, values):
+    cluster.kubectl("create", "namespace", NAMESPACE, check=False)
+    for item in render(cluster, **values):
+        if item["kind"] not in (*MONITORING, "Pod"):  # the pod needs its account; a restricted namespace takes it below
+            cluster.kubectl(
+                "apply", "--server-side", "--dry-run=server", "--force-conflicts", "-f", "-", stdin=json.dumps(item)
+            )
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"replica": 3}, "additional properties 'replica' not allowed"),
+        ({"settings": {"workers": 0}}, "minimum: got 0, want 1"),
+        ({"images": {"operator": ""}}, "/images/operator"),
+        ({"imagePullPolicy": "Sometimes"}, "/imagePullPolicy"),
+        ({"watchNamespaces": ["Not a name"]}, "/watchNamespaces/0"),
+        ({"policy": {"maxGpusPerJob": -1}}, "/policy/maxGpusPerJob"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(cluster, values, words):
+    given = [f"--set-json={name}={json.dumps(value)}" for name, value in values.items()]
+    answer = cluster.helm("template", "rljob", CHART, *given, check=False)
+    assert answer.returncode == 1 and words in answer.stderr
+
+
+def test_each_value_is_told_by_the_values_schema():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    free = {"global"}
+
+    def compare(path, value, node):
+        if "properties" in node and path not in ("resources",):
+            assert set(value) == set(node["properties"]) - free, path
+            assert node["additionalProperties"] is False, path
+            for name, inner in value.items():
+                compare(f"{path}.{name}".strip("."), inner, node["properties"][name])
+
+    schema["additionalProperties"] = False
+    compare("", values, schema)
+
+
+def test_the_environment_is_read_by_the_operator_as_the_values_say(cluster):
+    values = {
+        "watchNamespaces": ["a", "b"],
+        "settings": {"workers": 3, "logFormat": "text", "pollSeconds": 7.5, "apiInFlight": 9},
+    }
+    images = {"images": {"actor": "r.test/a:1", "rollout": "r.test/r@sha256:ab", "env": "r.test:5000/e"}}
+    deployment = of_kind(render(cluster, **values, **images, imagePullPolicy="Always"), "Deployment", "rljob-operator")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    settings = Settings.from_env({entry["name"]: entry.get("value", "from-the-pod") for entry in container["env"]})
+    assert settings.watch_namespaces == ("a", "b")
+    assert (settings.workers, settings.log_format, settings.poll_seconds, settings.api_in_flight) == (3, "text", 7.5, 9)
+    assert settings.identity == "from-the-pod"
+    assert settings.config.namespace == NAMESPACE and settings.config.image_pull_policy == "Always"
+    assert settings.config.images == {
+        "actor": "r.test/a:1",
+        "rollout": "r.test/r@sha256:ab",
+        "env": "r.test:5000/e:0.1.0",
+    }
+    assert settings.config.metrics_namespace_labels == {"rljob.dev/metrics": "true"}
+
+
+def test_the_operators_pods_carry_the_label_that_the_jobs_policies_name(cluster):
+    pod = of_kind(render(cluster), "Deployment")["spec"]["template"]
+    assert pod["metadata"]["labels"][naming.LABEL_NAME] == naming.OPERATOR_APP
+
+
+def test_the_operators_pods_are_those_of_a_restricted_namespace(cluster, namespace):
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    objects = render(cluster)
+    template = of_kind(objects, "Deployment")["spec"]["template"]
+    pods = [template["spec"], of_kind(objects, "Pod")["spec"]]
+    for spec in pods:
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "pod"},
+            "spec": spec | {"serviceAccountName": "default"},
+        }
+        cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(pod))
+
+
+def test_no_right_is_a_wildcard_and_secrets_are_neither_listed_nor_watched(cluster):
+    for values in ({}, {"watchNamespaces": ["a"]}):
+        for role in render(cluster, **values):
+            for right in role.get("rules", []) if role["kind"] in ("Role", "ClusterRole") else []:
+                assert "*" not in [*right["apiGroups"], *right["resources"], *right["verbs"]], role["metadata"]["name"]
+                if "secrets" in right["resources"]:
+                    assert set(right["verbs"]) <= {"create", "get"}
+                    assert "get" not in right["verbs"] or right.get("resourceNames") == ["rljob-operator-master-key"]
+                assert not {"pods/exec", "pods/log", "nodes"} & set(right["resources"])
+
+
+def test_with_namespaces_given_the_operator_has_no_right_elsewhere(cluster):
+    objects = render(cluster, watchNamespaces=["a", "b"], **{"rbac.aggregate": False})
+    assert not [item for item in objects if item["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+    assert {item["metadata"]["namespace"] for item in objects if item["kind"] == "RoleBinding"} == {"a", "b", NAMESPACE}
+
+
+@pytest.mark.parametrize(
+    ("role", "may", "may_not"),
+    [("view", ["list", "get"], ["create", "delete"]), ("edit", ["list", "create", "patch", "delete"], [])],
+)
+def test_viewers_see_jobs_and_editors_change_them_but_never_the_status(installed, namespace, role, may, may_not):
+    account = f"{namespace}:{role}"
+    installed.kubectl("create", "serviceaccount", role, "-n", namespace)
+    binding = ["create", "rolebinding", role, f"--clusterrole={role}", f"--serviceaccount={account}", "-n", namespace]
+    installed.kubectl(*binding)
+
+    def can(verb, *words):
+        asking = ["auth", "can-i", verb, "rljobs.rljob.dev", *words, "-n", namespace]
+        return installed.kubectl(*asking, f"--as=system:serviceaccount:{account}", check=False).stdout.strip() == "yes"
+
+    assert [verb for verb in (*may, *may_not) if can(verb)] == may
+    assert can("get", "--subresource=status") and not can("patch", "--subresource=status")
+    assert can("patch", "--subresource=scale") == (role == "edit")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            {"actor": {"image": "docker.io/evil"}},
+            'spec.actor: images must begin with one of ["registry.test/", "ghcr.io/team/"], got ["docker.io/evil"]; use such an image, or ask the cluster administrator (chart value policy.allowedImagePrefixes)',
+        ),
+        (
+            {"env": {"initContainers": [{"name": "i", "image": "evil"}]}},
+            'spec.env: images must begin with one of ["registry.test/", "ghcr.io/team/"], got ["evil"]; use such an image',
+        ),
+        (
+            {"rollout": {"volumes": [{"name": "m", "image": {"reference": "evil/model"}}]}},
+            'spec.rollout: images must begin with one of ["registry.test/", "ghcr.io/team/"], got ["evil/model"]; use such an image',
+        ),
+        (
+            {"rollout": {"priorityClassName": "urgent"}},
+            'spec.rollout.priorityClassName must be one of ["low", "high"], got urgent; choose one, or ask the cluster administrator (chart value policy.allowedPriorityClasses)',
+        ),
+        (
+            {"actor": {"serviceAccountName": "admin"}},
+            'spec.actor.serviceAccountName must be one of ["trainer"], got admin; choose one, or ask the cluster administrator (chart value policy.allowedServiceAccounts)',
+        ),
+        (
+            {"actor": {"gpus": 4}, "rollout": {"gpus": 1, "replicas": 2, "maxReplicas": 5}},
+            "spec: GPUs of all pods must not exceed 8, got 9; lower gpus or replicas, or ask the cluster administrator (chart value policy.maxGpusPerJob)",
+        ),
+        (
+            {"rollout": {"gpus": 1}},
+            "spec.rollout.maxReplicas must be given where GPUs per job are limited, got none; set it to the most rollouts that `kubectl scale` may ask for",
+        ),
+    ],
+)
+def test_the_policy_refuses_with_field_rule_value_and_way_out(installed, namespace, spec, message):
+    answer = installed.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(job(**spec)), check=False)
+    assert answer.returncode == 1 and message in answer.stderr, answer.stderr
+
+
+def test_the_policy_lets_pass_what_it_allows_and_holds_at_scale(installed, namespace):
+    good = job(
+        actor={"image": "registry.test/a:1", "gpus": 4, "priorityClassName": "low", "serviceAccountName": "trainer"},
+        rollout={"gpus": 1, "replicas": 1, "maxReplicas": 4},
+    )
+    installed.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(good))
+    answer = installed.kubectl("scale", "rlj/job", "-n", namespace, "--replicas=5", check=False)
+    assert "maxReplicas must not be below replicas 5, got 4" in answer.stderr
+    installed.kubectl("scale", "rlj/job", "-n", namespace, "--replicas=4")
+    more = installed.kubectl(
+        "patch", "rlj/job", "-n", namespace, "--type=merge", "-p", '{"spec":{"rollout":{"maxReplicas":5}}}', check=False
+    )
+    assert "GPUs of all pods must not exceed 8, got 9" in more.stderr
+
+
+def test_a_tightened_policy_leaves_metadata_of_older_jobs_editable(installed, namespace):
+    loose = [f"--set-json=policy={json.dumps(POLICY | {'allowedServiceAccounts': []})}", "--set", "replicas=0"]
+    installed.helm("upgrade", "rljob", CHART, "-n", NAMESPACE, *loose)
+    document = json.dumps(job("older", actor={"serviceAccountName": "admin"}))
+    eventually(
+        lambda: installed.kubectl("create", "-n", namespace, "-f", "-", stdin=document, check=False).returncode == 0
+    )
+    tight = [f"--set-json=policy={json.dumps(POLICY)}", "--set", "replicas=0"]
+    installed.helm("upgrade", "rljob", CHART, "-n", NAMESPACE, *tight)
+    patch = ["patch", "rlj/older", "-n", namespace, "--type=merge", "-p"]
+    eventually(
+        lambda: installed.kubectl(*patch, '{"spec":{"suspend":true}}', "--dry-run=server", check=False).returncode == 1
+    )
+    installed.kubectl("annotate", "rlj/older", "-n", namespace, "note=kept")
+
+
+def eventually(holds):
+    """Wait for the API server to take up a policy, which it does within a second or so; helm has written it already."""
+    for _ in range(150):
+        if holds():
+            return
+        time.sleep(0.2)
+    pytest.fail("the API server did not take up the policy within 30 s")
+
+
+def test_uninstalling_keeps_the_definition_and_the_jobs(cluster, namespace):
+    words = ["-n", namespace, "--set", "replicas=0", "--set", "rbac.aggregate=false", "--take-ownership"]
+    cluster.helm("install", "short", CHART, *words)
+    cluster.kubectl("wait", "--for=condition=Established", "crd/rljobs.rljob.dev", "--timeout=30s")
+    cluster.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(job("stays", suspend=True)))
+    cluster.helm("uninstall", "short", "-n", namespace)
+    assert cluster.get("rljob", "stays", namespace=namespace)["spec"]["suspend"] is True
+    assert not cluster.get("deployments", namespace=namespace)["items"]
+
+
+def test_alerts_are_well_formed_and_lead_to_their_section_of_the_runbook(cluster):
+    rule = of_kind(render(cluster, prometheusRule={"enabled": True}), "PrometheusRule")
+    sections = anchors()
+    for group in rule["spec"]["groups"]:
+        for alert in group["rules"]:
+            url = alert["annotations"]["runbook_url"]
+            assert url.endswith(f"docs/operations.md#{alert['alert'].lower()}")
+            assert alert["alert"].lower() in sections, f"docs/operations.md has no section for {alert['alert']}"
+            assert alert["labels"]["severity"] in ("info", "warning", "critical")
+
+
+def anchors():
+    lines = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    return {line.lstrip("#").strip().lower().replace(" ", "-") for line in lines if line.startswith("#")}
+
+
+def test_alerts_and_the_dashboard_ask_for_metrics_that_the_operator_has():
+    import re
+
+    import rljob_operator.metrics as metrics
+
+    known = set(re.findall(r"^\| (rljob_\w+)", metrics.__doc__, re.MULTILINE))
+    text = (CHART / "files" / "alerts.yaml").read_text() + (CHART / "files" / "dashboard.json").read_text()
+    asked = set(re.findall(r"\brljob_\w+", text))
+    assert asked and {name.removesuffix("_bucket") for name in asked} <= known
+
+
+def test_the_test_pods_program_compiles():
+    done = subprocess.run(
+        ["python3", "-c", f"compile(open({str(CHART / 'files' / 'check.py')!r}).read(), 'check', 'exec')"], check=False
+    )
+    assert done.returncode == 0
