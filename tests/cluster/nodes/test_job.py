@@ -91,6 +91,8 @@ class TestLife:
     def test_scaling_down_drains_the_highest_first_and_training_goes_on(self, running: Job) -> None:
         running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=2")
         running.wait("two rollouts", lambda status: columns(status)["rollouts"] == "2/2", seconds=2 * MINUTES)
+        words = ("-n", running.namespace, "--for=delete", "--timeout=60s")
+        running.access.kubectl("wait", "pod/life-rollout-2", *words)
         assert set(running.pods("rollout")) == {"life-rollout-0", "life-rollout-1"}
         assert running.wait_steps(2, seconds=MINUTES)["restarts"] == 0
 
