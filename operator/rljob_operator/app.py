@@ -186,7 +186,7 @@ class Operator:
             master = await master_key.obtain(cluster, namespace=settings.config.namespace)
             recorder = EventRecorder(cluster=cluster, identity=settings.identity, dropped=self.metrics.event_dropped)
             runner = RunnerClient(master=master, session=session)
-            controller = self._controller(cluster, relister, master=master, recorder=recorder, runner=runner)
+            controller = self.controller(cluster, relister, master=master, recorder=recorder, runner=runner)
             poller = Poller(
                 client=runner,
                 targets=self._runners,
@@ -202,9 +202,10 @@ class Operator:
             group.create_task(self._resync(), name="resync")
             group.create_task(self.queue.run(controller.handle, workers=settings.workers), name="queue")
 
-    def _controller(
+    def controller(
         self, cluster: Cluster, relister: Relister, *, master: bytes, recorder: EventRecorder, runner: RunnerClient
     ) -> Controller:
+        """Return the controller over the replica's cache; `relister` says which kinds are served."""
         settings = self._settings
         gang_api = self._gang.api_version if self._gang is not None and self._gang in relister.served else None
         applier = Applier(

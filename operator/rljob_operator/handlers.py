@@ -125,7 +125,9 @@ def settings(*, kinds: Sequence[Kind], initial_streaming: bool) -> kopf.Operator
     result.watching.initial_streaming = initial_streaming
     result.queueing.idle_timeout = 0.5  # per-object workers hold memory; ours end with the burst
     result.queueing.exit_timeout = 1.0
-    result.process.ultimate_exiting_timeout = 20.0
+    result.process.ultimate_exiting_timeout = (
+        None  # it would SIGKILL the process; Kubernetes' grace period is our bound
+    )
     result.persistence.diffbase_storage = NoDiffs()
     for kind in kinds:
         if kind != RLJOB:

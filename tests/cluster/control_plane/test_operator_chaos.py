@@ -53,6 +53,7 @@ async def test_pods_deleted_while_no_watch_could_see_it_are_replaced(control_pla
     before = await jobs.wait_pods(*STANDARD)
     await asyncio.sleep(2.0)
     operator.send_signal(signal.SIGSTOP)
+    await restart_api_server(control_plane)  # its watches are cut, and it cannot begin new ones
     uid = await jobs.delete_pod("job-env-0", now=True)
     await restart_api_server(control_plane, compact=True)
     assert "job-env-0" not in await jobs.pods()
