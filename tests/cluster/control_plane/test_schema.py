@@ -324,7 +324,7 @@ def blocks(schema) -> st.SearchStrategy:
 SPEC_FIELDS = RLJobSpec.model_json_schema(by_alias=True)["properties"]
 
 
-@settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_the_api_server_and_pydantic_judge_alike(control_plane, data):
     name = data.draw(st.sampled_from(sorted(SPEC_FIELDS)))
