@@ -1,18 +1,21 @@
-"""How a data rank comes by its groups: one record at a time, each admitted by the runner before it counts (protocol.md 2)."""
+"""How a data rank comes by its groups: fetched ahead, each admitted by the runner before it counts (protocol.md 2)."""
 
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.actors.preparation import group_entry
-from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.api.records import PromptGroupRecord
 
 if TYPE_CHECKING:
     from rl_core.actors.base import Actor
+
+FETCHES = 16
+"""Most records asked of the channel at once."""
 
 
 async def receive(
@@ -20,55 +23,103 @@ async def receive(
 ) -> list[PromptGroupRecord]:
     """Return `wanted` admitted records, or fewer when the runner ends the step early.
 
-    Refused records (of an older lease, stale, filtered, surplus) are dropped. While the runner decides on one record the
-    next is fetched, unless it might be one too many. Raises DeadlineExceeded after `limit` seconds.
+    Refused records (of an older lease, stale, filtered, surplus) are dropped. Raises DeadlineExceeded after `limit` seconds.
     """
-    deadline = time.monotonic() + limit
-    admitted: list[PromptGroupRecord] = []
-    asked: deque[tuple[PromptGroupRecord, asyncio.Task[list[bool]]]] = deque()
-
-    async def settle() -> None:
-        record, answer = asked.popleft()
-        if (await answer)[0]:
-            admitted.append(record)
-            actor.record_progress("groups")
-
+    reception = _Reception(actor, channel, wanted, step, limit)
     try:
         with actor.waiting("trajectories", "rollout"):
-            while len(admitted) < wanted:
-                if len(admitted) + len(asked) == wanted:
-                    await settle()
-                    continue
-                item = await _next(channel, deadline, limit, len(admitted) + len(asked), wanted)
-                if not isinstance(item, dict):
-                    entry = group_entry(
-                        item, min_std=actor.cfg.algorithm.dynamic_sampling.min_std, rank=actor.ranks.rank
-                    )
-                    asked.append((item, asyncio.ensure_future(_admit(actor, entry))))
-                elif (
-                    item.get("end_of_step") == step
-                ):  # else of an earlier step, in which this rank was complete already
-                    break
-            while asked:
-                await settle()
+            await reception.run()
     finally:
-        for _, answer in asked:
-            answer.cancel()
-    return admitted
+        await reception.close()
+    return reception.admitted
 
 
-async def _admit(actor: "Actor", entry: dict[str, Any]) -> list[bool]:
-    """Return the runner's answer; outside a job nobody refuses."""
-    return [True] if actor.stand_alone else await actor.hub_call("admit", [entry])
+class _Reception:
+    """One step's groups of one rank: fetched -> fresh -> asked -> admitted or dropped.
+
+    As many records are fetched at a time as are missing, never more, so that none is taken from another rank. The runner is
+    asked about one lot at a time; what arrives meanwhile makes the next lot: groups that end together cost one or two calls.
+    """
+
+    def __init__(self, actor: "Actor", channel: Any, wanted: int, step: int | None, limit: float) -> None:
+        self.admitted: list[PromptGroupRecord] = []
+        self._actor, self._channel = actor, channel
+        self._wanted, self._step = wanted, step
+        self._limit, self._deadline = limit, time.monotonic() + limit
+        self._fetches: list[asyncio.Task[Any]] = []
+        self._fresh: list[PromptGroupRecord] = []
+        self._asked: list[PromptGroupRecord] = []
+        self._answer: asyncio.Task[list[bool]] | None = None
+        self._ended = False
+
+    @property
+    def _held(self) -> int:
+        return len(self.admitted) + len(self._asked) + len(self._fresh)
+
+    async def run(self) -> None:
+        """Fetch and ask until the groups are there or the runner ends the step."""
+        while self._answer or self._fresh or (len(self.admitted) < self._wanted and not self._ended):
+            if not self._ended:
+                missing = min(self._wanted - self._held, FETCHES) - len(self._fetches)
+                left = max(self._deadline - time.monotonic(), 0.001)
+                self._fetches += [asyncio.ensure_future(self._channel.get_async(timeout=left)) for _ in range(missing)]
+            if self._answer is None and self._fresh:
+                self._ask()
+            waited = [] if self._ended else self._fetches
+            await asyncio.wait({*waited, *filter(None, [self._answer])}, return_when=asyncio.FIRST_COMPLETED)
+            if self._answer is not None and self._answer.done():
+                self._settle()
+            if not self._ended:
+                self._take()
+
+    async def close(self) -> None:
+        """End what is under way; a record that came and was not looked at goes back, as does another rank's end of step."""
+        fetches, self._fetches = self._fetches, []
+        for task in (*fetches, *filter(None, [self._answer])):
+            task.cancel()
+        if fetches:
+            await asyncio.wait(fetches)
+        for fetch in fetches:
+            if not fetch.cancelled() and fetch.exception() is None:
+                with suppress(RLJobError):  # the channel is gone, and everything in it
+                    await self._channel.put_async(fetch.result())
+
+    def _take(self) -> None:
+        """Take up what was fetched, in the order of asking."""
+        for fetch in [fetch for fetch in self._fetches if fetch.done()]:
+            self._fetches.remove(fetch)
+            try:
+                item = fetch.result()
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(
+                    f"recv_batch must get {self._wanted} groups within deadlines.rollout {self._limit} s, got {self._held}; "
+                    f"the rollouts are slow or gone: {error}"
+                ) from error
+            if not isinstance(item, dict):
+                self._fresh.append(item)
+            elif item.get("end_of_step") == self._step:
+                self._ended = True
+                break
+            # else the end of an earlier step, in which this rank was complete already
+
+    def _ask(self) -> None:
+        min_std, rank = self._actor.cfg.algorithm.dynamic_sampling.min_std, self._actor.ranks.rank
+        entries = [group_entry(record, min_std=min_std, rank=rank) for record in self._fresh]
+        self._asked, self._fresh = self._fresh, []
+        self._answer = asyncio.ensure_future(_admit(self._actor, entries))
+
+    def _settle(self) -> None:
+        answers = self._answer.result()
+        for record, taken in zip(self._asked, answers, strict=True):
+            if taken:
+                self.admitted.append(record)
+                self._actor.record_progress("groups")
+        self._asked, self._answer = [], None
 
 
-async def _next(channel: Any, deadline: float, limit: float, held: int, wanted: int) -> Any:
-    try:
-        return await channel.get_async(timeout=max(deadline - time.monotonic(), 0.001))
-    except DeadlineExceeded as error:
-        raise DeadlineExceeded(
-            f"recv_batch must get {wanted} groups within deadlines.rollout {limit} s, got {held}; the rollouts are slow or gone: {error}"
-        ) from error
+async def _admit(actor: "Actor", entries: list[dict[str, Any]]) -> list[bool]:
+    """Return the runner's answers; outside a job nobody refuses."""
+    return [True] * len(entries) if actor.stand_alone else await actor.hub_call("admit", entries)
 
 
 def rollout_metrics(records: Sequence[PromptGroupRecord]) -> dict[str, float]:

@@ -283,6 +283,9 @@ class Shelf:
             raise DeadlineExceeded("channel trajectories: nothing arrived")
         return self.items.pop(0)
 
+    async def put_async(self, item):
+        self.items.append(item)
+
 
 class GuardedActor(FSDPActor):
     """An actor whose runner refuses the groups in `refused`."""
