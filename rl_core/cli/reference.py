@@ -6,7 +6,6 @@ python -m rl_core.cli.reference [--check]     # --check: exit 1 when a file diff
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import BaseModel
@@ -15,6 +14,8 @@ from pydantic_core import PydanticUndefined
 
 from rl_core.api.job import API_VERSION, RLJobSpec
 from rl_core.api.pods import PodSpec
+from rl_core.api.status import RLJobStatus
+from rl_core.cli.reference_rows import Row, rows
 
 YAML_PATH = Path("examples/reference.yaml")
 MARKDOWN_PATH = Path("docs/reference/rljob.md")
@@ -68,44 +69,32 @@ def render_yaml() -> str:
 
 
 def render_markdown() -> str:
-    """Return the fields as a table."""
-    lines = ["# RLJob fields", "", GENERATED, "", "| field | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for path, field, inner in fields_of(RLJobSpec):
-        if inner is not None:
-            continue
-        default = "required" if field.is_required() else f"`{default_text(path, field)}`"
-        meaning = " ".join((field.description or "").split())
-        lines.append(f"| `{path}` | {type_text(field.annotation)} | {default} | {meaning}{bounds_text(field)} |")
+    """Return the fields as tables: those of the spec, the pod fields that three roles share, the status."""
+    pod_fields = {str(field.alias) for field in PodSpec.model_fields.values()}
+    hidden = {f"{role}.{name}" for role in ("actor", "rollout", "env") for name in pod_fields}
+    spec = [row for row in rows(RLJobSpec) if row.path.partition("[")[0] not in hidden and not _below(row.path, hidden)]
+    parts = [
+        ("RLJob fields", f"{GENERATED} Paths are below `spec`; `[]` is an entry of a list.", spec),
+        (
+            "Pod fields",
+            "Below `actor`, `rollout` and `env`. For clusters; local runs read `env` alone. "
+            "The default of `actor.terminationGracePeriodSeconds` is 120.",
+            rows(PodSpec),
+        ),
+        ("Status", "Below `status`; written by the operator.", rows(RLJobStatus)),
+    ]
+    return "\n".join(_table(title, words, list(found)) for title, words, found in parts)
+
+
+def _below(path: str, blocks: set[str]) -> bool:
+    return any(path.startswith((f"{block}.", f"{block}[]")) for block in blocks)
+
+
+def _table(title: str, words: str, found: list[Row]) -> str:
+    heading = "#" if title == "RLJob fields" else "##"
+    lines = [f"{heading} {title}", "", words, "", "| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{row.path}` | {row.type} | {row.default} | {row.meaning} |" for row in found]
     return "\n".join(lines) + "\n"
-
-
-def type_text(annotation: Any) -> str:
-    """Return a type for people."""
-    text = (
-        getattr(annotation, "__name__", None)
-        if isinstance(annotation, type) and not getattr(annotation, "__args__", ())
-        else None
-    )
-    shown = text or str(annotation)
-    for old, new in (
-        ("typing.", ""),
-        ("rl_core.api.settings.", ""),
-        ("rl_core.api.algorithm.", ""),
-        ("NoneType", "null"),
-        ("None", "null"),
-    ):
-        shown = shown.replace(old, new)
-    return "`" + shown.replace("|", "or") + "`"
-
-
-def bounds_text(field: FieldInfo) -> str:
-    """Return the numeric bounds of a field."""
-    found = []
-    for constraint in field.metadata:
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            if (bound := getattr(constraint, name, None)) is not None:
-                found.append(f"{sign} {bound}")
-    return f" ({', '.join(found)})" if found else ""
 
 
 def main(arguments: list[str]) -> int:

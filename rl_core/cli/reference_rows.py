@@ -1,0 +1,86 @@
+"""The fields of a schema as rows for people: path, type with bounds, default, meaning. Made from its JSON schema."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+Node = Mapping[str, Any]
+MANY = 2**31
+"""Upper bounds from here on only keep numbers in the machine's range, and are not told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One field."""
+
+    path: str
+    type: str
+    default: str
+    meaning: str
+
+
+def rows(model: type[BaseModel]) -> Iterator[Row]:
+    """Yield the fields of a model, depth first; a block or a list of blocks is followed by its own fields."""
+    whole = model.model_json_schema(by_alias=True)
+    yield from _fields(whole, whole.get("$defs", {}), "")
+
+
+def _fields(block: Node, blocks: Mapping[str, Node], prefix: str) -> Iterator[Row]:
+    required = block.get("required", ())
+    for name, field in block["properties"].items():
+        path, node = f"{prefix}{name}", _resolved(field, blocks)
+        meaning = " ".join(field.get("description", node.get("description", "")).split())
+        default = "required" if name in required else _default(field.get("default"))
+        inner, suffix = _inner(node, blocks)
+        if inner is None:
+            yield Row(path=path, type=_type(node, blocks), default=default, meaning=meaning)
+            continue
+        if suffix or default in ("required", "`null`"):
+            yield Row(path=path + suffix, type="list" if suffix else "block", default=default, meaning=meaning)
+        yield from _fields(inner, blocks, f"{path}{suffix}.")
+
+
+def _resolved(node: Node, blocks: Mapping[str, Node]) -> Node:
+    """Return the node behind a reference or an optional value."""
+    options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
+    if len(options) == 1:
+        return _resolved(options[0], blocks)
+    return _resolved(blocks[node["$ref"].rpartition("/")[2]], blocks) if "$ref" in node else node
+
+
+def _inner(node: Node, blocks: Mapping[str, Node]) -> tuple[Node | None, str]:
+    """Return the block whose fields come next, and `[]` when it is a list's entry."""
+    if "properties" in node:
+        return node, ""
+    entry = _resolved(node["items"], blocks) if node.get("type") == "array" else {}
+    return (entry, "[]") if "properties" in entry else (None, "")
+
+
+def _default(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
+
+
+def _type(node: Node, blocks: Mapping[str, Node]) -> str:
+    """Return the type in words, with its bounds."""
+    node = _resolved(node, blocks)
+    if "anyOf" in node:
+        return "quantity"
+    if "enum" in node or "const" in node:
+        return " or ".join(f"`{value}`" for value in node.get("enum", [node.get("const")]))
+    kind = node.get("type")
+    if kind == "array":
+        return f"list of {_type(node['items'], blocks)}"
+    if kind == "object":
+        values = node.get("additionalProperties")
+        return f"map to {_type(values, blocks)}" if isinstance(values, Mapping) else "free"
+    words = {"integer": "int", "number": "float", "boolean": "bool", "string": "text"}[str(kind)]
+    return f"{words}{_bounds(node)}"
+
+
+def _bounds(node: Node) -> str:
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    told = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node and node[key] < MANY]
+    return f" {', '.join(told)}" if told else ""
