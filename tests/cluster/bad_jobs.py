@@ -1,0 +1,424 @@
+"""Bad jobs, each with what the API server and pydantic say of it. Used by tests/unit/api and tests/cluster/control_plane.
+
+Each row: the part of the spec that is bad, the field, the message, and whether pydantic says the same words (SAME: CEL rules, whose words are
+those of the pydantic rule) or its own (OWN: types, bounds, enums and required fields, where both speak for themselves).
+"""
+
+import copy
+
+GOOD = {
+    "apiVersion": "rljob.dev/v1alpha1",
+    "kind": "RLJob",
+    "metadata": {"name": "good"},
+    "spec": {"model": {"path": "/models/tiny"}, "data": {"train": "/data/train.jsonl"}},
+}
+SAME, OWN = True, False
+VOLUME = {"name": "data", "emptyDir": {}}
+
+CASES = {
+    # spec, field, message, whether pydantic says the same words
+    "group-of-one": (
+        {"algorithm": {"groupSize": 1}},
+        "spec.algorithm.groupSize",
+        "groupSize must be at least 2 for the group-relative advantage grpo, got 1; raise groupSize or use reinforce_plus_plus",
+        SAME,
+    ),
+    "prompts-not-divisible": (
+        {"algorithm": {"promptsPerStep": 3}, "actor": {"replicas": 2}},
+        "spec.algorithm.promptsPerStep",
+        "algorithm.promptsPerStep must be divisible by the actor's data-parallel size 2, got 3; change promptsPerStep or actor.replicas",
+        SAME,
+    ),
+    "default-prompts-not-divisible": (
+        {"actor": {"replicas": 3, "processesPerPod": 2}},
+        "spec.algorithm.promptsPerStep",
+        "algorithm.promptsPerStep must be divisible by the actor's data-parallel size 6, got 32; change promptsPerStep or actor.replicas",
+        SAME,
+    ),
+    "mini-batches-not-divisible": (
+        {"algorithm": {"promptsPerStep": 2, "groupSize": 2, "optimizerStepsPerBatch": 3}},
+        "spec.algorithm.optimizerStepsPerBatch",
+        "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = 3, got 4; change optimizerStepsPerBatch",
+        SAME,
+    ),
+    "more-minimum-than-rollouts": (
+        {"rollout": {"replicas": 1, "minReplicas": 2}},
+        "spec.rollout.minReplicas",
+        "minReplicas must not exceed replicas 1, got 2; lower minReplicas or raise replicas",
+        SAME,
+    ),
+    "default-minimum-above-no-rollouts": (
+        {"rollout": {"minReplicas": 4}},
+        "spec.rollout.minReplicas",
+        "minReplicas must not exceed replicas 1, got 4; lower minReplicas or raise replicas",
+        SAME,
+    ),
+    "maximum-below-rollouts": (
+        {"rollout": {"replicas": 4, "maxReplicas": 2}},
+        "spec.rollout.maxReplicas",
+        "maxReplicas must not be below replicas 4, got 2; raise maxReplicas",
+        SAME,
+    ),
+    "truncated-sampling": (
+        {"rollout": {"sampling": {"topK": 5}}},
+        "spec.rollout.sampling",
+        "rollout.sampling.topP and topK bias the policy ratio, got topP 1, topK 5; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs",
+        SAME,
+    ),
+    "nucleus-sampling": (
+        {"rollout": {"sampling": {"topP": 0.5}}},
+        "spec.rollout.sampling",
+        "rollout.sampling.topP and topK bias the policy ratio, got topP 0.5, topK null; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs",
+        SAME,
+    ),
+    "completion-longer-than-the-row": (
+        {"rollout": {"maxSequenceLength": 32}},
+        "spec.rollout.sampling",
+        "rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength 32, got 64; lower maxNewTokens",
+        SAME,
+    ),
+    "micro-batch-shorter-than-a-row": (
+        {"rollout": {"maxSequenceLength": 512}, "actor": {"microBatchTokens": 256}},
+        "spec.actor",
+        "actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength 512 tokens, got 256; raise it",
+        SAME,
+    ),
+    "importance-without-recompute": (
+        {"algorithm": {"importance": {}}},
+        "spec.algorithm.recomputeLogProbs",
+        '["importance"] needs recomputeLogProbs: true, got false; set it or remove the field',
+        SAME,
+    ),
+    "importance-under-truncation": (
+        {"algorithm": {"importance": {}, "allowTruncatedSampling": True, "recomputeLogProbs": True}},
+        "spec.algorithm.importance",
+        "importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling",
+        SAME,
+    ),
+    "whitened-twice": (
+        {"algorithm": {"name": "reinforce_plus_plus", "whiten": True}},
+        "spec.algorithm.whiten",
+        "whiten must be false for reinforce_plus_plus, which already whitens, got true; remove it",
+        SAME,
+    ),
+    "dual-clip-of-another-loss": (
+        {"algorithm": {"loss": {"name": "cispo", "dualClip": 3.5}}},
+        "spec.algorithm.loss.dualClip",
+        "dualClip is honoured by ppo_clip only, got loss cispo; remove dualClip or choose ppo_clip",
+        SAME,
+    ),
+    "reward-scale-upside-down": (
+        {"algorithm": {"rewardScale": {"sourceMin": 1.5, "sourceMax": 0.5}}},
+        "spec.algorithm.rewardScale.sourceMax",
+        "sourceMax must be greater than sourceMin, got 1.5 and 0.5; swap or widen them",
+        SAME,
+    ),
+    "two-warm-ups": (
+        {"actor": {"optimizer": {"schedule": {"warmupSteps": 1, "warmupRatio": 0.1}}}},
+        "spec.actor.optimizer.schedule",
+        "give warmupSteps or warmupRatio, not both; remove one",
+        SAME,
+    ),
+    "two-floors": (
+        {"actor": {"optimizer": {"schedule": {"minLearningRate": 0, "minLearningRateRatio": 0.1}}}},
+        "spec.actor.optimizer.schedule",
+        "give minLearningRate or minLearningRateRatio, not both; remove one",
+        SAME,
+    ),
+    "floor-above-the-peak": (
+        {"actor": {"optimizer": {"learningRate": 0.25, "schedule": {"minLearningRate": 0.5}}}},
+        "spec.actor.optimizer.schedule.minLearningRate",
+        "schedule.minLearningRate must not exceed learningRate 0.25, got 0.5; lower it",
+        SAME,
+    ),
+    "reward-without-its-type": (
+        {"env": {"type": "math", "reward": "my:score"}},
+        "spec.env.reward",
+        "reward must be given exactly when type is `reward`, got type math and reward my:score; set both or neither",
+        SAME,
+    ),
+    "type-reward-without-a-reward": (
+        {"env": {"type": "reward"}},
+        "spec.env.reward",
+        "reward must be given exactly when type is `reward`, got type reward and reward null; set both or neither",
+        SAME,
+    ),
+    "greedy-samples": (
+        {"validation": {"samplesPerPrompt": 4}},
+        "spec.validation.samplesPerPrompt",
+        "samplesPerPrompt must be 1 with greedy validation, got 4; set temperature above 0",
+        SAME,
+    ),
+    "deadlines-out-of-order": (
+        {"runtime": {"deadlines": {"heartbeat": 2.5, "suspect": 1.5, "lost": 15.5}}},
+        "spec.runtime.deadlines",
+        "heartbeat < suspect < lost must hold, got 2.5, 1.5, 15.5; raise the later ones",
+        SAME,
+    ),
+    "rule-that-matches-nothing": (
+        {"failurePolicy": {"rules": [{"action": "FailJob"}]}},
+        "spec.failurePolicy.rules[0]",
+        "a rule must have one of exitCodes, podConditions, reasons, messagePattern, got 0; give one, or remove the rule",
+        SAME,
+    ),
+    "restart-of-one-actor-pod": (
+        {"failurePolicy": {"rules": [{"action": "RestartPod", "roles": ["actor"], "exitCodes": [3]}]}},
+        "spec.failurePolicy.rules[0].action",
+        'action RestartPod is for roles rollout and env only, as the actor restarts as a gang, got roles ["actor"]; name roles: [rollout, env] or use RestartJob',
+        SAME,
+    ),
+    "ignoring-an-end-of-any-role": (
+        {"failurePolicy": {"rules": [{"action": "Ignore", "reasons": ["OOMKilled"]}]}},
+        "spec.failurePolicy.rules[0].action",
+        "action Ignore is for roles rollout and env only, as the actor restarts as a gang, got roles []; name roles: [rollout, env] or use RestartJob",
+        SAME,
+    ),
+    "identity-variable": (
+        {"actor": {"env": {"RANK": "7"}}},
+        "spec.actor.env",
+        'env must not set variables the launcher owns, got ["RANK"]; remove them',
+        SAME,
+    ),
+    "own-variable": (
+        {"rollout": {"env": {"RLJOB_EPOCH": "7"}}},
+        "spec.rollout.env",
+        'env must not set variables the launcher owns, got ["RLJOB_EPOCH"]; remove them',
+        SAME,
+    ),
+    "gpus-of-others": (
+        {"env": {"initContainers": [{"name": "spy", "env": {"NVIDIA_VISIBLE_DEVICES": "all"}}]}},
+        "spec.env.initContainers[0].env",
+        'env must not set variables the launcher owns, got ["NVIDIA_VISIBLE_DEVICES"]; remove them',
+        SAME,
+    ),
+    "gpus-as-a-resource": (
+        {"rollout": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+        "spec.rollout.resources.limits",
+        "resources.limits must not name nvidia.com/gpu, got 2; set the role's gpus instead",
+        SAME,
+    ),
+    "class-without-dra": (
+        {"actor": {"deviceClass": "gpu.nvidia.com"}},
+        "spec.actor.deviceClass",
+        "deviceClass needs gpuAllocation dra, got devicePlugin; set gpuAllocation: dra or remove deviceClass",
+        SAME,
+    ),
+    "dra-without-class": (
+        {"actor": {"gpuAllocation": "dra", "gpus": 1}},
+        "spec.actor.gpuAllocation",
+        "gpuAllocation dra needs deviceClass, got gpus 1 without one; name a DeviceClass of the cluster",
+        SAME,
+    ),
+    "operator-label": (
+        {"rollout": {"labels": {"rljob.dev/epoch": "1"}}},
+        "spec.rollout.labels",
+        'labels must not start with rljob.dev/ or app.kubernetes.io/, which the operator sets, got ["rljob.dev/epoch"]; rename them',
+        SAME,
+    ),
+    "annotation-that-loosens-a-pod": (
+        {"env": {"annotations": {"container.apparmor.security.beta.kubernetes.io/env": "unconfined"}}},
+        "spec.env.annotations",
+        'annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got ["container.apparmor.security.beta.kubernetes.io/env"]; remove them',
+        SAME,
+    ),
+    "mount-over-the-keys": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "/etc/rljob/keys"}]}},
+        "spec.actor.volumeMounts[0].mountPath",
+        "mountPath must not be in /etc/rljob, /dev, /proc or /sys, got /etc/rljob/keys; choose another folder",
+        SAME,
+    ),
+    "mount-by-a-detour": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "/data/../etc/rljob"}]}},
+        "spec.actor.volumeMounts[0].mountPath",
+        "must be an absolute path without :, // and .., got /data/../etc/rljob; begin it with / and name a folder",
+        SAME,
+    ),
+    "volume-of-the-operator": (
+        {"actor": {"volumes": [{"name": "rljob-keys", "emptyDir": {}}]}},
+        "spec.actor.volumes[0].name",
+        "name must not begin with rljob-, which the operator's own volumes do, got rljob-keys; rename it",
+        SAME,
+    ),
+    "claim-of-the-operator": (
+        {"rollout": {"resourceClaims": [{"name": "gpus", "resourceClaimName": "x"}]}},
+        "spec.rollout.resourceClaims[0].name",
+        "name must not be gpus, which is the claim of the role's gpus, got gpus; rename it",
+        SAME,
+    ),
+    "volumes-of-one-name": (
+        {"actor": {"volumes": [VOLUME, VOLUME]}},
+        "spec.actor.volumes",
+        "volumes must have unique names, got data more than once; change one",
+        SAME,
+    ),
+    "init-containers-of-one-name": (
+        {"actor": {"initContainers": [{"name": "fetch"}, {"name": "fetch"}]}},
+        "spec.actor.initContainers",
+        "initContainers must have unique names, got fetch more than once; change one",
+        SAME,
+    ),
+    "two-mounts-on-one-path": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "/data"}] * 2}},
+        "spec.actor.volumeMounts",
+        "volumeMounts must have unique mountPaths, got /data more than once; change one",
+        SAME,
+    ),
+    "mount-of-no-volume": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "date", "mountPath": "/data"}]}},
+        "spec.actor.volumeMounts",
+        'volumeMounts must name a volume of the role, ["data"], got ["date"]; add it to volumes or correct the name',
+        SAME,
+    ),
+    "init-mount-of-no-volume": (
+        {"actor": {"initContainers": [{"name": "fetch", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}]}},
+        "spec.actor.initContainers",
+        'volumeMounts of init containers must name a volume of the role, [], got others in ["fetch"]; add it to volumes or correct the name',
+        SAME,
+    ),
+    "volume-of-two-kinds": (
+        {"actor": {"volumes": [VOLUME | {"configMap": {"name": "x"}}]}},
+        "spec.actor.volumes[0]",
+        "a volume must have exactly one of persistentVolumeClaim, ephemeral, configMap, secret, emptyDir, projected, image, got 2; give one",
+        SAME,
+    ),
+    "projection-of-nothing": (
+        {"env": {"volumes": [{"name": "all", "projected": {"sources": [{}]}}]}},
+        "spec.env.volumes[0].projected.sources[0]",
+        "a source of a projected volume must have exactly one of configMap, secret, got 0; give one",
+        SAME,
+    ),
+    "variables-from-two-places": (
+        {"env": {"envFrom": [{"configMapRef": {"name": "a"}, "secretRef": {"name": "b"}}]}},
+        "spec.env.envFrom[0]",
+        "an entry of envFrom must have exactly one of configMapRef, secretRef, got 2; give one",
+        SAME,
+    ),
+    "claim-from-nowhere": (
+        {"rollout": {"resourceClaims": [{"name": "nic"}]}},
+        "spec.rollout.resourceClaims[0]",
+        "an entry of resourceClaims must have exactly one of resourceClaimName, resourceClaimTemplateName, got 0; give one",
+        SAME,
+    ),
+    "quantity-in-words": (
+        {"actor": {"shmSize": "1 GB"}},
+        "spec.actor.shmSize",
+        "must be a quantity: a whole number or text such as 500m or 2Gi, got 1 GB; write it so",
+        SAME,
+    ),
+    "negative-memory": (
+        {"env": {"resources": {"requests": {"memory": -1}}}},
+        "spec.env.resources.requests[memory]",
+        "must be a quantity: a whole number or text such as 500m or 2Gi, got -1; write it so",
+        SAME,
+    ),
+    "relative-mount": (
+        {"actor": {"volumes": [VOLUME], "volumeMounts": [{"name": "data", "mountPath": "data"}]}},
+        "spec.actor.volumeMounts[0].mountPath",
+        "must be an absolute path without :, // and .., got data; begin it with / and name a folder",
+        SAME,
+    ),
+    "volume-name-in-capitals": (
+        {"actor": {"volumes": [{"name": "Data", "emptyDir": {}}]}},
+        "spec.actor.volumes[0].name",
+        "must be a DNS-1123 label (a-z, 0-9 and -, a letter or digit at both ends), got Data; rename it",
+        SAME,
+    ),
+    "egress-to-a-name": (
+        {"env": {"egress": [{"cidr": "example.com"}]}},
+        "spec.env.egress[0].cidr",
+        "must be an address block such as 10.0.0.0/8, got example.com; write address/bits",
+        SAME,
+    ),
+    "no-model": ({"model": None}, "spec.model", "Required value", OWN),
+    "no-path": ({"model": {"path": None}}, "spec.model.path", "Required value", OWN),
+    "no-training-data": ({"data": {"train": None}}, "spec.data.train", "Required value", OWN),
+    "negative-steps": (
+        {"algorithm": {"steps": -1}},
+        "spec.algorithm.steps",
+        "Invalid value: -1: spec.algorithm.steps in body should be greater than or equal to 1",
+        OWN,
+    ),
+    "steps-in-words": (
+        {"algorithm": {"steps": "many"}},
+        "spec.algorithm.steps",
+        'Invalid value: "string": spec.algorithm.steps in body must be of type integer: "string"',
+        OWN,
+    ),
+    "asynchronous-staleness": (
+        {"algorithm": {"maxStaleness": 1}},
+        "spec.algorithm.maxStaleness",
+        'Unsupported value: 1: supported values: "0"',
+        OWN,
+    ),
+    "unknown-estimator": (
+        {"algorithm": {"name": "ppo2"}},
+        "spec.algorithm.name",
+        'Unsupported value: "ppo2": supported values: "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw"',
+        OWN,
+    ),
+    "cold-sampling": (
+        {"rollout": {"sampling": {"temperature": 0}}},
+        "spec.rollout.sampling.temperature",
+        "Invalid value: 0: spec.rollout.sampling.temperature in body should be greater than 0",
+        OWN,
+    ),
+    "too-many-rollouts": (
+        {"rollout": {"replicas": 5000}},
+        "spec.rollout.replicas",
+        "Invalid value: 5000: spec.rollout.replicas in body should be less than or equal to 1024",
+        OWN,
+    ),
+    "root-user": (
+        {"actor": {"securityContext": {"runAsUser": 0}}},
+        "spec.actor.securityContext.runAsUser",
+        "Invalid value: 0: spec.actor.securityContext.runAsUser in body should be greater than or equal to 1",
+        OWN,
+    ),
+    "unconfined": (
+        {"env": {"securityContext": {"seccompProfile": {"type": "Unconfined"}}}},
+        "spec.env.securityContext.seccompProfile.type",
+        'Unsupported value: "Unconfined": supported values: "RuntimeDefault"',
+        OWN,
+    ),
+    "shared-placement": (
+        {"placement": {"mode": "colocated"}},
+        "spec.placement.mode",
+        'Unsupported value: "colocated": supported values: "disaggregated"',
+        OWN,
+    ),
+    "unknown-action": (
+        {"failurePolicy": {"stall": {"action": "Reboot"}}},
+        "spec.failurePolicy.stall.action",
+        'Unsupported value: "Reboot": supported values: "RestartRole", "RestartJob", "Pause", "FailJob"',
+        OWN,
+    ),
+    "no-way-to-stop": (
+        {"actor": {"terminationGracePeriodSeconds": 0}},
+        "spec.actor.terminationGracePeriodSeconds",
+        "Invalid value: 0: spec.actor.terminationGracePeriodSeconds in body should be greater than or equal to 1",
+        OWN,
+    ),
+    "forty-rules": (
+        {"failurePolicy": {"rules": [{"action": "FailJob", "exitCodes": [9]}] * 40}},
+        "spec.failurePolicy.rules",
+        "Too many: 40: must have at most 32 items",
+        OWN,
+    ),
+    "variable-that-is-a-number": (
+        {"actor": {"env": {"THREADS": 4}}},
+        "spec.actor.env.THREADS",
+        'Invalid value: "integer": spec.actor.env.THREADS in body must be of type string: "integer"',
+        OWN,
+    ),
+}
+
+
+def merged(base: dict, change: dict) -> dict:
+    """Return `base` with `change` put into it; None takes a field out."""
+    whole = copy.deepcopy(base)
+    for key, value in change.items():
+        if value is None:
+            whole.pop(key, None)
+        else:
+            whole[key] = merged(whole.get(key, {}), value) if isinstance(value, dict) else value
+    return whole
