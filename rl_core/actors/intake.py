@@ -68,7 +68,7 @@ class _Reception:
             waited = [] if self._ended else self._fetches
             await asyncio.wait({*waited, *filter(None, [self._answer])}, return_when=asyncio.FIRST_COMPLETED)
             if self._answer is not None and self._answer.done():
-                self._settle()
+                self._settle(self._answer.result())
             if not self._ended:
                 self._take()
 
@@ -108,8 +108,7 @@ class _Reception:
         self._asked, self._fresh = self._fresh, []
         self._answer = asyncio.ensure_future(_admit(self._actor, entries))
 
-    def _settle(self) -> None:
-        answers = self._answer.result()
+    def _settle(self, answers: list[bool]) -> None:
         for record, taken in zip(self._asked, answers, strict=True):
             if taken:
                 self.admitted.append(record)
