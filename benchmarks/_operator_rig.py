@@ -31,6 +31,8 @@ from testcluster.access import Access  # noqa: E402
 from testcluster.cluster import Cluster  # noqa: E402
 from testcluster.control_plane import free_port  # noqa: E402
 
+PATIENT = ("--node-monitor-period=5s", "--node-monitor-grace-period=50s")
+"""Kubernetes' own times until a node counts as dead, not those of the test cluster: a busy machine is none."""
 PODS = "10.250.0.0/16"
 NAMESPACE = "bench"
 OPERATOR_NAMESPACE = "rljob-system"
@@ -226,7 +228,7 @@ async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
         sys.exit("this benchmark needs root: it routes the fake pods' addresses to this machine")
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rljob-bench-")))
-        cluster = Cluster.create(folder / "cluster", owner=os.getpid())
+        cluster = Cluster.create(folder / "cluster", owner=os.getpid(), controller_manager_args=PATIENT)
         stack.callback(cluster.down)
         access = Access(cluster)
         subprocess.run(["ip", "route", "replace", "local", PODS, "dev", "lo"], check=True)
@@ -247,14 +249,15 @@ async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
         try:
             yield Rig(access, api, operator, pods)
         except TimeoutError:
-            sys.stderr.write(operator.log_tail() + access.kubectl("get", "rljobs", "-A", "-o", "wide").stdout[:2000])
+            for words in (["get", "nodes"], ["get", "rljobs", "-A", "-o", "wide"]):
+                sys.stderr.write(access.kubectl(*words).stdout[-1500:])
+            sys.stderr.write(operator.log_tail())
             raise
 
 
 def _prepare(access: Access) -> Path:
     """Define the resource, make the operator's account with the chart's role, and return its kubeconfig."""
-    access.kubectl("apply", "--server-side", "-f", ROOT / "crds" / "rljob.yaml")
-    access.kubectl("wait", "--for=condition=Established", "crd/rljobs.rljob.dev", "--timeout=30s")
+    access.define(ROOT / "crds" / "rljob.yaml")
     for name in (NAMESPACE, OPERATOR_NAMESPACE):
         access.kubectl("create", "namespace", name)
     chart = access.helm("template", "rljob", ROOT / "helm" / "rljob", "-n", OPERATOR_NAMESPACE).stdout

@@ -44,8 +44,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Access]:
 @pytest.fixture(scope="session")
 def control_plane(cluster: Access) -> Access:
     """The control plane, which knows RLJobs."""
-    cluster.kubectl("apply", "--server-side", "-f", CRD)
-    cluster.kubectl("wait", "--for=condition=Established", "-f", CRD, "--timeout=30s")
+    cluster.define(CRD)
     return cluster
 
 

@@ -62,6 +62,14 @@ class Access:
         text = yaml.safe_dump_all(manifests)
         self.kubectl("apply", "--server-side", "--force-conflicts", "-n", namespace, "-f", "-", stdin=text)
 
+    def define(self, file: Path) -> None:
+        """Apply a CustomResourceDefinition and wait until its resource is served."""
+        spec = yaml.safe_load(file.read_text())["spec"]
+        self.kubectl("apply", "--server-side", "-f", file)
+        path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+        control_plane = self.cluster.control_plane
+        control_plane.api_server.wait(f"resource {path}", lambda: control_plane.api.exists(path))
+
     def kubeconfig_of(self, service_account: str, *, namespace: str) -> Path:
         """Write a kubeconfig with the rights of a service account (its token is good for an hour)."""
         token = self.kubectl("create", "token", service_account, "-n", namespace, "--duration=1h").stdout.strip()

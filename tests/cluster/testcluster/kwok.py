@@ -35,7 +35,8 @@ class Kwok:
                 f"--cidr={pods}",
                 "--manage-all-nodes=false",
                 f"--manage-nodes-with-annotation-selector={ANNOTATION}=fake",
-                "--node-lease-duration-seconds=40",
+                # Renewed every fourth of it; the controllers give a node up after 10 s.
+                "--node-lease-duration-seconds=16",
                 f"--server-address=127.0.0.1:{free_port()}",
             ]
         )
