@@ -116,19 +116,31 @@ class Attendance:
     def await_groups(
         self, receiving: WorkerGroupFuncResult, wait: Callable[[WorkerGroupFuncResult, float], list[Any]], limit: float
     ) -> list[Any]:
-        """Return what `wait(receiving, seconds)` returns within `limit` seconds; in a cluster times of shortage are Degraded and do not count."""
-        while self.patient and limit > 0:
+        """Return what `wait(receiving, seconds)` returns within `limit` seconds.
+
+        In a cluster times of shortage are Degraded; afterwards the limit begins anew, as the groups do. Raises DeadlineExceeded.
+        """
+        if not self.patient:
+            return wait(receiving, limit)
+        left = limit
+        while left > 0:
             if self.short():
                 with self._board.during(Phase.DEGRADED):
                     while self.short():
                         self._at_boundary()
                         if (answer := _within_slice(receiving, wait)) is not None:
                             return answer
+                left = limit
             began = time.monotonic()
             if (answer := _within_slice(receiving, wait)) is not None:
                 return answer
-            limit -= time.monotonic() - began
-        return wait(receiving, max(limit, 0.0))
+            left -= time.monotonic() - began
+        try:
+            return wait(receiving, 0.0)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"a step's groups must arrive within deadlines.rollout {limit:.0f} s: {error}"
+            ) from error
 
     def _count(self, role: str) -> int:
         return sum(member.state in PRESENT for member in self._cluster.members(role))

@@ -66,6 +66,8 @@ class Hub:
         self._files = dict(files or {})
         self._job_dump = job.model_dump(mode="json", by_alias=True) if job is not None else None
         self._heartbeat = heartbeat_seconds
+        # Well below what the membership takes for a pause of this process, which it forgives: else nobody would ever be judged.
+        self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
         self._membership = Membership(
             uid=identity.uid,
             epoch=identity.epoch,
@@ -185,7 +187,7 @@ class Hub:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        while not self._ended.wait(_SWEEP_SECONDS):
+        while not self._ended.wait(self._sweep_seconds):
             with self._lock:
                 self._membership.sweep()
             self._spread()
