@@ -1,8 +1,8 @@
 """A real control plane with fake nodes, fake runners and the operator as a process of its own; what operator_*.py measure.
 
-Nodes and their pods are kwok's: a pod runs as soon as it is scheduled. All pod addresses lead to `_fake_runner.py` on
-this machine, which answers the operator's polls as a healthy run does. The operator has the rights of the chart's role.
-Needs root for the route to the pods' addresses.
+Nodes and their pods are kwok's: a pod runs as soon as it is scheduled. All pod addresses lead to `_fake_runner.py`,
+which answers the operator's polls as a healthy run does. The operator has the rights of the chart's role.
+Needs root for the network of the fake pods.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 import yaml
+from _fake_pods import PODS, fake_pods
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
@@ -33,7 +34,6 @@ from testcluster.control_plane import free_port  # noqa: E402
 
 PATIENT = ("--node-monitor-period=5s", "--node-monitor-grace-period=50s")
 """Kubernetes' own times until a node counts as dead, not those of the test cluster: a busy machine is none."""
-PODS = "10.250.0.0/16"
 NAMESPACE = "bench"
 OPERATOR_NAMESPACE = "rljob-system"
 JOBS = f"/apis/rljob.dev/v1alpha1/namespaces/{NAMESPACE}/rljobs"
@@ -225,17 +225,13 @@ class Rig:
 async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
     """Start everything; take it down at the end."""
     if os.geteuid() != 0:
-        sys.exit("this benchmark needs root: it routes the fake pods' addresses to this machine")
+        sys.exit("this benchmark needs root: it makes a network for the fake pods")
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rljob-bench-")))
         cluster = Cluster.create(folder / "cluster", owner=os.getpid(), controller_manager_args=PATIENT)
         stack.callback(cluster.down)
         access = Access(cluster)
-        subprocess.run(["ip", "route", "replace", "local", PODS, "dev", "lo"], check=True)
-        stack.callback(subprocess.run, ["ip", "route", "del", "local", PODS, "dev", "lo"], check=False)
-        runner = subprocess.Popen([sys.executable, str(ROOT / "benchmarks" / "_fake_runner.py")])
-        stack.callback(runner.wait)
-        stack.callback(runner.terminate)
+        stack.enter_context(fake_pods())
         cluster.kwok.start(pods=PODS)
         cluster.kwok.add_nodes(fake_nodes)
         operator = OperatorProcess(_prepare(access), folder / "operator.log")
