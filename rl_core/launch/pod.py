@@ -6,6 +6,7 @@ in a fraction of a second and stays small.
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +23,13 @@ logger = logging.getLogger(__name__)
 PLAN_VARIABLE = "RLJOB_POD_PLAN"
 USAGE = "usage: python -m rl_core.launch.pod [PLANFILE [CONTAINER]]\n"
 CONFIG_ERROR = 2
+INTERRUPTED = 3
 
 
 def main(arguments: list[str]) -> int:
     """Run the pod; return its exit code (runtime.md 3.6)."""
+    # The kernel hides SIGTERM from process 1 until it has a handler: a pod deleted while it starts would stay for its whole grace.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
     configure_logging(role="supervisor")
     events.descriptor()  # before anything is started that could inherit the variable
     if len(arguments) > 2:
