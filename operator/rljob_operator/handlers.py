@@ -7,7 +7,6 @@ index handlers the watched objects carry no annotation and no finalizer of kopf'
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from rljob_operator.naming import LABEL_JOB
 
 logger = logging.getLogger(__name__)
 
-TOKEN_SECONDS = 60
-"""How long a token read from disk is used before it is read again; kubelets renew them in place."""
 WATCH_SECONDS = 600
 PAGE = 500
 BURST_SECONDS = 0.1
@@ -94,10 +91,12 @@ def _register(handlers: kopf.OperatorRegistry, watches: Watches, kind: Kind) -> 
 
 
 def connection(configuration: Configuration) -> kopf.ConnectionInfo:
-    """Return kopf's credentials from the client's configuration, so that both speak as the same user."""
+    """Return kopf's credentials from the client's configuration, so that both speak as the same user.
+
+    They carry no expiration: when a token has been renewed on disk, the old one's 401 makes kopf log in again.
+    """
     token = configuration.api_key.get("BearerToken", "")
     scheme, _, rest = token.partition(" ")
-    renew = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=TOKEN_SECONDS)
     return kopf.ConnectionInfo(
         server=configuration.host,
         ca_path=configuration.ssl_ca_cert,
@@ -106,7 +105,6 @@ def connection(configuration: Configuration) -> kopf.ConnectionInfo:
         token=(rest or scheme) if token else None,
         certificate_path=configuration.cert_file,
         private_key_path=configuration.key_file,
-        expiration=renew if token else None,
     )
 
 

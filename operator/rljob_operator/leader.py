@@ -88,9 +88,22 @@ class Leadership:
         if held is None:
             return
         self._on_change(False)
-        body = {**held, "spec": {**held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
         try:
-            await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+            await self._give_back(held)
+        except Conflict:  # a renewal was on its way when we were told to stop
+            await self._give_back_newest()
+        except ApiError as error:
+            logger.info("the Lease could not be given back: %s", error)
+
+    async def _give_back(self, lease: dict[str, Any]) -> None:
+        body = {**lease, "spec": {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
+        await self._cluster.replace(kinds.LEASE, self._namespace, self._name, body)
+
+    async def _give_back_newest(self) -> None:
+        try:
+            lease = await self._cluster.read(kinds.LEASE, self._namespace, self._name)
+            if lease["spec"].get("holderIdentity") == self._identity:
+                await self._give_back(lease)
         except ApiError as error:
             logger.info("the Lease could not be given back: %s", error)
 

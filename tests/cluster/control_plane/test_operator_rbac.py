@@ -90,5 +90,5 @@ async def test_the_account_can_read_no_secret_but_its_own(control_plane: Access,
         return done.stdout.strip() == "yes"
 
     assert may("get", "secrets/rljob-operator-master-key")
-    for words in (("get", "secrets/other"), ("list", "secrets"), ("watch", "secrets"), ("delete", "secrets"), ("create", "pods/exec"), ("get", "pods/log")):
+    for words in (("get", "secrets/other"), ("list", "secrets"), ("watch", "secrets"), ("delete", "secrets"), ("create", "pods", "--subresource=exec"), ("get", "pods", "--subresource=log")):
         assert not may(*words), words

@@ -62,11 +62,11 @@ class Replica:
             await asyncio.gather(self.task, return_exceptions=True)
 
     async def settle(self, *, quiet: float = 1.0) -> None:
-        """Return when nothing was enqueued, handled or written for so many seconds."""
+        """Return when nothing was enqueued, handled or asked for so many seconds; the Lease does not count."""
         loop = asyncio.get_running_loop()
-        since, before = loop.time(), None
+        since, before = loop.time(), self.requests()
         while loop.time() - since < quiet:
-            now = (self.requests(), self.operator.queue.idle)
+            now = {key: n for key, n in self.requests().items() if key[1] != "leases"}
             if now != before or not self.operator.queue.idle:
                 since, before = loop.time(), now
             await asyncio.sleep(0.05)

@@ -100,14 +100,13 @@ def test_both_clients_speak_as_the_same_user(token, expected):
     assert got.as_http_headers() == {"Authorization": " ".join(("Bearer", expected[1]))} or got.as_http_headers() == {
         "Authorization": " ".join(expected)
     }
-    assert got.expiration is not None, "tokens are read again, as kubelets renew them"
 
 
 def test_a_client_certificate_is_passed_on():
     configuration = Configuration(host="https://api")
     configuration.cert_file, configuration.key_file, configuration.ssl_ca_cert = "c", "k", "ca"
     got = handlers.connection(configuration)
-    assert (got.certificate_path, got.private_key_path, got.ca_path, got.token, got.expiration) == ("c", "k", "ca", None, None)
+    assert (got.certificate_path, got.private_key_path, got.ca_path, got.token) == ("c", "k", "ca", None)
 
 
 def test_the_essence_of_an_object_is_not_computed():

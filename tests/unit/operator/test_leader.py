@@ -60,6 +60,17 @@ def test_a_released_lease_is_taken_at_the_next_look(fake_time, cluster):
     fake_time(scenario())
 
 
+def test_a_lease_renewed_in_the_last_moment_is_given_back_all_the_same(fake_time, cluster):
+    async def scenario():
+        leader = replica(cluster, "a")
+        await leader.acquire()
+        cluster.put(kinds.LEASE, "sys", cluster.objects["Lease", "sys", NAME])  # the renewal whose answer never came
+        await leader.release()
+        assert spec(cluster)["holderIdentity"] == ""
+
+    fake_time(scenario())
+
+
 def test_a_leader_that_cannot_renew_gives_up_before_another_may_begin(fake_time, cluster):
     async def scenario():
         loop = asyncio.get_running_loop()
