@@ -83,8 +83,9 @@ class RolloutWorkerBase(Worker):
         """Serve prompts from now on; returns at once."""
         server = self._prompt_server()
         server.start(prompts, trajectories, validation)
-        if self._require_receiver().state is ReceiverState.SERVING:
-            server.open()
+        receiver = self._require_receiver()
+        if receiver.state is ReceiverState.SERVING:
+            self._on_weights(receiver.state, *receiver.current())  # told again: one that was cut off came back without a version
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
 
 def _lost(runner: Runner, member: Member, reason: str) -> None:
     """Hand the leases of a rollout that is gone back at once and let a weight sync go on without it; its replacement will be welcomed."""
+    runner.membership.forget(member)
     if member.state is not MemberState.DRAINED:
         runner.board.count_failure(member.role, "lost")
     if member.role == "rollout":

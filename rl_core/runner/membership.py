@@ -57,6 +57,10 @@ class Membership:
         if member.role in ("rollout", "env") and not member.state.gone and not self._ended.is_set():
             self._pool.submit(self._bring_in, member)
 
+    def forget(self, member: Member) -> None:
+        """Note that a member is gone: should the same process come back (it was frozen or cut off), it must join anew."""
+        self._serving.discard((member.name, member.incarnation))
+
     def _bring_in(self, member: Member) -> None:
         for pause in RETRY_PAUSES:
             try:

@@ -16,6 +16,7 @@ class Told:
         self.board = SimpleNamespace(count_failure=lambda role, kind: self.heard.append(("failure", role, kind)))
         self.actor = SimpleNamespace(execute_on=lambda *ranks: SimpleNamespace(receiver_lost=self.receiver_lost))
         self.spec = SimpleNamespace(runtime=SimpleNamespace(deadlines=SimpleNamespace(rpc=5)))
+        self.membership = SimpleNamespace(forget=lambda member: self.heard.append(("forgotten", member.name)))
         self.rpc = SimpleNamespace(call_future=lambda *args, timeout: self.heard.append(("channel", *args)))
 
     def receiver_lost(self, name, reason):
@@ -39,6 +40,7 @@ def told(monkeypatch):
 def test_a_lost_rollout_frees_the_sync_and_gives_its_leases_back(told):
     entry._lost(told, member("rollout"), "no heartbeat")
     assert told.heard == [
+        ("forgotten", "rollout:1"),
         ("failure", "rollout", "lost"),
         ("sync", "rollout:1", "no heartbeat"),
         ("channel", "consumer_lost", "rollout:1", [2, 0]),
@@ -47,9 +49,9 @@ def test_a_lost_rollout_frees_the_sync_and_gives_its_leases_back(told):
 
 def test_a_lost_env_is_counted_and_concerns_no_sync(told):
     entry._lost(told, member("env"), "no heartbeat")
-    assert told.heard == [("failure", "env", "lost")]
+    assert told.heard == [("forgotten", "env:1"), ("failure", "env", "lost")]
 
 
 def test_a_rollout_that_drained_is_no_failure(told):
     entry._lost(told, member("rollout", MemberState.DRAINED), "it drained")
-    assert [kind for kind, *_ in told.heard] == ["sync", "channel"]
+    assert [kind for kind, *_ in told.heard] == ["forgotten", "sync", "channel"]
