@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # else every process compiles torch and transformers again, 11 s each
 
 CLUSTER := PYTHONPATH=tests/cluster $(BIN)/python
 
