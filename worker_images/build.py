@@ -90,7 +90,7 @@ class Builder:
         packages = f"localhost/rljob-{role}-packages:{content_hash([image.dockerfile, *inputs], *bases)}"
         self._build(packages, image.dockerfile, "--target", "packages")
         name = f"localhost/rljob-{role}:{content_hash(image.code, packages)}"
-        self._build(name, image.dockerfile, "--build-arg", f"PACKAGES={packages}")
+        self._build(name, image.dockerfile, "--build-context", f"packages=container-image://{packages}")
         return name
 
     def _build(self, name: str, dockerfile: str, *options: str) -> None:
