@@ -226,6 +226,8 @@ async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
     """Start everything; take it down at the end."""
     if os.geteuid() != 0:
         sys.exit("this benchmark needs root: it makes a network for the fake pods")
+    if task := asyncio.current_task():  # a benchmark that is stopped takes everything down too
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rljob-bench-")))
         cluster = Cluster.create(folder / "cluster", owner=os.getpid(), controller_manager_args=PATIENT)

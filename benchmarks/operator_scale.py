@@ -95,12 +95,14 @@ async def writes(run: Rig) -> dict:
 
 async def main(count: int) -> None:
     async with rig(fake_nodes=2 + count * (1 + ROLLOUTS + ENVS) // PODS_PER_NODE) as run:
-        result = {
-            "from_empty": await create(run, count),
-            "restart": await restart(run, count),
-            "idle": await idle(run),
-            **machine(),
-        }
+        result = machine()
+        for part, figures in (
+            ("from_empty", lambda: create(run, count)),
+            ("restart", lambda: restart(run, count)),
+            ("idle", lambda: idle(run)),
+        ):
+            result[part] = await figures()
+            print(f"{part}: {json.dumps(result[part])}", file=sys.stderr)
     print(json.dumps(result, indent=1))
 
 
