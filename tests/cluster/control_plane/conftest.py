@@ -47,7 +47,9 @@ async def start(control_plane: Access, namespace: str) -> AsyncIterator[Callable
 
 
 @pytest.fixture
-def process(control_plane: Access, namespace: str, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen, Path]]]:
+def process(
+    control_plane: Access, namespace: str, tmp_path: Path
+) -> Iterator[Callable[..., tuple[subprocess.Popen, Path]]]:
     """Start the operator as a process of its own; returns it and the file of its log. Settings are named as in settings.py."""
     started = []
 
@@ -62,7 +64,11 @@ def process(control_plane: Access, namespace: str, tmp_path: Path) -> Iterator[C
             "LEASE_SECONDS": "3",
             **settings,
         }
-        environment = {**os.environ, "KUBECONFIG": str(control_plane.kubeconfig), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'operator'}"}
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(control_plane.kubeconfig),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'operator'}",
+        }
         environment |= {f"RLJOB_OPERATOR_{key}": value for key, value in settings.items()}
         with log.open("w") as file:
             started.append(subprocess.Popen([sys.executable, "-m", "rljob_operator"], env=environment, stderr=file))

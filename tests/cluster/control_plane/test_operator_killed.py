@@ -113,10 +113,14 @@ async def end_state(jobs: Jobs, name: str) -> dict[str, Any]:
     uid = job["metadata"]["uid"]
     found: dict[str, Any] = {}
     for kind in (*kinds.OWNED, kinds.SECRET):
-        owned = [o for o in await jobs.list(kind) if [r["uid"] for r in o["metadata"].get("ownerReferences", [])] == [uid]]
+        owned = [
+            o for o in await jobs.list(kind) if [r["uid"] for r in o["metadata"].get("ownerReferences", [])] == [uid]
+        ]
         found[kind.plural] = sorted(o["metadata"]["name"].removeprefix(name).replace(uid[:8], "UID") for o in owned)
     pods = await jobs.pods(name)
-    found["epochs"] = {pod.removeprefix(name): obj["metadata"]["labels"][naming.LABEL_EPOCH] for pod, obj in pods.items()}
+    found["epochs"] = {
+        pod.removeprefix(name): obj["metadata"]["labels"][naming.LABEL_EPOCH] for pod, obj in pods.items()
+    }
     found["status"] = {key: job["status"].get(key) for key in ("epoch", "restarts", "totalRestarts", "phase")}
     return found
 
@@ -143,16 +147,9 @@ async def shrink(jobs: Jobs, name: str) -> None:
     await jobs.change({"rollout": {"replicas": 1}}, name)
 
 
-async def suspend(jobs: Jobs, name: str) -> None:
-    """The job is whole, and then is to be suspended; no runner answers, so it ends at once when actor-0 is gone."""
-    await live(jobs)
-    await jobs.change({"suspend": True}, name)
-    await jobs.delete_pod(f"{name}-actor-0", now=True)
-
-
 @pytest.mark.parametrize(
     ("before", "least"),
-    [(nothing, 12), (lose_an_actor, 5), (lose_a_rollout, 2), (shrink, 2), (suspend, 3)],
+    [(nothing, 12), (lose_an_actor, 5), (lose_a_rollout, 2), (shrink, 2)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_a_kill_at_any_request_changes_nothing_in_the_end(

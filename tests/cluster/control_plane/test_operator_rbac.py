@@ -15,8 +15,16 @@ from rljob_operator import kinds
 
 CHART = Path(__file__).parents[3] / "helm" / "rljob"
 NOT_EXERCISED: dict[Right, str] = {
-    ("update", "rljob.dev", "rljobs/finalizers"): "asked for by OwnerReferencesPermissionEnforcement alone, which this API server does not run",
-    ("create", "resource.k8s.io", "resourceclaims"): "the claim of two colocated pods; RLJobs with placement colocated are refused so far",
+    (
+        "update",
+        "rljob.dev",
+        "rljobs/finalizers",
+    ): "asked for by OwnerReferencesPermissionEnforcement alone, which this API server does not run",
+    (
+        "create",
+        "resource.k8s.io",
+        "resourceclaims",
+    ): "the claim of two colocated pods; RLJobs with placement colocated are refused so far",
     ("patch", "resource.k8s.io", "resourceclaims"): "the same",
     ("get", "resource.k8s.io", "resourceclaims"): "the same",
 }
@@ -25,9 +33,15 @@ NOT_EXERCISED: dict[Right, str] = {
 @pytest.fixture
 def rights(control_plane: Access, namespace: str) -> list[dict]:
     """Install the chart's account, roles and bindings for the test's namespace; returns the rules."""
-    text = control_plane.helm("template", "rljob", CHART, "-n", namespace, "--set", f"watchNamespaces={{{namespace}}}").stdout
+    text = control_plane.helm(
+        "template", "rljob", CHART, "-n", namespace, "--set", f"watchNamespaces={{{namespace}}}"
+    ).stdout
     wanted = ("ServiceAccount", "Role", "RoleBinding")
-    objects = [o for o in yaml.safe_load_all(text) if o and o["kind"] in wanted and "helm.sh/hook" not in o["metadata"].get("annotations", {})]
+    objects = [
+        o
+        for o in yaml.safe_load_all(text)
+        if o and o["kind"] in wanted and "helm.sh/hook" not in o["metadata"].get("annotations", {})
+    ]
     for obj in objects:
         control_plane.apply(obj, namespace=obj["metadata"].get("namespace", namespace))
     return [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]
@@ -39,9 +53,15 @@ def granted(rules: list[dict]) -> set[Right]:
 
 async def exercise(jobs: Jobs, kubelet: Kubelet) -> None:
     """Have the operator do everything it can do."""
-    claim = {"metadata": {"name": "models"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}}
+    claim = {
+        "metadata": {"name": "models"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
     await jobs.api.create(kinds.CLAIM, jobs.namespace, claim)
-    volumes = {"volumes": [{"name": "m", "persistentVolumeClaim": {"claimName": "models"}}], "volumeMounts": [{"name": "m", "mountPath": "/models"}]}
+    volumes = {
+        "volumes": [{"name": "m", "persistentVolumeClaim": {"claimName": "models"}}],
+        "volumeMounts": [{"name": "m", "mountPath": "/models"}],
+    }
     theirs = {"metadata": {"name": "job-env-0"}, "spec": {"containers": [{"name": "c", "image": IMAGE}]}}
     await jobs.api.create(kinds.POD, jobs.namespace, theirs)
     await jobs.create(actor=volumes, rollout={"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"})
@@ -75,20 +95,33 @@ async def test_the_charts_rights_are_sufficient_and_each_is_used(
         await replica.settle()
     assert witness.refused == []
     watched = {("watch", kind.group, kind.plural) for kind in kinds.WATCHED}
-    events = replica.operator.metrics.registry.get_sample_value("rljob_operator_watch_events_total", {"resource": "pods"})
+    events = replica.operator.metrics.registry.get_sample_value(
+        "rljob_operator_watch_events_total", {"resource": "pods"}
+    )
     assert events and events > 4, "the watches run with these rights too"
     used = witness.used | watched
     assert used - granted(rights) == set(), "missing in the chart"
     assert granted(rights) - used == set(NOT_EXERCISED), "given by the chart and not used"
 
 
-async def test_the_account_can_read_no_secret_but_its_own(control_plane: Access, jobs: Jobs, rights: list[dict]) -> None:
+async def test_the_account_can_read_no_secret_but_its_own(
+    control_plane: Access, jobs: Jobs, rights: list[dict]
+) -> None:
     account = control_plane.kubeconfig_of("rljob-operator", namespace=jobs.namespace)
 
     def may(*words: str) -> bool:
-        done = control_plane.kubectl("--kubeconfig", account, "auth", "can-i", *words, "-n", jobs.namespace, check=False)
+        done = control_plane.kubectl(
+            "--kubeconfig", account, "auth", "can-i", *words, "-n", jobs.namespace, check=False
+        )
         return done.stdout.strip() == "yes"
 
     assert may("get", "secrets/rljob-operator-master-key")
-    for words in (("get", "secrets/other"), ("list", "secrets"), ("watch", "secrets"), ("delete", "secrets"), ("create", "pods", "--subresource=exec"), ("get", "pods", "--subresource=log")):
+    for words in (
+        ("get", "secrets/other"),
+        ("list", "secrets"),
+        ("watch", "secrets"),
+        ("delete", "secrets"),
+        ("create", "pods", "--subresource=exec"),
+        ("get", "pods", "--subresource=log"),
+    ):
         assert not may(*words), words

@@ -28,7 +28,9 @@ class Witness:
     async def read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
         return await self._call(self._cluster.read(kind, namespace, name), kind, "get")
 
-    async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[dict[str, Any]]]:
+    async def list(
+        self, kind: Kind, namespace: str | None, *, selector: str = ""
+    ) -> AsyncIterator[list[dict[str, Any]]]:
         self.used.add(("list", kind.group, kind.plural))
         async for page in self._cluster.list(kind, namespace, selector=selector):
             yield page
@@ -52,7 +54,9 @@ class Witness:
     async def delete(
         self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> dict[str, Any]:
-        return await self._call(self._cluster.delete(kind, namespace, name, uid=uid, grace_seconds=grace_seconds), kind, "delete")
+        return await self._call(
+            self._cluster.delete(kind, namespace, name, uid=uid, grace_seconds=grace_seconds), kind, "delete"
+        )
 
     async def _call(self, call: Any, kind: Kind, *verbs: str, subresource: str | None = None) -> dict[str, Any]:
         resource = f"{kind.plural}/{subresource}" if subresource else kind.plural

@@ -43,8 +43,19 @@ def test_an_event_names_the_job(play):
         bench.recorder.record(JOB, NOTE)
         await bench.write()
         (event,) = bench.events
-        assert event["involvedObject"] == {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "namespace": "ns", "name": "x", "uid": "job-uid"}
-        assert (event["type"], event["reason"], event["message"], event["count"]) == ("Warning", "Unschedulable", "no nodes", 1)
+        assert event["involvedObject"] == {
+            "apiVersion": "rljob.dev/v1alpha1",
+            "kind": "RLJob",
+            "namespace": "ns",
+            "name": "x",
+            "uid": "job-uid",
+        }
+        assert (event["type"], event["reason"], event["message"], event["count"]) == (
+            "Warning",
+            "Unschedulable",
+            "no nodes",
+            1,
+        )
         assert event["metadata"]["namespace"] == "ns"
 
     play(scenario)

@@ -31,7 +31,13 @@ def bench():
 
 
 def pod(version="1", phase="Pending"):
-    meta = {"name": "x-env-0", "namespace": "ns", "uid": "u", "resourceVersion": version, "labels": {"rljob.dev/job": "x"}}
+    meta = {
+        "name": "x-env-0",
+        "namespace": "ns",
+        "uid": "u",
+        "resourceVersion": version,
+        "labels": {"rljob.dev/job": "x"},
+    }
     return {"kind": "Pod", "metadata": meta, "status": {"phase": phase}}
 
 
@@ -41,7 +47,9 @@ def test_only_event_handlers_are_registered_and_all_are_coroutines(bench):
     assert {handler.id for handler in watching} == {kind.plural for kind in kinds.WATCHED}
     for section in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
         assert not section.get_all_handlers()
-    assert all(inspect.iscoroutinefunction(handler.fn) for handler in (*watching, *registry._activities.get_all_handlers()))
+    assert all(
+        inspect.iscoroutinefunction(handler.fn) for handler in (*watching, *registry._activities.get_all_handlers())
+    )
 
 
 def test_the_settings_write_nothing_and_wait_for_nothing_long():
@@ -56,7 +64,9 @@ def test_children_are_selected_by_the_server_and_jobs_are_not():
     selectors = handlers.settings(kinds=kinds.WATCHED, initial_streaming=False).watching.label_selectors
 
     def resource(kind):
-        return kopf.Resource(group=kind.group, version=kind.version, plural=kind.plural, kind=kind.kind, namespaced=True, preferred=True)
+        return kopf.Resource(
+            group=kind.group, version=kind.version, plural=kind.plural, kind=kind.kind, namespaced=True, preferred=True
+        )
 
     assert all(list(selectors.collect(resource(kind))) == ["rljob.dev/job"] for kind in kinds.OWNED)
     assert list(selectors.collect(resource(kinds.RLJOB))) == []

@@ -21,7 +21,10 @@ async def bench():
         metrics, cache, why = Metrics(), Cache(), [""]
 
         async def get(self, path):
-            async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{health.port}{path}") as response:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://127.0.0.1:{health.port}{path}") as response,
+            ):
                 return response.status, await response.text()
 
     Bench.metrics.watch_cache(Bench.cache)
@@ -65,7 +68,9 @@ async def test_every_metric_of_the_table_is_there_and_no_other(bench):
     bench.metrics.watch_queue(lambda: 0, lambda: 0)
     bench.cache.put(kinds.RLJOB, job("a", phase="Running", step=7, restarts=2, reward=0.5, lag=1))
     families = {f"{m.name}_total" if m.type == "counter" else m.name for m in bench.metrics.registry.collect()}
-    table = {line.split("|")[1].strip().split("{")[0] for line in metrics.__doc__.splitlines() if line.startswith("| rljob")}
+    table = {
+        line.split("|")[1].strip().split("{")[0] for line in metrics.__doc__.splitlines() if line.startswith("| rljob")
+    }
     assert families == table
 
 

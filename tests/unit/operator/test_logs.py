@@ -15,7 +15,13 @@ def line(form, message="words", **more):
 def test_a_line_is_one_json_object_with_its_context():
     with logs.context(job="ns/x", epoch=2, reconcile="abc"):
         got = json.loads(line(logs.JsonFormatter()))
-    assert (got["job"], got["epoch"], got["reconcile"], got["message"], got["level"]) == ("ns/x", 2, "abc", "words", "WARNING")
+    assert (got["job"], got["epoch"], got["reconcile"], got["message"], got["level"]) == (
+        "ns/x",
+        2,
+        "abc",
+        "words",
+        "WARNING",
+    )
     assert "job" not in json.loads(line(logs.JsonFormatter()))
 
 

@@ -17,7 +17,16 @@ MASTER = bytes(range(32))
 
 def pod(index=0, epoch=1, role="actor", **more):
     base = {"ip": "10.0.0.1", "phase": "Running", "job_uid": "job"}
-    return PodView(name="p", uid=f"{role}{index}-{epoch}", role=role, index=index, epoch=epoch, template_hash="", created=0.0, **{**base, **more})
+    return PodView(
+        name="p",
+        uid=f"{role}{index}-{epoch}",
+        role=role,
+        index=index,
+        epoch=epoch,
+        template_hash="",
+        created=0.0,
+        **{**base, **more},
+    )
 
 
 @pytest.mark.parametrize(
