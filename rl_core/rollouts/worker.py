@@ -85,7 +85,9 @@ class RolloutWorkerBase(Worker):
         server.start(prompts, trajectories, validation)
         receiver = self._require_receiver()
         if receiver.state is ReceiverState.SERVING:
-            self._on_weights(receiver.state, *receiver.current())  # told again: one that was cut off came back without a version
+            self._on_weights(
+                receiver.state, *receiver.current()
+            )  # told again: one that was cut off came back without a version
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
