@@ -258,8 +258,13 @@ def unreachable(situation: Situation) -> bool:
 def _in_sync(situation: Situation, course: Course) -> Fact:
     report = situation.report
     if report is None or not report.begun:
-        reason = "RunnerUnreachable" if unreachable(situation) else "NotReady"
-        return Fact(status="Unknown", reason=reason)
+        if unreachable(situation):
+            return Fact(status="Unknown", reason="RunnerUnreachable")
+        progress = situation.observed.progress
+        if situation.record.phase == "Running" and (progress is None or not progress.status):
+            status, reason, message = situation.record.condition("WeightsInSync")  # a new operator has not asked yet
+            return Fact(status=status, reason=reason or "NotReady", message=message)
+        return Fact(status="Unknown", reason="NotReady")
     diverged = report.raw.get("diverged")
     failure = report.mapping("failure")
     if (isinstance(diverged, list) and diverged) or failure.get("type") == "WeightsDiverged":
