@@ -384,3 +384,15 @@ def _ready(pod: dict[str, Any]) -> bool:
 def _set_condition(pod: dict[str, Any], kind: str, status: str, reason: str) -> None:
     conditions = [c for c in pod["status"].get("conditions", []) if c["type"] != kind]
     pod["status"]["conditions"] = [*conditions, {"type": kind, "status": status, "reason": reason}]
+
+
+def running(**spec: Any) -> World:
+    """Return a world whose job trains."""
+    world = World(make_job(**{"algorithm": {"steps": 500}, **spec}))
+    world.run_until(lambda: world.phase == "Running" and all(r["ready"] == r["desired"] for r in world.status["roles"]))
+    return world
+
+
+def reason(world: World, kind: str) -> str:
+    """Return why a condition is as it is."""
+    return str(world.condition(kind)["reason"])
