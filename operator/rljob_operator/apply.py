@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -204,18 +205,20 @@ class Applier:
 
     async def _assert_secret(self, work: Application) -> None:
         """Create the Secret before pods need it, and now and then; 409 means that it is there, since its name carries the uid."""
-        now = self._clock()
-        if not work.plan.ensure_secret or (not work.plan.create and now < work.memory.secret_due):
+        now, memory = self._clock(), work.memory
+        if memory.secret_due is None:  # a new operator finds the jobs as they are: no burst of requests
+            memory.secret_due = now + random.uniform(0.1, 1.0) * self._secret_seconds
+        if not work.plan.ensure_secret or (not work.plan.create and now < memory.secret_due):
             return
         secret = self._build_secret(work.job)
         label = f"Secret/{secret['metadata']['name']}"
         try:
             await self._cluster.create(kinds.SECRET, work.key.namespace, secret)
         except AlreadyExists:
-            work.memory.clear(label)
+            memory.clear(label)
         except (Forbidden, Invalid) as error:
             self._refused(work, label, error)
-        work.memory.secret_due = now + self._secret_seconds
+        memory.secret_due = now + self._secret_seconds
 
     async def _create(self, work: Application, pod: Mapping[str, Any]) -> float | None:
         """Create a pod; return 0 when the job must be looked at with what came of it, else a pause or None."""

@@ -36,8 +36,8 @@ class JobMemory:
     """`Kind/name` of names held by others."""
     progress_written: float = 0.0
     """When a progress-only status was last written, seconds since 1970."""
-    secret_due: float = 0.0
-    """When the Secret's presence is to be asserted again though no pod is created."""
+    secret_due: float | None = None
+    """When the Secret's presence is to be asserted again though no pod is created; None = not decided yet."""
     claims: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The volume claims last read, by name."""
     claims_due: float = 0.0
