@@ -147,9 +147,16 @@ async def shrink(jobs: Jobs, name: str) -> None:
     await jobs.change({"rollout": {"replicas": 1}}, name)
 
 
+async def suspend(jobs: Jobs, name: str) -> None:
+    """The job is whole, and then is to be suspended; no runner answers, so it ends at once when actor-0 is gone."""
+    await live(jobs)
+    await jobs.change({"suspend": True}, name)
+    await jobs.delete_pod(f"{name}-actor-0", now=True)
+
+
 @pytest.mark.parametrize(
     ("before", "least"),
-    [(nothing, 12), (lose_an_actor, 5), (lose_a_rollout, 2), (shrink, 2)],
+    [(nothing, 12), (lose_an_actor, 5), (lose_a_rollout, 2), (shrink, 2), (suspend, 3)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_a_kill_at_any_request_changes_nothing_in_the_end(

@@ -91,6 +91,21 @@ async def test_a_selector_that_nothing_matches_is_told_in_the_schedulers_words(j
     assert "didn't match Pod's node affinity/selector" in message and "job-rollout-0" in message
 
 
+async def test_a_secret_deleted_by_hand_comes_back_byte_equal(jobs: Jobs, start, kubelet) -> None:
+    await start(resync_seconds=1.0)
+    uid = (await jobs.create())["metadata"]["uid"]
+    await jobs.wait_pods(*STANDARD)
+    name = naming.secret("job", uid)
+    before = await jobs.api.read(kinds.SECRET, jobs.namespace, name)
+    await jobs.api.delete(kinds.SECRET, jobs.namespace, name, uid=before["metadata"]["uid"])
+
+    async def back() -> bool:
+        return any(o["metadata"]["name"] == name for o in await jobs.list(kinds.SECRET))
+
+    await until(back, "the Secret")
+    assert (await jobs.api.read(kinds.SECRET, jobs.namespace, name))["data"] == before["data"]
+
+
 @pytest.mark.parametrize("kind", [kinds.SERVICE, kinds.CONFIG_MAP], ids=lambda kind: kind.plural)
 async def test_a_supporting_object_deleted_by_hand_comes_back(jobs: Jobs, start, kubelet, kind: Kind) -> None:
     await start()

@@ -101,6 +101,29 @@ async def test_a_bad_configuration_fails_the_job_with_the_pods_own_words(jobs: J
     assert "env.options.comparator must be exact" in (await jobs.condition("Failed"))[2]
 
 
+async def test_suspend_asks_the_runner_and_frees_the_pods_and_resume_makes_them_anew(
+    jobs: Jobs, start, kubelet: Kubelet
+) -> None:
+    async with FakeRunner(address=kubelet.address("job-actor-0"), step=5, policyVersion=5) as runner:
+        await start()
+        await jobs.create()
+        await jobs.wait_phase("Running")
+        await jobs.change({"suspend": True})
+
+        async def asked() -> list:
+            return runner.told("POST /finish")
+
+        assert (await until(asked, "POST /finish"))[0] == {"reason": "suspend"}
+        await kubelet.end("job-actor-0", code=0)
+        await jobs.wait_phase("Suspended")
+        await jobs.wait_pods()
+        runner.status |= {"epoch": 2}
+        await jobs.change({"suspend": False})
+        pods = await jobs.wait_pods(*STANDARD)
+        assert pods["job-actor-0"]["metadata"]["labels"]["rljob.dev/epoch"] == "2"
+        assert (await jobs.wait_phase("Running"))["status"]["restarts"] == 0
+
+
 async def test_scaling_down_drains_before_it_deletes(jobs: Jobs, start, kubelet: Kubelet) -> None:
     members = [
         {"pod": f"job-rollout-{n}", "name": f"rollout-{n}", "role": "rollout", "index": n, "state": "serving"}
