@@ -259,7 +259,7 @@ def _prepare(access: Access) -> Path:
     for name in (NAMESPACE, OPERATOR_NAMESPACE):
         access.kubectl("create", "namespace", name)
     chart = access.helm("template", "rljob", ROOT / "helm" / "rljob", "-n", OPERATOR_NAMESPACE).stdout
-    kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+    kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "FlowSchema")
     rights = [
         each for each in yaml.safe_load_all(chart) if each and each["kind"] in kinds and "helm.sh/hook" not in str(each)
     ]

@@ -86,17 +86,19 @@ class Operator:
         self.metrics.watch_cache(self.cache)
         await self.health.start(host=settings.metrics_host, port=settings.metrics_port)
         api = client.ApiClient(await self._configuration())
+        own = client.ApiClient(await self._configuration())  # the Lease never waits for a connection behind pods
         try:
-            cluster = self._wrap(ApiCluster(api, observe=self.metrics.requested))
+            cluster, lease = (self._wrap(ApiCluster(one, observe=self.metrics.requested)) for one in (api, own))
             self._streaming = await _streams_lists(api)
             self._gang = await _gang_kind(api)
-            await self._serve(cluster)
+            await self._serve(cluster, lease)
         finally:
             await api.close()
+            await own.close()
             await self.health.stop()
 
-    async def _serve(self, cluster: Cluster) -> None:
-        """Run the parts of every replica and, once leading, those of the leader."""
+    async def _serve(self, cluster: Cluster, lease: Cluster) -> None:
+        """Run the parts of every replica and, once leading, those of the leader; `lease` is a way to the API server for the Lease alone."""
         settings = self._settings
         self._relister = Relister(
             cluster=cluster,
@@ -107,7 +109,7 @@ class Operator:
             optional=[self._gang] if self._gang is not None else [],
         )
         self.leadership = Leadership(
-            cluster=cluster,
+            cluster=lease,
             namespace=settings.config.namespace,
             identity=settings.identity,
             duration=settings.lease_seconds,

@@ -16,14 +16,16 @@ Right = tuple[str, str, str]
 class Witness:
     """Passes every request on; `used` are the rights it took, `refused` those that were missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster | None = None) -> None:
         self.used: set[Right] = set()
         self.refused: list[str] = []
+        self._cluster = cluster
 
     def wrap(self, cluster: Cluster) -> Witness:
-        """Stand before a cluster."""
-        self._cluster = cluster
-        return self
+        """Return a witness before `cluster` that keeps its notes with ours."""
+        other = Witness(cluster)
+        other.used, other.refused = self.used, self.refused
+        return other
 
     async def read(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
         return await self._call(self._cluster.read(kind, namespace, name), kind, "get")
