@@ -15,6 +15,8 @@ import math
 import os
 import random
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -241,6 +243,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a model of 0.25M parameters, in a third of the time")
     parser.add_argument("--unspoiled", action="store_true", help="leave the model as good as it was taught")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as process 1 of a container it would be ignored
     # Read when torch is imported. More threads slow a model of this size down, and threads that spin starve their neighbours.
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

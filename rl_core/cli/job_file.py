@@ -8,6 +8,7 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
+from rl_core.api.text import load_documents, load_value
 from rl_core.cli.problems import find_problems
 from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS
 from rl_core.data.source import GENERATED_SCHEME
@@ -34,7 +35,7 @@ def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"the job file must exist, got {file}; check the path")
     try:
-        documents = [one for one in yaml.safe_load_all(file.read_text(encoding="utf-8")) if one is not None]
+        documents = list(load_documents(file.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
@@ -75,7 +76,7 @@ def _override(document: dict[str, Any], setting: str) -> None:
         if not isinstance(holder, dict):
             raise ConfigError(f"--set {path}: {part} must be a mapping, got {holder!r}; correct the path")
     try:
-        holder[parts[-1]] = yaml.safe_load(text)
+        holder[parts[-1]] = load_value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {path}: the value must be YAML, got {text!r}; quote it") from error
 

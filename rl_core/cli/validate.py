@@ -7,30 +7,45 @@ from pathlib import Path
 
 from rl_core.api.errors import RLJobError
 from rl_core.api.job import RLJob
-from rl_core.cli.job_file import JobProblems, load_job
+from rl_core.cli.job_file import PATH_FIELDS, JobProblems, load_job
 from rl_core.data.hub import HUB_SCHEME, fetch_references
 
 
 def validate_file(file: Path, settings: Sequence[str]) -> int:
-    """Print every problem of a job; return 0 when there are none, else 2."""
+    """Print every problem of a job; return 0 when there are none, else 2.
+
+    What lies on a volume of the actor's pods cannot be seen from here; it is named and left to the pods.
+    """
     job = load_job(file, settings)
-    check_references(job, file)
+    mounted = paths_on_volumes(job)
+    check_references(job, file, files=not mounted)
+    unseen = f"; not looked at, on volumes of the actor: {', '.join(mounted)}" if mounted else ""
     sys.stdout.write(
-        f"{file}: valid ({job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps)\n"
+        f"{file}: valid ({job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps){unseen}\n"
     )
     return 0
 
 
-def check_references(job: RLJob, file: Path) -> None:
-    """Raise JobProblems listing everything outside the YAML that would stop the job."""
-    problems = list(find_reference_problems(job, search_path=file.resolve().parent))
+def paths_on_volumes(job: RLJob) -> list[str]:
+    """Return the path fields of the job that lie below a volume mount of the actor, as `spec.model.path`."""
+    mounts = [Path(mount.mount_path) for mount in job.spec.actor.volume_mounts]
+    spec = job.spec.model_dump(mode="json", by_alias=True)
+    values = {f"spec.{block}.{field}": spec[block][field] for block, field in PATH_FIELDS}
+    return [
+        name for name, value in values.items() if value and any(Path(value).is_relative_to(mount) for mount in mounts)
+    ]
+
+
+def check_references(job: RLJob, file: Path, *, files: bool = True) -> None:
+    """Raise JobProblems listing everything outside the YAML that would stop the job; `files` False: but model and data."""
+    problems = list(find_reference_problems(job, search_path=file.resolve().parent, files=files))
     if problems:
         raise JobProblems(file, problems)
 
 
-def find_reference_problems(job: RLJob, *, search_path: Path) -> Iterator[str]:
+def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
     """Yield one line per problem; `hub` references are checked when they are fetched, at the start of a run."""
-    for check in (_check_model, _check_user_code, _check_placement):
+    for check in (_check_model, _check_user_code, _check_placement) if files else (_check_user_code, _check_placement):
         yield from _told(lambda check=check: check(job, search_path))  # type: ignore[misc]
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
+from rl_core.api.text import load_documents
 from rljob_operator import kinds
 from rljob_operator.cli import jobs
 from rljob_operator.cli.code import config_map
@@ -70,7 +71,7 @@ def read_documents(file: Path) -> tuple[Json, list[Json]]:
     if not file.is_file():
         raise ConfigError(f"the job file must exist, got {file}; check the path")
     try:
-        documents = [document for document in yaml.safe_load_all(file.read_text(encoding="utf-8")) if document]
+        documents = list(load_documents(file.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
