@@ -47,6 +47,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
     "Ready": {
         "RanksReady": "the runner has all ranks of the actor",
         "WaitingForPods": "pods of the actor are not there yet",
+        "Preparing": "init containers of the actor's pods run",
         "WaitingForRanks": "the actor's pods run, the runner waits for ranks",
         "ContainersWaiting": "a container of the actor cannot start; the message says why",
         "ImagePullError": "an image cannot be pulled; the message holds the kubelet's words",

@@ -83,6 +83,8 @@ class PodView:
     """Types of the conditions that are true."""
     disrupted: str = ""
     """Reason of the condition DisruptionTarget=True."""
+    preparing: str = ""
+    """The init container that runs."""
     waiting: str = ""
     """First waiting container's reason and message, e.g. `ImagePullBackOff: ...`; without PodInitializing and ContainerCreating."""
     ended: tuple[ContainerEnd, ...] = ()

@@ -38,6 +38,7 @@ _TOLD = {
         "False",
         (
             "WaitingForPods",
+            "Preparing",
             "WaitingForRanks",
             "Restarting",
             "NotAccepted",

@@ -217,6 +217,8 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
         return Fact(status="False", reason="Restarting", message=told)
     if not whole or not all(pod.scheduled for pod in gang):
         return Fact(status="False", reason="WaitingForPods")
+    if preparing := roster.grouped((f"init container {pod.preparing} runs", pod.name) for pod in gang if pod.preparing):
+        return Fact(status="False", reason="Preparing", message=preparing)
     missing = roster.listed(sorted(pod for _, pod in report.missing)) if report is not None else ""
     return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
 

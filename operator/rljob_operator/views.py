@@ -50,6 +50,7 @@ def pod_view(pod: Object) -> PodView:
         node_lost=ready.get("status") in ("False", "Unknown") and str(ready.get("reason") or "") not in KUBELET_REASONS,
         conditions=tuple(sorted(name for name, c in conditions.items() if c.get("status") == "True")),
         disrupted=str(disrupted.get("reason") or "DisruptionTarget") if disrupted.get("status") == "True" else "",
+        preparing=_preparing(status),
         waiting=_waiting(status),
         ended=tuple(_ends(status)),
     )
@@ -80,6 +81,11 @@ def _owner(meta: Mapping[str, Any]) -> str:
         if owner.get("kind") == "RLJob":
             return str(owner.get("uid", ""))
     return ""
+
+
+def _preparing(status: Mapping[str, Any]) -> str:
+    running = (c for c in _maps(status.get("initContainerStatuses")) if "running" in _map(c.get("state")))
+    return next((str(container.get("name", "")) for container in running), "")
 
 
 def _waiting(status: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from simulator import CONFIG, World, make_job, reason, running
+from simulator import CONFIG, START, World, make_job, reason, running
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator import views
@@ -370,3 +370,22 @@ def test_a_pod_that_was_asked_to_finish_goes_even_if_it_is_wanted_again() -> Non
     assert world.role("rollout")["ready"] == 3
     assert "draining" not in world.status and world.role("rollout")["failed"] == 0
     assert not [event for event in world.events if event.reason == "PodReplaced"]
+
+
+def test_an_init_container_that_runs_is_named() -> None:
+    job = make_job()
+    first = reconcile(job, views.observe(), START, config=CONFIG)
+    prepares = {"initContainerStatuses": [{"name": "fetch", "state": {"running": {}}}], "phase": "Pending"}
+    pods = [
+        {
+            **pod,
+            "metadata": {**pod["metadata"], "uid": f"u{number}", "creationTimestamp": to_text(START)},
+            "spec": {**pod["spec"], "nodeName": "n"},
+            "status": prepares if pod["metadata"]["name"].endswith("-actor-0") else {"phase": "Running"},
+        }
+        for number, pod in enumerate(first.create)
+    ]
+    plan = reconcile({**job, "status": first.status}, views.observe(pods=pods), START + 1, config=CONFIG)
+    ready = next(c for c in plan.status["conditions"] if c["type"] == "Ready")
+    assert ready["reason"] == "Preparing" and "init container fetch runs" in ready["message"]
+    assert plan.status["columns"]["reason"] == "Preparing"

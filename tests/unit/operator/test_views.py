@@ -62,6 +62,13 @@ def test_a_node_controllers_word_is_told_from_a_kubelets(ready: dict[str, str], 
     assert pod_view(pod({"conditions": [ready]})).node_lost is lost
 
 
+def test_the_init_container_that_runs_is_read() -> None:
+    done, runs = {"terminated": {"exitCode": 0}}, {"running": {"startedAt": "2026-11-21T12:00:00Z"}}
+    statuses = [{"name": "fetch", "state": done}, {"name": "prepare", "state": runs}, {"name": "last", "state": {}}]
+    assert pod_view(pod({"initContainerStatuses": statuses})).preparing == "prepare"
+    assert pod_view(pod({"initContainerStatuses": statuses[:1]})).preparing == ""
+
+
 def test_the_schedulers_words_a_disruption_and_a_waiting_container_are_read() -> None:
     view = pod_view(
         pod(
