@@ -1,10 +1,12 @@
 """YAML as kubectl reads it: PyYAML takes `1e-4` for text, where YAML 1.2 and Kubernetes see a number."""
 
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from rl_core.api.errors import ConfigError
 
 
 class Loader(yaml.SafeLoader):
@@ -16,9 +18,21 @@ Loader.add_implicit_resolver(
 )
 
 
-def load_documents(text: str) -> Iterator[Any]:
-    """Yield the documents of a YAML text that are not empty. Raises yaml.YAMLError."""
-    return (document for document in yaml.load_all(text, Loader) if document is not None)
+def load_documents(text: str) -> list[Any]:
+    """Return the documents of a YAML text that are not empty. Raises yaml.YAMLError."""
+    return [document for document in yaml.load_all(text, Loader) if document is not None]
+
+
+def read_documents(file: Path) -> list[Any]:
+    """Return the documents of a job file that are not empty. Raises ConfigError naming the file and line."""
+    if not file.is_file():
+        raise ConfigError(f"the job file must exist, got {file}; check the path")
+    try:
+        return load_documents(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
+        ) from error
 
 
 def load_value(text: str) -> Any:

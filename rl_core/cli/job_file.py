@@ -8,7 +8,7 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
-from rl_core.api.text import load_documents, load_value
+from rl_core.api.text import load_value, read_documents
 from rl_core.cli.problems import find_problems
 from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS
 from rl_core.data.source import GENERATED_SCHEME
@@ -32,15 +32,7 @@ def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
 
     Raises ConfigError naming file and line, or how many RLJobs there are.
     """
-    if not file.is_file():
-        raise ConfigError(f"the job file must exist, got {file}; check the path")
-    try:
-        documents = list(load_documents(file.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
-        ) from error
-    document = _the_job(file, documents)
+    document = _the_job(file, read_documents(file))
     if not isinstance(document, dict):
         raise ConfigError(
             f"{file}: must hold one mapping with apiVersion, kind, metadata and spec, got {type(document).__name__}"

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from rl_core.api import text
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
-from rl_core.api.text import load_documents
 from rljob_operator import kinds
 from rljob_operator.cli import jobs
 from rljob_operator.cli.code import config_map
@@ -68,14 +67,7 @@ def submit(
 
 def read_documents(file: Path) -> tuple[Json, list[Json]]:
     """Return the job of a YAML file, checked by this version's schema, and the other objects in it. Raises ConfigError."""
-    if not file.is_file():
-        raise ConfigError(f"the job file must exist, got {file}; check the path")
-    try:
-        documents = list(load_documents(file.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{file}: must be valid YAML, got {' '.join(str(error).split())}; correct the line"
-        ) from error
+    documents = text.read_documents(file)
     if not all(
         isinstance(document, dict) and {"apiVersion", "kind", "metadata"} <= document.keys() for document in documents
     ):

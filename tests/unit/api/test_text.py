@@ -26,4 +26,4 @@ def test_every_number_that_json_writes_comes_back(number):
 
 
 def test_empty_documents_are_left_out():
-    assert list(load_documents("---\na: 1e-3\n---\n---\nb: 2\n")) == [{"a": 1e-3}, {"b": 2}]
+    assert load_documents("---\na: 1e-3\n---\n---\nb: 2\n") == [{"a": 1e-3}, {"b": 2}]
