@@ -39,6 +39,7 @@ OPERATOR_NAMESPACE = "rljob-system"
 JOBS = f"/apis/rljob.dev/v1alpha1/namespaces/{NAMESPACE}/rljobs"
 POD_PATH = f"/api/v1/namespaces/{NAMESPACE}/pods"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+METADATA_LIST = METADATA_ONLY.replace("PartialObjectMetadata", "PartialObjectMetadataList")
 WRITES = ("create", "update", "patch", "apply", "delete", "post", "put")
 KUBERAY_PODS_PER_SECOND = 26
 """What KubeRay publishes for creating RayClusters at scale, as issue and specs quote it."""
@@ -88,16 +89,32 @@ class Api:
                 raise RuntimeError(f"{method} {path}: HTTP {response.status}: {text[:2000]}")
             return json.loads(text)
 
-    async def watch(self, path: str) -> AsyncIterator[tuple[str, dict]]:
-        """Events of a kind from now on, metadata only."""
+    async def follow(self, path: str) -> AsyncIterator[tuple[str, dict]]:
+        """Events of a kind, metadata only: what is there, then what changes. The API server drops watchers that fall behind; then anew."""
+        known: set[str] = set()
+        while True:
+            found = await self.request("GET", path, Accept=METADATA_LIST)
+            present = {item["metadata"]["uid"]: item["metadata"] for item in found["items"] or []}
+            for uid in known - present.keys():
+                yield "DELETED", {"uid": uid}
+            for metadata in present.values():
+                yield "MODIFIED", metadata
+            known = set(present)
+            async for kind, metadata in self._watch(path, found["metadata"]["resourceVersion"]):
+                (known.discard if kind == "DELETED" else known.add)(metadata["uid"])
+                yield kind, metadata
+
+    async def _watch(self, path: str, version: str) -> AsyncIterator[tuple[str, dict]]:
         timeout = aiohttp.ClientTimeout(total=None)
-        url = f"{self._server}{path}?watch=1"
+        url = f"{self._server}{path}?watch=1&resourceVersion={version}"
         async with self._session.get(url, headers={"Accept": METADATA_ONLY}, timeout=timeout) as response:
             buffer = b""
             async for chunk in response.content.iter_any():
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 for line in lines:
                     event = json.loads(line)
+                    if event["type"] == "ERROR":  # the version is too old: list again
+                        return
                     yield event["type"], event["object"]["metadata"]
 
 
@@ -113,7 +130,7 @@ class Pods:
         self._changed = asyncio.Event()
 
     async def follow(self, api: Api) -> None:
-        async for kind, metadata in api.watch(POD_PATH):
+        async for kind, metadata in api.follow(POD_PATH):
             now, uid = time.perf_counter(), metadata["uid"]
             if kind == "DELETED":
                 self.alive.discard(uid)
