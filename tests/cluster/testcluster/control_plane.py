@@ -47,6 +47,16 @@ class ControlPlane:
             "default service account", lambda: self.api.exists("/api/v1/namespaces/default/serviceaccounts/default")
         )
 
+    def revive(self) -> list[str]:
+        """Start the controllers that ended again, as a kubelet does with static pods, and return their names.
+
+        The scheduler ends itself when its cache and the API server disagree, which a crash of the API server may lead to.
+        """
+        ended = [each for each in (self.controller_manager, self.scheduler) if not each.running]
+        for program in ended:
+            program.start()
+        return [program.name for program in ended]
+
     def compact(self) -> int:
         """Make etcd forget all but the newest revision; return that revision.
 
