@@ -26,6 +26,14 @@ def test_without_nodes_a_pod_waits_and_the_scheduler_says_why(cluster: Access, n
     assert "available" in condition["message"]
 
 
+def test_a_scheduler_that_ended_is_started_again(cluster: Access, namespace: str) -> None:
+    control_plane = cluster.cluster.control_plane
+    assert control_plane.revive() == []
+    control_plane.scheduler.stop()
+    assert control_plane.revive() == ["kube-scheduler"]
+    test_without_nodes_a_pod_waits_and_the_scheduler_says_why(cluster, namespace)
+
+
 def test_the_api_server_comes_back_with_what_it_had(cluster: Access, namespace: str) -> None:
     cluster.kubectl("create", "configmap", "kept", "-n", namespace)
     server = cluster.cluster.control_plane.api_server
