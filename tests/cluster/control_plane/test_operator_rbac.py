@@ -28,6 +28,13 @@ NOT_EXERCISED: dict[Right, str] = {
     ("patch", "resource.k8s.io", "resourceclaims"): "the same",
     ("get", "resource.k8s.io", "resourceclaims"): "the same",
 }
+AT_TIMES: dict[Right, str] = {
+    (
+        "patch",
+        "",
+        "events",
+    ): "counts an event up that comes again: whether a pod is seen going, or only gone, is a matter of time",
+}
 
 
 @pytest.fixture
@@ -101,7 +108,7 @@ async def test_the_charts_rights_are_sufficient_and_each_is_used(
     assert events and events > 4, "the watches run with these rights too"
     used = witness.used | watched
     assert used - granted(rights) == set(), "missing in the chart"
-    assert granted(rights) - used == set(NOT_EXERCISED), "given by the chart and not used"
+    assert granted(rights) - used - AT_TIMES.keys() == set(NOT_EXERCISED), "given by the chart and not used"
 
 
 async def test_the_account_can_read_no_secret_but_its_own(
