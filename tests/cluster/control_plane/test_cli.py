@@ -152,7 +152,7 @@ def test_status_and_top_tell_what_the_operator_says(rljob):
         and "Complete" not in shown
     )
     assert rljob("checkpoint", "add").out == "add: no checkpoint yet\n"
-    rljob.says({"checkpoint": {"lastStep": 10, "path": "/work/c"}})
+    rljob.says({"checkpoint": {"lastStep": 10, "path": "/checkpoints/c"}})
     assert "lastStep: 10" in rljob("checkpoint", "add").out
 
 
