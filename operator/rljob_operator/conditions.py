@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from rl_core.api.status import ConditionType
 from rljob_operator.model import Object
 from rljob_operator.times import to_text
 
-TYPES = (
-    "Accepted",
-    "Scheduled",
-    "Ready",
-    "Progressing",
-    "WeightsInSync",
-    "Degraded",
-    "Suspended",
-    "Complete",
-    "Failed",
-)
+TYPES: tuple[str, ...] = get_args(ConditionType)
 """All conditions, in the order of the list; each is there from the first reconcile."""
 LONGEST_MESSAGE = 4000
 
