@@ -150,7 +150,7 @@ class RolloutSpec(RoleSpec):
     batching: Literal["continuous", "perGroup"] = "continuous"
     """perGroup: one prompt group = one engine batch, which makes results independent of load."""
     compile: bool = False
-    """torch.compile the decode step."""
+    """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
 
     @rule
     def _bounds(self) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,12 @@ CONFIG_FILE = "config.json"
 
 
 def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decoder:
-    """Return the lean decoder for `DecoderWeights` or a transformers model of its families, else the generic one."""
+    """Return the lean decoder for `DecoderWeights` or a transformers model of its families, else the generic one.
+
+    Raises RolloutConfigError for `compile` where the family or the machine cannot.
+    """
+    if compile:
+        _require_compiler()
     if isinstance(model, DecoderWeights):
         return LeanDecoder(model, max_seq_len=max_seq_len, compile=compile)
     if unsupported(model.config.to_dict()) is None:
@@ -29,6 +36,16 @@ def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decod
     from rl_core.rollouts.hf.generic import TransformersDecoder
 
     return TransformersDecoder(model)
+
+
+def _require_compiler() -> None:
+    """Refuse before the first prompt: torch.compile looks for its compiler at the first call only."""
+    names = [os.environ.get("CXX") or "g++", "clang++"]
+    if not any(shutil.which(name) for name in names):
+        raise RolloutConfigError(
+            f"rollout.compile needs a C++ compiler on the rollout's machine, found none of {', '.join(names)}; "
+            "add one to the image, or set rollout.compile: false"
+        )
 
 
 def _fused(model: Any) -> DecoderWeights:

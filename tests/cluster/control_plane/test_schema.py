@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from manifest_samples import FULL_POD
 from pydantic import ValidationError
 
 from rl_core.api.job import RLJob, RLJobSpec
@@ -16,48 +17,6 @@ from rl_core.api.job import RLJob, RLJobSpec
 ROOT = Path(__file__).parents[3]
 JOBS = sorted([*ROOT.glob("examples/*/*.yaml"), ROOT / "examples" / "reference.yaml"])
 MINIMAL = {"model": {"path": "/models/tiny"}, "data": {"train": "/data/train.jsonl"}}
-FULL_POD = yaml.safe_load(
-    """
-image: registry.test/actor@sha256:0123
-imagePullPolicy: IfNotPresent
-imagePullSecrets: [{name: registry}]
-env: {HF_HOME: /tmp/hf}
-envFrom: [{prefix: W_, secretRef: {name: wandb, optional: true}}, {configMapRef: {name: settings}}]
-resources: {requests: {cpu: 500m, memory: 2Gi}, limits: {cpu: 2, memory: 2Gi, rdma/hca: "1"}}
-gpus: 2
-gpuAllocation: dra
-deviceClass: gpu.example.com
-resourceClaims: [{name: nic, resourceClaimTemplateName: nics, request: one}, {name: shared, resourceClaimName: all}]
-nodeSelector: {zone: a}
-tolerations: [{key: gpu, operator: Exists, effect: NoSchedule}, {key: node.kubernetes.io/unreachable, operator: Exists, effect: NoExecute, tolerationSeconds: 5}]
-affinity:
-  nodeAffinity:
-    requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [{matchExpressions: [{key: gpu, operator: In, values: [h100, h200]}]}]}
-    preferredDuringSchedulingIgnoredDuringExecution: [{weight: 5, preference: {matchExpressions: [{key: spot, operator: DoesNotExist}]}}]
-  podAntiAffinity:
-    preferredDuringSchedulingIgnoredDuringExecution: [{weight: 100, podAffinityTerm: {topologyKey: kubernetes.io/hostname, labelSelector: {matchLabels: {a: b}}}}]
-topologySpreadConstraints: [{maxSkew: 1, topologyKey: kubernetes.io/hostname, whenUnsatisfiable: ScheduleAnyway}]
-volumes:
-- {name: claim, persistentVolumeClaim: {claimName: models, readOnly: true}}
-- {name: own, ephemeral: {volumeClaimTemplate: {spec: {accessModes: [ReadWriteOnce], storageClassName: local, resources: {requests: {storage: 1Gi}}}}}}
-- {name: settings, configMap: {name: settings, items: [{key: a, path: b/c}], defaultMode: 256}}
-- {name: secret, secret: {secretName: token, optional: true}}
-- {name: scratch, emptyDir: {medium: Memory, sizeLimit: 1Gi}}
-- {name: all, projected: {sources: [{secret: {name: a}}, {configMap: {name: b}}]}}
-- {name: model, image: {reference: registry.test/model, pullPolicy: IfNotPresent}}
-volumeMounts: [{name: claim, mountPath: /models, readOnly: true}, {name: scratch, mountPath: /scratch, subPath: here}]
-initContainers: [{name: fetch, image: registry.test/fetch, command: [sh, -c], args: ["true"], env: {A: b}, resources: {limits: {memory: 64Mi}}, volumeMounts: [{name: scratch, mountPath: /out}]}]
-serviceAccountName: trainer
-priorityClassName: high
-runtimeClassName: nvidia
-schedulerName: default-scheduler
-securityContext: {runAsUser: 2000, runAsGroup: 2000, fsGroup: 2000, supplementalGroups: [44], readOnlyRootFilesystem: false, seccompProfile: {type: RuntimeDefault}}
-terminationGracePeriodSeconds: 60
-labels: {team: rl}
-annotations: {example.com/note: "kept as written"}
-shmSize: 8Gi
-"""
-)
 
 
 def job(spec, name="job"):

@@ -33,7 +33,7 @@ affinity:
 topologySpreadConstraints: [{maxSkew: 1, topologyKey: kubernetes.io/hostname, whenUnsatisfiable: ScheduleAnyway}]
 volumes:
 - {name: disk, persistentVolumeClaim: {claimName: models, readOnly: true}}
-- {name: scratch, ephemeral: {volumeClaimTemplate: {metadata: {labels: {a: b}}, spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Gi}}}}}}
+- {name: scratch, ephemeral: {volumeClaimTemplate: {metadata: {labels: {a: b}}, spec: {accessModes: [ReadWriteOnce], storageClassName: local, resources: {requests: {storage: 1Gi}}}}}}
 - {name: settings, configMap: {name: settings, optional: true, defaultMode: 292, items: [{key: a, path: b, mode: 256}]}}
 - {name: token, secret: {secretName: token, optional: true}}
 - {name: memory, emptyDir: {medium: Memory, sizeLimit: 1Gi}}
@@ -54,7 +54,7 @@ serviceAccountName: trainer
 priorityClassName: system-cluster-critical
 runtimeClassName: nvidia
 schedulerName: other
-securityContext: {runAsUser: 2000, runAsGroup: 3000, fsGroup: 4000, supplementalGroups: [5000], readOnlyRootFilesystem: false}
+securityContext: {runAsUser: 2000, runAsGroup: 3000, fsGroup: 4000, supplementalGroups: [5000], readOnlyRootFilesystem: false, seccompProfile: {type: RuntimeDefault}}
 terminationGracePeriodSeconds: 77
 labels: {team: research}
 annotations: {note: hello}

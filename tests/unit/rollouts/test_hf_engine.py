@@ -76,6 +76,18 @@ def test_a_row_depends_on_its_prompt_and_seed_not_on_the_batch(seed, max_batch, 
     assert not engine.busy
 
 
+def test_compiled_decoding_generates_the_same():
+    params, given_prompts = SamplingParams(max_new_tokens=6), prompts(3)
+    plain, compiled = (make(compile=flag).generate(given_prompts, params, [1, 2, 3]) for flag in (False, True))
+    assert all(close(one, other) for one, other in zip(plain, compiled, strict=True))
+
+
+def test_compile_is_refused_where_nothing_can_compile(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RolloutConfigError, match=r"rollout.compile needs a C\+\+ compiler .* set rollout.compile: false"):
+        make(compile=True)
+
+
 def test_rows_join_a_running_batch_and_end_without_disturbing_others():
     engine = make(max_batch=4)
     alone = {i: make().generate([p], SamplingParams(max_new_tokens=20), [i])[0] for i, p in enumerate(prompts(10))}
