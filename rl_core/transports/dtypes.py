@@ -27,15 +27,9 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "_owner")
 
-    def __init__(self, buffer: memoryview) -> None:
-        array = np.frombuffer(buffer, np.uint8)
-        self._owner = array
-        self.__array_interface__ = {
-            "data": (array.__array_interface__["data"][0], False),
-            "shape": (array.size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+    def __init__(self, owner: np.ndarray, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self._owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": typestr, "version": 3}
 
 
 def is_tensor(value: object) -> bool:
@@ -77,10 +71,13 @@ def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryvi
         raise ValueError(f"has dtype {tensor.dtype}, which cannot travel; convert it to one of {', '.join(NAMES)}")
     if not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError("is not contiguous; call .contiguous()")
-    plain = tensor.detach().cpu()
-    if plain.numel() == 0:
-        return code, tuple(plain.shape), memoryview(b"")
-    return code, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().data
+    shape = tuple(tensor.shape)
+    if tensor.numel() == 0:
+        return code, shape, memoryview(b"")
+    plain = tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()
+    if _NUMPY_DTYPES[code] is None:
+        plain = plain.reshape(-1).view(torch.uint8)
+    return code, shape, memoryview(plain.numpy()).cast("B")
 
 
 def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> np.ndarray:
@@ -99,13 +96,16 @@ def tensor_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: 
     """Return the torch tensor of `shape` over `buffer`; with `copy`, or where the memory is misaligned, over its own."""
     import torch
 
-    dtype = getattr(torch, NAMES[code])
     if len(buffer) == 0:
-        return torch.empty(shape, dtype=dtype)
-    flat = np.asarray(_Memory(buffer))
-    if copy or flat.ctypes.data % ITEMSIZES[code]:
-        flat = flat.copy()
-    return torch.from_numpy(flat).view(dtype).reshape(shape)
+        return torch.empty(shape, dtype=getattr(torch, NAMES[code]))
+    owner = np.frombuffer(buffer, np.uint8)
+    address: int = owner.__array_interface__["data"][0]
+    known = _NUMPY_DTYPES[code]
+    array = np.asarray(_Memory(owner, address, *((owner.shape, "|u1") if known is None else (shape, known.str))))
+    if copy or address % ITEMSIZES[code]:
+        array = array.copy()
+    tensor = torch.from_numpy(array)
+    return tensor if known is not None else tensor.view(getattr(torch, NAMES[code])).reshape(shape)
 
 
 def scalar_bytes(scalar: np.generic) -> bytes:
