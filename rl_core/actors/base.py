@@ -3,7 +3,8 @@
     recv_batch -> compute_log_probs -> compute_advantages_and_returns -> run_training -> sync_model_to_rollout
 
 A backend derives from `Actor` and supplies the model: score rows, run before each micro-batch, step the optimizer.
-All methods are collective over the actor's ranks; the runner calls them on all of them in the same order.
+All methods are collective over the actor's ranks; the runner calls them on all of them in the same order. `cancel_training` alone may
+come at any time: the step is then left between two micro-batches, as if it had never begun.
 
 Legend: B rows, T width of the longest.
 """
@@ -13,12 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from rl_core.actors import intake, preparation
+from rl_core.actors.cancellation import Cancellation, StepCancelled
 from rl_core.actors.objective import PolicyObjective
 from rl_core.actors.offload import Offloader
 from rl_core.actors.preparation import PreparedBatch
@@ -55,6 +57,7 @@ class Actor(Worker, ABC):
         """The step's groups on this rank, from recv_batch until run_training."""
         self.response_limit = self.cfg.rollout.sampling.max_new_tokens * self.cfg.env.max_turns
         self.objective = PolicyObjective(algorithm, max_tokens=self.response_limit)
+        self.cancellation = Cancellation(self.ranks)
 
     # What a backend supplies ----------------------------------------------------------------------------------------
 
@@ -83,6 +86,10 @@ class Actor(Worker, ABC):
         """Apply the gradients; return their norm and the learning rates."""
 
     @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget the gradients gathered since the last optimizer step."""
+
+    @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the reference policy's weights."""
 
@@ -107,22 +114,28 @@ class Actor(Worker, ABC):
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
         budget = self.cfg.actor.micro_batch_tokens
         self.prepared = preparation.collate(ordered, max_length=self.max_length, micro_batch_tokens=budget)
+        self.cancellation.begin()
 
     # Log-probabilities and advantages -------------------------------------------------------------------------------
 
     def compute_log_probs(self, batch: TrainingBatch | None = None) -> Tensor | None:
         """Return the trainer's log-probabilities [B, S] of `batch`, without gradient.
 
-        None: of the held groups, kept there together with the reference's where the loss needs them; nothing is returned.
+        None: of the held groups, kept there together with the reference's where the loss needs them; nothing is returned. A cancelled
+        step is left without them.
         """
-        with self.ranks.guard("computing log-probabilities"):
-            if batch is not None:
+        if batch is not None:
+            with self.ranks.guard("computing log-probabilities"):
                 return self._score(batch)
-            prepared = self._require_batch("compute_log_probs")
-            if self.cfg.algorithm.recompute_log_probs:
-                prepared.old_log_probs = self._score(prepared.batch)
-            if self.objective.needs_reference:
-                prepared.ref_log_probs = self.compute_ref_log_probs(prepared.batch)
+        prepared = self._require_batch("compute_log_probs")
+        try:
+            with self.ranks.guard("computing log-probabilities"):
+                if self.cfg.algorithm.recompute_log_probs:
+                    prepared.old_log_probs = self._score(prepared.batch)
+                if self.objective.needs_reference:
+                    prepared.ref_log_probs = self.compute_ref_log_probs(prepared.batch)
+        except StepCancelled:
+            self._leave_step()
         return None
 
     def compute_ref_log_probs(self, batch: TrainingBatch) -> Tensor:
@@ -146,6 +159,8 @@ class Actor(Worker, ABC):
         columns = {"input_ids": batch.input_ids, "loss_mask": batch.loss_mask}
         rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
         for part in self._micro_batches(lengths):
+            if self.cancellation.agreed():
+                raise StepCancelled
             micro = rows.take(part) if part else StepRows.masked_row(rows)
             with torch.no_grad():
                 log_probs, _ = self.score_rows(micro.columns["input_ids"], micro.lengths, micro.columns["loss_mask"])
@@ -155,8 +170,17 @@ class Actor(Worker, ABC):
 
     # Training -------------------------------------------------------------------------------------------------------
 
-    def run_training(self, step: int | None = None) -> dict[str, float]:
-        """Train on the held groups; return the step's `actor/*`, `perf/*` and `time/*` over all ranks, equal on each.
+    async def cancel_training(self) -> None:
+        """Give up the step at the next micro-batch; returns at once, while the training thread computes. Asking one rank will do.
+
+        Weights, optimizer, counters and random state are then those of the step before, and the groups are no longer held. Only the
+        first mini-batch of a step can be left: once one has ended the rest is trained too, as some of the groups are in the weights and
+        the ledger counts whole steps. The same holds after the last micro-batch, when only the optimizer's work is left.
+        """
+        self.cancellation.ask()
+
+    def run_training(self, step: int | None = None) -> dict[str, float] | None:
+        """Train on the held groups; return the step's `actor/*`, `perf/*` and `time/*` over all ranks, equal on each; None when cancelled.
 
         Raises RuntimeError without groups or advantages, InfrastructureError when a rank is lost, DataError after too many
         gradients in a row that were not finite.
@@ -167,15 +191,19 @@ class Actor(Worker, ABC):
         batch, report = prepared.batch, StepReport(self.counts)
         # The deviation over a rank's own rows does not add up to the step's; the runner reports that of all rewards.
         report.add({name: stat for name, stat in prepared.metrics.items() if name != "rewards/std"})
-        with self.ranks.guard("training"):
-            texts, groups, lengths = batch.group_texts, batch.group_ids.tolist(), batch.lengths.tolist()
-            layout, numbers = lay_out(self.ranks, texts, groups, lengths)
-            rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
-            for epoch in range(self.cfg.algorithm.update_epochs):
-                if report.early_stopped:
-                    break
-                self._train_epoch(rows, layout.lengths, number, epoch, report)
-            metrics = report.finish(self.ranks, tokens=sum(layout.lengths), seconds=time.perf_counter() - started)
+        try:
+            with self.ranks.guard("training"):
+                texts, groups, lengths = batch.group_texts, batch.group_ids.tolist(), batch.lengths.tolist()
+                layout, numbers = lay_out(self.ranks, texts, groups, lengths)
+                rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
+                for epoch in range(self.cfg.algorithm.update_epochs):
+                    if report.early_stopped:
+                        break
+                    self._train_epoch(rows, layout.lengths, number, epoch, report)
+                metrics = report.finish(self.ranks, tokens=sum(layout.lengths), seconds=time.perf_counter() - started)
+        except StepCancelled:
+            self._leave_step()
+            return None
         self.prepared = None
         self.global_step = number
         return metrics
@@ -211,6 +239,8 @@ class Actor(Worker, ABC):
         seen: list[dict[str, Stat]] = []
         with report.timing("forward_backward"):
             for index, part in enumerate(parts):
+                if report.nothing_ended and self.cancellation.agreed():
+                    self._cancel_minibatch(rows, normalizers, begun=index > 0)
                 micro = rows.take(part) if part else StepRows.masked_row(rows)
                 with self.before_micro_batch(self.model, index == len(parts) - 1):
                     seen.append(self._forward_backward(micro, normalizers))
@@ -218,6 +248,22 @@ class Actor(Worker, ABC):
         with report.timing("optimizer"):
             norm, rates = self.optimizer_step()
         report.add_step(seen, norm=norm, rate=rates[0])
+
+    def _cancel_minibatch(self, rows: StepRows, normalizers: Any, *, begun: bool) -> NoReturn:
+        """Drop the gradients so far and raise StepCancelled."""
+        if begun:
+            # What a wrapper holds back until the last micro-batch becomes gradients with an empty one.
+            with self.before_micro_batch(self.model, True):
+                self._forward_backward(StepRows.masked_row(rows), normalizers)
+        self.drop_gradients()
+        raise StepCancelled
+
+    def _leave_step(self) -> None:
+        self.prepared = None
+        self.cancellation.restore()
+        self.log_info(
+            "step %s is given up; weights and counters are those of step %s", self.global_step + 1, self.global_step
+        )
 
     def _forward_backward(self, rows: StepRows, normalizers: Any) -> dict[str, Stat]:
         columns = {name: column.to(self.compute_device) for name, column in rows.columns.items()}

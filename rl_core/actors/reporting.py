@@ -30,6 +30,11 @@ class StepReport:
         self.imbalance = 1.0
         self.early_stopped = False
 
+    @property
+    def nothing_ended(self) -> bool:
+        """Return whether no mini-batch of the step has ended, applied, skipped or empty; equal on all ranks."""
+        return asdict(self._counts) == self._before
+
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
         """Add the block's seconds to `time/<what>`."""

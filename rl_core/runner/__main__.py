@@ -4,6 +4,7 @@ import faulthandler
 import json
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -134,6 +135,18 @@ def housekeeping(runner: Runner, ended: threading.Event) -> None:
         told = stall["reason"] if stall else None
 
 
+def interrupt_on_sigterm(runner: Runner) -> None:
+    """Let SIGTERM interrupt the run, from a thread: a handler runs inside the loop's, which may hold the locks that `stop` takes."""
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def obey() -> None:
+        while asked.get():
+            runner.stop("SIGTERM", StopKind.INTERRUPT)
+
+    threading.Thread(target=obey, name="sigterm", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda number, _: asked.put(number))
+
+
 def serve(runner: Runner, port: int, token: str | None) -> ControlServer:
     """Open the control port."""
     host = "127.0.0.1" if token is None else "0.0.0.0"
@@ -159,7 +172,7 @@ def main() -> int:
         job = fetch_references(RLJob.model_validate_json(Path(identity.config).read_text()))
         output.mkdir(parents=True, exist_ok=True)
         runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
-        signal.signal(signal.SIGTERM, lambda *_: runner.stop("SIGTERM", StopKind.INTERRUPT))
+        interrupt_on_sigterm(runner)
         serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
         if (
             identity.in_cluster

@@ -17,6 +17,7 @@ from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.channel import Channel
 from rl_core.data.dataset import PromptDataset
 from rl_core.observability.trackers import Trackers
+from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import differences
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.history import LedgerFile
@@ -33,7 +34,9 @@ from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 
 logger = logging.getLogger(__name__)
 LEAVABLE = frozenset({Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED, Phase.STARTING})
-"""Phases in which nothing is lost when the run leaves them; the others are finished first."""
+"""Phases that the run leaves at once when it is to end. Training is left between micro-batches, the others are finished first."""
+RESUMABLE = frozenset({"Suspended", "Interrupted"})
+"""Ends after which the run is to be resumed."""
 
 
 class Stopped(Exception):
@@ -215,7 +218,12 @@ class Runner:
         """Raise what ended the run from outside the loop: a failure, or Stopped while generating."""
         if self._failure is not None:
             raise self._failure
-        if self.stopping and self.board.phase in LEAVABLE:
+        if self.board.phase in LEAVABLE:
+            self.leave_if_stopping()
+
+    def leave_if_stopping(self) -> None:
+        """Raise Stopped when the run was asked to end."""
+        if self.stopping:
             raise Stopped(self.stop_reason)
 
     def _fail(self, error: RLJobError) -> None:
@@ -255,10 +263,17 @@ class Runner:
     # --- control ---------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, kind: StopKind = StopKind.FINISH) -> None:
-        """Ask the run to end: the step being generated is left (its prompts stay pending), a step being trained is finished."""
+        """Ask the run to end; from any thread, but not from a signal's handler: it takes locks that the loop may hold.
+
+        The step being generated is left at once, the one being trained before its next micro-batch (`Actor.cancel_training` says when
+        not): its groups are not acknowledged, so a resume gives them out again. A step that is trained is published first.
+        """
         self.steering.ask_stop(kind, reason)
-        if self.board.phase in (Phase.GENERATING, Phase.VALIDATING):
+        phase = self.board.phase
+        if phase in (Phase.GENERATING, Phase.VALIDATING):
             self._interrupt()
+        elif phase is Phase.TRAINING:
+            self.actor.within(self.spec.runtime.deadlines.rpc).cancel_training()
 
     @property
     def stopping(self) -> bool:
@@ -326,7 +341,9 @@ class Runner:
         return metrics
 
     def checkpoint_due(self) -> bool:
-        """Return whether the step just finished is to be saved."""
+        """Return whether the step just finished is to be saved; never when it is rolled back."""
+        if self.stop_kind is StopKind.ROLLBACK:
+            return False
         every = self.spec.checkpoint.every_steps
         asked = self.steering.take_checkpoint()
         return asked or (every is not None and self.step % every == 0) or self.step >= self.spec.algorithm.steps
@@ -357,14 +374,25 @@ class Runner:
             self.board.count_failure("runner", "checkpoint")
             self.board.set(checkpoint={**self.board.fact("checkpoint"), "error": str(error)})
 
-    def finish(self) -> None:
+    def watch_numbers(self, metrics: dict[str, float]) -> None:
+        """Tell the streaks after a step; roll back when a rule of failurePolicy has fired whose action is RestartFromCheckpoint.
+
+        Who restarts the run is the operator, which reads the streaks too. Its call to roll back may be lost or come late, and until
+        then nothing may make a checkpoint of these weights.
+        """
+        self.board.set(streaks=self.streaks.observe(metrics))
+        trip = tripped(self.spec.failure_policy, self.streaks.counts)
+        if trip is not None and trip.action == "RestartFromCheckpoint":
+            self.stop(f"failurePolicy.{trip.rule} has fired: {trip.message}", StopKind.ROLLBACK)
+
+    def finish(self, *, resumable: bool) -> None:
         """Save what the run came to: a checkpoint of the last step, and the model unless the run is to be resumed.
 
         Nothing before the actors hold weights.
         """
         if not self.ready:
             return
-        if self.resumable:
+        if resumable:
             if self.stop_kind is not StopKind.ROLLBACK:
                 self.save_checkpoint()
             return
@@ -375,15 +403,12 @@ class Runner:
             self.await_result(self.actor.export_hf(str(self.output / "model")))
 
     def ended_early(self) -> str:
-        """Return how a run that was asked to end is told: Stopped, Suspended or Interrupted."""
-        if not self.resumable:
+        """Return how a run that was asked to end is told: Stopped, or to be resumed Suspended or Interrupted."""
+        if self.stop_kind is StopKind.ROLLBACK:
+            return "Interrupted"
+        if self.stop_kind is StopKind.FINISH or self.step >= self.spec.algorithm.steps:
             return "Stopped"
         return "Suspended" if self.stop_kind is StopKind.SUSPEND else "Interrupted"
-
-    @property
-    def resumable(self) -> bool:
-        """Return whether the run ends early to be resumed: suspended, rolled back, or its pod must go."""
-        return self.step < self.spec.algorithm.steps and self.stop_kind not in (None, StopKind.FINISH)
 
     def close(self) -> None:
         """Stop background work."""

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from rl_core.runner.base import Runner, RunSummary, StepTimers, Stopped
+from rl_core.runner.base import RESUMABLE, Runner, RunSummary, StepTimers, Stopped
 from rl_core.runner.intake import StepState, reward_metrics
 from rl_core.runner.status import Phase
 from rl_core.runner.waiting import PATIENCE
@@ -35,7 +35,7 @@ class ReasoningRunner(Runner):
             status = self.ended_early()
             logger.info("stopping after step %s: %s", self.step, stop)
         with self.board.during(Phase.CHECKPOINTING):
-            self.finish()
+            self.finish(resumable=status in RESUMABLE)
         return RunSummary(
             status=status,
             step=self.step,
@@ -57,15 +57,16 @@ class ReasoningRunner(Runner):
         self.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
         metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.intake.metrics()
         self.board.step_took(self.timers.seconds["time/step"])
-        self.board.set(streaks=self.streaks.observe(metrics))
+        self.watch_numbers(metrics)
         last = self.step == self.spec.algorithm.steps
-        if self.validation is not None and (last or self.step % self.spec.validation.every_steps == 0):
-            metrics |= self.evaluate()
-        self._log(metrics | self._rates(taken))  # before the checkpoint: a resume from it must find the line
+        try:
+            if last or self.step % self.spec.validation.every_steps == 0:
+                metrics |= self.evaluate()
+        finally:  # also of a validation that was left, and before the checkpoint: a resume from it must find the line
+            self._log(metrics | self._rates(taken))
         if self.checkpoint_due():
             self.try_checkpoint()
-        if self.stopping:
-            raise Stopped("asked at a step boundary")
+        self.leave_if_stopping()
 
     def generate(self) -> dict[str, float]:
         """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*`."""
@@ -81,11 +82,13 @@ class ReasoningRunner(Runner):
         return dict(received[0] or {})
 
     def train(self) -> dict[str, float]:
-        """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`."""
+        """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped when it was cancelled."""
         with self.board.during(Phase.TRAINING):
+            self.leave_if_stopping()  # who asked before could not reach the actors
             if self.spec.algorithm.recompute_log_probs or self.spec.algorithm.loss.kl_coefficient > 0:
                 with self.timers.measure("inference"):
                     self.await_result(self.actor.compute_log_probs())
+                self.leave_if_stopping()
             with self.timers.measure("train"):
                 # Both are sent at once; a rank runs them in this order.
                 preparing, training = (
@@ -94,6 +97,8 @@ class ReasoningRunner(Runner):
                 )
                 self.await_result(preparing)
                 metrics = self.await_result(training)[0]
+        if metrics is None:
+            raise Stopped(f"{self.stop_reason}, in the training of step {self.step + 1}")
         return {
             f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()

@@ -4,6 +4,7 @@ PLAN: {rank, world_size, out, scenarios: [{name, spec, groups: [numbers of rank 
 Each scenario has a fresh actor in the same process group.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -38,6 +39,21 @@ class Rank:
         self.actor.compute_log_probs()
         self.actor.compute_advantages_and_returns()
         self.seen["metrics"].append(self.actor.run_training(step))
+
+    def cancel(self, step: int, micro_batch: int) -> None:
+        """Train as `train`; rank 1 alone is asked to give the step up while it runs that micro-batch."""
+        plain, began = self.actor.before_micro_batch, []
+
+        def before(model, is_last):
+            began.append(is_last)
+            if self.rank == 1 and len(began) == micro_batch + 1:
+                asyncio.run(self.actor.cancel_training())
+            return plain(model, is_last)
+
+        self.actor.before_micro_batch = before
+        self.train(step)
+        del self.actor.before_micro_batch
+        self.seen["begun"] = len(began)
 
     def poison(self) -> None:
         """Make this rank's next gradient infinite."""

@@ -61,6 +61,15 @@ def pair(folder, model, alone):
         scenario(name, make_spec(model, **changes), TRAIN_AND_LOOK, world_size=2)
         for name, changes in {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE}.items()
     ]
+    many = {"actor__microBatchTokens": 32}
+    scenarios += [
+        scenario(f"{name} of many", make_spec(model, model__dtype=dtype, **many), verbs, world_size=2, groups=8)
+        for dtype in ("float32", "bfloat16")
+        for name, verbs in {
+            f"{dtype} calm": [["train", 1], ["weights"]],
+            f"{dtype} left": [["cancel", 1, 2], ["train", 1], ["weights"]],
+        }.items()
+    ]
     scenarios.append(scenario("half", make_spec(model, model__dtype="bfloat16"), [["train", 1]], world_size=2))
     named = {
         "uninterrupted": [["train", 1], ["save", by_two, 1], ["train", 2], ["train", 3], ["weights"]],
@@ -135,6 +144,17 @@ def test_one_rank_loads_the_checkpoint_of_two_and_goes_on_alike(folder, model, p
 
 def test_offloading_between_steps_changes_nothing(pair):
     assert pair[0]["offloaded"]["weights"] == pair[0]["uninterrupted"]["weights"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_asked_at_one_rank_both_leave_the_step_before_the_same_micro_batch_and_it_can_be_done_again(pair, dtype):
+    for rank in pair:
+        calm, left = rank[f"{dtype} calm of many"], rank[f"{dtype} left of many"]
+        assert left["begun"] == 4, "three micro-batches, and an empty one to take out what FSDP holds back"
+        assert (
+            left["metrics"][0] is None and close(calm["metrics"][0], left["metrics"][1], relative=0, absolute=0) == {}
+        )
+        assert left["counts"] == calm["counts"] and left["weights"] == calm["weights"]
 
 
 def test_sharded_export_has_the_bits_of_the_source(folder, model, pair):

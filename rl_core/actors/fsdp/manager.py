@@ -170,10 +170,14 @@ class FSDPModelManager(Residency):
             self.counts.applied += 1
             self.scheduler.step()
             self.consecutive_skips = []
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
         if not math.isfinite(norm):
             self._count_skip(norm)
         return norm, rates
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients. Not collective; what FSDP has not reduced yet, before the last micro-batch, is not among them."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _count_skip(self, norm: float) -> None:
         self.counts.skipped += 1
