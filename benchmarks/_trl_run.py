@@ -44,7 +44,7 @@ def timed(owner, name: str, seconds: dict[str, list[float]], label: str) -> None
     setattr(owner, name, call)
 
 
-def settings(folder: Path, seed: int, steps: int) -> GRPOConfig:
+def settings(folder: Path, seed: int, steps: int, size: _letters.Size) -> GRPOConfig:
     """Return the settings of the recipe."""
     return GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -52,12 +52,12 @@ def settings(folder: Path, seed: int, steps: int) -> GRPOConfig:
         bf16=False,
         seed=seed,
         max_steps=steps,
-        per_device_train_batch_size=_letters.PROMPTS_PER_STEP * _letters.GROUP_SIZE,
+        per_device_train_batch_size=size.rows,
         gradient_accumulation_steps=1,
-        num_generations=_letters.GROUP_SIZE,
+        num_generations=size.group_size,
         steps_per_generation=1,
         num_iterations=1,
-        max_completion_length=_letters.MAX_NEW_TOKENS,
+        max_completion_length=size.max_new_tokens,
         beta=0.0,
         epsilon=0.2,
         loss_type="dapo",
@@ -67,7 +67,7 @@ def settings(folder: Path, seed: int, steps: int) -> GRPOConfig:
         temperature=1.0,
         top_p=1.0,
         top_k=0,
-        learning_rate=_letters.LEARNING_RATE,
+        learning_rate=size.learning_rate,
         lr_scheduler_type="constant",
         warmup_steps=0,
         max_grad_norm=1.0,
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--size", choices=_letters.SIZES, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -104,7 +105,7 @@ def main() -> None:
         model=AutoModelForCausalLM.from_pretrained(options.folder / "model"),
         processing_class=AutoTokenizer.from_pretrained(options.folder / "model"),
         reward_funcs=letter_a,
-        args=settings(options.folder, options.seed, options.steps),
+        args=settings(options.folder, options.seed, options.steps, _letters.SIZES[options.size]),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         callbacks=[clock],
     )

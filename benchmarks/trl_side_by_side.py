@@ -6,7 +6,10 @@ same machine: one goes on for a slice of time while the others are frozen (SIGST
 step to the end of the next, everything between included; steps that a freeze fell into are left out. `limit_ms` is the time
 that the matrix products of generation and training take at this size in one process. TRL shuffles prompts in its own order.
 
-    python benchmarks/trl_side_by_side.py [--quick] [--seeds N] [--steps N] [--rollouts 1 2] [--keep DIR]
+    python benchmarks/trl_side_by_side.py [--quick] [--size recipe|million] [--seeds N] [--steps N] [--rollouts 1 2] [--keep DIR]
+
+At the size of the recipe a step is mostly the cost of messages between processes, which TRL does not have; `million` shows what is
+left of it at a million parameters.
 """
 
 import argparse
@@ -27,7 +30,8 @@ from _processes import RLJOB, Watched, read_lines
 
 WARM_UP_STEPS = 5
 RUN_SECONDS = 900
-SLICE_SECONDS = 1.0
+SLICE_SECONDS = {"recipe": 1.0, "million": 10.0}
+"""How long a side runs alone: several steps."""
 SLICES_PER_SAMPLE = 4
 """Slices between looks at the memory of a frozen side."""
 THAW_SECONDS = 0.1
@@ -66,10 +70,12 @@ class Side:
         return self.watched.process.poll() is None
 
 
-def ours(folder: Path, seed: int, steps: int, rollouts: int) -> Side:
+def ours(folder: Path, seed: int, steps: int, rollouts: int, size: str) -> Side:
     """Start `rljob run`."""
     output, job = folder / f"rljob-{rollouts}", folder / f"job-{rollouts}.yaml"
-    document = _letters.job_document(folder, seed=seed, steps=steps, rollouts=rollouts, runtime=PATIENT)
+    document = _letters.job_document(
+        folder, seed=seed, steps=steps, rollouts=rollouts, size=_letters.SIZES[size], runtime=PATIENT
+    )
     job.write_text(yaml.safe_dump(document))
     command = [RLJOB, "run", str(job), "--output", str(output), "--no-progress"]
 
@@ -95,11 +101,12 @@ def step_ends(folder: Path) -> list[float]:
     return [event.wall_time for event in events if event.step > 0 and event.HasField("summary")]
 
 
-def trl(folder: Path, seed: int, steps: int) -> Side:
+def trl(folder: Path, seed: int, steps: int, size: str) -> Side:
     """Start the GRPOTrainer."""
     report, told = folder / "trl.json", folder / "trl-steps.txt"
     script = Path(__file__).with_name("_trl_run.py")
     command = [sys.executable, str(script), str(folder), str(report), "--seed", str(seed), "--steps", str(steps)]
+    command += ["--size", size]
 
     def results() -> tuple[list[float], dict[str, list[float]]]:
         found = json.loads(report.read_text())
@@ -114,7 +121,7 @@ def trl(folder: Path, seed: int, steps: int) -> Side:
     return Side(watched, lambda: len(ends()), ends, results)
 
 
-def interleave(sides: list[Side]) -> None:
+def interleave(sides: list[Side], slice_seconds: float) -> None:
     """Run all sides to their end, one at a time, a slice each in turn."""
     warming = list(sides)
     while warming:
@@ -126,7 +133,7 @@ def interleave(sides: list[Side]) -> None:
         for side in live:
             started = time.time()
             side.watched.thaw()
-            while side.running and time.time() < started + SLICE_SECONDS:
+            while side.running and time.time() < started + slice_seconds:
                 time.sleep(0.05)
             side.watched.freeze()
             side.slices.append((started + THAW_SECONDS, time.time()))
@@ -169,15 +176,16 @@ def milliseconds(values: list[float]) -> float:
     return round(1e3 * statistics.median(values), 1)
 
 
-def limit_ms() -> dict[str, float]:
-    """Return the time of the matrix products alone: the decode loop of 32 rows, and one forward and backward pass."""
+def limit_ms(size: _letters.Size) -> dict[str, float]:
+    """Return the time of the matrix products alone: the decode loop of all rows, and one forward and backward pass."""
     import torch
     from torch.nn import functional
 
     torch.set_num_threads(1)
-    rows, hidden, middle, layers, vocabulary = 32, 64, 128, 2, 49
-    sizes = [(hidden, 2 * hidden), (hidden, hidden), (hidden, 2 * middle), (middle, hidden)] * layers
-    weights = [torch.randn(out, inner) for inner, out in [*sizes, (hidden, vocabulary)]]
+    hidden, middle = size.hidden, size.intermediate
+    layer = [(hidden, 2 * hidden), (hidden, hidden), (hidden, 2 * middle), (middle, hidden)]
+    shapes = [*layer * size.layers, (hidden, _letters.VOCABULARY)]
+    weights = [torch.randn(out, inner) for inner, out in shapes]
 
     def products(tokens: int, times: int) -> float:
         inputs = [torch.randn(tokens, weight.shape[1]) for weight in weights]
@@ -188,9 +196,9 @@ def limit_ms() -> dict[str, float]:
         return time.perf_counter() - started
 
     with torch.inference_mode():
-        length = _letters.PROMPT_LENGTH + _letters.MAX_NEW_TOKENS
-        decode = min(products(rows, _letters.MAX_NEW_TOKENS) for _ in range(10))
-        train = 3 * min(products(rows * length, 1) for _ in range(10))
+        length = _letters.PROMPT_LENGTH + size.max_new_tokens
+        decode = min(products(size.rows, size.max_new_tokens) for _ in range(10))
+        train = 3 * min(products(size.rows * length, 1) for _ in range(10))
     return {"generation": round(1e3 * decode, 2), "log_probs_and_backward": round(1e3 * train, 2)}
 
 
@@ -212,6 +220,7 @@ def main() -> None:
     """Run all sides of every seed and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, 80 steps, one rollout")
+    parser.add_argument("--size", choices=_letters.SIZES, default="recipe")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rollouts", type=int, nargs="+", default=[1, 2])
@@ -229,12 +238,12 @@ def compare(options: argparse.Namespace, folder: Path) -> dict:
     loads = []
     for seed in range(options.seeds):
         place = folder / f"seed-{seed}"
-        _letters.make_task(place, seed)
-        sides = {"trl": trl(place, seed, options.steps)} | {
-            f"ours_{count}_rollout": ours(place, seed, options.steps, count) for count in options.rollouts
+        _letters.make_task(place, seed, _letters.SIZES[options.size])
+        sides = {"trl": trl(place, seed, options.steps, options.size)} | {
+            f"ours_{count}_rollout": ours(place, seed, options.steps, count, options.size) for count in options.rollouts
         }
         try:
-            interleave(list(sides.values()))
+            interleave(list(sides.values()), SLICE_SECONDS[options.size])
         finally:
             for side in sides.values():
                 side.watched.end()
@@ -248,7 +257,16 @@ def compare(options: argparse.Namespace, folder: Path) -> dict:
         for name in report
         if name != "trl"
     }
-    return {"steps": options.steps, "goal": GOAL, "load": loads, **ratios, "limit_ms": limit_ms(), **report}
+    limit = limit_ms(_letters.SIZES[options.size])
+    return {
+        "size": options.size,
+        "steps": options.steps,
+        "goal": GOAL,
+        "load": loads,
+        **ratios,
+        "limit_ms": limit,
+        **report,
+    }
 
 
 if __name__ == "__main__":
