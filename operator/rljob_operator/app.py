@@ -28,7 +28,6 @@ from rljob_operator.errors import ApiError, NotFound
 from rljob_operator.events import EventRecorder
 from rljob_operator.fairness import FairSlots
 from rljob_operator.health import Health
-from rljob_operator.kinds import Kind
 from rljob_operator.leader import Leadership
 from rljob_operator.manifests import gang, secret
 from rljob_operator.metrics import Metrics
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 RESYNC_TICK = 5.0
 CLUSTER_PAUSE = 2.0
-PROJECTIONS = {kinds.POD: views.pod_view} | dict.fromkeys(kinds.SUPPORT, head)
+PROJECTIONS = {kinds.POD: views.pod_view} | dict.fromkeys((*kinds.SUPPORT, *gang.KINDS), head)
 
 
 class Operator:
@@ -69,8 +68,6 @@ class Operator:
         self.leadership: Leadership | None = None
         self._relister: Relister | None = None
         self._streaming = False
-        self._gang: Kind | None = None
-        """Kind of gang objects, where the cluster has an API for them."""
         self.watching = asyncio.Event()
         """Set when the caches are filled and kopf is up."""
         self._stop = asyncio.Event()
@@ -90,7 +87,6 @@ class Operator:
         try:
             cluster, lease = (self._wrap(ApiCluster(one, observe=self.metrics.requested)) for one in (api, own))
             self._streaming = await _streams_lists(api)
-            self._gang = await _gang_kind(api)
             await self._serve(cluster, lease)
         finally:
             await api.close()
@@ -106,7 +102,7 @@ class Operator:
             enqueue=self.queue.add,
             namespaces=settings.watch_namespaces,
             interval=settings.relist_seconds,
-            optional=[self._gang] if self._gang is not None else [],
+            alternatives=gang.KINDS,
         )
         self.leadership = Leadership(
             cluster=lease,
@@ -209,7 +205,8 @@ class Operator:
     ) -> Controller:
         """Return the controller over the replica's cache; `relister` says which kinds are served."""
         settings = self._settings
-        gang_api = self._gang.api_version if self._gang is not None and self._gang in relister.served else None
+        gang_api = next((kind.api_version for kind in gang.KINDS if kind in relister.served), None)
+        logger.info("gang scheduling: %s", gang_api or "none, the cluster serves no API for it")
         applier = Applier(
             cluster=cluster,
             cache=self.cache,
@@ -265,16 +262,6 @@ async def _streams_lists(api: client.ApiClient) -> bool:
         return False
     digits = "".join(c for c in version.minor if c.isdigit())
     return (int(version.major), int(digits or 0)) >= (1, 34)
-
-
-async def _gang_kind(api: client.ApiClient) -> Kind | None:
-    """Return the kind of the served API that schedules pods together; None when there is none or the server does not say."""
-    try:
-        groups: Any = await client.ApisApi(api).get_api_versions()
-    except (client.ApiException, aiohttp.ClientError, TimeoutError, OSError):
-        return None
-    chosen = gang.choose(version.group_version for group in groups.groups for version in group.versions)
-    return kinds.of(chosen, gang.KIND) if chosen is not None else None
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -28,7 +28,7 @@ class OperatorConfig:
     metrics_namespace_labels: Mapping[str, str] = field(default_factory=lambda: {"rljob.dev/metrics": "true"})
     """Label of namespaces whose pods may scrape the job's metrics port."""
     gang_api: str | None = None
-    """`group/version` of the API that schedules pods together (manifests.gang.choose); None = the cluster serves none."""
+    """`group/version` of the API that schedules pods together (manifests.gang); None = the cluster serves none, or not to us."""
     version: str = "0.1.0"
     """Operator version, a label of all objects."""
 

@@ -37,23 +37,23 @@ class Relister:
         namespaces: Sequence[str] = (),
         interval: float = 300.0,
         kinds: Sequence[Kind] = WATCHED,
-        optional: Sequence[Kind] = (),
+        alternatives: Sequence[Kind] = (),
     ) -> None:
         self._cluster = cluster
         self._cache = cache
         self._enqueue = enqueue
         self._namespaces: tuple[str | None, ...] = tuple(namespaces) or (None,)
         self._interval = interval
-        self._kinds = (*kinds, *optional)
-        self._optional = optional
-        """Kinds the operator does without where it may not list them."""
+        self._kinds = tuple(kinds)
+        self._alternatives = alternatives
+        """Kinds of which the first is used that is served and that the operator may list; it does without any."""
         self._suspected: dict[Kind, float] = {}
         """Kinds whose watch began anew, and when the newest sign of it came."""
         self._wake = asyncio.Event()
         self.filled = asyncio.Event()
         """Set when every kind has been listed once."""
         self.served: tuple[Kind, ...] = ()
-        """The kinds this cluster serves, as the first lists found."""
+        """The kinds in use, as the first lists found them served."""
 
     def suspect(self, kind: Kind) -> None:
         """Note that the kind's watch began anew: what vanished meanwhile is still in the cache."""
@@ -62,8 +62,12 @@ class Relister:
 
     async def fill(self) -> None:
         """List every kind once; raises NotFound when ours is not served, ApiError when the API server does not answer."""
-        self.served = tuple([kind for kind in self._kinds if await self.list(kind)])
-        self._kinds = self.served
+        served = [kind for kind in self._kinds if await self.list(kind)]
+        for kind in self._alternatives:
+            if await self.list(kind):
+                served.append(kind)
+                break
+        self._kinds = self.served = tuple(served)
         self.filled.set()
 
     async def run(self) -> None:
@@ -81,7 +85,7 @@ class Relister:
                 due[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
 
     async def list(self, kind: Kind) -> bool:
-        """List one kind in every namespace watched, and drop what is gone; return False when the cluster does not serve the kind."""
+        """List one kind in every namespace watched, and drop what is gone; return False when the operator has to do without the kind."""
         for namespace in self._namespaces:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -95,9 +99,9 @@ class Relister:
                         raise
                     return False
                 except Forbidden as error:
-                    if kind not in self._optional:
+                    if kind not in self._alternatives:
                         raise
-                    logger.warning("%s are served and not used, for want of rights: %s", kind.plural, error)
+                    logger.warning("%s.%s are not used, for want of rights: %s", kind.plural, kind.group, error)
                     return False
         return True
 

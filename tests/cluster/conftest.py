@@ -9,8 +9,10 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testcluster import packages
@@ -23,22 +25,30 @@ CRD = Path(__file__).parents[2] / "crds" / "rljob.yaml"
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Access]:
+def run_cluster() -> Callable[..., AbstractContextManager[Access]]:
+    """Start a cluster for a `with` block; takes what Cluster.create does. For test files that need one of another make."""
+
+    @contextmanager
+    def run(**settings: Any) -> Iterator[Access]:
+        folder = Path(tempfile.gettempdir(), f"rljob-testclusters-{os.getuid()}")
+        sweep(folder)
+        cluster = Cluster.create(folder / f"{os.getpid()}-{secrets.token_hex(2)}", owner=os.getpid(), **settings)
+        try:
+            yield Access(cluster)
+        finally:
+            cluster.down()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def cluster(
+    request: pytest.FixtureRequest, run_cluster: Callable[..., AbstractContextManager[Access]]
+) -> Iterator[Access]:
     """A bare control plane, with the addresses of the nodes when any test of this session asks for those."""
     with_nodes = any("nodes" in item.fixturenames for item in request.session.items) and not _nodes_impossible()
-    folder = Path(tempfile.gettempdir(), f"rljob-testclusters-{os.getuid()}")
-    sweep(folder)
-    cluster = Cluster.create(
-        folder / f"{os.getpid()}-{secrets.token_hex(2)}",
-        nodes=NUM_NODES if with_nodes else 0,
-        fake_gpus=FAKE_GPUS,
-        fake_dra_gpus=FAKE_GPUS,
-        owner=os.getpid(),
-    )
-    try:
-        yield Access(cluster)
-    finally:
-        cluster.down()
+    with run_cluster(nodes=NUM_NODES if with_nodes else 0, fake_gpus=FAKE_GPUS, fake_dra_gpus=FAKE_GPUS) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

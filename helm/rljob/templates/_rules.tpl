@@ -21,6 +21,9 @@
 - apiGroups: [resource.k8s.io]
   resources: [resourceclaims, resourceclaimtemplates]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [scheduling.k8s.io, scheduling.volcano.sh, scheduling.x-k8s.io]
+  resources: [podgroups]  # the first of these that the cluster serves; without the right pods are scheduled one by one
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
   resources: [secrets]  # the keys of jobs: made, never read
   verbs: [create]

@@ -1,21 +1,23 @@
 """Pods that are scheduled together or not at all. One interface for every scheduler: objects to apply, and fields of the pods.
 
-    scheduling.k8s.io/v1alpha2     Kubernetes 1.36 (alpha): PodGroup, named by `spec.schedulingGroup`; its size cannot change
+    scheduling.k8s.io/v1alpha2     Kubernetes 1.36 (alpha): PodGroup, named by `spec.schedulingGroup.podGroupName`; its spec cannot change
     scheduling.volcano.sh/v1beta1  Volcano: PodGroup, named by an annotation
     scheduling.x-k8s.io/v1alpha1   coscheduling of scheduler-plugins: PodGroup, named by a label
 
-The actor's gang is all of its pods, since no step runs without one of them. Rollouts come and go one by one; their gang, of
-minReplicas, exists only where its size may change. Volcano and coscheduling are written to their schemas and not run in our tests.
+The first that the cluster serves is used (relist.Relister). The actor's gang is all of its pods, since no step runs without one of
+them. Rollouts come and go one by one; their gang, of minReplicas, exists only where its size may change.
+
+Tests run the built-in API with the scheduler it belongs to. The schedulers of the other two do not run there: their objects meet
+a definition with the fields of theirs that we write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rljob_operator import naming
+from rljob_operator import kinds, naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
 
@@ -24,6 +26,8 @@ VOLCANO = "scheduling.volcano.sh/v1beta1"
 COSCHEDULING = "scheduling.x-k8s.io/v1alpha1"
 PREFERENCE = (BUILT_IN, VOLCANO, COSCHEDULING)
 KIND = "PodGroup"
+KINDS = tuple(kinds.of(api, KIND) for api in PREFERENCE)
+"""The kinds of gang objects, by preference."""
 SMALLEST = 2
 """Pods that make a gang."""
 
@@ -36,12 +40,6 @@ class Gang:
     """For server-side apply."""
     pod_fields: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By role: fields to be merged into the pod."""
-
-
-def choose(served: Iterable[str]) -> str | None:
-    """Return the API to use of those a cluster serves (`group/version`); None = pods are scheduled one by one."""
-    known = set(served)
-    return next((api for api in PREFERENCE if api in known), None)
 
 
 def manifests(job: RLJob, *, config: OperatorConfig) -> Gang:
@@ -62,8 +60,13 @@ def _sizes(job: RLJob, api: str) -> dict[str, int]:
 
 
 def _name(job: RLJob, role: str, size: int, api: str) -> str:
-    """Return the name of a gang; with its size where that is fixed, so that a gang of another size is another object."""
-    return f"{job.metadata.name}-{role}-gang" + (f"-{size}" if api == BUILT_IN else "")
+    """Return the name of a gang; for the built-in API a gang of another size, or of another job of the name, is another object.
+
+    There the size is fixed, and the API server keeps a deleted group while pods name it: those of a job made anew would hold
+    the group of their forerunner for good.
+    """
+    name = f"{job.metadata.name}-{role}-gang"
+    return f"{name}-{meta.digest([meta.identity(job)[2], size])[:8]}" if api == BUILT_IN else name
 
 
 def _object(job: RLJob, role: str, size: int, api: str, *, config: OperatorConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from operator_rig.jobs import Jobs
 from operator_rig.kubelet import Kubelet
 from operator_rig.replica import Replica
@@ -16,6 +17,7 @@ from testcluster.access import Access
 from rljob_operator.cluster import ApiCluster
 
 ROOT = Path(__file__).parents[3]
+CHART = ROOT / "helm" / "rljob"
 
 
 @pytest.fixture
@@ -78,3 +80,20 @@ def process(
     for one in started:
         one.kill()
         one.wait()
+
+
+@pytest.fixture
+def rights(control_plane: Access, namespace: str) -> list[dict]:
+    """Install the chart's account, roles and bindings for the test's namespace; returns the rules."""
+    text = control_plane.helm(
+        "template", "rljob", CHART, "-n", namespace, "--set", f"watchNamespaces={{{namespace}}}"
+    ).stdout
+    wanted = ("ServiceAccount", "Role", "RoleBinding")
+    objects = [
+        o
+        for o in yaml.safe_load_all(text)
+        if o and o["kind"] in wanted and "helm.sh/hook" not in o["metadata"].get("annotations", {})
+    ]
+    for obj in objects:
+        control_plane.apply(obj, namespace=obj["metadata"].get("namespace", namespace))
+    return [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]

@@ -1,19 +1,16 @@
 """The chart's rights are those the operator uses: it runs as the chart's account, lacks none and leaves none unused."""
 
 import asyncio
-from pathlib import Path
 
-import pytest
-import yaml
 from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
 from operator_rig.kubelet import Kubelet
 from operator_rig.runner import FakeRunner
-from operator_rig.witness import Right, Witness
+from operator_rig.witness import Right, Witness, granted
 from testcluster.access import Access
 
 from rljob_operator import kinds
+from rljob_operator.manifests import gang
 
-CHART = Path(__file__).parents[3] / "helm" / "rljob"
 NOT_EXERCISED: dict[Right, str] = {
     (
         "update",
@@ -27,6 +24,10 @@ NOT_EXERCISED: dict[Right, str] = {
     ): "the claim of two colocated pods; RLJobs with placement colocated are refused so far",
     ("patch", "resource.k8s.io", "resourceclaims"): "the same",
     ("get", "resource.k8s.io", "resourceclaims"): "the same",
+    **dict.fromkeys(
+        {(verb, kind.group, kind.plural) for verb in ("get", "watch", "create", "patch") for kind in gang.KINDS},
+        "no API for gangs is served here; test_gang.py and test_gang_crds.py hold that these are used",
+    ),
 }
 AT_TIMES: dict[Right, str] = {
     (
@@ -35,27 +36,6 @@ AT_TIMES: dict[Right, str] = {
         "events",
     ): "counts an event up that comes again: whether a pod is seen going, or only gone, is a matter of time",
 }
-
-
-@pytest.fixture
-def rights(control_plane: Access, namespace: str) -> list[dict]:
-    """Install the chart's account, roles and bindings for the test's namespace; returns the rules."""
-    text = control_plane.helm(
-        "template", "rljob", CHART, "-n", namespace, "--set", f"watchNamespaces={{{namespace}}}"
-    ).stdout
-    wanted = ("ServiceAccount", "Role", "RoleBinding")
-    objects = [
-        o
-        for o in yaml.safe_load_all(text)
-        if o and o["kind"] in wanted and "helm.sh/hook" not in o["metadata"].get("annotations", {})
-    ]
-    for obj in objects:
-        control_plane.apply(obj, namespace=obj["metadata"].get("namespace", namespace))
-    return [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]
-
-
-def granted(rules: list[dict]) -> set[Right]:
-    return {(v, g, r) for rule in rules for v in rule["verbs"] for g in rule["apiGroups"] for r in rule["resources"]}
 
 
 async def exercise(jobs: Jobs, kubelet: Kubelet) -> None:
@@ -102,10 +82,7 @@ async def test_the_charts_rights_are_sufficient_and_each_is_used(
         await replica.settle()
     assert witness.refused == []
     watched = {("watch", kind.group, kind.plural) for kind in kinds.WATCHED}
-    events = replica.operator.metrics.registry.get_sample_value(
-        "rljob_operator_watch_events_total", {"resource": "pods"}
-    )
-    assert events and events > 4, "the watches run with these rights too"
+    assert replica.watch_events("pods") > 4, "the watches run with these rights too"
     used = witness.used | watched
     assert used - granted(rights) == set(), "missing in the chart"
     assert granted(rights) - used - AT_TIMES.keys() == set(NOT_EXERCISED), "given by the chart and not used"

@@ -84,3 +84,8 @@ class Replica:
     def writes(self) -> dict[tuple[str, str, str], int]:
         """Return the writes among them, but for the Lease's."""
         return {key: n for key, n in self.requests().items() if key[0] in WRITES and key[1] != "leases"}
+
+    def watch_events(self, plural: str) -> int:
+        """Return how many events the watches of a resource have brought."""
+        sample = self.operator.metrics.registry.get_sample_value
+        return int(sample("rljob_operator_watch_events_total", {"resource": plural}) or 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 from rljob_operator.cluster import Cluster
@@ -11,6 +11,11 @@ from rljob_operator.kinds import Kind
 
 Right = tuple[str, str, str]
 """(verb, API group, resource or resource/subresource)."""
+
+
+def granted(rules: Iterable[Mapping[str, Any]]) -> set[Right]:
+    """Return the rights that the rules of a role give."""
+    return {(v, g, r) for rule in rules for v in rule["verbs"] for g in rule["apiGroups"] for r in rule["resources"]}
 
 
 class Witness:

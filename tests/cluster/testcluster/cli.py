@@ -36,6 +36,7 @@ def up(options: argparse.Namespace) -> None:
         fake_dra_gpus=options.fake_dra_gpus,
         api_server_args=options.api_server_arg,
         controller_manager_args=options.controller_manager_arg,
+        scheduler_args=options.scheduler_arg,
     )
     print(f"control plane ready after {time.monotonic() - started:.1f} s")
     if options.kwok:
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("--kwok", action="store_true", help="also look after fake nodes")
     start.add_argument("--api-server-arg", action="append", default=[], metavar="--FLAG=VALUE")
     start.add_argument("--controller-manager-arg", action="append", default=[], metavar="--FLAG=VALUE")
+    start.add_argument("--scheduler-arg", action="append", default=[], metavar="--FLAG=VALUE")
     add("down", down)
     add("status", status)
     archives = add("load", load)

@@ -37,11 +37,13 @@ class Cluster:
         owner: int | None = None,
         api_server_args: Sequence[str] = (),
         controller_manager_args: Sequence[str] = (),
+        scheduler_args: Sequence[str] = (),
     ) -> "Cluster":
         """Start a control plane that can have this many nodes (`start_nodes` starts them; that needs root).
 
-        `index` is chosen when None. `owner` is a process the cluster must not outlive. What was started is taken down
-        again when it does not come up. Raises ClusterError, also when the folder holds a cluster.
+        `index` is chosen when None. `owner` is a process the cluster must not outlive. The `*_args` go behind the flags a
+        program gets anyway, as in `--feature-gates=GenericWorkload=true`. What was started is taken down again when it does
+        not come up. Raises ClusterError, also when the folder holds a cluster.
         """
         cluster = cls(state)
         if cluster.state.exists:
@@ -63,7 +65,9 @@ class Cluster:
         cluster.state.create(settings)
         try:
             cluster.control_plane.start(
-                api_server_args=tuple(api_server_args), controller_manager_args=tuple(controller_manager_args)
+                api_server_args=tuple(api_server_args),
+                controller_manager_args=tuple(controller_manager_args),
+                scheduler_args=tuple(scheduler_args),
             )
         except BaseException:
             cluster.down()

@@ -29,7 +29,13 @@ class ControlPlane:
         self.controller_manager = Program(state, "kube-controller-manager")
         self.scheduler = Program(state, "kube-scheduler")
 
-    def start(self, *, api_server_args: tuple[str, ...] = (), controller_manager_args: tuple[str, ...] = ()) -> None:
+    def start(
+        self,
+        *,
+        api_server_args: tuple[str, ...] = (),
+        controller_manager_args: tuple[str, ...] = (),
+        scheduler_args: tuple[str, ...] = (),
+    ) -> None:
         """Start all four; return when pods can be made."""
         self.identities.create()
         self.identities.kubeconfig(ADMIN, self._state.kubeconfig)
@@ -41,7 +47,9 @@ class ControlPlane:
         self.controller_manager.launch(
             [program, "kube-controller-manager", *self._controller_manager_flags(), *controller_manager_args]
         )
-        self.scheduler.launch([program, "kube-scheduler", *self._client_flags(SCHEDULER, self.scheduler.name)])
+        self.scheduler.launch(
+            [program, "kube-scheduler", *self._client_flags(SCHEDULER, self.scheduler.name), *scheduler_args]
+        )
         # A namespace takes pods once it has its service account.
         self.controller_manager.wait(
             "default service account", lambda: self.api.exists("/api/v1/namespaces/default/serviceaccounts/default")

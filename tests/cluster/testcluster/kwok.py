@@ -1,7 +1,9 @@
 """Nodes that only exist in the API, by kwok: pods on them are said to run at once. For tests of scale."""
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from testcluster.control_plane import ControlPlane, free_port
 from testcluster.identities import KWOK
@@ -41,15 +43,21 @@ class Kwok:
             ]
         )
 
-    def add_nodes(self, count: int, *, tainted: bool = False) -> list[str]:
+    def add_nodes(
+        self, count: int, *, tainted: bool = False, capacity: Mapping[str, str] = MappingProxyType({})
+    ) -> list[str]:
         """Add nodes `fake-0`, `fake-1` ... and wait until they are ready; return their names.
 
-        With `tainted` only pods that tolerate it (TOLERATION) go there, so that real nodes can stand beside them.
+        With `tainted` only pods that tolerate it (TOLERATION) go there, so that real nodes can stand beside them. `capacity`
+        goes over CAPACITY.
         """
         self.start()
         names = [f"fake-{index}" for index in range(count)]
         for index, name in enumerate(names):
-            self._control_plane.api.create("/api/v1/nodes", _node(name, zone=f"zone-{index % 4}", tainted=tainted))
+            self._control_plane.api.create(
+                "/api/v1/nodes",
+                _node(name, zone=f"zone-{index % 4}", tainted=tainted, capacity={**CAPACITY, **capacity}),
+            )
         self.program.wait(f"{count} ready nodes", lambda: self._num_ready() >= count)
         return names
 
@@ -68,10 +76,10 @@ class Kwok:
         return path
 
 
-def _node(name: str, *, zone: str, tainted: bool) -> dict:
+def _node(name: str, *, zone: str, tainted: bool, capacity: Mapping[str, str]) -> dict:
     labels = {"type": "kwok", "kubernetes.io/hostname": name, "topology.kubernetes.io/zone": zone}
     return {
         "metadata": {"name": name, "labels": labels, "annotations": {ANNOTATION: "fake"}},
         "spec": {"taints": [TAINT] if tainted else []},
-        "status": {"capacity": CAPACITY, "allocatable": CAPACITY},
+        "status": {"capacity": capacity, "allocatable": capacity},
     }

@@ -130,13 +130,20 @@ def test_no_gang_where_none_is_served_wanted_or_needed(api):
     assert alone == gang.Gang()
 
 
-def test_the_built_in_api_gathers_the_actor_and_a_gang_of_another_size_is_another_object():
+def test_the_built_in_api_gathers_the_actor_and_a_gang_of_another_size_or_job_is_another_object():
     found = gang_of(gang.BUILT_IN)
     (group,) = found.objects
     assert group["spec"] == {"schedulingPolicy": {"gang": {"minCount": 3}}} and group["kind"] == "PodGroup"
-    assert found.pod_fields == {"actor": {"spec": {"schedulingGroup": {"podGroupName": "sums-actor-gang-3"}}}}
-    (other,) = gang_of(gang.BUILT_IN, actor={"replicas": 11}).objects
-    assert other["metadata"]["name"] != group["metadata"]["name"]
+    name = group["metadata"]["name"]
+    assert found.pod_fields == {"actor": {"spec": {"schedulingGroup": {"podGroupName": name}}}}
+    others = gang_of(gang.BUILT_IN, actor={"replicas": 11}), gang_of(gang.BUILT_IN, uid="of-another-job")
+    assert len({name, *(other.objects[0]["metadata"]["name"] for other in others)}) == 3
+    assert gang_of(gang.BUILT_IN) == found
+
+
+def test_a_gangs_name_fits_where_a_pods_name_does():
+    (group,) = gang_of(gang.BUILT_IN, name="j" * 40, actor={"replicas": 11}).objects
+    assert len(group["metadata"]["name"]) <= 63
 
 
 @pytest.mark.parametrize("api", [gang.VOLCANO, gang.COSCHEDULING])
@@ -152,12 +159,6 @@ def test_other_schedulers_gather_rollouts_too(api):
     named = {name: [v for k, v in found.items() if k.startswith("scheduling.")] for name, found in marks.items()}
     assert named["sums-actor-2"] == ["sums-actor-gang"] and named["sums-rollout-3"] == ["sums-rollout-gang"]
     assert named["sums-env-0"] == []
-
-
-def test_the_best_known_api_of_a_cluster_is_chosen():
-    assert gang.choose([]) is None and gang.choose(["apps/v1"]) is None
-    assert gang.choose(["apps/v1", gang.COSCHEDULING, gang.VOLCANO]) == gang.VOLCANO
-    assert gang.choose([*gang.PREFERENCE]) == gang.BUILT_IN
 
 
 # --- schema objects to API objects ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from rljob_operator import kinds
 from rljob_operator.cache import Cache, JobKey
 from rljob_operator.errors import Expired, Forbidden, NotFound, Unavailable
+from rljob_operator.manifests import gang
 from rljob_operator.relist import FAILED_PAUSE, QUIET_SECONDS, Relister
 
 KEY = JobKey("ns", "x")
@@ -144,20 +145,31 @@ def test_only_the_watched_namespaces_are_listed(fake_time, cluster):
     fake_time(scenario())
 
 
-def test_a_kind_the_operator_can_do_without_may_be_forbidden(fake_time, cluster):
+@pytest.mark.parametrize(
+    ("refusals", "used"),
+    [
+        ({}, gang.KINDS[:1]),
+        ({0: NotFound}, gang.KINDS[1:2]),
+        ({0: Forbidden, 1: NotFound}, gang.KINDS[2:]),
+        ({0: NotFound, 1: NotFound, 2: NotFound}, ()),
+        ({0: Forbidden, 1: Forbidden, 2: Forbidden}, ()),
+    ],
+    ids=["all served", "not served", "forbidden", "none served", "all forbidden"],
+)
+def test_of_alternatives_the_first_is_used_that_is_served_and_may_be_listed(fake_time, cluster, refusals, used):
     async def scenario():
-        bench = Bench(cluster, kinds=[kinds.POD], optional=[kinds.RESOURCE_CLAIM])
+        bench = Bench(cluster, kinds=[kinds.POD], alternatives=gang.KINDS)
         listed = cluster.list
 
         async def partly(kind, namespace, *, selector=""):
-            if kind == kinds.RESOURCE_CLAIM:
-                raise Forbidden("cannot list")
+            if kind in gang.KINDS and (refusal := refusals.get(gang.KINDS.index(kind))) is not None:
+                raise refusal("no")
             async for page in listed(kind, namespace, selector=selector):
                 yield page
 
         cluster.list = partly
         await bench.relister.fill()
-        assert bench.relister.served == (kinds.POD,)
+        assert bench.relister.served == (kinds.POD, *used)
 
     fake_time(scenario())
 
