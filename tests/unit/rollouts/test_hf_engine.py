@@ -84,7 +84,9 @@ def test_compiled_decoding_generates_the_same():
 
 def test_compile_is_refused_where_nothing_can_compile(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RolloutConfigError, match=r"rollout.compile needs a C\+\+ compiler .* set rollout.compile: false"):
+    with pytest.raises(
+        RolloutConfigError, match=r"rollout.compile needs a C\+\+ compiler .* set rollout.compile: false"
+    ):
         make(compile=True)
 
 
