@@ -13,12 +13,13 @@ a definition with the fields of theirs that we write.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.api.job import RLJob
 from rljob_operator import kinds, naming
-from rljob_operator.manifests import meta
+from rljob_operator.manifests import containers, meta
 from rljob_operator.model import OperatorConfig
 
 BUILT_IN = "scheduling.k8s.io/v1alpha2"
@@ -47,10 +48,14 @@ def manifests(job: RLJob, *, config: OperatorConfig) -> Gang:
     api = config.gang_api
     if api is None or job.spec.scheduling.gang == "none":
         return Gang()
-    sizes = {role: size for role, size in _sizes(job, api).items() if size >= SMALLEST}
+    specs = {role: _spec(job, role, size, api) for role, size in _sizes(job, api).items() if size >= SMALLEST}
+    names = {role: _name(job, role, spec, api) for role, spec in specs.items()}
     return Gang(
-        objects=tuple(_object(job, role, size, api, config=config) for role, size in sizes.items()),
-        pod_fields={role: _fields(_name(job, role, size, api), api, job, role) for role, size in sizes.items()},
+        objects=tuple(
+            meta.support(job, KIND, names[role], {"spec": spec}, api_version=api, component=role, config=config)
+            for role, spec in specs.items()
+        ),
+        pod_fields={role: _fields(name, api, job, role) for role, name in names.items()},
     )
 
 
@@ -59,20 +64,26 @@ def _sizes(job: RLJob, api: str) -> dict[str, int]:
     return sizes if api == BUILT_IN else {**sizes, naming.ROLLOUT: job.spec.rollout.min_replicas}
 
 
-def _name(job: RLJob, role: str, size: int, api: str) -> str:
-    """Return the name of a gang; for the built-in API a gang of another size, or of another job of the name, is another object.
+def _spec(job: RLJob, role: str, size: int, api: str) -> dict[str, Any]:
+    """Return the group's spec, with the pods' priority where groups have one: it decides who makes room for whom.
 
-    There the size is fixed, and the API server keeps a deleted group while pods name it: those of a job made anew would hold
-    the group of their forerunner for good.
+    The built-in API drops it without a word unless the gate WorkloadAwarePreemption is on; coscheduling goes by the pods' own.
+    """
+    priority = containers.role_spec(job, role).priority_class_name
+    return {
+        **({"schedulingPolicy": {"gang": {"minCount": size}}} if api == BUILT_IN else {"minMember": size}),
+        **({"priorityClassName": priority} if priority is not None and api != COSCHEDULING else {}),
+    }
+
+
+def _name(job: RLJob, role: str, spec: Mapping[str, Any], api: str) -> str:
+    """Return the name of a gang; for the built-in API one of another spec, or of another job of the name, is another object.
+
+    There the spec cannot change, and the API server keeps a deleted group while pods name it: those of a job made anew would
+    hold the group of their forerunner for good.
     """
     name = f"{job.metadata.name}-{role}-gang"
-    return f"{name}-{meta.digest([meta.identity(job)[2], size])[:8]}" if api == BUILT_IN else name
-
-
-def _object(job: RLJob, role: str, size: int, api: str, *, config: OperatorConfig) -> dict[str, Any]:
-    spec = {"schedulingPolicy": {"gang": {"minCount": size}}} if api == BUILT_IN else {"minMember": size}
-    name = _name(job, role, size, api)
-    return meta.support(job, KIND, name, {"spec": spec}, api_version=api, component=role, config=config)
+    return f"{name}-{meta.digest([meta.identity(job)[2], spec])[:8]}" if api == BUILT_IN else name
 
 
 def _fields(name: str, api: str, job: RLJob, role: str) -> dict[str, Any]:
@@ -80,8 +91,7 @@ def _fields(name: str, api: str, job: RLJob, role: str) -> dict[str, Any]:
         return {"spec": {"schedulingGroup": {"podGroupName": name}}}
     if api == COSCHEDULING:
         return {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": name}}}
-    chosen = (job.spec.actor if role == naming.ACTOR else job.spec.rollout).scheduler_name
     return {
         "metadata": {"annotations": {"scheduling.k8s.io/group-name": name}},
-        "spec": {"schedulerName": chosen or "volcano"},
+        "spec": {"schedulerName": containers.role_spec(job, role).scheduler_name or "volcano"},
     }

@@ -3,18 +3,21 @@
 The nodes are kwok's, with one accelerator each: an actor of two pods needs both.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from manifest_samples import make_job
 from operator_rig.jobs import Jobs, until
 from operator_rig.witness import Witness, granted
 from testcluster.access import Access
 
 from rljob_operator import kinds
 from rljob_operator.manifests import gang
+from rljob_operator.model import OperatorConfig
 
 CRD = Path(__file__).parents[3] / "crds" / "rljob.yaml"
 GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true"
@@ -101,6 +104,34 @@ async def bound(jobs: Jobs, *names: str) -> None:
     await until(all_bound, f"{', '.join(names)} bound")
 
 
+def important_group(access: Access, namespace: str) -> dict[str, Any]:
+    """Return the PodGroup of an actor with a priority class, strictly checked and taken by the API server without a warning."""
+    access.apply(
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}, "value": 10}
+    )
+    job = make_job(namespace=namespace, actor=ACTOR | {"priorityClassName": "high"})
+    (group,) = gang.manifests(job, config=OperatorConfig(gang_api=gang.BUILT_IN)).objects
+    done = access.kubectl(
+        "create", "--dry-run=server", "--validate=strict", "-o", "json", "-f", "-", stdin=json.dumps(group)
+    )
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_the_group_is_taken_as_it_is_written(control_plane: Access, namespace: str) -> None:
+    spec = important_group(control_plane, namespace)["spec"]
+    assert spec["schedulingPolicy"] == {"gang": {"minCount": 2}}
+    assert "priority" not in spec, "groups have none without their gate, and the server drops the class without a word"
+
+
+def test_the_group_has_the_priority_of_its_pods_where_groups_have_one(
+    run_cluster: Callable[..., AbstractContextManager[Access]],
+) -> None:
+    gates = f"{GATES},WorkloadAwarePreemption=true"
+    with run_cluster(api_server_args=[gates, f"--runtime-config={gang.BUILT_IN}=true"]) as access:
+        assert important_group(access, "default")["spec"]["priority"] == 10
+
+
 async def test_an_actor_gets_its_group_under_the_charts_rights_which_are_all_used(
     jobs: Jobs, start: Callable, account: Path, rights: list[dict]
 ) -> None:
@@ -128,7 +159,12 @@ async def test_with_room_for_one_pod_none_of_the_gang_is_bound_and_with_room_for
     await jobs.create(actor=ACTOR)
     await bound(jobs, *OTHERS)
     await scheduled(jobs, "False")
-    await jobs.wait_condition("Scheduled", "False", "Unschedulable")
+
+    async def told_what_is_short() -> bool:
+        status, reason, message = await jobs.condition("Scheduled")
+        return (status, reason) == ("False", "Unschedulable") and "Insufficient nvidia.com/gpu" in message
+
+    await until(told_what_is_short, "the job's condition Scheduled to say what the gang lacks")
     assert nodes_of(await jobs.pods()) == []
     one_node()
     await bound(jobs, *EVERYTHING)

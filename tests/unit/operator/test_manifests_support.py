@@ -141,6 +141,19 @@ def test_the_built_in_api_gathers_the_actor_and_a_gang_of_another_size_or_job_is
     assert gang_of(gang.BUILT_IN) == found
 
 
+def test_a_gang_has_the_priority_of_its_pods_where_gangs_have_one():
+    high = {"actor": GANG_JOB["actor"] | {"priorityClassName": "high"}}
+    built_in, volcano, coscheduling = (
+        {o["metadata"]["name"]: o["spec"].get("priorityClassName") for o in gang_of(api, **high).objects}
+        for api in gang.PREFERENCE
+    )
+    assert [*built_in.values()] == ["high"]
+    assert volcano == {"sums-actor-gang": "high", "sums-rollout-gang": None}
+    assert coscheduling == {"sums-actor-gang": None, "sums-rollout-gang": None}
+    (plain,) = gang_of(gang.BUILT_IN).objects
+    assert plain["metadata"]["name"] not in built_in, "the spec of a group cannot change"
+
+
 def test_a_gangs_name_fits_where_a_pods_name_does():
     (group,) = gang_of(gang.BUILT_IN, name="j" * 40, actor={"replicas": 11}).objects
     assert len(group["metadata"]["name"]) <= 63
