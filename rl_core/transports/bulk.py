@@ -38,12 +38,14 @@ _CREDIT_STEP = 4
 TAG_BYTES = 32
 TICKET_SECONDS = 60.0
 """A ticket that nobody uses, or a stream that takes no chunk, ends after this time."""
+SWEEP_SECONDS = 1.0
+"""How often those are looked for while streams run."""
 _HELLO, _MORE, _CHUNK, _END, _REFUSED = b"H", b"M", b"C", b"E", b"R"
 
 
 def _tag(key: bytes, kind: bytes, number: int, payload: Any = b"") -> bytes:
-    hasher = blake3(kind + number.to_bytes(8, "little"), key=key)
-    hasher.update(payload)
+    hasher = blake3(payload, key=key)  # first: BLAKE3 is fastest on whole blocks from its start
+    hasher.update(kind + number.to_bytes(8, "little"))
     return bytes(hasher.digest(TAG_BYTES))
 
 
@@ -60,14 +62,14 @@ class Share:
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
-        self._tags: dict[int, bytes] = {}
+        self._marks: dict[int, bytes] = {}
 
-    def tag(self, number: int, chunk: memoryview) -> bytes:
-        """Return the tag of a chunk, computed for whoever asks first."""
-        tag = self._tags.get(number)
-        if tag is None:
-            tag = self._tags[number] = _tag(self.key, _CHUNK, number, chunk)
-        return tag
+    def mark(self, number: int, chunk: memoryview) -> bytes:
+        """Return the first frame of a chunk's message, its kind and tag, computed for whoever asks first."""
+        mark = self._marks.get(number)
+        if mark is None:
+            mark = self._marks[number] = _CHUNK + _tag(self.key, _CHUNK, number, chunk)
+        return mark
 
 
 class _Stream:
@@ -82,18 +84,18 @@ class _Stream:
         self.active_at = now
 
     def next_message(self) -> list[Any] | None:
-        """Return the next message, None after the last one. The end tells how many chunks there were."""
+        """Return the next message, None after the last one."""
         chunk = next(self.chunks, None)
         if chunk is None:
             return None
-        message = [_CHUNK, self._share.tag(self.number, chunk), chunk]
+        message = [self._share.mark(self.number, chunk), chunk]
         self.number += 1
         self.credit -= 1
         return message
 
     def end_message(self) -> list[Any]:
-        """Return the message after the last chunk."""
-        return [_END, _tag(self.key, _END, self.number), self.number.to_bytes(8, "little")]
+        """Return the message after the last chunk; its tag tells how many there were."""
+        return [_END + _tag(self.key, _END, self.number), b""]
 
 
 class BulkSender:
@@ -112,6 +114,7 @@ class BulkSender:
         self._streams: dict[bytes, _Stream] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
+        self._swept_at = clock()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="rljob-bulk", daemon=True)
         self._thread.start()
@@ -171,7 +174,7 @@ class BulkSender:
         with self._lock:
             stream = self._offers.pop(ticket, None)
         if stream is None:
-            self._send(peer, [_REFUSED, b"", b"the ticket was used before, has expired or is not from here"])
+            self._send(peer, [_REFUSED, b"the ticket was used before, has expired or is not from here"])
             return
         stream.credit, stream.active_at = WINDOW, self._clock()
         self._streams[peer] = stream
@@ -188,7 +191,7 @@ class BulkSender:
             message = stream.next_message()
         except Exception as error:  # whatever the source of the buffers raises belongs to the receiver
             logger.exception("the source of a bulk stream failed")
-            refusal = [_REFUSED, _tag(stream.key, _REFUSED, stream.number), f"the source failed: {error}".encode()]
+            refusal = [_REFUSED, f"the source failed: {error}".encode()]
             return self._finish(peer, refusal)
         if message is None:
             return self._finish(peer, stream.end_message())
@@ -213,7 +216,10 @@ class BulkSender:
         return True
 
     def _drop_idle(self) -> None:
-        oldest = self._clock() - TICKET_SECONDS
+        now = self._clock()
+        if now - self._swept_at < SWEEP_SECONDS:
+            return
+        self._swept_at, oldest = now, now - TICKET_SECONDS
         with self._lock:
             for ticket in [ticket for ticket, stream in self._offers.items() if stream.active_at < oldest]:
                 del self._offers[ticket]
@@ -280,16 +286,13 @@ class BulkReceiver:
         return filled
 
     def _next(self, socket: zmq.Socket[Any], poller: zmq.Poller) -> memoryview | None:
-        ready = dict(poller.poll(int(self._timeout * 1000)))
-        if self._wake in ready:
-            raise InfrastructureError(f"the bulk stream from {self._address} was given up after {self._number} chunks")
-        if not ready:
-            late = f"sent nothing for {self._timeout:g} s after {self._number} chunks"
-            raise DeadlineExceeded(f"the bulk stream from {self._address} {late}")
+        if self._number % _CREDIT_STEP == 0 or not sockets.readable(socket):
+            self._wait(poller)
         frames = socket.recv_multipart(copy=False)
-        if len(frames) != 3:
-            raise FrameError(f"a bulk message must have 3 frames, got {len(frames)}")
-        kind, tag, body = frames[0].bytes, frames[1].bytes, frames[2].buffer
+        if len(frames) != 2:
+            raise FrameError(f"a bulk message must have 2 frames, got {len(frames)}")
+        mark, body = frames[0].bytes, frames[1].buffer
+        kind, tag = mark[:1], mark[1:]
         if kind == _REFUSED:
             raise InfrastructureError(
                 f"the bulk stream from {self._address} ended after {self._number} chunks: {bytes(body).decode(errors='replace')}"
@@ -301,3 +304,11 @@ class BulkReceiver:
             return None
         self._number += 1
         return memoryview(body)
+
+    def _wait(self, poller: zmq.Poller) -> None:
+        ready = dict(poller.poll(int(self._timeout * 1000)))
+        if self._wake in ready:
+            raise InfrastructureError(f"the bulk stream from {self._address} was given up after {self._number} chunks")
+        if not ready:
+            late = f"sent nothing for {self._timeout:g} s after {self._number} chunks"
+            raise DeadlineExceeded(f"the bulk stream from {self._address} {late}")

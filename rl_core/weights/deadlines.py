@@ -7,7 +7,10 @@ SLOWEST_BYTES_PER_SECOND = 50e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deadlines:
-    """Seconds a receiver has for each phase; one that misses a phase is out of this sync."""
+    """Seconds a receiver has for each phase; one that misses a phase is out of this sync.
+
+    A receiver that is offered a version with its data has both first phases together.
+    """
 
     ready_seconds: float = 30.0
     """From OFFER to READY: the requests in flight must end."""

@@ -1,26 +1,29 @@
 """One receiver's part in one sync, and the gate all of them pass before anybody serves the new version.
 
-`Delivery` talks OFFER -> TRANSFER -> COMMIT with one receiver; `Gate` decides when the version is committed. Both live on
-the publisher's event loop; a delivery that fails concerns nobody else.
+`Delivery` talks OFFER -> TRANSFER -> COMMIT with one receiver, or OFFER -> COMMIT where the offer says where the data are;
+`Gate` decides when the version is committed. Both live on the publisher's event loop; a delivery that fails concerns nobody
+else.
 """
 
 import asyncio
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rl_core.api.errors import RLJobError
 from rl_core.transports.rpc import RpcClient
+from rl_core.transports.rpc_call import CallFuture
 from rl_core.weights.deadlines import Deadlines
 
 Message = dict[str, Any]
 
 
 class DeliveryState(enum.Enum):
-    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED; FAILED ends it anywhere."""
+    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED, or LOADING -> APPLIED ...; FAILED ends it anywhere."""
 
     OFFERED = "offered, not ready"
+    LOADING = "offered with its data, not applied"
     READY = "ready, not applied"
     APPLIED = "applied, not committed"
     COMMITTING = "committed, not acknowledged"
@@ -31,7 +34,7 @@ class DeliveryState(enum.Enum):
 class Delivery:
     """The conversation with the receiver `name`."""
 
-    def __init__(self, *, name: str, client: RpcClient, shares_host: bool, changed: Callable[[], None]) -> None:
+    def __init__(self, *, name: str, client: RpcClient, shares_host: bool) -> None:
         self.name, self.client, self.shares_host = name, client, shares_host
         self.state = DeliveryState.OFFERED
         self.reason = ""
@@ -44,8 +47,11 @@ class Delivery:
         """Its READY answer."""
         self.ack: Message = {}
         """Its ACK answer; {} when it had the version already."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called at each change of state, on the loop."""
         self._since = time.monotonic()
-        self._changed = changed
+        self._offered: tuple[CallFuture, Message | None] | None = None
+        """The offer under way and its source."""
 
     @property
     def applied(self) -> bool:
@@ -55,34 +61,48 @@ class Delivery:
     @property
     def live(self) -> bool:
         """Whether it may still apply the version."""
-        return self.state in (DeliveryState.OFFERED, DeliveryState.READY)
+        return self.state in (DeliveryState.OFFERED, DeliveryState.LOADING, DeliveryState.READY)
 
     def describe(self) -> str:
         """Return name, state and age of the state, and why it failed."""
         text = f"{self.name} {self.state.value} for {time.monotonic() - self._since:.1f} s"
         return f"{text} ({self.reason})" if self.reason else text
 
-    async def offer(self, offer: Message, timeout: float) -> None:
-        """Bring the receiver to READY, or further when it has the version."""
-        answer = await self._call("weights_offer", offer, timeout=timeout)
+    def start(self, offer: Message, timeout: float) -> None:
+        """Send OFFER, from any thread; `offered` hears the answer."""
+        source = offer.get("source")
+        if source is not None:
+            self.state = DeliveryState.LOADING
+        self._offered = (self.client.call_future("weights_offer", offer, timeout=timeout), source)
+
+    async def offered(self) -> None:
+        """Bring the receiver to READY; to APPLIED when the offer has a source; further when it has the version."""
+        if self._offered is None:
+            raise AssertionError("bug: the offer must be started before its answer is awaited")
+        sent, source = self._offered
+        answer = await self._heard(asyncio.wrap_future(sent))
         if answer is None:
             return
         if answer["answer"] == "READY":
             self.ready = answer
             self._enter(DeliveryState.READY)
-        elif answer["answer"] == "APPLIED":
-            self._enter(DeliveryState.APPLIED)
         elif answer["answer"] == "ACK":
             self._enter(DeliveryState.ACKED)
-        else:
+        elif answer["answer"] == "REFUSE":
             self.fail(f"refused: {answer['reason']}")
+        else:
+            self._take_applied(answer, source)
 
     async def transfer(self, transfer: Message, timeout: float) -> None:
         """Bring the receiver from READY to APPLIED."""
-        answer = await self._call("weights_transfer", transfer, timeout=timeout)
-        if answer is None:
-            return
+        answer = await self._heard(self.client.call("weights_transfer", transfer, timeout=timeout))
+        if answer is not None:
+            self._take_applied(answer, transfer["source"])
+
+    def _take_applied(self, answer: Message, source: Message | None) -> None:
         if answer["answer"] == "APPLIED":
+            if source is not None and answer["loaded"]:
+                self.transport = self.transport or source["kind"]
             self._enter(DeliveryState.APPLIED)
         elif answer.get("aborted"):
             self.reason = answer["reason"]  # READY still: the group ended, it will be offered again
@@ -94,7 +114,7 @@ class Delivery:
     async def commit(self, version: int, digest: str, timeout: float) -> None:
         """Bring the receiver from APPLIED to ACKED."""
         self._enter(DeliveryState.COMMITTING)
-        answer = await self._call("weights_commit", version, digest, timeout=timeout)
+        answer = await self._heard(self.client.call("weights_commit", version, digest, timeout=timeout))
         if answer is None:
             return
         if answer["answer"] == "ACK":
@@ -108,9 +128,10 @@ class Delivery:
         self.reason = f"{self.state.value}: {reason}"
         self._enter(DeliveryState.FAILED)
 
-    async def _call(self, method: str, *args: Any, timeout: float) -> Message | None:
+    async def _heard(self, call: Awaitable[Any]) -> Message | None:
+        """Return the answer; None when there will be none, which ends the conversation."""
         try:
-            answer: Message = await self.client.call(method, *args, timeout=timeout)
+            answer: Message = await call
         except RLJobError as error:
             self.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             return None
@@ -119,7 +140,7 @@ class Delivery:
     def _enter(self, state: DeliveryState) -> None:
         self.state = state
         self._since = time.monotonic()
-        self._changed()
+        self.changed()
 
 
 class Gate:
@@ -133,6 +154,13 @@ class Gate:
         self._min_acks, self._deadlines, self._opened = min_acks, deadlines, opened
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._grace: asyncio.TimerHandle | None = None
+
+    def watch(self, deliveries: "Sequence[Delivery]") -> None:
+        """Decide over `deliveries`, and look whenever one of them changes."""
+        self.deliveries = deliveries
+        for delivery in deliveries:
+            delivery.changed = self.look
+        self.look()
 
     async def wait(self) -> bool:
         """Return whether the version was committed."""

@@ -123,8 +123,10 @@ class WeightPublisher:
             copied = time.monotonic()
             if committed is not None and version == committed.manifest.version:
                 copy = self._same(copy, committed)
-            sync = asyncio.run_coroutine_threadsafe(self._sync(copy, receivers, min_acks), self._loop)
-            deliveries = sync.result()
+            deliveries = [self._delivery(receiver) for receiver in receivers]
+            for delivery in deliveries:
+                self._start_offer(delivery, copy)
+            asyncio.run_coroutine_threadsafe(self._sync(copy, deliveries, min_acks), self._loop).result()
             return self._report(copy, deliveries, min_acks, started=started, copied=copied)
 
     def lost(self, name: str, reason: str) -> None:
@@ -156,45 +158,54 @@ class WeightPublisher:
             )
         return committed
 
-    async def _sync(self, copy: HostCopy, receivers: list[dict[str, str]], min_acks: int) -> list[Delivery]:
+    async def _sync(self, copy: HostCopy, deliveries: list[Delivery], min_acks: int) -> None:
+        """Bring the `deliveries`, whose offers are under way, as far as they get."""
         self._copies.hold(copy, "sync")
         self._quiet.clear()
         try:
             gate = Gate(min_acks=min_acks, deadlines=self._deadlines, opened=lambda: self._commit(copy))
-            gate.deliveries = deliveries = [self._delivery(receiver, gate) for receiver in receivers]
-            gate.look()
-            if self.cfg.weights.transport == "zmq" or (self.cfg.weights.transport == "auto" and self._device == "cpu"):
+            gate.watch(deliveries)
+            if self._is_star:
                 await asyncio.gather(*(self._deliver(delivery, copy, gate) for delivery in deliveries))
             else:
                 await self._deliver_together(deliveries, copy, gate)
-            return deliveries
         finally:
             self._quiet.set()
             self._copies.drop(copy, "sync")
 
-    def _delivery(self, receiver: dict[str, str], gate: Gate) -> Delivery:
+    @property
+    def _is_star(self) -> bool:
+        """Whether each receiver is served by itself over ZeroMQ."""
+        transport = self.cfg.weights.transport
+        return transport == "zmq" or (transport == "auto" and self._device == "cpu")
+
+    def _delivery(self, receiver: dict[str, str]) -> Delivery:
         return Delivery(
             name=receiver["name"],
             client=self._client(receiver["name"], receiver["address"]),
             shares_host=receiver.get("host_token") == self._host_token,
-            changed=gate.look,
         )
 
+    def _start_offer(self, delivery: Delivery, copy: HostCopy) -> None:
+        """Send OFFER. In a star a receiver of this host is told where the data are and loads in the same exchange."""
+        offer, seconds = self._offer(copy), self._deadlines.ready_seconds
+        if self._is_star and delivery.shares_host and copy.segment is not None:
+            offer["source"] = self._source(copy, shares_host=True)
+            seconds += self._transfer_seconds(copy)
+        delivery.start(offer, seconds)
+
     async def _deliver(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
-        """Serve one receiver from start to end, independently of the others."""
-        await self._offer_to(delivery, copy)
+        """Serve one receiver to the end, independently of the others."""
+        await delivery.offered()
         await self._send_and_commit(delivery, copy, gate)
 
     async def _deliver_together(self, deliveries: list[Delivery], copy: HostCopy, gate: Gate) -> None:
-        """Offer to all; move the bytes in one process group where the job or the devices say so; commit."""
-        await asyncio.gather(*(self._offer_to(delivery, copy) for delivery in deliveries))
+        """Hear all; move the bytes in one process group where the job or the devices say so; commit."""
+        await asyncio.gather(*(delivery.offered() for delivery in deliveries))
         backend = self._backend([delivery.ready["device"] for delivery in deliveries if delivery.live])
         if backend is not None:
             await self._send_in_group(backend, deliveries, copy)
         await asyncio.gather(*(self._send_and_commit(delivery, copy, gate) for delivery in deliveries))
-
-    async def _offer_to(self, delivery: Delivery, copy: HostCopy) -> None:
-        await delivery.offer(self._offer(copy), self._deadlines.ready_seconds)
 
     async def _send_and_commit(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
         if delivery.live:
@@ -212,7 +223,10 @@ class WeightPublisher:
             if not ready:
                 return
             await sender.send(copy, ready, self._transfer_seconds(copy))
-            await asyncio.gather(*(self._offer_to(delivery, copy) for delivery in ready if delivery.live))
+            again = [delivery for delivery in ready if delivery.live]
+            for delivery in again:
+                self._start_offer(delivery, copy)
+            await asyncio.gather(*(delivery.offered() for delivery in again))
         for delivery in deliveries:
             if delivery.live:
                 delivery.fail(f"the process group ended in every generation: {delivery.reason}")

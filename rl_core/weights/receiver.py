@@ -1,8 +1,9 @@
 """The receiving end of weight sync: proves a version before it is served (trainers.md 9, invariant I2).
 
 A rollout worker owns one and serves its `handlers()`; `publisher` calls them. All state changes on the worker's event loop;
-bytes move in one thread. Only COMMIT of a version whose every checksum held makes the engine serve it; whatever ends a sync
-before that leaves the engine paused, and `current()` without a version once its memory was touched.
+bytes move in one thread, those of a small model on the loop. Only COMMIT of a version whose every checksum held makes the
+engine serve it; whatever ends a sync before that leaves the engine paused, and `current()` without a version once its memory
+was touched.
 """
 
 import asyncio
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 NOTHING = (-1, "")
 """`current()` of a receiver that cannot prove any version."""
 GROUP_SECONDS = 60.0
+AT_ONCE_BYTES = 1 << 20
+"""Models of this host up to this size are copied on the event loop: a hand-over to a thread takes as long."""
 STOPPED = "replaced by a newer offer, or its time was over"
 Answer = dict[str, Any]
 
@@ -134,7 +137,7 @@ class WeightReceiver:
         """Answer READY(have), ACK (this digest is served), APPLIED (it waits for COMMIT) or REFUSE(reason).
 
         `offer`: {digest, manifest (packed), bucket_bytes, deadline (seconds until its publisher has given up)}. READY means
-        paused: nothing is served any more.
+        paused: nothing is served any more. With `source` as well, a paused receiver loads at once and answers as `transfer`.
         """
         manifest = WeightManifest.unpack(offer["manifest"])
         if manifest.digest != offer["digest"]:
@@ -150,13 +153,17 @@ class WeightReceiver:
         self._interrupt()  # a transfer under way is of a replaced offer, or of this one whose publisher starts again
         async with self._turn:
             self._arm(float(offer["deadline"]))
-            self._pending, self._layout = manifest, Layout.of(manifest.entries, int(offer["bucket_bytes"]))
-            return await self._accept(manifest)
+            self._pending = manifest
+            self._layout = layout = Layout.of(manifest.entries, int(offer["bucket_bytes"]))
+            answer = await self._accept(manifest)
+            if answer["answer"] != "READY" or "source" not in offer:
+                return answer
+            return await self._load(manifest, layout, offer["source"])
 
     async def _accept(self, manifest: WeightManifest) -> Answer:
         if self._held is not None and self._held[2] == manifest.digest:
             self._enter(ReceiverState.APPLIED)
-            return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
+            return _applied(manifest, loaded=False)
         self._stop.clear()
         self._sources.ready()
         if self._paused_at is None:
@@ -194,7 +201,7 @@ class WeightReceiver:
             if manifest is None or layout is None or manifest.digest != transfer["digest"]:
                 return _failed([], f"digest {transfer['digest']} is not on offer here; offer it first")
             if self.state is ReceiverState.APPLIED:
-                return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
+                return _applied(manifest, loaded=False)
             return await self._load(manifest, layout, transfer["source"])
 
     async def _load(self, manifest: WeightManifest, layout: Layout, source: Mapping[str, Any]) -> Answer:
@@ -203,15 +210,11 @@ class WeightReceiver:
             manifest, layout, destinations=destinations, wanted=self._target.names_and_shapes(), check=self._go_on
         )
         started = time.monotonic()
-        loop = asyncio.get_running_loop()
-        feeding = loop.run_in_executor(self._thread, self._feed, assembly, source)
-        try:
-            reason = await asyncio.shield(feeding)
-        except asyncio.CancelledError:  # the publisher gave up; the thread must be out of the target's memory first
-            self._interrupt()
-            await asyncio.wait([feeding])
-            self._abandon("the publisher gave the transfer up", touched=assembly.touched)
-            raise
+        at_once = isinstance(self._target, InPlaceTarget) and source["kind"] == "shared"
+        if at_once and manifest.total_bytes <= AT_ONCE_BYTES:
+            reason = self._feed(assembly, source)
+        else:
+            reason = await self._feed_in_thread(assembly, source)
         if assembly.bad:
             reason = f"{len(assembly.bad)} tensors do not have the checksum of the manifest"
         if reason or self._stop.is_set():
@@ -221,10 +224,20 @@ class WeightReceiver:
         self._held, self._committed = (manifest.epoch, manifest.version, manifest.digest), False
         self._applied_seconds = time.monotonic() - started
         self._enter(ReceiverState.APPLIED)
-        return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest}
+        return _applied(manifest, loaded=True)
+
+    async def _feed_in_thread(self, assembly: Assembly, source: Mapping[str, Any]) -> str:
+        feeding = asyncio.get_running_loop().run_in_executor(self._thread, self._feed, assembly, source)
+        try:
+            return await asyncio.shield(feeding)
+        except asyncio.CancelledError:  # the publisher gave up; the thread must be out of the target's memory first
+            self._interrupt()
+            await asyncio.wait([feeding])
+            self._abandon("the publisher gave the transfer up", touched=assembly.touched)
+            raise
 
     def _feed(self, assembly: Assembly, source: Mapping[str, Any]) -> str:
-        """In the thread: move the bytes and return "", or why that failed."""
+        """Move the bytes and return "", or why that failed."""
         try:
             with self._sources.open(source, assembly) as tensors:
                 self._target.load(tensors, assembly.manifest.version)
@@ -310,8 +323,6 @@ class WeightReceiver:
             if ticket["epoch"] < self.epoch:
                 raise EpochFenced(f"publisher at {client.address} is of epoch {ticket['epoch']}, this is {self.epoch}")
             answer = await self.offer(ticket)
-            if answer["answer"] == "READY":
-                answer = await self.transfer(ticket)
             if answer["answer"] == "APPLIED":
                 answer = await self.commit(ticket["version"], ticket["digest"])
             return answer
@@ -379,6 +390,11 @@ def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
             problems.append(f"{entry.name} must be {dtype} {list(shape)}, got {entry.dtype} {list(entry.shape)}")
     more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
     return f"weights do not fit the model: {'; '.join(problems[:5])}{more}" if problems else ""
+
+
+def _applied(manifest: WeightManifest, *, loaded: bool) -> Answer:
+    """`loaded`: whether bytes had to move for it."""
+    return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest, "loaded": loaded}
 
 
 def _refuse(reason: str) -> Answer:

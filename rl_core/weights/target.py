@@ -38,7 +38,10 @@ class WeightTarget(Protocol):
 
 @runtime_checkable
 class InPlaceTarget(Protocol):
-    """A target whose parameters the receiver may write itself: verified while copied, one pass over memory instead of two."""
+    """A target whose parameters the receiver may write itself: verified while copied, one pass over memory instead of two.
+
+    Its `load` must not wait for the event loop: a small model is loaded on it.
+    """
 
     def destinations(self) -> Mapping[str, "torch.Tensor"]:
         """Return name -> contiguous CPU tensor to write; these names are not given to `load`, which is called all the same.

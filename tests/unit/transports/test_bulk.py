@@ -67,12 +67,12 @@ def test_a_stream_changed_on_the_way_is_refused(attack):
     """A sender without our code: it plays back authentic messages of a real stream, changed."""
     key = bytes(range(32))
     messages = [
-        [b"C", bulk._tag(key, b"C", number, payload), payload]
+        [b"C" + bulk._tag(key, b"C", number, payload), payload]
         for number, payload in enumerate([b"one", b"two", b"three"])
     ]
-    messages.append([b"E", bulk._tag(key, b"E", 3), b""])
+    messages.append([b"E" + bulk._tag(key, b"E", 3), b""])
     if attack == "flip":
-        messages[1][2] = b"twO"
+        messages[1][1] = b"twO"
     elif attack == "swap":
         messages[0], messages[1] = messages[1], messages[0]
     elif attack == "repeat":

@@ -17,18 +17,21 @@ from rl_core.weights.receiver import ReceiverState, WeightReceiver, misfit
 
 
 class FakeEngine:
-    """A WeightTarget that records what it is told; `wait` holds a load until it is set, `slow` fails a pause."""
+    """A WeightTarget that records what it is told; `stopped` holds a pause until it is set, `slow` fails it."""
 
     def __init__(self):
         self.weights = {"a": torch.zeros(300), "b": torch.zeros(2, 2)}
         self.calls = []
         self.slow = False
+        self.stopped = None
         self.leave = 0
 
     async def prepare(self, deadline):
         self.calls.append("prepare")
         if self.slow:
             raise DeadlineExceeded("rows 3 and 4 still run")
+        if self.stopped is not None:
+            await self.stopped.wait()
 
     def names_and_shapes(self):
         return {name: (tuple(tensor.shape), "float32") for name, tensor in self.weights.items()}
@@ -60,6 +63,7 @@ class Wire:
         }
         source = {"kind": "shared", "segment": self.copy.segment, "nbytes": self.copy.layout.nbytes}
         self.transfer = {"digest": manifest.digest, "source": source}
+        self.full_offer = {**self.offer, "source": source}
         self.commit = (version, manifest.digest)
 
 
@@ -103,6 +107,63 @@ async def test_a_version_is_served_after_commit_and_not_before(receiver, engine,
     assert receiver.state is ReceiverState.APPLIED and receiver.current() == (-1, "")
     assert (await receiver.commit(*second.commit))["pause_seconds"] > 0
     assert receiver.state is ReceiverState.SERVING and receiver.current() == second.commit
+
+
+async def test_an_offer_that_says_where_the_data_are_is_applied_after_the_pause_and_served_after_commit(
+    receiver, engine, copies
+):
+    first, second = Wire(copies, 3), Wire(copies, 4)
+    answer = await receiver.offer(first.full_offer)
+    assert (answer["answer"], answer["loaded"], answer["digest"]) == ("APPLIED", True, first.commit[1])
+    assert engine.calls == ["prepare", "load 3"] and receiver.current() == (-1, "")
+    assert (await receiver.commit(*first.commit))["answer"] == "ACK" and receiver.current() == first.commit
+    assert (await receiver.offer(first.full_offer))["answer"] == "ACK"
+    await receiver.offer(second.full_offer)
+    again = await receiver.offer(second.full_offer)
+    assert (again["answer"], again["loaded"]) == ("APPLIED", False)  # proven: the data need not move twice
+    assert engine.calls.count("load 4") == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["engine copies", "in place"])
+async def test_a_wrong_checksum_in_an_offer_with_its_data_names_the_tensor(receiver, engine, copies, in_place):
+    if in_place:
+        engine.destinations = lambda: engine.weights
+    wire = Wire(copies, 4)
+    wire.copy.memory[wire.copy.layout.starts[1]] ^= 1
+    answer = await receiver.offer(wire.full_offer)
+    assert (answer["answer"], answer["names"]) == ("FAILED", ["b"])
+    assert receiver.state is ReceiverState.DIRTY and receiver.current() == (-1, "")
+    assert (await receiver.commit(*wire.commit))["answer"] == "REFUSE"
+
+
+async def test_an_engine_that_cannot_pause_is_not_written(receiver, engine, copies):
+    engine.slow = True
+    answer = await receiver.offer(Wire(copies, 4).full_offer)
+    assert answer["answer"] == "REFUSE" and engine.calls == ["prepare"]
+    assert not engine.weights["a"].any()
+
+
+@pytest.mark.parametrize("newer", ["offer", "epoch"])
+async def test_an_offer_replaced_while_the_engine_stops_is_not_loaded(receiver, engine, copies, newer):
+    engine.destinations = lambda: engine.weights
+    engine.stopped = asyncio.Event()
+    old, new = Wire(copies, 3), Wire(copies, 4)
+    offering = asyncio.ensure_future(receiver.offer(old.full_offer))
+    await until(lambda: engine.calls == ["prepare"])
+    if newer == "offer":
+        replacing = asyncio.ensure_future(receiver.offer(new.offer))
+        await asyncio.sleep(0)
+    else:
+        receiver.set_epoch(2)
+    engine.stopped.set()
+    answer = await offering
+    assert answer["answer"] == "FAILED" and "replaced by a newer offer" in answer["reason"]
+    assert not engine.weights["a"].any()
+    if newer == "offer":
+        assert (await replacing)["answer"] == "READY"
+        assert (await receiver.transfer(new.transfer))["answer"] == "APPLIED"
+    else:
+        assert receiver.state is ReceiverState.UNVERSIONED
 
 
 async def test_repeated_messages_change_nothing(receiver, engine, copies):
