@@ -210,7 +210,7 @@ def tell(output: Path, status: Mapping[str, Any]) -> None:
 def end(runner: Runner, summary: RunSummary) -> int:
     """Tell the end of a run without an error; return the exit code, 3 when its pod must go though steps are left."""
     if summary.status == "Interrupted":
-        saved = "nothing was saved" if runner.stop_kind is StopKind.ROLLBACK else f"saved at step {summary.step}"
+        saved = f"saved at step {summary.step}" if runner.checkpoints.last_step == summary.step else "nothing was saved"
         message = f"{runner.stop_reason}: ended at step {summary.step} to be resumed; {saved}"
         runner.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
         return 3

@@ -1,4 +1,7 @@
-"""Counts how many of the newest steps in a row went wrong by the semantic rules of failurePolicy; who acts is the operator (protocol.md 4)."""
+"""Counts how many of the newest steps in a row went wrong by the semantic rules of failurePolicy.
+
+Who acts is the operator (protocol.md 4); the runner itself sees to it that what is to be rolled back is not saved.
+"""
 
 import math
 from collections.abc import Callable, Mapping

@@ -95,7 +95,7 @@ class World:
             for name, pod in sorted(self.pods.items())
             if _running(pod) and role_of(pod) != "actor"
         ]
-        status = {**self.summary(), "members": members, "streaks": self.streaks, "stall": self._stalled()}
+        status = {**self.summary(), "members": members, "stall": self._stalled()}
         failing = self.silent_since
         return Progress(
             status=status,
@@ -125,6 +125,7 @@ class World:
             "metrics": {"train/loss": 0.5, "reward/mean": self.steps / 100},
             "roles": [{"name": "rollout", "ready": ready, "lag": 0, "versions": {str(self.steps): ready}}],
             "appliedGeneration": self.applied,
+            "streaks": self.streaks,
         }
 
     def plan(self) -> Plan:

@@ -355,6 +355,17 @@ def test_bad_numbers_go_back_to_the_checkpoint_without_saving(rule: dict[str, An
     world.run_until(lambda: world.phase == "Running")
 
 
+def test_a_runner_that_rolled_back_before_it_was_asked_is_restarted_once_and_under_the_rules_name() -> None:
+    world = running(failurePolicy={"klBlowUp": {"above": 1.0, "action": "RestartFromCheckpoint"}})
+    world.streaks = {"klBlowUp": 1}
+    world.end_pod("x-actor-0", 3)
+    world.run_until(lambda: world.status["epoch"] == 2)
+    assert world.condition("Failed")["reason"] == "KlBlowUp"
+    assert not [call for call in world.calls if call.method == "POST /finish"], "there is nobody left to ask"
+    world.run_until(lambda: world.phase == "Running")
+    assert world.status["restarts"] == 1 and world.status["epoch"] == 2
+
+
 def test_a_paused_job_holds_no_pods_until_its_spec_is_changed() -> None:
     world = running(failurePolicy={"klBlowUp": {"above": 1.0, "action": "Pause"}})
     world.streaks = {"klBlowUp": 1}
