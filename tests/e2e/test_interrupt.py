@@ -10,7 +10,7 @@ from rl_core.cli.local_control import connect
 
 QUIET = {"everySteps": 1000, "beforeTraining": False}
 LONG = {
-    "algorithm": {"promptsPerStep": 8, "groupSize": 48, "steps": 4000},
+    "algorithm": {"promptsPerStep": 8, "groupSize": 64, "steps": 4000},
     "actor": {"microBatchTokens": 32, "optimizer": {"learningRate": 1.0e-3}},
     "checkpoint": {"everySteps": None},
     "failurePolicy": {"maxRestarts": 0},
