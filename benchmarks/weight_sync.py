@@ -7,7 +7,8 @@ as trainers.md 13 defines it; "pause" is how long the slowest receiver served no
 however many receivers. The peers, in turns with ours so that a busy machine slows them alike: memcpy of the same bytes in
 one thread, and in as many processes at once as there are receivers (what their memory allows); raw pyzmq with 1 MiB
 messages, 16 in flight per receiver, to the same number of processes, which drop them ("plain"), or hash and copy them as
-we must ("tagged"). Medians.
+we must ("tagged"). Medians. The small model (77,000 parameters in 21 tensors, one receiver, syncs 30 ms apart as between
+training steps) stands beside as many raw pyzmq round trips of a manifest's size as the protocol has: OFFER and COMMIT.
 """
 
 import argparse
@@ -26,6 +27,22 @@ import zmq
 
 CHUNK, WINDOW = 2**20, 16
 TINY_BYTES = 4_000_000
+SMALL_LAYER = {
+    **{f"attention.{name}": [64, 64] for name in "qkvo"},
+    "gate": [96, 64],
+    "up": [96, 64],
+    "down": [64, 96],
+    "norm1": [64],
+    "norm2": [64],
+}
+SMALL_SHAPES = {
+    "embed": [50, 64],
+    **{f"layer{index}.{name}": shape for index in range(2) for name, shape in SMALL_LAYER.items()},
+    "norm": [64],
+    "head": [50, 64],
+}
+ROUND_TRIPS = 2
+MANIFEST_BYTES = 900
 KEY = bytes(32)
 
 
@@ -114,6 +131,15 @@ def serve_raw(options):
         socket.send_multipart([b"done", b""])
 
 
+def serve_echo(options):
+    """Raw pyzmq: answer each message with one of its size."""
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.connect(options["address"])
+    print("{}", flush=True)
+    while True:
+        socket.send(socket.recv())
+
+
 class Other:
     """A process of this file; `about` is its first line of output."""
 
@@ -176,12 +202,12 @@ class RawStar:
 class Case:
     """A publisher and its receivers."""
 
-    def __init__(self, nbytes, receivers, *, host_token=None, in_place=True, checksums=True):
+    def __init__(self, shapes, receivers, *, host_token=None, in_place=True, checksums=True):
         import torch
 
         from rl_core.weights.publisher import WeightPublisher
 
-        self.shapes = shapes_of(nbytes)
+        self.shapes = shapes
         self.others = [
             Other("receiver", shapes=self.shapes, in_place=in_place, checksums=checksums) for _ in range(receivers)
         ]
@@ -226,11 +252,12 @@ def measure(nbytes, receivers, runs):
     from rl_core.weights import words
 
     own = (words.sum_bytes, words.copy_bytes, words.add)
+    shapes = shapes_of(nbytes)
     cases = {
-        "shared memory": Case(nbytes, receivers),
-        "shared memory, engine copies": Case(nbytes, receivers, in_place=False),
-        "stream": Case(nbytes, receivers, host_token="another host"),
-        "shared memory, no checksums": Case(nbytes, receivers, checksums=False),
+        "shared memory": Case(shapes, receivers),
+        "shared memory, engine copies": Case(shapes, receivers, in_place=False),
+        "stream": Case(shapes, receivers, host_token="another host"),
+        "shared memory, no checksums": Case(shapes, receivers, checksums=False),
     }
     data = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
     target, raw = np.zeros_like(data), RawStar(data, receivers)
@@ -272,12 +299,34 @@ def measure_tiny(receivers, runs):
     """The latency that a step of half a second feels: 4 MB, 1 million parameters."""
     result = {}
     for name, token in (("shared memory", None), ("stream", "another host")):
-        case = Case(TINY_BYTES, receivers, host_token=token, in_place=False)
+        case = Case(shapes_of(TINY_BYTES), receivers, host_token=token, in_place=False)
         for _ in range(runs + 5):
             case.run()
         result[name] = summary(case.reports, 5)
         case.close()
     return result
+
+
+def measure_small(runs):
+    """What a sync costs where messages are all of it, and what its messages would cost in raw pyzmq."""
+    case, router = Case(SMALL_SHAPES, 1), zmq.Context().socket(zmq.DEALER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    echo = Other("echo", address=f"tcp://127.0.0.1:{port}")
+    raw, warm = [], 5
+    for _ in range(runs + warm):
+        time.sleep(0.03)
+        case.run()
+        time.sleep(0.03)
+        began = time.perf_counter()
+        for _ in range(ROUND_TRIPS):
+            router.send(bytes(MANIFEST_BYTES))
+            router.recv()
+        raw.append(time.perf_counter() - began)
+    trips = {f"raw pyzmq, {ROUND_TRIPS} round trips, ms": 1e3 * statistics.median(raw[warm:])}
+    parameters = {"parameters": sum(tensor.numel() for tensor in case.state.values())}
+    for closing in (case, echo):
+        closing.close()
+    return parameters | summary(case.reports, warm) | trips
 
 
 def rounded(value):
@@ -295,7 +344,9 @@ def main():
     parser.add_argument("--options", default="{}")
     arguments = parser.parse_args()
     if arguments.serve:
-        {"receiver": serve_receiver, "raw": serve_raw}[arguments.serve](json.loads(arguments.options))
+        {"receiver": serve_receiver, "raw": serve_raw, "echo": serve_echo}[arguments.serve](
+            json.loads(arguments.options)
+        )
         return
     import platform
 
@@ -310,6 +361,7 @@ def main():
         f"{arguments.megabytes} MB": measure(arguments.megabytes * 10**6, arguments.receivers, arguments.runs),
         f"{arguments.megabytes} MB, 1 receiver": measure(arguments.megabytes * 10**6, 1, arguments.runs),
         "4 MB": measure_tiny(arguments.receivers, 40),
+        "77k parameters, 1 receiver": measure_small(100),
     }
     result["machine"]["load_at_end"] = os.getloadavg()
     print(json.dumps(rounded(result), indent=2))
