@@ -1,6 +1,6 @@
 """Where a receiver's bytes come from: one opener per kind of source, all giving the verified tensors of a host copy.
 
-`source` is what the publisher wrote into TRANSFER: {"kind": "shared", segment, nbytes} on one host, {"kind": "stream",
+`source` is what the publisher wrote into OFFER or TRANSFER: {"kind": "shared", segment, nbytes} on one host, {"kind": "stream",
 ticket, encrypted} across hosts, {"kind": "group", plan, rank} in a process group.
 """
 
