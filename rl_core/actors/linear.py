@@ -2,12 +2,22 @@
 
 PyTorch's own `mm` calls MKL, which uses half of the vector width on AMD processors; oneDNN takes the full width there
 and is no slower elsewhere. The sums are in another order, so results agree to rounding only.
+
+oneDNN generates code for each new shape, about half a megabyte, and torch and oneDNN keep what they made for their last
+1,024 shapes. A training batch has another number of tokens at every step, so that would grow to gigabytes without one hit:
+the caches are cut to what one micro-batch repeats from layer to layer.
 """
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+CACHED_SHAPES = 32
+"""Kept by each cache: a model's linear layers have about 20 shapes in one forward and backward pass."""
+CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+"""The variables that torch and oneDNN read at their first product."""
 
 
 def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -32,7 +42,7 @@ class _OneDnnLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
-        rows_MN, inputs_MK = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
+        rows_MN, inputs_MK = grad.reshape(-1, grad.shape[-1]).contiguous(), inputs.reshape(-1, inputs.shape[-1])
         wants_inputs, wants_weight, _ = ctx.needs_input_grad
         grad_inputs = _product(rows_MN, weight.t()).view(inputs.shape) if wants_inputs else None
         grad_weight = _transposed_product(rows_MN, inputs_MK) if wants_weight else None
@@ -50,9 +60,14 @@ class OneDnnLinear(nn.Linear):  # type: ignore[misc]
 
 
 def use_onednn(model: nn.Module) -> int:
-    """Turn the model's linear layers into oneDNN ones in place; return how many (0 where the build has none)."""
+    """Turn the model's linear layers into oneDNN ones in place; return how many (0 where the build has none).
+
+    Bounds oneDNN's caches in this process, unless the environment says how large they are to be.
+    """
     if not torch.backends.mkldnn.is_available():
         return 0
+    for variable in CACHES:
+        os.environ.setdefault(variable, str(CACHED_SHAPES))
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
         layer.__class__ = OneDnnLinear
