@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 
-from rljob_operator import logs
-from rljob_operator.settings import SettingError, Settings
+from rljob_operator.runtime import logs
+from rljob_operator.runtime.settings import SettingError, Settings
 
 logger = logging.getLogger("rljob_operator")
 
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 async def _run(settings: Settings) -> None:
-    from rljob_operator import app, credentials  # late: a wrong setting is told before the heavy imports
+    from rljob_operator.runtime import app, credentials
 
     loop = asyncio.get_running_loop()
 

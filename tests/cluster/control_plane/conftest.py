@@ -14,7 +14,7 @@ from operator_rig.kubelet import Kubelet
 from operator_rig.replica import Replica
 from testcluster.access import Access
 
-from rljob_operator.cluster import ApiCluster
+from rljob_operator.runtime.cluster import ApiCluster
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "rljob"

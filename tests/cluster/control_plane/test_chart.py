@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rljob_operator import naming
-from rljob_operator.settings import Settings
+from rljob_operator.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "rljob"
@@ -301,7 +301,7 @@ def anchors():
 def test_alerts_and_the_dashboard_ask_for_metrics_that_the_operator_has():
     import re
 
-    import rljob_operator.metrics as metrics
+    import rljob_operator.runtime.metrics as metrics
 
     known = set(re.findall(r"^\| (rljob_\w+)", metrics.__doc__, re.MULTILINE))
     text = (CHART / "files" / "alerts.yaml").read_text() + (CHART / "files" / "dashboard.json").read_text()

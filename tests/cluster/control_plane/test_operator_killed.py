@@ -14,13 +14,13 @@ import pytest
 from operator_rig.jobs import Jobs, until
 
 from rljob_operator import kinds, naming
-from rljob_operator.app import Operator
-from rljob_operator.cluster import Cluster
 from rljob_operator.errors import NotFound
 from rljob_operator.kinds import Kind
 from rljob_operator.model import ControlCall, EventNote, Object, OperatorConfig
-from rljob_operator.relist import Relister
-from rljob_operator.settings import Settings
+from rljob_operator.runtime.app import Operator
+from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.relist import Relister
+from rljob_operator.runtime.settings import Settings
 
 MASTER = bytes(32)
 MOST_REQUESTS = 200

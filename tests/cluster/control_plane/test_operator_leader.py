@@ -7,7 +7,7 @@ import pytest
 from operator_rig.jobs import STANDARD, Jobs, until
 
 from rljob_operator import kinds
-from rljob_operator.leader import NAME, LeaseLost
+from rljob_operator.runtime.leader import NAME, LeaseLost
 
 
 async def holder(jobs: Jobs) -> str:

@@ -8,7 +8,8 @@ from operator_rig.jobs import STANDARD, Jobs, until
 from operator_rig.kubelet import Kubelet
 from operator_rig.runner import FakeRunner, token_of
 
-from rljob_operator import kinds, master_key
+from rljob_operator import kinds
+from rljob_operator.runtime import master_key
 
 
 async def test_step_and_reward_come_from_the_runner(jobs: Jobs, start, kubelet: Kubelet) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rljob_operator import kinds, naming
-from rljob_operator.cluster import ApiCluster
 from rljob_operator.errors import NotFound
+from rljob_operator.runtime.cluster import ApiCluster
 
 PATIENCE = 60.0
 """Seconds a test waits for what should take one: machines of CI are slow, and the garbage collector learns of a new CRD within 30 s."""

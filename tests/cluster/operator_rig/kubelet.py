@@ -12,9 +12,9 @@ import secrets
 from typing import Any
 
 from rljob_operator import kinds
-from rljob_operator.cluster import ApiCluster
 from rljob_operator.errors import ApiError, Conflict, NotFound
 from rljob_operator.kinds import Kind
+from rljob_operator.runtime.cluster import ApiCluster
 
 NODE = Kind(group="", version="v1", kind="Node", plural="nodes")
 CAPACITY = {"cpu": "1000", "memory": "4Ti", "pods": "5000", "nvidia.com/gpu": "1000", "ephemeral-storage": "4Ti"}

@@ -7,10 +7,10 @@ from typing import Any
 
 from kubernetes.aio import client, config
 
-from rljob_operator.app import Operator
-from rljob_operator.cluster import Cluster
 from rljob_operator.model import OperatorConfig
-from rljob_operator.settings import Settings
+from rljob_operator.runtime.app import Operator
+from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.settings import Settings
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 START = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from rl_core.plan import keys
-from rljob_operator.progress import CONTROL_PORT
+from rljob_operator.runtime.progress import CONTROL_PORT
 
 
 class FakeRunner:

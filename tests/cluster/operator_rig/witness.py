@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
-from rljob_operator.cluster import Cluster
 from rljob_operator.errors import Forbidden
 from rljob_operator.kinds import Kind
+from rljob_operator.runtime.cluster import Cluster
 
 Right = tuple[str, str, str]
 """(verb, API group, resource or resource/subresource)."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rljob_operator import status_patch
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, NotFound
 from rljob_operator.kinds import Kind
+from rljob_operator.runtime import status_patch
 
 
 class _JumpingSelector(selectors.DefaultSelector):

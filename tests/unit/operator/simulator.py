@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rljob_operator import views
 from rljob_operator.model import Observed, OperatorConfig, Plan, Progress
-from rljob_operator.reconcile import reconcile
+from rljob_operator.reconcile import reconcile, views
 from rljob_operator.times import to_seconds, to_text
 
 CONFIG = OperatorConfig(images={"actor": "a:1", "rollout": "r:1", "env": "e:1"})

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from rljob_operator import kinds
-from rljob_operator.apply import FORERUNNER_PAUSE, Application, Applier
-from rljob_operator.cache import Cache, JobKey, head
 from rljob_operator.errors import Conflict, Forbidden, NotFound, Unavailable
-from rljob_operator.fairness import FairSlots
-from rljob_operator.memory import JobMemory
 from rljob_operator.model import ControlCall, Deletion, EventNote, Plan
+from rljob_operator.runtime.apply import FORERUNNER_PAUSE, Application, Applier
+from rljob_operator.runtime.cache import Cache, JobKey, head
+from rljob_operator.runtime.fairness import FairSlots
+from rljob_operator.runtime.memory import JobMemory
 
 KEY = JobKey("ns", "x")
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rljob_operator.cache import Cache, JobKey, trim
 from rljob_operator.kinds import POD, RLJOB, SERVICE
+from rljob_operator.runtime.cache import Cache, JobKey, trim
 
 KEY = JobKey("ns", "x")
 

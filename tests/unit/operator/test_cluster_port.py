@@ -8,7 +8,7 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio import client
 
 from rljob_operator import errors, kinds
-from rljob_operator.cluster import ATTEMPTS, LONGEST_PAUSE, ApiCluster
+from rljob_operator.runtime.cluster import ATTEMPTS, LONGEST_PAUSE, ApiCluster
 
 
 class Server:

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rl_core.plan.failure_rules
-import rljob_operator
+import rljob_operator.reconcile
 from rl_core.api.status import Condition
-from rljob_operator.conditions import REASONS, TYPES, Fact, merge
-from rljob_operator.notes import EVENTS
+from rljob_operator.reconcile.conditions import REASONS, TYPES, Fact, merge
+from rljob_operator.reconcile.notes import EVENTS
 
-PURE = ("outlook", "storage", "failures", "lifecycle", "notes", "status", "reconcile")
+PURE = ("outlook", "storage", "failures", "lifecycle", "notes", "status", "decision")
 
 
 def literals() -> Iterator[str]:
     """Yield the words the code can give as reasons."""
-    folder = Path(str(rljob_operator.__file__)).parent
+    folder = Path(str(rljob_operator.reconcile.__file__)).parent
     for path in (*(folder / f"{name}.py" for name in PURE), Path(str(rl_core.plan.failure_rules.__file__))):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value:

@@ -3,10 +3,10 @@
 import pytest
 
 from rljob_operator import kinds
-from rljob_operator.apply import Applied
-from rljob_operator.cache import Cache, JobKey
-from rljob_operator.controller import Controller, claim_names, is_watershed
 from rljob_operator.model import Deletion, OperatorConfig, Plan, Progress
+from rljob_operator.runtime.apply import Applied
+from rljob_operator.runtime.cache import Cache, JobKey
+from rljob_operator.runtime.controller import Controller, claim_names, is_watershed
 
 KEY = JobKey("ns", "x")
 LABELS = {"rljob.dev/job": "x", "rljob.dev/job-uid": "job-uid"}

@@ -6,8 +6,8 @@ import pytest
 
 from rljob_operator import kinds
 from rljob_operator.errors import Forbidden
-from rljob_operator.events import BURST, REFILL_SECONDS, EventRecorder
 from rljob_operator.model import EventNote
+from rljob_operator.runtime.events import BURST, REFILL_SECONDS, EventRecorder
 
 JOB = {"metadata": {"name": "x", "namespace": "ns", "uid": "job-uid"}}
 NOTE = EventNote(type="Warning", reason="Unschedulable", message="no nodes")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rljob_operator.fairness import FairSlots
+from rljob_operator.runtime.fairness import FairSlots
 
 
 async def worker(slots, key, log, running, seconds=1.0):

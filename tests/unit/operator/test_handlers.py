@@ -7,9 +7,10 @@ import kopf
 import pytest
 from kubernetes.aio.client import Configuration
 
-from rljob_operator import handlers, kinds
-from rljob_operator.cache import Cache, JobKey
-from rljob_operator.handlers import BURST_SECONDS
+from rljob_operator import kinds
+from rljob_operator.runtime import handlers
+from rljob_operator.runtime.cache import Cache, JobKey
+from rljob_operator.runtime.handlers import BURST_SECONDS
 
 
 async def nowhere():

@@ -5,10 +5,11 @@ import asyncio
 import aiohttp
 import pytest
 
-from rljob_operator import kinds, metrics
-from rljob_operator.cache import Cache
-from rljob_operator.health import Health
-from rljob_operator.metrics import Metrics
+from rljob_operator import kinds
+from rljob_operator.runtime import metrics
+from rljob_operator.runtime.cache import Cache
+from rljob_operator.runtime.health import Health
+from rljob_operator.runtime.metrics import Metrics
 
 
 def job(name, **status):

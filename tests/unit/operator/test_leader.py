@@ -6,7 +6,7 @@ import pytest
 
 from rljob_operator import kinds
 from rljob_operator.errors import Unavailable
-from rljob_operator.leader import NAME, Leadership, LeaseLost
+from rljob_operator.runtime.leader import NAME, Leadership, LeaseLost
 
 
 def replica(cluster, name, duration=15.0):

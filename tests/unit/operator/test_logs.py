@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 
-from rljob_operator import logs
+from rljob_operator.runtime import logs
 
 
 def line(form, message="words", **more):

@@ -4,9 +4,10 @@ import base64
 
 import pytest
 
-from rljob_operator import kinds, master_key
+from rljob_operator import kinds
 from rljob_operator.errors import NotFound
-from rljob_operator.master_key import MasterKeyError, obtain
+from rljob_operator.runtime import master_key
+from rljob_operator.runtime.master_key import MasterKeyError, obtain
 
 
 async def test_it_is_made_on_first_use_and_then_the_same(cluster):

@@ -8,9 +8,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rl_core.plan import keys
-from rljob_operator.cache import JobKey
 from rljob_operator.model import ContainerEnd, ControlCall, PodView, Progress
-from rljob_operator.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerError, Target, is_runner
+from rljob_operator.runtime.cache import JobKey
+from rljob_operator.runtime.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerError, Target, is_runner
 
 MASTER = bytes(range(32))
 

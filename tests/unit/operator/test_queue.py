@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rljob_operator.queue import FIRST_BACKOFF, LONGEST_BACKOFF, WorkQueue
+from rljob_operator.runtime.queue import FIRST_BACKOFF, LONGEST_BACKOFF, WorkQueue
 
 
 def steady() -> float:

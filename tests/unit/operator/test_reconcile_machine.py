@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulator import CONFIG, World, make_job, role_of, uid_of
 
 from rl_core.api.status import RLJobStatus
-from rljob_operator.conditions import REASONS, TYPES
 from rljob_operator.model import Plan
 from rljob_operator.reconcile import reconcile
+from rljob_operator.reconcile.conditions import REASONS, TYPES
 
 TERMINAL = ("Succeeded", "Failed")
 

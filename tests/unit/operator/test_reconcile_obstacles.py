@@ -8,10 +8,9 @@ import pytest
 from simulator import CONFIG, START, World, make_job, reason, running
 
 from rl_core.api.status import RLJobStatus
-from rljob_operator import views
-from rljob_operator.conditions import TYPES
 from rljob_operator.model import Observed, OperatorConfig
-from rljob_operator.reconcile import reconcile
+from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile.conditions import TYPES
 
 CLAIMED = {
     "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}],

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from simulator import CONFIG, START, World, make_job
 
 from rl_core.api.status import RLJobStatus
-from rljob_operator import views
-from rljob_operator.conditions import REASONS, TYPES
 from rljob_operator.model import Observed, Progress
-from rljob_operator.reconcile import reconcile
+from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile.conditions import REASONS, TYPES
 from rljob_operator.times import to_text
 
 UID = "0f9d2c1e-0000"

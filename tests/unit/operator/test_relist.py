@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from rljob_operator import kinds
-from rljob_operator.cache import Cache, JobKey
 from rljob_operator.errors import Expired, Forbidden, NotFound, Unavailable
 from rljob_operator.manifests import gang
-from rljob_operator.relist import FAILED_PAUSE, QUIET_SECONDS, Relister
+from rljob_operator.runtime.cache import Cache, JobKey
+from rljob_operator.runtime.relist import FAILED_PAUSE, QUIET_SECONDS, Relister
 
 KEY = JobKey("ns", "x")
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from rljob_operator import settings
-from rljob_operator.settings import PREFIX, SettingError, Settings
+from rljob_operator.runtime import settings
+from rljob_operator.runtime.settings import PREFIX, SettingError, Settings
 
 
 def test_nothing_set_gives_the_defaults():

@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rljob_operator.status_patch import difference
+from rljob_operator.runtime.status_patch import difference
 
 VALUES = st.recursive(
     st.booleans() | st.integers() | st.text(max_size=3),

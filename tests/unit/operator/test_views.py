@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rljob_operator.reconcile.views import pod_view
 from rljob_operator.times import to_seconds, to_text
-from rljob_operator.views import pod_view
 
 
 def pod(status: dict[str, Any], **meta: Any) -> dict[str, Any]:

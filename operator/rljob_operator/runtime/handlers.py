@@ -14,9 +14,9 @@ from typing import Any
 import kopf
 from kubernetes.aio.client import Configuration
 
-from rljob_operator.cache import Cache, JobKey
 from rljob_operator.kinds import RLJOB, Kind
 from rljob_operator.naming import LABEL_JOB
+from rljob_operator.runtime.cache import Cache, JobKey
 
 logger = logging.getLogger(__name__)
 

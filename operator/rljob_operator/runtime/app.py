@@ -19,23 +19,24 @@ from typing import Any
 import aiohttp
 from kubernetes.aio import client
 
-from rljob_operator import handlers, kinds, master_key, naming, views
-from rljob_operator.apply import Applier
-from rljob_operator.cache import Cache, JobKey, head
-from rljob_operator.cluster import ApiCluster, Cluster
-from rljob_operator.controller import Controller, phase_of
+from rljob_operator import kinds, naming
 from rljob_operator.errors import ApiError, NotFound
-from rljob_operator.events import EventRecorder
-from rljob_operator.fairness import FairSlots
-from rljob_operator.health import Health
-from rljob_operator.leader import Leadership
 from rljob_operator.manifests import gang, secret
-from rljob_operator.metrics import Metrics
-from rljob_operator.progress import Poller, RunnerClient, Target, is_runner
-from rljob_operator.queue import WorkQueue
-from rljob_operator.reconcile import reconcile
-from rljob_operator.relist import Relister
-from rljob_operator.settings import Settings
+from rljob_operator.reconcile import reconcile, views
+from rljob_operator.runtime import handlers, master_key
+from rljob_operator.runtime.apply import Applier
+from rljob_operator.runtime.cache import Cache, JobKey, head
+from rljob_operator.runtime.cluster import ApiCluster, Cluster
+from rljob_operator.runtime.controller import Controller, phase_of
+from rljob_operator.runtime.events import EventRecorder
+from rljob_operator.runtime.fairness import FairSlots
+from rljob_operator.runtime.health import Health
+from rljob_operator.runtime.leader import Leadership
+from rljob_operator.runtime.metrics import Metrics
+from rljob_operator.runtime.progress import Poller, RunnerClient, Target, is_runner
+from rljob_operator.runtime.queue import WorkQueue
+from rljob_operator.runtime.relist import Relister
+from rljob_operator.runtime.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from rljob_operator.cache import Cache, JobKey
-from rljob_operator.cluster import Cluster
 from rljob_operator.errors import ApiError, Expired, Forbidden, NotFound
 from rljob_operator.kinds import RLJOB, WATCHED, Kind
 from rljob_operator.naming import LABEL_JOB
+from rljob_operator.runtime.cache import Cache, JobKey
+from rljob_operator.runtime.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 

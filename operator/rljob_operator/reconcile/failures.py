@@ -12,9 +12,9 @@ from enum import IntEnum
 from rl_core.plan import failure_rules as rules
 from rl_core.plan.failure_rules import Ends, PodEnd, Ruling
 from rljob_operator.model import ContainerEnd, PodView
-from rljob_operator.record import STALL, Record
-from rljob_operator.report import last_word
-from rljob_operator.situation import Situation, has_ended, is_active
+from rljob_operator.reconcile.record import STALL, Record
+from rljob_operator.reconcile.report import last_word
+from rljob_operator.reconcile.situation import Situation, has_ended, is_active
 
 TAIL = 600
 """Characters of a log tail in a message."""

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rljob_operator import kinds
-from rljob_operator.cluster import Cluster
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, NotFound
+from rljob_operator.runtime.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 

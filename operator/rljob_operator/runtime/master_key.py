@@ -11,8 +11,8 @@ import binascii
 import os
 
 from rljob_operator import kinds
-from rljob_operator.cluster import Cluster
 from rljob_operator.errors import AlreadyExists, NotFound
+from rljob_operator.runtime.cluster import Cluster
 
 NAME = "rljob-operator-master-key"
 FIELD = "master"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rljob_operator.conditions import Fact
-from rljob_operator.failures import Act
-from rljob_operator.lifecycle import Course, Stage
 from rljob_operator.model import EventNote, Object
-from rljob_operator.outlook import NOT_DURABLE
-from rljob_operator.record import Record
+from rljob_operator.reconcile.conditions import Fact
+from rljob_operator.reconcile.failures import Act
+from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.outlook import NOT_DURABLE
+from rljob_operator.reconcile.record import Record
 
 LONGEST_NOTE = 1000
 """Characters of an event; the API server takes 1024."""

@@ -39,7 +39,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rljob_operator.cache import Cache, JobKey
+from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.times import to_seconds
 
 PREFIX = "rljob_operator_"

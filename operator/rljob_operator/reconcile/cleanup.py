@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rljob_operator import deadlines
-from rljob_operator.lifecycle import SUSPEND_SECONDS, saved
 from rljob_operator.model import ControlCall, Deletion, PodView
-from rljob_operator.scaling import PodMoves, removal, stuck
-from rljob_operator.situation import Situation, has_ended, is_active
+from rljob_operator.reconcile import deadlines
+from rljob_operator.reconcile.lifecycle import SUSPEND_SECONDS, saved
+from rljob_operator.reconcile.scaling import PodMoves, removal, stuck
+from rljob_operator.reconcile.situation import Situation, has_ended, is_active
 
 STOP_SECONDS = 120.0
 """Seconds after the end of the job until actor pods that still run are deleted."""

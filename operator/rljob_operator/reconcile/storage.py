@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_core.api.roles import RoleSpec
 from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Object
-from rljob_operator.situation import ROLES, Situation
+from rljob_operator.reconcile.situation import ROLES, Situation
 
 HOSTNAME = "kubernetes.io/hostname"
 SHARED = {"ReadWriteMany"}

@@ -13,26 +13,16 @@ from typing import Any
 
 from rl_core.api.job import MANAGER
 from rl_core.plan.launch import build_launch_plan
-from rljob_operator import (
-    cleanup,
-    deadlines,
-    lifecycle,
-    manifests,
-    notes,
-    outlook,
-    parsing,
-    scaling,
-    situation,
-    storage,
-)
-from rljob_operator import record as records
-from rljob_operator import status as statuses
-from rljob_operator.conditions import Fact
-from rljob_operator.lifecycle import Course, Stage
+from rljob_operator import manifests
 from rljob_operator.model import ControlCall, Object, Observed, OperatorConfig, Plan
-from rljob_operator.scaling import PodMoves
-from rljob_operator.situation import Situation, is_active
-from rljob_operator.storage import Obstacle
+from rljob_operator.reconcile import cleanup, deadlines, lifecycle, notes, outlook, parsing, scaling, situation, storage
+from rljob_operator.reconcile import record as records
+from rljob_operator.reconcile import status as statuses
+from rljob_operator.reconcile.conditions import Fact
+from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.scaling import PodMoves
+from rljob_operator.reconcile.situation import Situation, is_active
+from rljob_operator.reconcile.storage import Obstacle
 
 OBSTACLE_SECONDS = 15.0
 """Seconds until a job that waits for a name or a claim is looked at again: those are not watched."""

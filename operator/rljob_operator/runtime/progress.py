@@ -19,8 +19,8 @@ from typing import Any
 import aiohttp
 
 from rl_core.plan import keys
-from rljob_operator.cache import JobKey
 from rljob_operator.model import ControlCall, PodView, Progress
+from rljob_operator.runtime.cache import JobKey
 
 logger = logging.getLogger(__name__)
 

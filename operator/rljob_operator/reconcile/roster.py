@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from rl_core.plan.failure_rules import Ends
 from rljob_operator.model import PodView
-from rljob_operator.record import GANG, Record
-from rljob_operator.situation import ROLES, Situation, is_active
+from rljob_operator.reconcile.record import GANG, Record
+from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 
 NAMED = 5
 """Pods or texts told in a message; the rest is counted."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from rljob_operator.metrics import Metrics
+from rljob_operator.runtime.metrics import Metrics
 
 LAG_LIMIT = 10.0
 """Seconds the loop may be late before /healthz says 503."""

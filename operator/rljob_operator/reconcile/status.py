@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rljob_operator import conditions, deadlines, naming, outlook
-from rljob_operator.conditions import Fact
-from rljob_operator.lifecycle import Course, Stage
+from rljob_operator import naming
 from rljob_operator.model import Object
-from rljob_operator.record import Record, draining_status, ends_status
-from rljob_operator.report import LONGEST_NAME, LONGEST_PATH, Report, finite, whole
-from rljob_operator.situation import ROLES, Situation, is_active
+from rljob_operator.reconcile import conditions, deadlines, outlook
+from rljob_operator.reconcile.conditions import Fact
+from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.record import Record, draining_status, ends_status
+from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, Report, finite, whole
+from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 from rljob_operator.times import to_seconds, to_text
 
 PROGRESS = (

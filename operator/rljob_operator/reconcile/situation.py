@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.roles import RoleSpec
 from rljob_operator import naming
-from rljob_operator import record as records
-from rljob_operator import report as reports
 from rljob_operator.model import Object, Observed, OperatorConfig, PodView
-from rljob_operator.record import Record
-from rljob_operator.report import Report
+from rljob_operator.reconcile import record as records
+from rljob_operator.reconcile import report as reports
+from rljob_operator.reconcile.record import Record
+from rljob_operator.reconcile.report import Report
 
 ROLES = ("actor", "rollout", "env")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from rl_core.plan.failure_rules import Ends
 from rljob_operator.model import ControlCall, Deletion, PodView
-from rljob_operator.record import GANG, Record
-from rljob_operator.report import Report
-from rljob_operator.situation import ROLES, Situation, has_ended, is_active
+from rljob_operator.reconcile.record import GANG, Record
+from rljob_operator.reconcile.report import Report
+from rljob_operator.reconcile.situation import ROLES, Situation, has_ended, is_active
 
 GANG_GRACE = 10
 """Seconds that pods of a broken gang get to end: without all ranks there is nothing to save."""

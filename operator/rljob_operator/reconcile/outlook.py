@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rl_core.plan.failure_rules import SHORTAGE
-from rljob_operator import roster, storage
-from rljob_operator.conditions import TYPES, Fact
-from rljob_operator.failures import Act, stall_words
-from rljob_operator.lifecycle import Course, Stage
-from rljob_operator.record import PAUSED
-from rljob_operator.situation import Situation, is_active
-from rljob_operator.storage import Obstacle
+from rljob_operator.reconcile import roster, storage
+from rljob_operator.reconcile.conditions import TYPES, Fact
+from rljob_operator.reconcile.failures import Act, stall_words
+from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.record import PAUSED
+from rljob_operator.reconcile.situation import Situation, is_active
+from rljob_operator.reconcile.storage import Obstacle
 
 UNREACHABLE_SECONDS = 15.0
 """Seconds of failing polls until a runner counts as unreachable."""

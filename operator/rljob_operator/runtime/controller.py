@@ -14,14 +14,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from rljob_operator import kinds, logs
-from rljob_operator.apply import Application, Applier
-from rljob_operator.cache import Cache, JobKey
-from rljob_operator.cluster import Cluster
+from rljob_operator import kinds
 from rljob_operator.errors import NotFound
-from rljob_operator.memory import JobMemory
 from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
 from rljob_operator.naming import LABEL_JOB
+from rljob_operator.runtime import logs
+from rljob_operator.runtime.apply import Application, Applier
+from rljob_operator.runtime.cache import Cache, JobKey
+from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.memory import JobMemory
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rljob_operator import kinds, status_patch
-from rljob_operator.cache import Cache, JobKey
-from rljob_operator.cluster import Cluster
+from rljob_operator import kinds
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
-from rljob_operator.fairness import FairSlots
 from rljob_operator.kinds import Kind
-from rljob_operator.memory import JobMemory
 from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan
 from rljob_operator.naming import LABEL_JOB, LABEL_JOB_UID
+from rljob_operator.runtime import status_patch
+from rljob_operator.runtime.cache import Cache, JobKey
+from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.fairness import FairSlots
+from rljob_operator.runtime.memory import JobMemory
 
 logger = logging.getLogger(__name__)
 

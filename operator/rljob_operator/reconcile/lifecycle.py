@@ -15,10 +15,10 @@ from enum import Enum
 from typing import Literal
 
 from rl_core.plan.failure_rules import Ends, after_end
-from rljob_operator import deadlines, failures
-from rljob_operator.failures import Act, Finding
-from rljob_operator.record import GANG, PAUSED, Record, RoleRecord
-from rljob_operator.situation import ROLES, Situation, has_ended, is_active
+from rljob_operator.reconcile import deadlines, failures
+from rljob_operator.reconcile.failures import Act, Finding
+from rljob_operator.reconcile.record import GANG, PAUSED, Record, RoleRecord
+from rljob_operator.reconcile.situation import ROLES, Situation, has_ended, is_active
 
 SUSPEND_SECONDS = 120.0
 """Seconds the runner has for its last checkpoint before all pods are deleted."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rljob_operator import kinds
-from rljob_operator.cluster import Cluster
 from rljob_operator.errors import ApiError, NotFound
 from rljob_operator.model import EventNote, Object
+from rljob_operator.runtime.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rljob_operator.record import Record
-from rljob_operator.situation import Situation
+from rljob_operator.reconcile.record import Record
+from rljob_operator.reconcile.situation import Situation
 
 
 def runtime_seconds(record: Record, now: float) -> int:
