@@ -26,6 +26,7 @@ KIB, MIB = 2**10, 2**20
 SIZES = {"1KB": KIB, "1MB": MIB, "64MB": 64 * MIB}
 SECONDS = 0.6
 STREAM_ITEMS = 200
+LIMIT = "limit (2 raw round trips, 1 memcpy)"
 
 
 # --- processes at the other end ---------------------------------------------------------------------------------------
@@ -144,18 +145,29 @@ def channel_cases(stack):
     from rl_core.channel import Channel
     from rl_core.channel.client import ChannelClient
 
-    server = Other("channel")
+    server, raw = Other("channel"), Other("echo")
     stack.callback(server.close)
+    stack.callback(raw.close)
     channel = Channel.create("bench", client=ChannelClient(server.address))
+    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer.connect(raw.address)
     cases = {}
     for name, size in SIZES.items():
-        array = np.ones(size, np.uint8)
+        array, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
 
         def put_get(array=array):
             channel.put(array)
             channel.get()
 
+        def limit(array=array, target=target):
+            """What no put and get by ZeroMQ can do without: two round trips, and a copy that the producer no longer owns."""
+            np.copyto(target, array)
+            for _ in range(2):
+                dealer.send(b"x")
+                dealer.recv()
+
         cases[f"channel put-get {name}", "ours"] = put_get
+        cases[f"channel put-get {name}", LIMIT] = limit
     return cases
 
 
