@@ -25,12 +25,12 @@ def halt(situation: Situation) -> PodMoves:
 
 def ended(situation: Situation) -> PodMoves:
     """Keep what the deletion policy keeps; stop what still runs; delete the job when its time is up."""
-    ttl = deadlines.until_deleted(situation)
+    spec, meta = situation.spec, situation.job.metadata
+    ttl = deadlines.until_deleted(situation.record, spec.ttl_seconds_after_finished, situation.now)
     if ttl == 0.0:
-        whole = Deletion(kind="RLJob", name=situation.name, uid=situation.job.metadata.uid or "")
-        return PodMoves(delete=(whole,), draining={})
+        return PodMoves(delete=(whole_job(situation.name, meta.uid or ""),), draining={})
     failed = situation.record.phase == "Failed"
-    policy = situation.spec.deletion_policy.on_failure if failed else situation.spec.deletion_policy.on_success
+    policy = spec.deletion_policy.on_failure if failed else spec.deletion_policy.on_success
     since = situation.now - (situation.record.completion_time or situation.now)
     overstayed = since >= STOP_SECONDS
     going: list[PodView] = []
@@ -44,6 +44,11 @@ def ended(situation: Situation) -> PodMoves:
     again = [*moves.again, *([STOP_SECONDS - since] if staying else []), *([ttl] if ttl is not None else [])]
     calls = finish(situation, "failed") if staying and failed else ()
     return PodMoves(delete=moves.delete, calls=calls, draining={}, again=tuple(again))
+
+
+def whole_job(name: str, uid: str) -> Deletion:
+    """Return the deletion of a job; all that is the job's goes with it."""
+    return Deletion(kind="RLJob", name=name, uid=uid)
 
 
 def _delete(situation: Situation, pods: list[PodView]) -> PodMoves:

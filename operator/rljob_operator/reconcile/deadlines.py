@@ -36,12 +36,11 @@ def until_overdue(situation: Situation) -> float | None:
     return float(min(left)) if left else None
 
 
-def until_deleted(situation: Situation) -> float | None:
-    """Return the seconds until an ended job is deleted; None without a TTL."""
-    ttl, ended = situation.spec.ttl_seconds_after_finished, situation.record.completion_time
-    if ttl is None or ended is None:
+def until_deleted(record: Record, ttl: int | None, now: float) -> float | None:
+    """Return the seconds until an ended job is deleted; None without a TTL (`ttlSecondsAfterFinished`)."""
+    if ttl is None or record.completion_time is None:
         return None
-    return max(ended + ttl - situation.now, 0.0)
+    return max(record.completion_time + ttl - now, 0.0)
 
 
 def _has_begun(situation: Situation) -> bool:

@@ -132,11 +132,14 @@ def _until_unreachable(situation: Situation) -> list[float]:
 
 
 def _refuse(job: Object, problem: str, now: float) -> Plan:
-    """A spec this operator cannot read: say so, and leave alone what runs."""
-    record = records.read(job.get("status"))
+    """A spec this operator cannot read: say so, and leave alone what runs. What has ended goes when its time is up."""
+    record, meta = records.read(job.get("status")), _mapping(job.get("metadata"))
     if record.terminal:
-        return Plan()
-    generation = _mapping(job.get("metadata")).get("generation")
+        given = _mapping(job.get("spec")).get("ttlSecondsAfterFinished")
+        ttl = deadlines.until_deleted(record, given if type(given) is int else None, now)
+        gone = (cleanup.whole_job(str(meta.get("name", "")), str(meta.get("uid", ""))),) if ttl == 0.0 else ()
+        return Plan(delete=gone, requeue_after=ttl or None)
+    generation = meta.get("generation")
     facts = outlook.refused(problem, record.conditions)
     status = statuses.refuse(job, record, facts, now=now, generation=generation if isinstance(generation, int) else 0)
     new = record.condition("Accepted")[1:] != ("InvalidSpec", problem)

@@ -261,6 +261,17 @@ def test_an_ended_job_is_deleted_when_its_time_is_up() -> None:
     assert world.deleted_job
 
 
+def test_the_ttl_runs_for_an_ended_job_whose_spec_is_no_longer_understood() -> None:
+    world = World(make_job(algorithm={"steps": 8}, ttlSecondsAfterFinished=60))
+    world.run_until(lambda: world.phase == "Succeeded")
+    world.edit(nonsense=1)
+    left = world.reconcile().requeue_after
+    assert left is not None and 0 < left <= 60 and not world.deleted_job
+    world.tick(left)
+    world.reconcile()
+    assert world.deleted_job
+
+
 def test_an_ended_job_stays_ended_whatever_is_edited() -> None:
     world = World(make_job(algorithm={"steps": 8}))
     world.settle()
