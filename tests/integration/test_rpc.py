@@ -248,6 +248,8 @@ class TestHostileMessages:
         raw.send("hello", "nonsense")
         raw.send("credit", "nonsense", 99)
         raw.send("release", [["rljob-x-1-2", 5]])
+        raw.send("call", [[1, 2], {}], 2, method="add")
+        assert raw.receive("reply").obj == 3  # so all of the above was read
         assert client.call_sync("add", 1, 2) == 3
         assert server.counters["malformed"] >= 6
 
