@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_STATE, _PARENT, _START = 0, 1, 19  # positions after the command's name; see proc(5)
+_STATE, _PARENT, _THREADS, _START = 0, 1, 17, 19  # positions after the command's name; see proc(5)
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Identity:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """Whether it runs; a zombie does not, once all its threads have ended: until then it holds its ports."""
         fields = _stat(self.pid)
         return fields is not None and fields[_START] == self.start
 
@@ -73,4 +73,4 @@ def _stat(pid: int) -> list[str] | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[_STATE] == "Z" else fields
+    return None if fields[_STATE] == "Z" and fields[_THREADS] == "1" else fields
