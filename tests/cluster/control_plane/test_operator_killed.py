@@ -166,11 +166,16 @@ async def test_a_kill_at_any_request_changes_nothing_in_the_end(
         await jobs.create(name, actor={"replicas": 1})
         await before(jobs, name)
         first = await live(jobs, requests=requests, after=after)
+        await until(lambda: none_half_deleted(name), f"the pods of {name} that were being deleted gone", patience=90.0)
         await live(jobs)
         end = await end_state(jobs, name)
         await jobs.delete(name)
         await until(lambda: gone(name), f"{name} gone")
         return first, end
+
+    async def none_half_deleted(name: str) -> bool:
+        """A deletion whose sender dies may be carried out halfway: marked, not removed. The cluster's own collector ends it."""
+        return not any(pod["metadata"].get("deletionTimestamp") for pod in (await jobs.pods(name)).values())
 
     async def gone(name: str) -> bool:
         for pod in await jobs.pods(name):
