@@ -101,11 +101,17 @@ class WeightReceiver:
         group_timeout = self.cfg.runtime.deadlines.collective if self.cfg is not None else GROUP_SECONDS
         self._sources = Sources(keys=keys, device=device, group_timeout=group_timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
-        self._kernels = self._thread.submit(words.kernels)
+        shapes = [
+            wanted[0] if isinstance(wanted[-1], str) else wanted
+            for wanted in target.names_and_shapes().values()
+            if wanted
+        ]
+        self._kernels = self._thread.submit(words.kernels) if words.worth_compiling(shapes) else None
 
     def warm_up(self) -> None:
-        """Wait until the compiled code is loaded (seconds, once per process), so that the first transfer does not."""
-        self._kernels.result()
+        """Wait until the compiled code, where the model is large enough for it, is loaded, so that the first transfer does not."""
+        if self._kernels is not None:
+            self._kernels.result()
 
     def handlers(self) -> dict[str, Callable[..., Awaitable[Answer]]]:
         """Return the RPC methods a worker must serve for its publisher."""

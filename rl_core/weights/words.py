@@ -6,7 +6,8 @@ first use; without numba the same numbers come from numpy at a seventh of the sp
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,11 @@ def _with_tail(sums: Any, tail: np.ndarray, position: int) -> Sums:
         word = int.from_bytes(tail.tobytes(), "little")
         return add((first, second), (word, (position + 1) * word & _MASK))
     return first, second
+
+
+def worth_compiling(shapes: Iterable[Sequence[int]]) -> bool:
+    """Return whether any tensor of these shapes, 4 bytes an element, is one that loads the compiled kernels."""
+    return any(4 * math.prod(shape) >= COMPILED_FROM for shape in shapes)
 
 
 @functools.cache

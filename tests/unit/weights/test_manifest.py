@@ -53,6 +53,10 @@ def test_copy_and_sum_in_one_pass_equals_copy_then_sum(size, shift):
     assert words.sum_bytes(source) == (checksum(torch.from_numpy(source.copy())) if size else (0, 0))
 
 
+def test_the_compiled_kernels_are_loaded_for_a_tensor_of_a_mebibyte():
+    assert words.worth_compiling([(3,), (512, 512)]) and not words.worth_compiling([(511, 512), (), (64, 64)])
+
+
 def test_numpy_fallback_equals_the_compiled_kernels():
     source = np.random.default_rng(0).integers(0, 2**32, words.BLOCK * 2 + 17, dtype=np.uint32)
     target = np.zeros_like(source)
