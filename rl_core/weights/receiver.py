@@ -101,11 +101,7 @@ class WeightReceiver:
         group_timeout = self.cfg.runtime.deadlines.collective if self.cfg is not None else GROUP_SECONDS
         self._sources = Sources(keys=keys, device=device, group_timeout=group_timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
-        shapes = [
-            wanted[0] if isinstance(wanted[-1], str) else wanted
-            for wanted in target.names_and_shapes().values()
-            if wanted
-        ]
+        shapes = [_shape_and_dtype(wanted)[0] for wanted in target.names_and_shapes().values()]
         self._kernels = self._thread.submit(words.kernels) if words.worth_compiling(shapes) else None
 
     def warm_up(self) -> None:
@@ -391,7 +387,8 @@ def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
             if entry.alias_of is None and entry.name not in taken:
                 problems.append(f"unknown {entry.name}")
             continue
-        shape, dtype = wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, entry.dtype)
+        shape, dtype = _shape_and_dtype(wanted)
+        dtype = dtype or entry.dtype
         if (tuple(shape), dtype) != (entry.shape, entry.dtype):
             problems.append(f"{entry.name} must be {dtype} {list(shape)}, got {entry.dtype} {list(entry.shape)}")
     more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -401,6 +398,11 @@ def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
 def _applied(manifest: WeightManifest, *, loaded: bool) -> Answer:
     """`loaded`: whether bytes had to move for it."""
     return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest, "loaded": loaded}
+
+
+def _shape_and_dtype(wanted: Any) -> tuple[tuple[int, ...], str | None]:
+    """Return what a target says of a tensor: (shape, dtype), or the shape alone."""
+    return wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, None)
 
 
 def _refuse(reason: str) -> Answer:

@@ -181,11 +181,7 @@ def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) 
         return Fact(status="False", reason="Unschedulable", message=words)
     held = roster.backing_off(situation, course.record, missing)
     if held:
-        return Fact(
-            status="False",
-            reason="RestartBackOff",
-            message=f"replacements wait after repeated ends: {roster.listed(held)}",
-        )
+        return _backing_off("False", held)
     unbound = [pod.name for pod in roster.wanted_pods(situation) if not pod.scheduled]
     if missing or unbound:
         return Fact(
@@ -298,16 +294,17 @@ def rollout_role(situation: Situation) -> Mapping[str, object]:
     return {}
 
 
+def _backing_off(status: str, held: list[str]) -> Fact:
+    words = f"replacements wait after repeated ends: {roster.listed(held)}"
+    return Fact(status=status, reason="RestartBackOff", message=words)
+
+
 def _degraded(situation: Situation, course: Course) -> Fact:
     gang = set(situation.wanted("actor"))
     elastic = [name for name in roster.absent_pods(situation) if name not in gang]
     held = roster.backing_off(situation, course.record, elastic)
     if held:
-        return Fact(
-            status="True",
-            reason="RestartBackOff",
-            message=f"replacements wait after repeated ends: {roster.listed(held)}",
-        )
+        return _backing_off("True", held)
     if phase_of(situation, course) != "Running":
         return Fact(status="False", reason="NotRunning")
     short = {role: (situation.desired(role), roster.ready_pods(situation, role)) for role in ("rollout", "env")}
