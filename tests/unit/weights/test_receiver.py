@@ -10,6 +10,7 @@ import torch
 
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.transports.shared_memory import SegmentStore
+from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.host_copy import HostCopies
 from rl_core.weights.manifest import build_manifest
@@ -318,3 +319,15 @@ def test_misfit_names_what_is_missing_unknown_and_mis_shaped():
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(("side", "loads"), [(8, 0), (512, 1)])
+async def test_only_a_model_with_a_large_tensor_loads_the_compiled_checksum(monkeypatch, side, loads):
+    loaded = []
+    monkeypatch.setattr(words, "kernels", lambda: loaded.append(1))
+    engine = FakeEngine()
+    engine.weights["a"] = torch.zeros(side, side)
+    receiver = WeightReceiver(None, None, 1, engine)
+    receiver.warm_up()
+    await receiver.close()
+    assert len(loaded) == loads
