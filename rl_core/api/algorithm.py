@@ -1,25 +1,48 @@
 """`spec.algorithm`: what is optimised, on how many prompts, and how samples are filtered."""
 
+import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import listed
+from rl_core.api.bounds import FUNCTION, Pattern, listed
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw"]
-LossName = Literal["ppo_clip", "cispo", "gspo", "reinforce"]
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw")
+ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus"}
+"""Other spellings a job may use -> the name."""
+LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce")
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Advantages that compare the samples of one prompt and therefore need at least two."""
+
+
+IMPORTANCE_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}
+"""Mode -> (low, high) where a job writes none; those of rl_core.algorithms.losses.importance, which needs torch."""
+
+
+def _named(name: Any) -> Any:
+    return ADVANTAGE_ALIASES.get(name, name) if isinstance(name, str) else name
+
+
+def _one_of(*names: str) -> Pattern:
+    return Pattern(
+        regex=f"{'|'.join(map(re.escape, names))}|{FUNCTION}",
+        rule=f"one of {', '.join(names)} or a function of yours as module:function",
+        way_out="correct the name",
+    )
+
+
+AdvantageName = Annotated[str, Field(max_length=253), BeforeValidator(_named), _one_of(*ADVANTAGES, *ADVANTAGE_ALIASES)]
+LossName = Annotated[str, Field(max_length=253), _one_of(*LOSSES)]
 
 
 class LossSpec(Spec):
     """The policy loss and what is added to it (algorithms.md 5, 6)."""
 
     name: LossName = "ppo_clip"
-    """Loss from the registry."""
+    """Loss from the registry, or a function of yours as `module:function`."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """The ratio is clipped below at 1 - clipLow."""
     clip_high: float = Field(0.2, ge=0)
@@ -52,6 +75,14 @@ class ImportanceSpec(Spec):
     """Lower bound; null = the mode's default."""
     high: float | None = Field(None, gt=0)
     """Upper bound; null = the mode's default."""
+
+    @rule
+    def _bounds(self) -> Iterator[str]:
+        default_low, default_high = IMPORTANCE_BOUNDS[self.mode]
+        low = default_low if self.low is None else self.low
+        high = default_high if self.high is None else self.high
+        if low > high:
+            yield f"low must be at most high, got {low:g} and {high:g} (mode {self.mode}); lower low or raise high"
 
 
 class DynamicSamplingSpec(Spec):
@@ -104,7 +135,7 @@ class AlgorithmSpec(Spec):
     """The algorithm and the shape of a step."""
 
     name: AdvantageName = "grpo"
-    """Advantage estimator from the registry."""
+    """Advantage estimator from the registry, or a function of yours as `module:function`."""
     prompts_per_step: int = Field(32, ge=1, le=65536)
     """Prompt groups trained per step."""
     group_size: int = Field(8, ge=1, le=1024)
@@ -131,6 +162,8 @@ class AlgorithmSpec(Spec):
     """Advantages are clamped to +- this; null = off."""
     whiten: bool = False
     """Whiten advantages once over the step's tokens (not for estimators that already do)."""
+    reward_kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the per-token KL(policy || reference), estimator k1, taken off the rewards; with reinforce_plus_plus(_baseline) only."""
     reward_scale: RewardScaleSpec | None = None
     """Linear map of rewards before advantages; null = raw rewards."""
     dynamic_sampling: DynamicSamplingSpec = DynamicSamplingSpec()
@@ -161,12 +194,39 @@ class AlgorithmSpec(Spec):
             return self.loss.aggregation
         return "seq-mean-token-sum-norm" if self.name == "dr_grpo" else "token-mean"
 
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the reference policy's log-probabilities enter, in the loss or in the rewards."""
+        return self.loss.kl_coefficient > 0 or self.reward_kl_coefficient > 0
+
+    @rule
+    def _kl_once(self) -> Iterator[str]:
+        if self.reward_kl_coefficient > 0 and not self.name.startswith("reinforce_plus_plus"):
+            yield f"rewardKlCoefficient needs rewards per token, got {self.name}; use loss.klCoefficient or reinforce_plus_plus"
+        if self.reward_kl_coefficient > 0 and self.loss.kl_coefficient > 0:
+            yield (
+                f"rewardKlCoefficient must be 0 beside loss.klCoefficient, which counts the same KL, got {self.reward_kl_coefficient:g} and "
+                f"{self.loss.kl_coefficient:g}; remove one"
+            )
+
     @rule
     def _group_size(self) -> Iterator[str]:
         if self.group_size < 2 and self.name in GROUP_RELATIVE:
             yield (
                 f"groupSize must be at least 2 for the group-relative advantage {self.name}, got {self.group_size}; raise groupSize or use reinforce_plus_plus"
             )
+
+    @rule
+    def _dynamic_sampling_compares(self) -> Iterator[str]:
+        if self.dynamic_sampling.enabled and self.group_size == 1:
+            yield "dynamicSampling needs groupSize of at least 2, as one reward cannot differ, got 1; raise groupSize or disable it"
+
+    @rule
+    def _bounds_on_the_ratio(self) -> Iterator[str]:
+        bounds = {"maxPolicyRatio": self.max_policy_ratio, "maxPolicyKl": self.max_policy_kl}
+        unheard = [field for field, bound in bounds.items() if bound is not None]
+        if unheard and self.loss.name == "reinforce":
+            yield f"{listed(unheard)} needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip"
 
     @rule
     def _recompute(self) -> Iterator[str]:

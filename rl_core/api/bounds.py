@@ -41,6 +41,8 @@ class Pattern:
         }
 
 
+FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
+"""A function of the user: `package.module:function`."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of an object, container or volume."""
 EnvMap = Annotated[dict[Annotated[str, Field(max_length=128)], str], Field(max_length=64)]

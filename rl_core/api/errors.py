@@ -108,6 +108,15 @@ InfrastructureFailure = InfrastructureError
 DataFailure = DataError
 
 
+def text_of(error: BaseException) -> str:
+    """Return what `error` says of itself as text that can be sent: an error of user code may have none, or hold half characters."""
+    try:
+        text = str(error)
+    except Exception as broken:  # noqa: BLE001 - whatever its class does, its reader must hear of it
+        text = f"(its text cannot be made: {type(broken).__name__})"
+    return text.encode("utf-8", "replace").decode()
+
+
 def exit_code(error: BaseException) -> int:
     """Return the documented exit code of a process that ends with `error`: 2 configuration, 4 data, otherwise 3."""
     if isinstance(error, ConfigError):

@@ -135,8 +135,8 @@ class WorkerAddress:
     def __post_init__(self) -> None:
         if ":" in self.root_group:
             raise ValueError(f"root_group must not contain ':', got {self.root_group!r}")
-        if isinstance(self.rank_path, int):
-            object.__setattr__(self, "rank_path", (self.rank_path,))
+        path = (self.rank_path,) if isinstance(self.rank_path, int) else tuple(self.rank_path)
+        object.__setattr__(self, "rank_path", path)
 
     def get_name(self) -> str:
         """Return the group and the ranks joined by ":"."""
