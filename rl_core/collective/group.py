@@ -80,6 +80,8 @@ class TensorGroup:
         self._group = process_group
         self._timeout = timeout
         self._poison = ""
+        self._in_use = False
+        """Whether a broadcast holds the process group."""
         self._changed = threading.Condition()
 
     @classmethod
@@ -113,14 +115,21 @@ class TensorGroup:
         Raises InfrastructureError when the group is or gets aborted or a member is lost, DeadlineExceeded after `timeout`
         seconds (None = that of the formation). Either poisons the group.
         """
-        self._refuse_if_poisoned()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
+        with self._changed:
+            self._refuse_if_poisoned()
+            group, self._in_use = self._group, True
         try:
-            work = self._group.broadcast([tensor], options)
+            work = group.broadcast([tensor], options)
             self._wait(work, timeout if timeout is not None else self._timeout)
         except RuntimeError as error:  # torch raises nothing narrower
             self.abort(str(error).partition("\n")[0].partition(". This is typically")[0])
+        finally:
+            del group
+            with self._changed:
+                self._in_use = False
+                self._changed.notify_all()
         self._refuse_if_poisoned()
 
     def _wait(self, work: Any, timeout: float) -> None:
@@ -153,10 +162,9 @@ class TensorGroup:
                 return
             self._poison = reason or "aborted"
             self._changed.notify_all()
+            held, self._group = [self._group], None
         logger.warning("group %s is aborted: %s", self.plan.key, self._poison)
-        group, self._group = self._group, None
-        # ending a gloo group joins its threads, which may sit in a read until the timeout: nobody should wait for that
-        threading.Thread(target=_bury, args=(group,), name="rljob-group-end", daemon=True).start()
+        threading.Thread(target=self._bury, args=(held,), name="rljob-group-end", daemon=True).start()
 
     def close(self) -> None:
         """Leave a group in which nothing is under way."""
@@ -164,17 +172,20 @@ class TensorGroup:
             self._poison = self._poison or "closed"
         self._group = None
 
+    def _bury(self, held: list[Any]) -> None:
+        """End the process group in `held`. Its last reference must go here: then its threads are joined, which may sit in a read until
+        the timeout, and nobody else should wait for that."""
+        group = held.pop()
+        try:
+            group.abort()
+        except RuntimeError as error:
+            logger.debug("abort of a process group failed: %s", error)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_use)
+
     def _refuse_if_poisoned(self) -> None:
         if self._poison:
             raise InfrastructureError(f"group {self.plan.key} is over: {self._poison}; form a new generation")
-
-
-def _bury(group: Any) -> None:
-    try:
-        group.abort()
-    except RuntimeError as error:
-        logger.debug("abort of a process group failed: %s", error)
-    del group
 
 
 def _meet(store: Any, plan: GroupPlan, rank: int, deadline: float) -> None:

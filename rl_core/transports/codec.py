@@ -190,7 +190,8 @@ class Packing:
         plain: dict[Any, Any] = {}
         for key, value in node.items():
             if type(key) is not str and (type(key) is not int or key not in _INT64):
-                raise _Refused(TypeError, "dict", f"has the key {key!r}; keys must be str or int64")
+                kind = ValueError if type(key) is int else TypeError
+                raise _Refused(kind, "dict", f"has the key {key!r}; keys must be str or int64")
             try:
                 plain[key] = value if type(value) in _ATOMS else self._plain(value)
             except _Refused as refusal:

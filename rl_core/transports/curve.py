@@ -78,6 +78,11 @@ class KeyRing:
         socket.curve_publickey = self.public
         socket.zap_domain = gate.add(self, service)
 
+    def services(self) -> list[str]:
+        """Return the services that a server of an unknown role may be, those first that this role may use."""
+        found = [{"runner": "hub"}.get(role, role) for role in self.publics]
+        return sorted(found, key=lambda service: self.role not in ALLOWED.get(service, ()))
+
     def connect(self, socket: zmq.Socket[Any], service: str) -> None:
         """Make `socket` a CURVE client of `service`."""
         role = {"hub": "runner"}.get(service, service)

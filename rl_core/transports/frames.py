@@ -18,7 +18,7 @@ from crc32c import crc32c
 
 from rl_core.api.errors import FrameError
 from rl_core.transports import dtypes
-from rl_core.transports.codec import Frame, Packing, Unpacking, register_record
+from rl_core.transports.codec import TUPLE, Frame, Packing, Unpacking, register_record
 
 __all__ = [
     "LIMITS",
@@ -125,7 +125,7 @@ def encode_message(
             raise ValueError(
                 f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it"
             )
-        table.append([code, shape, buffer.nbytes, crc32c(buffer) if checksum else None])
+        table.append([code, list(shape), buffer.nbytes, crc32c(buffer) if checksum else None])
         spot = place(buffer) if place is not None else None
         if spot is None:
             buffers.append(buffer)
@@ -136,12 +136,36 @@ def encode_message(
         header["h"] = placed
     if options:
         header["o"] = options
-    head = b"\x01" + msgpack.packb(header)
+    head = b"\x01" + _pack_header(header)
     if len(head) > limits.header_bytes:
         raise ValueError(
             f"header must have at most {limits.header_bytes} bytes, got {len(head)}; send large data as arrays"
         )
     return [head, *buffers]
+
+
+def _pack_header(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, strict_types=True, default=_plain)
+    return packed
+
+
+def _plain(value: Any) -> Any:
+    """Return what msgpack takes for a value of the header: a tuple stays one, subclasses of plain types are those."""
+    if type(value) is tuple:
+        return msgpack.ExtType(TUPLE, _pack_header(list(value)))
+    if isinstance(value, str):
+        return str.__str__(value)
+    kinds: tuple[Any, ...] = (int, float, bytes, list, dict)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"header fields must be plain values, got {type(value).__name__}")
+
+
+def _header_extension(code: int, data: bytes) -> Any:
+    if code != TUPLE:
+        raise FrameError(f"extension type {code} has no place in a header")
+    return tuple(msgpack.unpackb(data, ext_hook=_header_extension))
 
 
 def decode(parts: Sequence[Part], *, copy: bool = False) -> Any:
@@ -171,7 +195,7 @@ def read_header(part: Part, *, limits: Limits = LIMITS) -> FrameHeader:
     if raw[0] != VERSION:
         raise FrameError(f"wire version must be {VERSION}, got {raw[0]}; sender and receiver run different versions")
     try:
-        header = msgpack.unpackb(raw[1:], use_list=True)
+        header = msgpack.unpackb(raw[1:], use_list=True, ext_hook=_header_extension)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, MemoryError) as error:
         raise FrameError(f"header is malformed: {error}") from error
     try:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
+from rl_core.api.errors import ConfigError
 from rl_core.transports.rpc_wire import STREAM_WINDOW, _caller
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,14 @@ class Job(Protocol):
 
     caller: dict[str, Any] | None
     cancelled: bool
+    method: str
+    streams: bool
+    """Whether the caller reads a stream."""
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Decode the arguments."""
 
-    def reply(self, value: Any) -> None:
+    def reply(self, value: Any) -> bool:
         """Answer with a value."""
 
     def fail(self, error: BaseException) -> None:
@@ -200,6 +204,7 @@ class HandlerRunner:
         self._finished()
 
     def _stream_in_thread(self, running: Running, items: Iterator[Any]) -> None:
+        _check_reader(running.job)
         for item in items:
             if not running.window.take():
                 break
@@ -233,8 +238,15 @@ class HandlerRunner:
             self._finished()
 
     async def _stream_on_loop(self, running: Running, items: AsyncIterator[Any]) -> None:
+        _check_reader(running.job)
         async for item in items:
             if not await running.window.take_async():
                 break
             running.job.item(item)
         running.job.end()
+
+
+def _check_reader(job: Job) -> None:
+    """Raise ConfigError when nobody would read the stream: it would wait for credit for ever."""
+    if not job.streams:
+        raise ConfigError(f"{job.method} gives a stream of items; use stream() in place of call()")

@@ -68,6 +68,7 @@ class Call:
         "sent",
         "sink",
         "timeout",
+        "waits",
         "woken",
     )
 
@@ -82,10 +83,14 @@ class Call:
         deadline: float,
         idempotent: bool,
         inplace: bool,
+        waits: bool,
     ) -> None:
         self.id, self.method, self.parts, self.sink = number, method, parts, sink
         self.timeout, self.deadline, self.idempotent, self.inplace = timeout, deadline, idempotent, inplace
-        self.nbytes = len(parts[0]) + sum(part.nbytes for part in parts[1:])
+        self.waits = waits
+        """It waits at the server for what others do there, and takes no credit from them."""
+        self.nbytes: int = 0 if waits else len(parts[0]) + sum(part.nbytes for part in parts[1:])
+        """Credit it takes, bytes."""
         self.sent = self.received = self.abandoned = self.ended = False
         self.driver: int | None = None
         """Thread that waits for this call and settles it itself."""

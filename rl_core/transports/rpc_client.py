@@ -20,9 +20,10 @@ DEFAULT_TIMEOUT = 60.0
 class RpcClient:
     """Calls the server at `address` (`tcp://host:port`); connects in the background and again after a loss.
 
-    `identity` None = anonymous, legal without keys only. `service` (needed with keys unless `address` is the identity's hub
-    or channel) names whose key the server must have. `share_memory`, `lend_arguments`: large arrays may travel through
-    /dev/shm, and in segments of this process. Raises ConfigError when the address or keys do not fit.
+    `identity` None = anonymous, legal without keys only. `service` names whose key the server must have; None = known where
+    `address` is the identity's hub or channel, else any of the job's keys, which are tried in turn. `share_memory`,
+    `lend_arguments`: large arrays may travel through /dev/shm, and in segments of this process. Raises ConfigError when the
+    address or keys do not fit.
     """
 
     def __init__(
@@ -40,8 +41,6 @@ class RpcClient:
         if keys is not None and identity is None:
             raise ConfigError("a client with keys must have an identity, got None; pass Identity.from_env()")
         service = service or _service_at(address, identity)
-        if keys is not None and service is None:
-            raise ConfigError(f"the service at {address} must be named to know its key, got None; pass service=")
         self.address = address
         self._lend_arguments = lend_arguments
         self._ids = itertools.count(1)
@@ -141,9 +140,13 @@ class RpcClient:
         *,
         timeout: float | None = DEFAULT_TIMEOUT,
         idempotent: bool = False,
+        waits: bool = False,
         convert: Callable[[Any], Any] | None = None,
     ) -> CallFuture:
-        """Return `call_future(method, *args, **kwargs)`, its value passed through `convert`."""
+        """Return `call_future(method, *args, **kwargs)`, its value passed through `convert`.
+
+        `waits`: it waits at the server until others call too, and leaves them the credit.
+        """
         future = CallFuture(self._connection)
 
         def sink(_: str, answer: Answer) -> None:
@@ -156,7 +159,7 @@ class RpcClient:
             except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks
                 future.set_exception(error)
 
-        future.bind(self._submit(method, args, kwargs, timeout, idempotent, sink, inplace=False))
+        future.bind(self._submit(method, args, kwargs, timeout, idempotent, sink, inplace=False, waits=waits))
         return future
 
     async def stream(
@@ -164,27 +167,40 @@ class RpcClient:
     ) -> AsyncIterator[Any]:
         """Yield what the generator `method` yields. `timeout` bounds each wait for the next item. Raises as `call`.
 
-        Leaving the loop early cancels the handler.
+        Leaving the loop early cancels the handler. Raises ConfigError when `method` is no generator.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[str, Answer]] = asyncio.Queue()
 
-        def sink(kind: str, answer: Answer) -> None:
-            _to_loop(loop, lambda answer: arrived.put_nowait((kind, answer)), answer)
+        reading = True
 
-        call = self._submit(method, args, kwargs, timeout, False, sink, inplace=True)
+        def sink(kind: str, answer: Answer) -> None:
+            def arrive(answer: Answer) -> None:
+                if reading:
+                    arrived.put_nowait((kind, answer))
+                else:  # it was on its way to the loop when the reader left
+                    answer.discard()
+
+            _to_loop(loop, arrive, answer)
+
+        call = self._submit(method, args, kwargs, timeout, False, sink, inplace=True, stream=True)
         half, taken = rpc_wire.STREAM_WINDOW // 2, 0
         try:
             while True:
+                self._connection.time(call, True)
                 kind, answer = await arrived.get()
+                self._connection.time(call, False)
                 if kind == "end":
                     return
                 value = answer.load()
+                if kind == "reply":
+                    raise ConfigError(f"{method} at {self.peer} gives one answer and no stream; use call()")
                 taken += 1
                 if taken % half == 0:
                     self._connection.grant(call, half)
                 yield value
         finally:
+            reading = False
             while not arrived.empty():
                 arrived.get_nowait()[1].discard()
             if not call.ended:
@@ -220,13 +236,17 @@ class RpcClient:
         sink: Sink,
         *,
         inplace: bool,
+        waits: bool = False,
+        stream: bool = False,
     ) -> Call:
         connection = self._connection
-        seconds = DEFAULT_TIMEOUT if timeout is None else timeout
+        seconds = DEFAULT_TIMEOUT if timeout is None else rpc_wire.finite_seconds(timeout)
         number = next(self._ids)
         options: dict[str, Any] = {"timeout": seconds}
         if idempotent:
             options["idempotent"] = True
+        if stream:
+            options["stream"] = True
         place = connection.link.place if connection.link.lends and self._lend_arguments else None
         body = [list(args), kwargs]
         parts = frames.encode_message(
@@ -241,8 +261,9 @@ class RpcClient:
         )
         deadline = self._clock() + seconds
         call = Call(
-            number, method, parts, sink, timeout=seconds, deadline=deadline, idempotent=idempotent, inplace=inplace
-        )
+            number, method, parts, sink,
+            timeout=seconds, deadline=deadline, idempotent=idempotent, inplace=inplace, waits=waits,
+        )  # fmt: skip
         connection.submit(call)
         return call
 

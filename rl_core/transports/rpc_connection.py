@@ -38,6 +38,7 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
 
@@ -83,6 +84,7 @@ class Connection:
         self._expiry_at = float("inf")
         self._leader: Call | None = None
         self._reading = False
+        self._keys_tried = 0
         self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._io.run(lambda: self._open(keys, service))
 
@@ -122,7 +124,7 @@ class Connection:
             if leads:
                 self._lead(call, None if timeout is None else self._io.clock() + timeout)
             elif call.woken is not None:
-                call.woken.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+                call.woken.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
         finally:
             with self._lock:
                 call.driver = None
@@ -147,6 +149,12 @@ class Connection:
             else:
                 self._queue = deque(other for other in self._queue if other is not call)
                 self.link.retract(call.parts)
+
+    def time(self, call: Call, waits: bool) -> None:
+        """Let the deadline of a stream begin now, as its reader waits for an item, or rest while the reader works."""
+        with self._lock:
+            call.deadline = self._io.clock() + call.timeout if waits else float("inf")
+            self._expect(call.deadline)
 
     def grant(self, call: Call, items: int) -> None:
         """Let the server send `items` more of a stream."""
@@ -177,8 +185,9 @@ class Connection:
         self._socket = self._io.context.socket(zmq.DEALER)
         sockets.configure(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, b"c" + os.urandom(12))
-        if keys is not None and service is not None:
-            keys.connect(self._socket, service)
+        self._keys, self._services = keys, deque([service] if service or keys is None else keys.services())
+        if keys is not None:
+            keys.connect(self._socket, self._services[0] or "")
         self._descriptor = sockets.descriptor(self._socket)
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLIN)
@@ -211,15 +220,20 @@ class Connection:
         self.send("release", released)
 
     def _flush(self) -> None:
-        while self._state is _State.READY and self._queue and len(self._sent) < rpc_wire.MAX_CALLS:
-            call = self._queue[0]
-            if self._sent and self._bytes + call.nbytes > rpc_wire.MAX_BYTES:
-                return
-            self._queue.popleft()
+        while self._state is _State.READY and self._queue and self._has_credit(self._queue[0]):
+            call = self._queue.popleft()
             self._sent[call.id] = call
             self._bytes += call.nbytes
             call.sent = True
             sockets.send(self._socket, call.parts)
+
+    def _has_credit(self, call: Call) -> bool:
+        if call.waits or self._bytes == 0:  # nothing that takes credit is in flight
+            return True
+        full = len(self._sent) >= rpc_wire.MAX_CALLS
+        if full and sum(not other.waits for other in self._sent.values()) >= rpc_wire.MAX_CALLS:
+            return False
+        return self._bytes + call.nbytes <= rpc_wire.MAX_BYTES
 
     # --- reading ---
 
@@ -229,7 +243,7 @@ class Connection:
             left = None if until is None else until - self._io.clock()
             if left is not None and left <= 0:
                 return
-            for descriptor, _ in self._poll.poll(None if left is None else left * 1000 + 1):
+            for descriptor, _ in self._poll.poll(None if left is None else min(left, sockets.LONGEST_SLEEP) * 1000 + 1):
                 if descriptor == self._nudge:
                     os.eventfd_read(self._nudge)
             with self._lock:
@@ -255,9 +269,10 @@ class Connection:
     def _read(self, parts: list[Any]) -> None:
         try:
             self._dispatch(frames.read_header(parts[0].buffer), parts[1:])
-        except (FrameError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever the server sends: the messages after it must be read
             self.counters["malformed"] += 1
-            logger.warning("dropped a malformed message from %s: %s", self.peer, error)
+            known = isinstance(error, FrameError)
+            logger.warning("dropped a malformed message from %s: %r", self.peer, error, exc_info=not known)
 
     def _dispatch(self, header: FrameHeader, parts: list[Any]) -> None:
         kind = header.kind
@@ -281,10 +296,11 @@ class Connection:
         if call is None:
             self.counters["late"] += 1
             self.link.discard(header)
+            if header.kind in ("reply", "error"):
+                self.send("cancel", None, header.request_id)  # the server undoes what nobody took
             return
         answer = self._answer(header, parts, call.method)
         if header.kind == "item":
-            call.deadline = self._io.clock() + call.timeout
             call.sink("item", answer)
         else:
             self._finish(call, header.kind, answer)
@@ -329,11 +345,32 @@ class Connection:
             while self._state is not _State.CLOSED and sockets.readable(self._monitor):
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._services = deque([self._services[0]])
                     self._greet()
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # not its key, or the server went away
+                    self._try_another_key()
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._disconnected()
                 else:
                     self._refuse("the server refused this process's key")
+
+    def _try_another_key(self) -> None:
+        """Connect anew with the key of the next service that the server may be; slower after each round."""
+        self._keys_tried += 1
+        if self._keys_tried >= len(self._services):
+            self._refusal = f"the server did not prove the key of {' or '.join(sorted(map(str, self._services)))}"
+        if len(self._services) == 1:
+            return
+        self._services.rotate(-1)
+        self._socket.disconnect(self.address)
+        pause = min(0.02 * 2 ** (self._keys_tried // len(self._services)), sockets.RECONNECT_MS[1] / 1000)
+        self._io.call_at(self._io.clock() + pause, self._connect)
+
+    def _connect(self) -> None:
+        with self._lock:
+            if self._state is not _State.CLOSED and self._keys is not None:
+                self._keys.connect(self._socket, self._services[0] or "")
+                self._socket.connect(self.address)
 
     def _refuse(self, why: str) -> None:
         self.counters["refused"] += 1
@@ -376,6 +413,7 @@ class Connection:
             elif replaced:
                 self._finish(call, "error", self._lost(call, "the server was replaced by another"))
             else:
+                self.send("cancel", None, call.id)
                 self._finish(call, "error", self._lost(call, "the answer was lost with the connection"))
         for call in again:
             del self._sent[call.id]
@@ -384,6 +422,8 @@ class Connection:
         self._queue.extendleft(reversed(again))
 
     def _disconnected(self) -> None:
+        if self._state is _State.WAITING:  # lost before, or never there: what may have been received was lost then
+            return
         self._state = _State.WAITING
         self._lost_at = self._io.clock()
         if any(not call.idempotent for call in self._sent.values()):

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import zmq
@@ -27,6 +27,8 @@ from rl_core.transports.sockets import IoThread
 logger = logging.getLogger(__name__)
 
 Handler = Callable[..., Any]
+_FORGOTTEN = 256
+"""Lost clients whose finished ids a server remembers."""
 _BATCH = 64
 """Most messages taken before other sockets have their turn."""
 
@@ -71,6 +73,7 @@ class IncomingCall:
         """For inline handlers: run on the I/O thread when the caller gives up or is gone."""
         self.id: int = header.request_id
         self.method = header.method or ""
+        self.streams = header.options.get("stream") is True
         self.header = header
         self.running: Running | None = None
         self._server = server
@@ -86,9 +89,9 @@ class IncomingCall:
             raise FrameError(f"arguments of {self.method} must be [positional, named]")
         return body[0], body[1]
 
-    def reply(self, value: Any) -> None:
-        """Answer with `value`, or with the error of a value that cannot travel."""
-        self._answer("reply", value)
+    def reply(self, value: Any) -> bool:
+        """Answer with `value`, or with the error of a value that cannot travel; tell whether it could."""
+        return self._answer("reply", value)
 
     def fail(self, error: BaseException) -> None:
         """Answer with `error`."""
@@ -102,15 +105,17 @@ class IncomingCall:
         """End a stream."""
         self._answer("end", None)
 
-    def _answer(self, kind: str, value: Any) -> None:
+    def _answer(self, kind: str, value: Any) -> bool:
         if self._untouched:  # refused or cancelled before anybody looked at them
             self._untouched = False
             self.peer.link.discard(self.header)
+        travels = True
         try:
             parts = self._encode(kind, value)
         except (TypeError, ValueError) as error:
-            parts = self._encode("error", rpc_wire.pack_error(error))
+            travels, parts = False, self._encode("error", rpc_wire.pack_error(error))
         self._server._deliver(self, parts, True)
+        return travels
 
     def _encode(self, kind: str, value: Any) -> list[Any]:
         place = self.peer.link.place if self.peer.link.lends and self._server._lend_replies else None
@@ -138,7 +143,7 @@ class RpcServer:
         *,
         max_concurrency: int = 64,
         executor: concurrent.futures.Executor | None = None,
-        allowed: Mapping[str, frozenset[str]] | None = None,
+        allowed: Mapping[str, Set[str]] | None = None,
         service: str | None = None,
         unfenced: frozenset[str] = frozenset(),
         share_memory: bool = True,
@@ -168,6 +173,8 @@ class RpcServer:
         self._socket: zmq.Socket[Any] | None = None
         self._receiving = False
         self._peers: dict[bytes, Peer] = {}
+        self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
+        """Ids that lost clients have run, for those that come back: what they send again is not run twice."""
         self._instance = os.urandom(8)
         self._probe: sockets.Timer | None = None
         self._unconfirmed: list[IncomingCall] = []
@@ -246,9 +253,10 @@ class RpcServer:
     def _receive(self, parts: list[Any]) -> None:
         try:
             self._dispatch(parts[0].bytes, frames.read_header(parts[1].buffer), parts)
-        except (FrameError, IndexError) as error:
+        except Exception as error:  # whatever a peer sends: the messages after it must be read
             self.counters["malformed"] += 1
-            logger.warning("dropped a malformed message at %s: %s", self.address, error)
+            known = isinstance(error, (FrameError, IndexError))
+            logger.warning("dropped a malformed message at %s: %r", self.address, error, exc_info=not known)
 
     def _dispatch(self, routing_id: bytes, header: FrameHeader, parts: list[Any]) -> None:
         peer = self._peers.get(routing_id)
@@ -293,6 +301,11 @@ class RpcServer:
             )
             return
         self._peers[peer.routing_id] = peer
+        if peer.welcome:
+            for number in peer.calls.keys() - set(hello["pending"]):  # given up while the connection was lost
+                self._cancel(peer, number)
+        else:
+            peer.finished = self._forgotten.pop(peer.routing_id, peer.finished)
         shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
         answer = {
             "identity": rpc_wire.describe(self._identity),
@@ -450,6 +463,10 @@ class RpcServer:
 
     def _forget(self, peer: Peer) -> None:
         self._peers.pop(peer.routing_id, None)
+        begun = {call.id: False for call in peer.calls.values() if call.running is not None}
+        self._forgotten[peer.routing_id] = OrderedDict({**peer.finished, **begun})
+        if len(self._forgotten) > _FORGOTTEN:
+            self._forgotten.popitem(last=False)
         for call in list(peer.calls.values()):
             self._cancel(peer, call.id)
         peer.calls.clear()

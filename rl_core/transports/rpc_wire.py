@@ -2,15 +2,24 @@
 
 import asyncio
 import contextvars
+import math
 import threading
 import traceback
 from typing import Any
 
-from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RemoteError, RLJobError, error_types
+from rl_core.api.errors import (
+    ConfigError,
+    DataError,
+    InfrastructureError,
+    RemoteError,
+    RLJobError,
+    error_types,
+    text_of,
+)
 from rl_core.api.identity import Identity
 
 MAX_CALLS = 64
-"""Requests in flight per connection; more wait at the client inside their timeout."""
+"""Requests in flight per connection, but for those that wait for others' requests; more wait at the client inside their timeout."""
 MAX_BYTES = 256 * 2**20
 """Payload bytes in flight per connection."""
 REMEMBERED_IDS = 1_024
@@ -59,8 +68,8 @@ def pack_error(error: BaseException) -> dict[str, Any]:
     """Return `error` as plain data: type, message, traceback, kind."""
     return {
         "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": text_of(error),
+        "traceback": "".join(traceback.format_exception(error)).encode("utf-8", "replace").decode(),
         "kind": _kind_of(error),
     }
 
@@ -80,6 +89,13 @@ def rebuild_error(packed: dict[str, Any], *, method: str, peer: str) -> RLJobErr
     error = cls(packed["message"])
     error.add_note(f"raised by {method} at {peer}:\n{packed['traceback']}")
     return error
+
+
+def finite_seconds(timeout: float) -> float:
+    """Return `timeout`. Raises ValueError for NaN and infinity, which would wait for ever."""
+    if not math.isfinite(timeout):
+        raise ValueError(f"timeout must be None or a finite number of seconds, got {timeout}")
+    return timeout
 
 
 def refuse_on_event_loop(what: str) -> None:

@@ -37,6 +37,9 @@ RECONNECT_MS = (200, 5_000)
 CONNECT_TIMEOUT_MS = 5_000
 """How long one attempt may take: a host that is gone answers nothing, and its successor has another address."""
 
+LONGEST_SLEEP = 86_400.0
+"""Seconds of one sleep at most: poll and epoll refuse more than 24 days."""
+
 # as plain integers: pyzmq's flag enums cost microseconds per operation
 _EVENTS, _POLLIN, _MORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.MORE)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
@@ -183,9 +186,8 @@ class IoThread:
             heapq.heappop(self._timers)
         if not self._timers:
             return -1
-        return (
-            max(0.0, self._timers[0][0] - self.clock()) + 0.0005
-        )  # rounded up, or it would wake too early and turn once more
+        # rounded up, or it would wake too early and turn once more
+        return min(max(0.0, self._timers[0][0] - self.clock()) + 0.0005, LONGEST_SLEEP)
 
     def _clear_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -255,9 +257,10 @@ def configure(socket: zmq.Socket[Any]) -> None:
 def split_address(address: str) -> tuple[str, int]:
     """Return (host, port) of `tcp://host:port`. Raises ConfigError for anything else."""
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not colon or not host or not (port.isdigit() or port == "*"):
-        raise ConfigError(f"address must be tcp://host:port, got {address!r}")
-    return host.strip("[]"), 0 if port == "*" else int(port)
+    number = 0 if port == "*" else int(port) if port.isascii() and port.isdigit() else -1
+    if not address.startswith("tcp://") or not colon or not host or not 0 <= number <= 65_535:
+        raise ConfigError(f"address must be tcp://host:port with a port of at most 65535, got {address!r}")
+    return host.strip("[]"), number
 
 
 def is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.transports.rpc import RpcClient
+from rl_core.transports.rpc_wire import finite_seconds
 from rl_core.workers.hub import Hub
 from rl_core.workers.member import Member, MemberState
 from rl_core.workers.membership import Change
@@ -106,8 +107,8 @@ class Cluster:
 
         Raises DeadlineExceeded naming each missing `group:rank`, its pod, and how far it came; the error of a construction.
         """
-        limit = self.ready_deadline if timeout is None else timeout
-        wanted = list(roles)
+        limit = self.ready_deadline if timeout is None else finite_seconds(timeout)
+        wanted = [roles] if isinstance(roles, str) else list(roles)
         began = self.hub.clock()
         warnings = [share * limit for share in _WARN_AT]
         while True:

@@ -12,12 +12,13 @@ constructed by whoever brings them into the run, with `construct(member)`.
 import importlib
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.workers import arguments
-from rl_core.workers.cluster import ELASTIC_ROLES, Cluster
+from rl_core.workers.cluster import ELASTIC_ROLES, Cluster, PendingCall
 from rl_core.workers.member import Member
 from rl_core.workers.result import WorkerGroupFuncResult
 from rl_core.workers.worker import check_class
@@ -25,6 +26,8 @@ from rl_core.workers.worker import check_class
 __all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
 
 logger = logging.getLogger(__name__)
+MARGIN = 5.0
+"""Seconds a call outlives its deadline: who waits for all ranks tells which are missing before a single one gives up."""
 
 
 class WorkerGroup:
@@ -45,9 +48,10 @@ class WorkerGroup:
             self._path, self._cls = f"{cls.__module__}:{cls.__qualname__}", cls
         self._args, self._kwargs = arguments.pack(args, kwargs or {})
         self._max_concurrency: int | None = None
+        self._lock = threading.Lock()
         self._cluster: Cluster | None = None
-        self._asked: dict[str, tuple[int, int]] = {}
-        """Incarnation by name of the fixed group's members that were told to construct."""
+        self._asked: dict[str, tuple[tuple[int, int], PendingCall]] = {}
+        """Incarnation by name of the fixed group's members that were told to construct, and the call."""
         self.name = ""
         """Name of the group once launched."""
 
@@ -101,9 +105,12 @@ class WorkerGroup:
             return self
         if not cluster.sizes.get(self.name):
             cluster.sizes[self.name] = max((m.world_size for m in cluster.members() if m.group == self.name), default=1)
+        self._asked.clear()
         cluster.on_joined(self._construct_joined)
         if cluster.hub.started:
             cluster.wait_ready([self.name], limit)
+            for _, call in list(self._asked.values()):  # who held another worker was ready before it was told
+                call.future.result()
         return self
 
     def construct(self, member: Member, timeout: float | None = None) -> None:
@@ -122,7 +129,7 @@ class WorkerGroup:
     def execute_on(self, *ranks: int) -> "GroupView":
         """Return a view of the group whose calls go to `ranks`. Raises ValueError for a rank that is not there."""
         present = self._ranks()
-        unknown = [rank for rank in ranks if rank not in present]
+        unknown = [rank for rank in ranks if type(rank) is not int or rank not in present]
         if unknown or not ranks:
             raise ValueError(f"ranks of group {self.name} must be among {present}, got {unknown or 'none'}")
         return GroupView(self, tuple(dict.fromkeys(ranks)))
@@ -155,7 +162,8 @@ class WorkerGroup:
             wanted = self._ranks() if ranks is None else ranks
             limit = cluster.method_deadline if seconds is None else seconds
             calls = {
-                rank: cluster.submit(f"{self.name}:{rank}", method, args, kwargs, timeout=limit) for rank in wanted
+                rank: cluster.submit(f"{self.name}:{rank}", method, args, kwargs, timeout=limit + MARGIN)
+                for rank in wanted
             }
             return WorkerGroupFuncResult(self.name, method, calls, default_timeout=limit)
 
@@ -177,9 +185,13 @@ class WorkerGroup:
         here = {m.rank: m for m in self.cluster.members() if m.group == self.name} | {member.rank: member}
         if len(here) >= self.cluster.sizes[self.name]:
             for one in here.values():
-                if self._asked.get(one.name) != one.incarnation:
-                    self._asked[one.name] = one.incarnation
-                    self.cluster.construct(one.name, self._spec(), timeout=self.cluster.ready_deadline)
+                self._construct_once(one)
+
+    def _construct_once(self, member: Member) -> None:
+        with self._lock:  # the thread of `launch` and that of the hub may find the gang whole at once
+            if member.name not in self._asked or self._asked[member.name][0] != member.incarnation:
+                call = self.cluster.construct(member.name, self._spec(), timeout=self.cluster.ready_deadline)
+                self._asked[member.name] = (member.incarnation, call)
 
     def _only_group(self, cluster: Cluster) -> str:
         groups = sorted({*cluster.sizes, *(m.group for m in cluster.members())})

@@ -18,10 +18,19 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError, exit_code
+from rl_core.api.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EpochFenced,
+    InfrastructureError,
+    RLJobError,
+    exit_code,
+    text_of,
+)
 from rl_core.api.identity import Identity
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
@@ -74,6 +83,8 @@ class Host:
         self._heartbeat_seconds = FIRST_HEARTBEAT
         self._signals = 0
         self._retiring: asyncio.Future[None] | None = None
+        self._callers: dict[str, set[str]] = {}
+        """Methods of this process by the role that may call them."""
 
     async def run(self) -> int:
         """Serve until the job ends for this process; return the exit code."""
@@ -329,15 +340,25 @@ class Host:
     # --- wiring ----------------------------------------------------------------------------------------------------
 
     async def _make_servant(self) -> Servant:
-        return Servant(
-            self.context, on_methods=lambda methods: self._server.add_handlers(methods), on_ready=self._tell_ready
-        )
+        return Servant(self.context, on_methods=self._serve_methods, on_ready=self._tell_ready)
+
+    def _serve_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
+        """Serve the methods of the worker object, to the roles that it names."""
+        assert self.servant.worker is not None
+        self._callers["runner"] |= methods.keys()
+        for role, names in self.servant.worker.peer_methods.items():
+            self._callers.setdefault(role, set()).update(names)
+        self._server.add_handlers(methods)
 
     def _start_server(self) -> None:
         host = "127.0.0.1" if self.keys is None or split_address(self.identity.hub)[0] == "127.0.0.1" else "0.0.0.0"
         handlers = {"construct": self.servant.construct, "execute": self.servant.execute, "retire": self._retire}
         bind = f"tcp://{host}:{self.identity.rpc_port}"
-        self._server = RpcServer(bind, handlers, self.keys, self.identity, max_concurrency=1024).start()
+        self._callers = {"runner": set(handlers)}
+        allowed = self._callers if self.keys is not None else None
+        self._server = RpcServer(
+            bind, handlers, self.keys, self.identity, max_concurrency=1024, allowed=allowed
+        ).start()
         own, port = split_address(self._server.address)
         self.context.address = f"tcp://{(self.identity.pod_ip or own) if host == '0.0.0.0' else own}:{port}"
 
@@ -353,9 +374,14 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 def _register_extensions(modules: list[str]) -> None:
     for name in modules:
         try:
-            importlib.import_module(name).register()
-        except (ImportError, AttributeError) as error:
-            raise Ended(2, f"extensions must name modules with a function register(), got {name}: {error}") from error
+            register = getattr(importlib.import_module(name), "register", None)
+            if callable(register):
+                register()
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            raise Ended(
+                2,
+                f"extensions: must be importable, got {name!r}: {type(error).__name__}: {text_of(error)}; correct the module",
+            ) from error
 
 
 def _connect_channel(identity: Identity, keys: KeyRing | None, epoch: int) -> None:

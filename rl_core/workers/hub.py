@@ -1,8 +1,8 @@
 """The hub: the runner's end of every worker's registration, heartbeats and loss (runtime.md 3.4). Lives in the runner process.
 
 RPC methods: `hello(report)`, `heartbeat(name, incarnation, report)`, `goodbye(name, incarnation)`, `child_ended(name,
-incarnation, code)`, and those the runner adds. Who may call: curve.ALLOWED["hub"]; hello and its kin answer older epochs
-too, because that is how a member of an older epoch learns the right one.
+incarnation, code)`, and those the runner adds. Who may connect: curve.ALLOWED["hub"]; each role calls its own methods only.
+hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.
 
 `on_joined`, `on_ready`, `on_lost` run one after the other on a thread of their own: they may block without hurting the hub.
 """
@@ -30,6 +30,11 @@ __all__ = ["Hub", "Member", "MemberState"]
 logger = logging.getLogger(__name__)
 _SWEEP_SECONDS = 0.5
 _UNFENCED = frozenset({"hello", "heartbeat", "goodbye", "child_ended"})
+_CALLERS = {
+    **dict.fromkeys(("actor", "rollout", "env"), ("hello", "heartbeat", "goodbye")),
+    "supervisor": ("child_ended",),
+}
+"""Methods by the role that may call them, where there are keys."""
 
 
 class Hub:
@@ -86,7 +91,11 @@ class Hub:
             "goodbye": self._goodbye,
             "child_ended": self._child_ended,
         }
-        self._server = RpcServer(bind or _bindable(identity.hub), handlers, keys, identity, unfenced=_UNFENCED)
+        self._callers = {role: set(names) for role, names in _CALLERS.items()}
+        allowed = self._callers if keys is not None else None
+        self._server = RpcServer(
+            bind or _bindable(identity.hub), handlers, keys, identity, unfenced=_UNFENCED, allowed=allowed
+        )
 
     @property
     def address(self) -> str:
@@ -98,8 +107,9 @@ class Hub:
         """Epoch of the job as this runner was started."""
         return self._membership.epoch
 
-    def add_handlers(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Serve methods of the runner (`admit`, `give_back`) on the hub's address."""
+    def add_handlers(self, handlers: Mapping[str, Callable[..., Any]], *, role: str) -> None:
+        """Serve methods of the runner (`admit`, `give_back`) on the hub's address, to the members of `role`."""
+        self._callers[role] |= handlers.keys()
         self._server.add_handlers(handlers)
 
     def start(self) -> "Hub":
@@ -146,6 +156,12 @@ class Hub:
         """Wait until `version` is no longer the present one, at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._membership.version != version, seconds)
+
+    def give_up(self, member: Member, reason: str) -> None:
+        """Take a member for lost although it lives; it says hello again, as the same process or a new one."""
+        with self._lock:
+            self._membership.give_up(member.name, member.incarnation, reason)
+        self._spread()
 
     # --- RPC -------------------------------------------------------------------------------------------------------
 

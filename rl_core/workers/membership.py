@@ -128,9 +128,13 @@ class Membership:
 
     def child_ended(self, name: str, incarnation: tuple[int, int], code: int) -> None:
         """Note that the supervisor of `name` saw that incarnation end; older ones are no news."""
+        self.give_up(name, incarnation, f"its process ended with code {code}")
+
+    def give_up(self, name: str, incarnation: tuple[int, int], reason: str) -> None:
+        """Take a member for lost although it lives: its next heartbeat is refused, and it says hello again."""
         member = self._members.get(name)
         if member is not None and not member.state.gone and member.incarnation == incarnation:
-            self._lose(member, f"its process ended with code {code}")
+            self._lose(member, reason)
 
     def goodbye(self, name: str, incarnation: tuple[int, int]) -> None:
         """Note that a member drained and leaves."""

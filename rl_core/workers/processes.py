@@ -73,6 +73,19 @@ def reap(pid: int) -> int | None:
     return 128 - code if code < 0 else code
 
 
+def is_signalled(code: int) -> bool:
+    """Return whether exit code `code` is 128 + n of a signal n."""
+    return 128 < code < 128 + signal.NSIG
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, its number where it has none (most real-time signals)."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
 def memory_bytes(pid: int) -> int:
     """Return the resident memory of a process, 0 when it is gone."""
     try:

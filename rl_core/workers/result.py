@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError
+from rl_core.transports.rpc_wire import finite_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class WorkerGroupFuncResult:
         self._wake()
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Return the values in rank order. `timeout` None = `deadlines.groupMethod`.
+        """Return the values in rank order. `timeout` None = until `deadlines.groupMethod` after the call began.
 
         Raises the failure of a rank (several: an ExceptionGroup) once all ranks ended or 5 s after the first one failed,
         DeadlineExceeded naming the missing ranks, CallCancelled; RuntimeError on an event-loop thread.
@@ -188,7 +189,9 @@ class WorkerGroupFuncResult:
             e for call in self._calls.values() if call.future.done() and (e := _error_of(call.future)) is not None
         ]
         if errors:
-            raise _combined(f"{self.group}.{self.method} failed on {len(errors)} of {len(self._calls)} ranks", errors)
+            first = f"{type(errors[0]).__name__}: {errors[0]}".partition("\n")[0]
+            told = f"{self.group}.{self.method} failed on {len(errors)} of {len(self._calls)} ranks, the first: {first}"
+            raise _combined(told, errors)
         missing = self._missing()
         if missing:
             waited = self._clock() - self._began
@@ -204,9 +207,9 @@ class _Watch:
     """One wait: when to look again, when to warn, when it is over."""
 
     def __init__(self, result: WorkerGroupFuncResult, timeout: float | None) -> None:
-        self.timeout = result._default_timeout if timeout is None else timeout
+        self.timeout = result._default_timeout if timeout is None else finite_seconds(timeout)
         self._result = result
-        self._began = result._clock()
+        self._began = result._began if timeout is None else result._clock()
         self._warnings = [share * self.timeout for share in _WARN_AT if share * self.timeout >= _QUIET_SECONDS]
 
     def next_pause(self) -> float | None:
@@ -231,7 +234,7 @@ class _Watch:
                 self.timeout,
                 names,
             )
-        return min(end, self._began + self._warnings[0] if self._warnings else end) - now
+        return min(min(end, self._began + self._warnings[0] if self._warnings else end) - now, threading.TIMEOUT_MAX)
 
 
 def _error_of(future: "concurrent.futures.Future[Reply]") -> Exception | None:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError
+from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
 from rl_core.transports import frames
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
@@ -100,7 +100,7 @@ class Servant:
         self.worker = None
         self._limit(spec.get("max_concurrency"))
         try:
-            self.worker = await self._in_thread(lambda: self._build(spec))
+            self.worker = await self._in_thread(lambda: self._build(spec), "__init__")
         except BaseException:
             self._context.set_state(MemberState.JOINING)
             raise
@@ -154,7 +154,7 @@ class Servant:
                 if inspect.iscoroutinefunction(found):
                     async with self._slots:
                         return await found(*args, **kwargs)
-                value = await self._in_thread(lambda: found(*args, **kwargs))
+                value = await self._in_thread(lambda: found(*args, **kwargs), method)
                 return await value if inspect.isawaitable(value) else value
         except RLJobError:
             raise
@@ -172,12 +172,12 @@ class Servant:
             if not self._running:
                 self._idle.set()
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+    async def _in_thread(self, work: Callable[[], Any], method: str) -> Any:
         def guarded() -> Any:
             try:
                 return work()
-            except SystemExit as error:  # would end the loop that delivers it
-                raise self._remote("a method", error) from error
+            except (StopIteration, SystemExit) as error:  # no future takes the one, the other ends the loop
+                raise self._remote(method, error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
 
@@ -189,7 +189,7 @@ class Servant:
             if inspect.iscoroutinefunction(hook):
                 await hook(*args)
             else:
-                value = await self._in_thread(lambda: hook(*args))
+                value = await self._in_thread(lambda: hook(*args), name)
                 if inspect.isawaitable(value):
                     await value
         except Exception:  # a failing hook of user code must not stop registration or the end of the process
@@ -197,7 +197,7 @@ class Servant:
 
     def _remote(self, method: str, error: BaseException) -> RemoteError:
         identity = self._context.identity
-        text = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(error))
         return RemoteError(
-            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {error}\n{text}"
+            f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace}"
         )

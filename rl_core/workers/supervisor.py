@@ -55,7 +55,8 @@ class ExitCode(IntEnum):
     @classmethod
     def of(cls, code: int) -> int:
         """Return the documented code for a child's: anything undocumented is an infrastructure failure."""
-        return code if code in (cls.DONE, cls.CONFIG, cls.DATA) or code > 128 else cls.INFRASTRUCTURE
+        known = code in (cls.DONE, cls.CONFIG, cls.DATA) or processes.is_signalled(code)
+        return code if known else cls.INFRASTRUCTURE
 
 
 class Supervisor:
@@ -386,8 +387,8 @@ class Supervisor:
 
 
 def _describe(name: str, code: int) -> str:
-    if code > 128:
-        return f"{name} ended by signal {signal.Signals(code - 128).name} (code {code})"
+    if processes.is_signalled(code):
+        return f"{name} ended by signal {processes.signal_name(code - 128)} (code {code})"
     return f"{name} ended with code {code}"
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "worker_timer"]
 
-GROUP_NAMES = frozenset({"launch", "execute_on", "within", "construct", "of", "name", "cluster", "members"})
+GROUP_NAMES = frozenset({"launch", "execute_on", "within", "construct", "of", "name", "cluster", "world_size"})
 """Names a WorkerGroup needs for itself; a public method of a worker must not hide behind them."""
 
 
@@ -40,6 +40,8 @@ class Worker:
     or return work before the end), `close()`; each sync or async.
     """
 
+    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Methods that processes of other roles may call, by their role, where there are keys; the runner may call all."""
     _context: WorkerContext
     _host_context: ClassVar[WorkerContext | None] = None
     """Set by the host while it constructs."""

@@ -1,5 +1,6 @@
 """A group forms with everybody or says who is missing; a poisoned one refuses further work."""
 
+import queue
 import threading
 
 import pytest
@@ -24,7 +25,7 @@ def form_in_threads(plan):
     groups = {}
 
     def join(rank):
-        groups[rank] = TensorGroup.form(plan, rank, timeout=20)
+        groups[rank] = TensorGroup.form(plan, rank, timeout=60)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(plan.members))]
     for thread in threads:
@@ -59,11 +60,66 @@ def test_members_get_the_roots_tensor_and_an_abort_ends_a_blocked_broadcast(stor
     blocked = threading.Thread(target=receive)
     blocked.start()
     member.abort("rollout:3 is gone")
-    blocked.join(10)
+    blocked.join(60)
     assert errors == ["group weights/1/2 is over: rollout:3 is gone; form a new generation"]
     with pytest.raises(InfrastructureError, match="rollout:3 is gone"):
         member.broadcast(torch.zeros(1))
     root.abort("as well")
+
+
+class SlowToEnd:
+    """Stands in for a process group; `ended_by` gets the name of the thread that drops it last, and so would join its threads."""
+
+    def __init__(self, ended_by, during_broadcast=lambda: None):
+        self.ended_by, self.during_broadcast = ended_by, during_broadcast
+        self.aborted = threading.Event()
+
+    def broadcast(self, tensors, options):
+        self.during_broadcast()
+        raise RuntimeError("connection closed")
+
+    def abort(self):
+        self.aborted.set()
+
+    def __del__(self):
+        self.ended_by.put(threading.current_thread().name)
+
+
+def lone_group(process_group):
+    plan = GroupPlan(name="w", epoch=1, generation=1, members=("p",), backend="gloo", host="h", port=1)
+    return TensorGroup(plan, 0, process_group=process_group, timeout=5)
+
+
+def test_who_aborts_never_waits_for_the_end_of_the_groups_threads(monkeypatch):
+    ended_by = queue.SimpleQueue()
+
+    class Sooner(threading.Thread):
+        """Has ended before its starter goes on."""
+
+        def start(self):
+            super().start()
+            self.join()
+
+    group = lone_group(SlowToEnd(ended_by))
+    monkeypatch.setattr("rl_core.collective.group.threading.Thread", Sooner)
+    group.abort("lost")
+    assert ended_by.get(timeout=60) == "rljob-group-end"
+
+
+def test_nor_does_a_broadcast_that_is_aborted_while_it_begins():
+    ended_by = queue.SimpleQueue()
+
+    def lose():
+        (fake,) = made
+        made.clear()
+        group.abort("lost")
+        assert fake.aborted.wait(60)
+
+    made = [SlowToEnd(ended_by, lose)]
+    group = lone_group(made[0])
+    with pytest.raises(InfrastructureError, match="is over: lost"):
+        group.broadcast(torch.zeros(1))
+    assert ended_by.get(timeout=60) == "rljob-group-end"
 
 
 def test_a_formation_that_misses_its_deadline_names_who_did_not_come(store):
@@ -84,7 +140,7 @@ def test_a_released_formation_ends_at_once_for_who_waits_and_who_comes_late(stor
     early = threading.Thread(target=join, args=(1,))
     early.start()
     store.release(plan)
-    early.join(20)
+    early.join(60)
     join(2)
     assert len(errors) == 2 and all("was given up" in error for error in errors)
 

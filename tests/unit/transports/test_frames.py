@@ -176,6 +176,7 @@ def deep(levels):
         ({"x": {1, 2}}, TypeError, "builtins.set at x"),
         ({"x": {(1, 2): 3}}, TypeError, "keys must be str or int64"),
         ({True: 3}, TypeError, "has the key True"),
+        ({"a": {2**63: 3}}, ValueError, "dict at a has the key 9223372036854775808"),
         (self_containing(), ValueError, "contains itself"),
         (deep(65), ValueError, "nested deeper than 64"),
         (["\ud800"], ValueError, "unicode"),
@@ -221,6 +222,15 @@ def test_the_full_faces_carry_the_header():
     parts = frames.encode_message("call", [1], epoch=3, request_id=9, sender="a:0", method="f")
     assert frames.decode_message(parts) == frames.FrameMessage("call", [1], 3, 9, "a:0", "f")
     assert frames.decode_message(frames.encode([1])) == frames.FrameMessage("data", [1], None, None, None, None)
+
+
+@pytest.mark.parametrize("request_id", [((0, 1), 5), [0, (1,)], "text", ()], ids=repr)
+def test_a_request_id_keeps_its_type(request_id):
+    parts = frames.encode_message("call", 1, epoch=0, request_id=request_id, sender=("actor", 0))
+    message = frames.decode_message([bytes(part) for part in parts])
+    assert (message.request_id, message.sender) == (request_id, ("actor", 0))
+    with pytest.raises(TypeError, match="header fields must be plain values, got set"):
+        frames.encode_message("call", 1, epoch=0, request_id={1}, sender=None)
 
 
 class TestRecords:

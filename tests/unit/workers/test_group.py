@@ -10,8 +10,8 @@ import pytest
 from rl_core.api.errors import ConfigError, InfrastructureError
 from rl_core.api.roles import EnvSpec
 from rl_core.workers import arguments
-from rl_core.workers.group import load_class
-from rl_core.workers.worker import Worker
+from rl_core.workers.group import WorkerGroup, load_class
+from rl_core.workers.worker import GROUP_NAMES, Worker
 
 SPEC = importlib.util.spec_from_file_location("worker_classes", Path(__file__).parent / "worker_classes.py")
 worker_classes = importlib.util.module_from_spec(SPEC)
@@ -36,6 +36,10 @@ def test_a_class_in_main_is_refused(monkeypatch):
 def test_a_method_with_the_name_of_a_groups_own_is_refused():
     with pytest.raises(ValueError, match="execute_on"):
         worker_classes.Clashing.create_group()
+
+
+def test_every_name_that_a_group_has_is_kept_from_workers():
+    assert {name for name in dir(WorkerGroup) if not name.startswith("_")} <= GROUP_NAMES
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, {1.5: 2}], ids=["object", "function", "key"])

@@ -59,13 +59,14 @@ def test_values_come_in_rank_order_whatever_ended_first(wait):
 def test_a_wait_ends_when_the_last_rank_does(wait):
     calls, result = make(2)
     calls[0].end(0)
+    assert not result.done()
     threading.Timer(0.05, calls[1].end, [1]).start()
-    assert not result.done() and wait(result, 30) == [0, 1]
+    assert wait(result, 30) == [0, 1]
 
 
 @both_faces
 def test_one_failure_is_raised_as_it_is_once_all_ranks_ended(wait):
-    calls, result = make(2)
+    calls, result = make(2, settle=60)
     calls[1].future.set_exception(DataError("bad sample"))
     threading.Timer(0.05, calls[0].end, [0]).start()
     with pytest.raises(DataError, match="bad sample"):
@@ -91,7 +92,7 @@ def test_several_failures_come_as_a_group_with_their_own_types(wait):
     with pytest.raises(ExceptionGroup) as caught:
         wait(result)
     assert [type(error) for error in caught.value.exceptions] == [DataError, RemoteError]
-    assert isinstance(caught.value, RLJobError) and "2 of 3 ranks" in str(caught.value)
+    assert isinstance(caught.value, RLJobError) and "2 of 3 ranks, the first: DataError: one" in str(caught.value)
 
 
 @both_faces
@@ -103,6 +104,23 @@ def test_a_missed_deadline_names_the_missing_ranks_seconds_and_progress_only(wai
     text = str(caught.value)
     assert "actor.train" in text and "0.1 s" in text
     assert "actor:0 (pod j-actor-0, tokens 5)" in text and "actor:2" in text and "actor:1" not in text
+
+
+def test_without_a_timeout_the_deadline_is_that_of_the_call_and_not_of_the_wait():
+    now = [0.0]
+    calls, result = make(1, default_timeout=60, clock=lambda: now[0])
+    now[0] = 61.0
+    with pytest.raises(DeadlineExceeded, match=r"within 60\.0 s, missing after 61\.0 s: actor:0"):
+        result.wait()
+    calls[0].end("late")
+    assert result.wait() == ["late"]
+
+
+@both_faces
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf")])
+def test_for_ever_is_no_deadline(wait, timeout):
+    with pytest.raises(ValueError, match="finite number of seconds"):
+        wait(make(1)[1], timeout)
 
 
 def test_a_deadline_does_not_end_the_call_and_a_later_wait_succeeds():

@@ -40,7 +40,23 @@ def probes(role, children, now=100.0):
 
 
 @pytest.mark.parametrize(
-    ("child", "pod"), [(0, 0), (2, 2), (3, 3), (4, 4), (137, 137), (139, 139), (143, 143), (1, 3), (7, 3), (127, 3)]
+    ("child", "pod"),
+    [
+        (0, 0),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (137, 137),
+        (139, 139),
+        (143, 143),
+        (192, 192),
+        (1, 3),
+        (7, 3),
+        (127, 3),
+        (128, 3),
+        (193, 3),
+        (255, 3),
+    ],
 )
 def test_a_childs_code_becomes_a_documented_one(child, pod):
     assert ExitCode.of(child) == pod
