@@ -1,10 +1,14 @@
 """The port between the faces of a channel and where its items are: `client` (a server process) or `local` (this process)."""
 
 import concurrent.futures
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.channel.model import ChannelOptions, Key, TakeKind
+
+if TYPE_CHECKING:
+    from rl_core.channel.delivery import Delivery
 
 DEFAULT_KEY = "default_queue"
 DEFAULT_TIMEOUT = 600.0
@@ -21,6 +25,20 @@ class TakeRequest:
     nowait: bool = False
     target: float = 0.0
     allow_oversize: bool = False
+    most: int = 1
+    """Items of a `get` or `lease` at most; it waits for the first only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PutRequest:
+    """One put: `items` are accepted together, in their order, with `weights`; `ack` is acknowledged in the same moment."""
+
+    items: Sequence[Any]
+    weights: Sequence[float]
+    key: Key
+    timeout: float
+    nowait: bool = False
+    ack: "Delivery | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +56,8 @@ class Backend(Protocol):
 
     options: ChannelOptions
 
-    def put(
-        self, item: Any, *, key: Key, weight: float, timeout: float, nowait: bool
-    ) -> "concurrent.futures.Future[None]":
-        """Done when the item is accepted. Raises TypeError or ValueError at once for what cannot travel."""
+    def put(self, request: PutRequest) -> "concurrent.futures.Future[None]":
+        """Done when all items are accepted. Raises TypeError or ValueError at once for what cannot travel."""
 
     def take(self, request: TakeRequest) -> "concurrent.futures.Future[list[Taken]]":
         """Done when the take is complete; cancelled or not fetched, its items go back to the head."""
@@ -52,8 +68,8 @@ class Backend(Protocol):
     def confirm(self, tokens: list[str]) -> None:
         """Tell that items of `get` and `batch` have been received; they are deleted."""
 
-    def give_back(self, taken: list[Taken], *, lost: bool = False) -> None:
-        """Return items nobody got; `lost` counts an attempt."""
+    def give_back(self, taken: list[Taken], *, lost: bool = False, loaded: bool = False) -> None:
+        """Return items nobody got; `lost` counts an attempt. The memory of `loaded` ones goes back with their arrays."""
 
     def watch(self, delivery: Any) -> None:
         """Keep the lease of `delivery` (it has `token`) while the object lives."""

@@ -12,11 +12,11 @@ RuntimeError on an event-loop thread; their `_async` twins are coroutines. Handl
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ChannelClosed, ConfigError, ProducerLost
-from rl_core.channel.backend import DEFAULT_KEY, DEFAULT_TIMEOUT, Backend, Taken, TakeRequest
+from rl_core.channel.backend import DEFAULT_KEY, DEFAULT_TIMEOUT, Backend, PutRequest, Taken, TakeRequest
 from rl_core.channel.delivery import AsyncHandle, Delivery, let_go, wait_async, wait_sync
 from rl_core.channel.model import ChannelOptions, Key
 from rl_core.channel.stats import ChannelStats
@@ -99,31 +99,85 @@ class Channel:
     # --- putting ---
 
     def put(
-        self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None
+        self,
+        item: Any,
+        weight: float = 0,
+        key: Key = DEFAULT_KEY,
+        async_op: bool = False,
+        timeout: float | None = None,
+        *,
+        ack: Delivery | None = None,
     ) -> "AsyncHandle[None] | None":
         """Store `item`; returns when it is accepted, or with `async_op` a handle at once (leave its tensors unwritten till done).
 
+        `ack` is acknowledged in the moment of acceptance: what was made of a leased item takes its place in one message.
         Waits while the key holds maxsize items or the channel max_bytes. Raises DeadlineExceeded, ChannelClosed, ValueError
-        (weight not finite or negative; item larger than max_bytes), TypeError (an item that cannot travel).
+        (weight not finite or negative; item larger than max_bytes; `ack` of another server), TypeError (an item that cannot travel).
         """
         if async_op:
-            return AsyncHandle(self._put(item, weight, key, timeout, nowait=False), lambda none: none, let_go)
-        wait_sync(lambda: self._put(item, weight, key, timeout, nowait=False), "Channel.put")
+            return AsyncHandle(self._put([item], [weight], key, timeout, ack=ack), lambda none: none, let_go)
+        wait_sync(lambda: self._put([item], [weight], key, timeout, ack=ack), "Channel.put")
         return None
 
     async def put_async(
-        self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY, timeout: float | None = None
+        self,
+        item: Any,
+        weight: float = 0,
+        key: Key = DEFAULT_KEY,
+        timeout: float | None = None,
+        *,
+        ack: Delivery | None = None,
     ) -> None:
         """Store `item`; a cancelled put is undone unless it was accepted."""
-        await wait_async(self._put(item, weight, key, timeout, nowait=False))
+        await wait_async(self._put([item], [weight], key, timeout, ack=ack))
 
     def put_nowait(self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY) -> None:
         """Store `item` if there is room; ChannelFull otherwise."""
-        wait_sync(lambda: self._put(item, weight, key, None, nowait=True), "Channel.put_nowait")
+        wait_sync(lambda: self._put([item], [weight], key, None, nowait=True), "Channel.put_nowait")
 
-    def _put(self, item: Any, weight: float, key: Key, timeout: float | None, *, nowait: bool) -> "Future[None]":
-        _check_weight("weight", weight)
-        return self._backend.put(item, key=key, weight=float(weight), timeout=_seconds(timeout), nowait=nowait)
+    def put_many(
+        self,
+        items: Sequence[Any],
+        weights: Sequence[float] | None = None,
+        key: Key = DEFAULT_KEY,
+        timeout: float | None = None,
+    ) -> None:
+        """Store `items` together, in their order, in one message: all are accepted or none. Raises as `put`.
+
+        ValueError also for no items, for other than one weight each, and for more of them than maxsize.
+        """
+        given = [0.0] * len(items) if weights is None else weights
+        wait_sync(lambda: self._put(items, given, key, timeout), "Channel.put_many")
+
+    async def put_many_async(
+        self,
+        items: Sequence[Any],
+        weights: Sequence[float] | None = None,
+        key: Key = DEFAULT_KEY,
+        timeout: float | None = None,
+    ) -> None:
+        """Return `put_many(...)` from a coroutine; cancelled, none is stored unless all were accepted."""
+        given = [0.0] * len(items) if weights is None else weights
+        await wait_async(self._put(items, given, key, timeout))
+
+    def _put(
+        self,
+        items: Sequence[Any],
+        weights: Sequence[float],
+        key: Key,
+        timeout: float | None,
+        *,
+        nowait: bool = False,
+        ack: Delivery | None = None,
+    ) -> "Future[None]":
+        if not items or len(items) != len(weights):
+            raise ValueError(f"a put must have items and one weight each, got {len(items)} and {len(weights)}")
+        for weight in weights:
+            _check_weight("weight", weight)
+        request = PutRequest(
+            items=items, weights=[*map(float, weights)], key=key, timeout=_seconds(timeout), nowait=nowait, ack=ack
+        )
+        return self._backend.put(request)
 
     # --- taking ---
 
@@ -187,6 +241,23 @@ class Channel:
         )
         return delivery
 
+    def lease_many(self, most: int, key: Key = DEFAULT_KEY, timeout: float | None = None) -> list[Delivery]:
+        """Return the oldest items on lease, 1 to `most`, as many as are there (of 32 MiB at most); waits for the first only."""
+        deliveries: list[Delivery] = self._take(
+            self._leases(most, key, timeout), False, "Channel.lease_many", self._leased_many
+        )
+        return deliveries
+
+    async def lease_many_async(self, most: int, key: Key = DEFAULT_KEY, timeout: float | None = None) -> list[Delivery]:
+        """Return `lease_many(...)` from a coroutine; cancelled, the items go back to the head."""
+        deliveries: list[Delivery] = await self._take_async(self._leases(most, key, timeout), self._leased_many)
+        return deliveries
+
+    def _leases(self, most: int, key: Key, timeout: float | None) -> TakeRequest:
+        if most < 1:
+            raise ValueError(f"most must be at least 1 item, got {most}")
+        return TakeRequest(key=key, kind="lease", timeout=_seconds(timeout), most=most)
+
     def stream(self, key: Key = DEFAULT_KEY, lease: bool = False, timeout: float | None = None) -> "Stream":
         """Return an iterator (sync and async) over items, or Deliveries with `lease`, to the end of the channel."""
         return Stream(self, key, lease, timeout)
@@ -231,18 +302,27 @@ class Channel:
         return items
 
     def _leased(self, taken: list[Taken]) -> Delivery:
-        delivery = Delivery(self._backend, taken[0], self._load(taken)[0])
-        self._backend.watch(delivery)
-        return delivery
+        return self._leased_many(taken)[0]
+
+    def _leased_many(self, taken: list[Taken]) -> list[Delivery]:
+        items = self._load(taken)
+        deliveries = [Delivery(self._backend, entry, item) for entry, item in zip(taken, items, strict=True)]
+        for delivery in deliveries:
+            self._backend.watch(delivery)
+        return deliveries
 
     def _load(self, taken: list[Taken]) -> list[Any]:
+        items: list[Any] = []
         try:
-            return [self._backend.load(entry) for entry in taken]
-        except (
-            Exception
-        ):  # an item this process cannot decode counts as a lost attempt, so that it ends on the dead list
-            self._backend.give_back(taken, lost=True)
+            for entry in taken:
+                items.append(self._backend.load(entry))
+        except Exception:  # what this process cannot decode counts as a lost attempt, so that it ends on the dead list
+            bad = len(items)
+            self._backend.give_back([taken[bad]], lost=True, loaded=True)
+            self._backend.give_back(taken[:bad], loaded=True)
+            self._backend.give_back(taken[bad + 1 :])
             raise
+        return items
 
     # --- looking and ending ---
 

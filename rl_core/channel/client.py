@@ -6,22 +6,26 @@ lives. How items get to the server is told in `puts`.
 
 import concurrent.futures
 import functools
+import itertools
 import logging
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity
 from rl_core.channel import payload
-from rl_core.channel.backend import Taken, TakeRequest
-from rl_core.channel.model import ChannelOptions, Key
+from rl_core.channel.backend import PutRequest, Taken, TakeRequest
+from rl_core.channel.model import ChannelOptions
 from rl_core.channel.puts import MARGIN, Target, Uplink
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import Placement
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.sockets import IoThread, Timer
+
+if TYPE_CHECKING:
+    from rl_core.channel.delivery import Delivery
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class ChannelClient:
         """Wait until the channel exists."""
         convert = functools.partial(self.backend, name)
         return self.rpc.start_call(
-            "connect", (name, timeout), {}, timeout=timeout + MARGIN, idempotent=True, convert=convert
+            "connect", (name, timeout), {}, timeout=timeout + MARGIN, idempotent=True, waits=True, convert=convert
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -67,7 +71,7 @@ class ChannelClient:
         self.leases.close()
         self.receipts.flush()
         self.rpc.close()
-        self.uplink.copier.shutdown(wait=False, cancel_futures=True)
+        self.uplink.copier.shutdown(wait=False)  # what it still writes fails at the closed connection
 
     def _on_welcome(self, known: bool) -> None:
         if not known and hasattr(self, "uplink"):  # the first welcome may come before the constructor ends
@@ -83,17 +87,42 @@ class RemoteBackend:
         self._rpc = client.rpc
         self._name = name
 
-    def put(self, item: Any, *, key: Key, weight: float, timeout: float, nowait: bool) -> "Future[None]":
-        """Return a future that is done when the server has accepted `item`."""
-        target = Target(self._name, key, weight, timeout, nowait)
-        return self._client.uplink.put(payload.encode(item), target)
+    def put(self, request: PutRequest) -> "Future[None]":
+        """Return a future that is done when the server has accepted the items."""
+        encoded = [payload.encode(item) for item in request.items]
+        shape = [[weight, len(parts)] for weight, parts in zip(request.weights, encoded, strict=True)]
+        ack = request.ack
+        target = Target(
+            self._name, request.key, shape, request.timeout, request.nowait,
+            None if ack is None else self._lease(ack), IoThread.shared().clock(),
+        )  # fmt: skip
+        future = self._client.uplink.put(list(itertools.chain.from_iterable(encoded)), target)
+        if ack is not None:
+            future.add_done_callback(lambda done: self._client.leases.end_with(ack.token, done))
+        return future
+
+    def _lease(self, delivery: "Delivery") -> list[str]:
+        """Return (channel, token) of a lease of the same server. Raises ValueError for another's."""
+        backend = delivery.backend
+        if not isinstance(backend, RemoteBackend) or backend._client is not self._client:
+            raise ValueError("ack must be a delivery of the same channel server as the put; acknowledge it by itself")
+        return [backend._name, delivery.token]
 
     def take(self, request: TakeRequest) -> "Future[list[Taken]]":
         """Return a future of what was taken."""
         receipts = self._client.receipts.collect()
         args = (self._name, request.key, request.kind, request.timeout, receipts)
-        options = {"target": request.target, "allow_oversize": request.allow_oversize, "nowait": request.nowait}
-        future = self._rpc.start_call("take", args, options, timeout=request.timeout + MARGIN, convert=_rows)
+        options: dict[str, Any] = {"nowait": request.nowait}
+        if request.kind == "batch":
+            options |= {"target": request.target, "allow_oversize": request.allow_oversize}
+        elif request.most > 1:
+            options["most"] = request.most
+        try:
+            timeout = request.timeout + MARGIN
+            future = self._rpc.start_call("take", args, options, timeout=timeout, waits=True, convert=_rows)
+        except BaseException:
+            self._client.receipts.put_back(receipts)
+            raise
         if receipts:
             future.add_done_callback(lambda done: self._client.receipts.restore(receipts, done))
         return future
@@ -110,10 +139,10 @@ class RemoteBackend:
         """Tell the server, with the next take or a little later, that items arrived."""
         self._client.receipts.add(self._name, tokens)
 
-    def give_back(self, taken: list[Taken], *, lost: bool = False) -> None:
-        """Return items nobody got, and the memory they lie in."""
+    def give_back(self, taken: list[Taken], *, lost: bool = False, loaded: bool = False) -> None:
+        """Return items nobody got, and the memory they lie in unless arrays over it will."""
         for entry in taken:
-            for spot in payload.placements(entry.payload):
+            for spot in [] if loaded else payload.placements(entry.payload):
                 self._rpc.give_back(spot)
             self._rpc.start_call("nack", (self._name, entry.token, 0.0, lost), {})
 
@@ -169,8 +198,12 @@ class _Receipts:
     def restore(self, receipts: dict[str, list[str]], take: "Future[Any]") -> None:
         """Send receipts again whose take may not have arrived; the server ignores what it knows."""
         if take.cancelled() or take.exception() is not None:
-            for channel, tokens in receipts.items():
-                self.add(channel, tokens)
+            self.put_back(receipts)
+
+    def put_back(self, receipts: dict[str, list[str]]) -> None:
+        """Let receipts that did not travel wait again."""
+        for channel, tokens in receipts.items():
+            self.add(channel, tokens)
 
     def flush(self) -> None:
         """Send what waits."""
@@ -199,6 +232,11 @@ class _Leases:
         """Renew no more: acknowledged or given back."""
         self._held.pop(token, None)
 
+    def end_with(self, token: str, put: "Future[None]") -> None:
+        """Renew no more if `put`, which was to acknowledge the lease, was accepted."""
+        if not put.cancelled() and put.exception() is None:
+            self.forget(token)
+
     def close(self) -> None:
         """Renew nothing any more."""
         self._closed = True
@@ -226,8 +264,8 @@ class _Leases:
 
     def _drop_stale(self, stale: list[str]) -> None:
         for token in stale:
-            logger.warning("a lease ended before its delivery was acknowledged; another consumer has the item")
-            self._held.pop(token, None)
+            if self._held.pop(token, None) is not None:  # else acknowledged while the renewal was under way
+                logger.warning("a lease ended before its delivery was acknowledged; another consumer has the item")
 
 
 def _rows(rows: list[Any]) -> list[Taken]:

@@ -16,6 +16,9 @@ from typing import Any
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
 from rl_core.channel.model import ChannelOptions, Client, Delivered, Item, Key, KeyQueue, Put, Take
 
+MANY_BYTES = 32 * 2**20
+"""Most payload bytes that one take of several leases gets (one item always): its answer is one message."""
+
 
 class ChannelCore:
     """One channel. Every verb takes `now` (seconds on one clock) first; `tick` does what time brings.
@@ -53,30 +56,27 @@ class ChannelCore:
         queue = self._queue(put.key)
         if self._is_closed(queue):
             put.on_error(self._refused(put.key, queue))
-        elif self.options.max_bytes is not None and put.nbytes > self.options.max_bytes:
-            put.on_error(
-                ValueError(
-                    f"item has {put.nbytes} bytes, channel {self.name!r} holds at most {self.options.max_bytes}; raise max_bytes"
-                )
-            )
-        elif nowait and (queue.puts or not self._has_room(queue, put.nbytes)):
+        elif (problem := self._never_fits(put)) is not None:
+            put.on_error(ValueError(problem))
+        elif nowait and (queue.puts or not self._has_room(queue, put.nbytes, len(put.sizes))):
             put.on_error(ChannelFull(f"channel {self.name!r} key {put.key!r} is full: {self._depth_text(queue)}"))
         else:
             queue.puts.append(put)
             self._pump(now, put.key, queue)
 
-    def store(self, now: float, put: Put, payload: Any, weight: float) -> None:
-        """Accept the payload of an admitted put. Raises ChannelClosed when the key was closed meanwhile."""
+    def store(self, now: float, put: Put, contents: Iterable[tuple[Any, float]]) -> None:
+        """Accept the (payload, weight) of each item of an admitted put. Raises ChannelClosed when the key was closed meanwhile."""
         queue = self._queue(put.key)
         if not put.admitted or not put.open:
             raise ChannelClosed(f"the room for this item in channel {self.name!r} key {put.key!r} was given up")
         put.open = False
-        queue.reserved -= 1
+        queue.reserved -= len(put.sizes)
         if self._is_closed(queue):
             self.bytes -= put.nbytes
             raise self._refused(put.key, queue)
-        queue.items.append(Item(next(self._numbers), put.key, payload, put.nbytes, weight, now))
-        self.counters["puts"] += 1
+        for nbytes, (payload, weight) in zip(put.sizes, contents, strict=True):
+            queue.items.append(Item(next(self._numbers), put.key, payload, nbytes, weight, now))
+        self.counters["puts"] += len(put.sizes)
         self.put_wait_seconds += now - put.since
         self._pump(now, put.key, queue)
 
@@ -87,7 +87,7 @@ class ChannelCore:
         put.open = False
         queue = self._queue(put.key)
         if put.admitted:
-            queue.reserved -= 1
+            queue.reserved -= len(put.sizes)
             self.bytes -= put.nbytes
         else:
             queue.puts.remove(put)
@@ -288,11 +288,22 @@ class ChannelCore:
     def _is_closed(self, queue: KeyQueue) -> bool:
         return self._closed or queue.closed
 
-    def _has_room(self, queue: KeyQueue, nbytes: int) -> bool:
+    def _has_room(self, queue: KeyQueue, nbytes: int, items: int = 1) -> bool:
         options = self.options
-        if options.maxsize and len(queue.items) + queue.reserved >= options.maxsize:
+        if options.maxsize and len(queue.items) + queue.reserved + items > options.maxsize:
             return False
         return options.max_bytes is None or self.bytes + nbytes <= options.max_bytes
+
+    def _never_fits(self, put: Put) -> str | None:
+        """Return why `put` is larger than the whole channel, None when it is not."""
+        options = self.options
+        if options.max_bytes is not None and put.nbytes > options.max_bytes:
+            return (
+                f"item has {put.nbytes} bytes, channel {self.name!r} holds at most {options.max_bytes}; raise max_bytes"
+            )
+        if options.maxsize and len(put.sizes) > options.maxsize:
+            return f"{len(put.sizes)} items are put together, a key of channel {self.name!r} holds {options.maxsize}; put fewer"
+        return None
 
     def _pump_all(self, now: float) -> None:
         for key, queue in list(self._keys.items()):
@@ -301,18 +312,33 @@ class ChannelCore:
 
     def _pump(self, now: float, key: Key, queue: KeyQueue) -> None:
         """Let waiting puts in and waiting takes out until neither moves."""
-        moved = True
-        while moved:
-            moved = False
-            while queue.puts and self._has_room(queue, queue.puts[0].nbytes):
-                put = queue.puts.popleft()
-                put.admitted = True
-                queue.reserved += 1
-                self.bytes += put.nbytes
-                put.on_room()
-                moved = True
-            while queue.takes and self._serve(now, key, queue, queue.takes[0]):
-                moved = True
+        if queue.pumping:  # from a callback; a loop per put that waits would nest as deep as there are puts
+            return
+        queue.pumping = True
+        try:
+            while self._let_in(queue) or self._let_out(now, key, queue):
+                pass
+        finally:
+            queue.pumping = False
+
+    def _let_in(self, queue: KeyQueue) -> bool:
+        """Give waiting puts the room there is; return whether one got any."""
+        moved = False
+        while queue.puts and self._has_room(queue, queue.puts[0].nbytes, len(queue.puts[0].sizes)):
+            put = queue.puts.popleft()
+            put.admitted = True
+            queue.reserved += len(put.sizes)
+            self.bytes += put.nbytes
+            put.on_room()
+            moved = True
+        return moved
+
+    def _let_out(self, now: float, key: Key, queue: KeyQueue) -> bool:
+        """Serve waiting takes; return whether anything moved."""
+        moved = False
+        while queue.takes and self._serve(now, key, queue, queue.takes[0]):
+            moved = True
+        return moved
 
     def _serve(self, now: float, key: Key, queue: KeyQueue, take: Take) -> bool:
         """Give the first waiting take what there is; True when that ended it or took something."""
@@ -330,7 +356,9 @@ class ChannelCore:
 
     def _complete(self, queue: KeyQueue, take: Take) -> bool:
         if take.kind != "batch":
-            if queue.items:
+            room = MANY_BYTES
+            while queue.items and len(take.held) < take.most and (not take.held or queue.items[0].nbytes <= room):
+                room -= queue.items[0].nbytes
                 take.held.append(queue.items.popleft())
             return bool(take.held)
         while queue.items:

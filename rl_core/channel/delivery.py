@@ -41,6 +41,8 @@ class AsyncHandle(Generic[Value]):
         self._abandon = abandon
         self._received = False
         self._value: Value | None = None
+        self._error: Exception | None = None
+        """Why the outcome could not be received, for whoever waits again."""
 
     def done(self) -> bool:
         """Return whether `wait` would return or raise at once."""
@@ -70,7 +72,13 @@ class AsyncHandle(Generic[Value]):
     def _take(self, outcome: Any) -> Value | None:
         if not self._received:
             self._received = True
-            self._value = self._receive(outcome)
+            try:
+                self._value = self._receive(outcome)
+            except Exception as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
         return self._value
 
     def __del__(self) -> None:
@@ -87,31 +95,31 @@ class Delivery:
         self.attempt = taken.attempt
         """1 + consumers lost with it."""
         self.weight = taken.weight
-        self._backend = backend
+        self.backend = backend
 
     def ack(self) -> bool:
         """Delete the item for good; False when this lease had ended already."""
-        return bool(wait_sync(lambda: self._backend.control("ack", self.token), "Delivery.ack"))
+        return bool(wait_sync(lambda: self.backend.control("ack", self.token), "Delivery.ack"))
 
     def nack(self, delay: float = 0) -> bool:
         """Return the item to its place, after `delay` seconds; False when this lease had ended already. Counts no attempt."""
-        return bool(wait_sync(lambda: self._backend.control("nack", self.token, delay), "Delivery.nack"))
+        return bool(wait_sync(lambda: self.backend.control("nack", self.token, delay), "Delivery.nack"))
 
     def extend(self, seconds: float) -> bool:
         """Let the lease run at least `seconds` from now; False when it had ended already."""
-        return bool(wait_sync(lambda: self._backend.control("extend", self.token, seconds), "Delivery.extend"))
+        return bool(wait_sync(lambda: self.backend.control("extend", self.token, seconds), "Delivery.extend"))
 
     async def ack_async(self) -> bool:
         """Return `ack()` from a coroutine."""
-        return bool(await wait_async(self._backend.control("ack", self.token)))
+        return bool(await wait_async(self.backend.control("ack", self.token)))
 
     async def nack_async(self, delay: float = 0) -> bool:
         """Return `nack(delay)` from a coroutine."""
-        return bool(await wait_async(self._backend.control("nack", self.token, delay)))
+        return bool(await wait_async(self.backend.control("nack", self.token, delay)))
 
     async def extend_async(self, seconds: float) -> bool:
         """Return `extend(seconds)` from a coroutine."""
-        return bool(await wait_async(self._backend.control("extend", self.token, seconds)))
+        return bool(await wait_async(self.backend.control("extend", self.token, seconds)))
 
     def __enter__(self) -> "Delivery":
         return self

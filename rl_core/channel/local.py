@@ -6,11 +6,12 @@
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rl_core.api.errors import ChannelClosed
-from rl_core.channel.backend import Taken, TakeRequest
+from rl_core.channel.backend import PutRequest, Taken, TakeRequest
 from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import ChannelOptions, Delivered, Put, Take
 from rl_core.transports.sockets import IoThread, Timer
@@ -27,34 +28,44 @@ class _Process:
 class LocalBackend:
     """Implements `backend.Backend` in memory."""
 
+    _lock = threading.RLock()
+    """One for all channels of the process: a put on one may end a lease on another, and theirs may cross."""
+
     def __init__(self, name: str, options: ChannelOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
         self._core = ChannelCore(name, options)
         self._clock = clock
         self._client = _Process()
-        self._lock = threading.RLock()
         self._timer: Timer | None = None
         self._due = float("inf")
 
-    def put(self, item: Any, *, key: Any, weight: float, timeout: float, nowait: bool) -> "Future[None]":
-        """Return a future that is done when `item` is accepted."""
+    def put(self, request: PutRequest) -> "Future[None]":
+        """Return a future that is done when the items are accepted."""
         future: Future[None] = Future()
-        now = self._clock()
+        now, ack = self._clock(), request.ack
+        if ack is not None and not isinstance(ack.backend, LocalBackend):
+            raise ValueError("ack must be a delivery of a local channel as the put is; acknowledge it by itself")
 
         def store() -> None:
             if _claim(future):
                 try:
-                    self._core.store(self._clock(), put, item, weight)
+                    self._core.store(self._clock(), put, zip(request.items, request.weights, strict=True))
                 except ChannelClosed as error:
                     future.set_exception(error)
                 else:
+                    if ack is not None:
+                        ack.backend.control("ack", ack.token)
                     future.set_result(None)
             else:
                 self._core.cancel_put(self._clock(), put)
 
-        put = Put(self._client, key, 0, store, lambda error: _fail(future, error), now + timeout, now)
+        bounded = self.options.max_bytes is not None
+        sizes = tuple(_nbytes(item) if bounded else 0 for item in request.items)
+        put = Put(
+            self._client, request.key, sizes, store, lambda error: _fail(future, error), now + request.timeout, now
+        )
         with self._lock:
-            self._core.put(now, put, nowait=nowait)
+            self._core.put(now, put, nowait=request.nowait)
             self._arm()
         self._on_cancel(future, lambda: self._core.cancel_put(self._clock(), put))
         return future
@@ -77,7 +88,7 @@ class LocalBackend:
 
         take = Take(
             self._client, request.key, request.kind, hand_over, lambda error: _fail(future, error), now + request.timeout, now,
-            target=request.target, allow_oversize=request.allow_oversize,
+            target=request.target, allow_oversize=request.allow_oversize, most=request.most,
         )  # fmt: skip
         with self._lock:
             self._core.take(now, take, nowait=request.nowait)
@@ -94,7 +105,7 @@ class LocalBackend:
         with self._lock:
             self._core.confirm(self._clock(), tokens)
 
-    def give_back(self, taken: list[Taken], *, lost: bool = False) -> None:
+    def give_back(self, taken: list[Taken], *, lost: bool = False, loaded: bool = False) -> None:
         """Return items nobody got."""
         with self._lock:
             for entry in taken:
@@ -161,6 +172,19 @@ class LocalBackend:
             self._timer, self._due = None, float("inf")
             self._core.tick(self._clock())
             self._arm()
+
+
+def _nbytes(item: Any) -> int:
+    """Return the bytes of the arrays, tensors and text in `item`: what max_bytes bounds where nothing is encoded."""
+    if isinstance(item, str | bytes | bytearray):
+        return len(item)
+    if isinstance(item, Mapping):
+        return sum(_nbytes(part) for pair in item.items() for part in pair)
+    if isinstance(item, list | tuple | set | frozenset):
+        return sum(map(_nbytes, item))
+    if is_dataclass(item) and not isinstance(item, type):
+        return sum(_nbytes(getattr(item, field.name)) for field in fields(item))
+    return int(getattr(item, "nbytes", 0))
 
 
 def _claim(future: "Future[Any]") -> bool:

@@ -83,6 +83,8 @@ class Take:
     allow_oversize: bool = False
     held: list[Item] = field(default_factory=list)
     """Items of an unfinished batch."""
+    most: int = 1
+    """Items that a `get` or `lease` takes when as many are there and fit in a message; it waits for one only."""
     open: bool = True
     delivered: list[Delivered] = field(default_factory=list)
     """What it was given and has neither confirmed nor returned."""
@@ -95,17 +97,23 @@ class Take:
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A waiting put or reservation of room for one item."""
+    """A waiting put or reservation of room, for one item or for several that are accepted together."""
 
     client: Client
     key: Key
-    nbytes: int
+    sizes: tuple[int, ...]
+    """Bytes of each item."""
     on_room: Callable[[], None]
     on_error: Callable[[Exception], None]
     deadline: float
     since: float
     open: bool = True
     admitted: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all items."""
+        return sum(self.sizes)
 
 
 class KeyQueue:
@@ -116,7 +124,9 @@ class KeyQueue:
         self.takes: deque[Take] = deque()
         self.puts: deque[Put] = deque()
         self.reserved = 0
-        """Admitted puts whose payload is still to come."""
+        """Items of admitted puts whose payload is still to come."""
+        self.pumping = False
+        """Whether puts and takes are being moved: what a callback changes meanwhile is seen by the loop that called it."""
         self.delayed = 0
         self.closed = False
         self.error: Exception | None = None

@@ -4,6 +4,7 @@ A part on the wire is `bytes` (small), a uint8 array (large, by socket) or `[seg
 never decodes a payload. Used by `client` and `server`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,14 @@ def placements(parts: list[Part]) -> list[Placement]:
 def encode(item: Any) -> list[Any]:
     """Return the message parts of `item`. Raises as `frames.encode`."""
     return frames.encode(item)
+
+
+def split(shape: Sequence[Sequence[Any]], parts: list[Any]) -> list[tuple[list[Any], float]]:
+    """Return (parts, weight) of each item from `shape` [(weight, number of parts)]. Raises FrameError when the numbers differ."""
+    items, start = [], 0
+    for weight, count in shape:
+        items.append((parts[start : start + count], weight))
+        start += count
+    if start != len(parts):
+        raise FrameError(f"the items of a put must have {start} parts together, got {len(parts)}")
+    return items

@@ -6,40 +6,63 @@ puts per key meanwhile. Used by `client`.
 """
 
 import concurrent.futures
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.api.errors import FrameError
+from rl_core.api.errors import ChannelFull, DeadlineExceeded, FrameError, InfrastructureError
 from rl_core.channel import payload
 from rl_core.channel.model import Key
 from rl_core.transports.frames import Placement
 from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.shared_memory import copy_into
+from rl_core.transports.sockets import IoThread
 
 Future = concurrent.futures.Future
 MARGIN = 5.0
 """Seconds the transport waits beyond the server's own deadline, whose error tells more."""
+NOWAIT_SECONDS = 0.2
+"""How long a put that must not wait gives the one before it to be written."""
 MAX_SPARES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how an item is put."""
+    """Where and how items are put."""
 
     channel: str
     key: Key
-    weight: float
+    shape: list[list[Any]]
+    """(weight, number of parts) of each item."""
     timeout: float
     nowait: bool
+    ack: list[str] | None
+    """(channel, token) of a lease that ends with the put."""
+    since: float
+    """When the put began, on the clock of the I/O thread; `timeout` counts from here."""
 
     @property
     def lane(self) -> tuple[str, Key]:
         """Return what puts must keep their order in."""
         return self.channel, self.key
+
+    @property
+    def patience(self) -> float:
+        """Return how many seconds the put may wait for the puts before it."""
+        return min(self.timeout, NOWAIT_SECONDS) if self.nowait else self.timeout
+
+    def left(self) -> float:
+        """Return the seconds of `timeout` that are left."""
+        return max(0.0, self.since + self.timeout - IoThread.shared().clock())
+
+    def late(self) -> Exception:
+        """Return the error of a put whose patience ended behind another put of this process."""
+        text = f"channel {self.channel!r} key {self.key!r}: an earlier large put of this process still waits for room"
+        return ChannelFull(text) if self.nowait else DeadlineExceeded(f"put on {text} after {self.timeout:g} s")
 
 
 class LargePut:
@@ -54,21 +77,27 @@ class LargePut:
     def start(self) -> None:
         """Ask for room; the rest follows from the answer."""
         target = self.target
-        sizes = [memoryview(part).nbytes for part in self._parts]
-        args = (target.channel, target.key, sizes, target.timeout)
-        granted = self._uplink.rpc.start_call(
-            "reserve", args, {"nowait": target.nowait}, timeout=target.timeout + MARGIN
-        )
+        sizes = iter([memoryview(part).nbytes for part in self._parts])
+        by_item = [list(itertools.islice(sizes, count)) for _, count in target.shape]
+        left = target.left()
+        args = (target.channel, target.key, by_item, left)
+        granted = self._uplink.rpc.start_call("reserve", args, {"nowait": target.nowait}, timeout=left + MARGIN)
         self.future.add_done_callback(lambda done: granted.cancel() if done.cancelled() else None)
         granted.add_done_callback(self._granted)
 
     def _granted(self, granted: "Future[Any]") -> None:
         if granted.cancelled() or granted.exception() is not None:
-            self._uplink.lanes.leave(self.target.lane)
-            if not granted.cancelled() and self.future.set_running_or_notify_cancel():
-                self.future.set_exception(granted.exception())
+            self._end(None if granted.cancelled() else granted.exception())
             return
-        self._uplink.copier.submit(self._write, *granted.result())
+        try:
+            self._uplink.copier.submit(self._write, *granted.result())
+        except RuntimeError:
+            self._end(InfrastructureError("the item was not put: the client was closed"))
+
+    def _end(self, error: BaseException | None) -> None:
+        self._uplink.lanes.leave(self.target.lane)
+        if error is not None and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
     def _write(self, ticket: int, segments: list[Any]) -> None:
         rpc, target = self._uplink.rpc, self.target
@@ -77,8 +106,9 @@ class LargePut:
             if self.future.cancelled():
                 rpc.start_call("abort", (ticket,), {}, idempotent=True)
                 return
-            args = (target.channel, target.key, target.weight, parts, target.timeout, ticket)
-            sent = rpc.start_call("put", args, {}, timeout=target.timeout + MARGIN, convert=self._uplink.spares.keep)
+            args = (target.channel, target.key, target.shape, parts, target.timeout, ticket)
+            options, timeout = {"ack": target.ack}, target.timeout + MARGIN
+            sent = rpc.start_call("put", args, options, timeout=timeout, convert=self._uplink.spares.keep)
             chain(sent, self.future)
         except Exception as error:  # noqa: BLE001 - the future carries it; the room must not stay taken
             rpc.start_call("abort", (ticket,), {}, idempotent=True)
@@ -98,15 +128,16 @@ class Lanes:
         self._busy: dict[tuple[str, Key], deque[LargePut | tuple[Future[None], Callable[[], Future[None]]]]] = {}
         self._lock = threading.Lock()
 
-    def enter_small(self, lane: tuple[str, Key], send: "Callable[[], Future[None]]") -> "Future[None]":
-        """Send at once, or when the lane is free."""
+    def enter_small(self, target: Target, send: "Callable[[], Future[None]]") -> "Future[None]":
+        """Send at once, or when the lane of `target` is free."""
         with self._lock:
-            queue = self._busy.get(lane)
+            queue = self._busy.get(target.lane)
             if queue is None:
                 return send()
             future: Future[None] = Future()
             queue.append((future, send))
-            return future
+        self._bound(future, target)
+        return future
 
     def enter_large(self, put: LargePut) -> None:
         """Start `put` at once, or when the lane is free; it holds the lane until `leave`."""
@@ -114,9 +145,27 @@ class Lanes:
             queue = self._busy.get(put.target.lane)
             if queue is not None:
                 queue.append(put)
-                return
-            self._busy[put.target.lane] = deque()
-        put.start()
+            else:
+                self._busy[put.target.lane] = deque()
+        if queue is not None:
+            self._bound(put.future, put.target)
+        else:
+            put.start()
+
+    def _bound(self, future: "Future[None]", target: Target) -> None:
+        """End a put that still waits in its lane when its patience does."""
+        io = IoThread.shared()
+        timer = io.call_at(target.since + target.patience, lambda: self._give_up(future, target))
+        future.add_done_callback(lambda done: timer.cancel())
+
+    def _give_up(self, future: "Future[None]", target: Target) -> None:
+        with self._lock:
+            queue = self._busy.get(target.lane, deque())
+            waiting = [entry for entry in queue if _future_of(entry) is future]
+            for entry in waiting:
+                queue.remove(entry)
+        if waiting and future.set_running_or_notify_cancel():
+            future.set_exception(target.late())
 
     def leave(self, lane: tuple[str, Key]) -> None:
         """Let the next puts of the lane go, up to and including the next large one."""
@@ -128,7 +177,7 @@ class Lanes:
                     break
                 future, send = waiting
                 if not future.cancelled():
-                    chain(send(), future)
+                    _start(send, future)
             else:
                 del self._busy[lane]
                 return
@@ -211,11 +260,18 @@ class Uplink:
         return future
 
     def _send(self, parts: list[Any], target: Target, convert: Callable[[Any], Any] | None) -> "Future[None]":
-        args = (target.channel, target.key, target.weight, parts, target.timeout)
-        options, timeout = {"nowait": target.nowait}, target.timeout + MARGIN
-        return self.lanes.enter_small(
-            target.lane, lambda: self.rpc.start_call("put", args, options, timeout=timeout, convert=convert)
-        )
+        options = {"nowait": target.nowait, "ack": target.ack}
+
+        def send() -> "Future[None]":
+            left = target.left()
+            args = (target.channel, target.key, target.shape, parts, left)
+            return self.rpc.start_call("put", args, options, timeout=left + MARGIN, convert=convert)
+
+        return self.lanes.enter_small(target, send)
+
+
+def _future_of(waiting: "LargePut | tuple[Future[None], Callable[[], Future[None]]]") -> "Future[None]":
+    return waiting.future if isinstance(waiting, LargePut) else waiting[0]
 
 
 def fill(segment: list[Any], part: Any) -> payload.Part:
@@ -223,6 +279,15 @@ def fill(segment: list[Any], part: Any) -> payload.Part:
     view = memoryview(part).cast("B")
     copy_into(SharedMemory.shared().reader.view(segment[0], 0, view.nbytes), view)
     return [segment[0], segment[1], view.nbytes]
+
+
+def _start(send: "Callable[[], Future[None]]", future: "Future[None]") -> None:
+    """Let `future` end as what `send` starts, or with the error of what cannot travel."""
+    try:
+        chain(send(), future)
+    except (TypeError, ValueError) as error:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
 
 
 def chain(inner: "Future[Any]", outer: "Future[Any]") -> None:

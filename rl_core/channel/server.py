@@ -27,15 +27,17 @@ from rl_core.transports.sockets import IoThread, Timer
 
 logger = logging.getLogger(__name__)
 
-_MEMBER_METHODS = frozenset(
+_ELASTIC_METHODS = frozenset(
     {"create", "connect", "put", "reserve", "abort", "take", "confirm", "ack", "nack", "extend", "dead"}
-    | {"depth", "full", "stats", "register", "done", "close"}
+    | {"depth", "full", "stats"}
 )
-_RUNNER_METHODS = _MEMBER_METHODS | {"consumer_lost", "set_epoch", "server_stats"}
+_ACTOR_METHODS = _ELASTIC_METHODS | {"register", "done"}
 ALLOWED_METHODS = {
-    "runner": _RUNNER_METHODS,
-    **dict.fromkeys(("actor", "rollout", "env", "supervisor"), _MEMBER_METHODS),
+    "runner": _ACTOR_METHODS | {"close", "consumer_lost", "set_epoch", "server_stats"},
+    "actor": _ACTOR_METHODS,
+    **dict.fromkeys(("rollout", "env"), _ELASTIC_METHODS),
 }
+"""Who comes and goes is no producer that a channel waits for, and the runner alone closes channels (protocol.md 2)."""
 _RECENT = 1_024
 SPARE_BYTES = 8 * 2**20
 """Up to this size a producer is lent a segment in advance."""
@@ -57,13 +59,14 @@ class ChannelServer:
         self._awaited: dict[str, list[tuple[float, IncomingCall]]] = {}
         self._tickets: dict[int, tuple[ChannelCore, Put, Peer, list[payload.Part]]] = {}
         self._numbers = itertools.count(1)
-        self._takes: dict[Peer, OrderedDict[int, tuple[ChannelCore, Take]]] = {}
+        self._undos: dict[Peer, OrderedDict[int, Callable[[], object]]] = {}
+        """How to take back what an answer gave, by request id: its caller may have given it up meanwhile."""
         self._members: dict[str, Peer] = {}
         self._timer: Timer | None = None
         self._due = math.inf
         self._io = IoThread.shared()
         self._memory = SharedMemory.shared(identity.uid if identity is not None else "")
-        names = sorted(_RUNNER_METHODS)
+        names = sorted(ALLOWED_METHODS["runner"])
         self._rpc = RpcServer(
             bind,
             {name: inline(partial(self._timely, getattr(self, f"_{name}"))) for name in names},
@@ -189,43 +192,50 @@ class ChannelServer:
         call: IncomingCall,
         channel: str,
         key: Any,
-        weight: float,
+        shape: list[list[Any]],
         parts: list[Any],
         timeout: float,
         ticket: int | None = None,
         nowait: bool = False,
+        ack: list[str] | None = None,
     ) -> None:
+        """Accept the items of `shape` [(weight, number of parts)] together; `ack` (channel, token) ends a lease with them."""
+        contents = payload.split(shape, parts)
         if ticket is not None:
-            self._hand_over(call, ticket, weight, parts)
+            self._hand_over(call, ticket, contents, parts, ack)
             return
         core, now = self._core(channel), self._clock()
-        nbytes = sum(map(payload.size, parts))
         self._check_spares(call.peer, parts)
 
         def store() -> None:
             call.on_cancel = None
             self._take_over(call.peer, parts, parts)
-            core.store(self._clock(), put, parts, weight)
-            call.reply(self._spare(call.peer, parts))
+            core.store(self._clock(), put, contents)
+            self._end_lease(ack)
+            call.reply(self._spare(call, parts))
 
-        put = Put(call.peer, key, nbytes, store, call.fail, now + timeout, now)
+        put = Put(call.peer, key, _sizes(contents), store, call.fail, now + timeout, now)
         call.on_cancel = self._undo(call, lambda: core.cancel_put(self._clock(), put))
         core.put(now, put, nowait=nowait)
 
     def _reserve(
-        self, call: IncomingCall, channel: str, key: Any, sizes: list[int], timeout: float, nowait: bool = False
+        self, call: IncomingCall, channel: str, key: Any, sizes: list[list[int]], timeout: float, nowait: bool = False
     ) -> None:
-        """Answer [ticket, segments] when there is room; segments holds [name, generation, size] or None (send it inline)."""
+        """Answer [ticket, segments] when there is room for items of parts of these `sizes`.
+
+        `segments` holds [name, generation, size] or None (send it inline) for each part.
+        """
         core, now = self._core(channel), self._clock()
 
         def grant() -> None:
-            segments = [self._segment(call.peer, size) for size in sizes]
+            segments = [self._segment(call.peer, size) for item in sizes for size in item]
             ticket = next(self._numbers)
             self._tickets[ticket] = (core, put, call.peer, [part for part in segments if part is not None])
             call.on_cancel = None
+            self._remember(call, partial(self._give_up_ticket, ticket))
             call.reply([ticket, segments])
 
-        put = Put(call.peer, key, sum(sizes), grant, call.fail, now + timeout, now)
+        put = Put(call.peer, key, tuple(map(sum, sizes)), grant, call.fail, now + timeout, now)
         call.on_cancel = self._undo(call, lambda: core.cancel_put(self._clock(), put))
         core.put(now, put, nowait=nowait)
 
@@ -235,24 +245,37 @@ class ChannelServer:
         segment = self._memory.store.lend(size, peer.link)
         return None if segment is None else [segment.name, segment.generation, size]
 
-    def _hand_over(self, call: IncomingCall, ticket: int, weight: float, parts: list[Any]) -> None:
+    def _hand_over(
+        self,
+        call: IncomingCall,
+        ticket: int,
+        contents: list[tuple[list[Any], float]],
+        parts: list[Any],
+        ack: list[str] | None,
+    ) -> None:
         entry = self._tickets.pop(ticket, None)
         if entry is None:
-            raise ChannelClosed("the reservation of this item was given up: its producer was taken for lost")
+            raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
         core, put, peer, segments = entry
-        nbytes = sum(map(payload.size, parts))
-        if nbytes != put.nbytes or any(part not in segments for part in parts if isinstance(part, list)):
-            core.cancel_put(self._clock(), put)
+        if _sizes(contents) != put.sizes or any(part not in segments for part in parts if isinstance(part, list)):
+            self._tickets[ticket] = entry
+            self._give_up_ticket(ticket)
             raise ConfigError(
-                f"the payload has {nbytes} bytes in {len(parts)} parts, the reservation was for {put.nbytes} bytes"
+                f"the items have {_sizes(contents)} bytes in {len(parts)} parts, the reservation was for {put.sizes} bytes"
             )
         self._take_over(peer, parts, segments)
         try:
-            core.store(self._clock(), put, parts, weight)
+            core.store(self._clock(), put, contents)
         except ChannelClosed:
             self._drop(parts)
             raise
-        call.reply(self._spare(peer, parts))
+        self._end_lease(ack)
+        call.reply(self._spare(call, parts))
+
+    def _end_lease(self, ack: list[str] | None) -> None:
+        """Acknowledge the lease that a put ends; a stale one is counted, one of an earlier server's channel means nothing here."""
+        if ack is not None and ack[0] in self._channels:
+            self._channels[ack[0]].ack(self._clock(), ack[1])
 
     def _take_over(self, peer: Peer, parts: list[Any], lent: list[Any]) -> None:
         """Make the segments of an accepted payload the server's; its producer holds none of `lent` any more."""
@@ -269,13 +292,17 @@ class ChannelServer:
                     "a segment of this item is not lent to its producer, which was taken for lost"
                 )
 
-    def _spare(self, peer: Peer, parts: list[Any]) -> list[Any] | None:
+    def _spare(self, call: IncomingCall, parts: list[Any]) -> list[Any] | None:
         """Return a segment for the next item like this one, so that its put needs one message; None if not worth it."""
         sizes = [part[2] for part in parts if isinstance(part, list)]
-        if len(sizes) != 1 or sizes[0] > SPARE_BYTES or not peer.link.lends:
+        link, store = call.peer.link, self._memory.store
+        if len(sizes) != 1 or sizes[0] > SPARE_BYTES or not link.lends:
             return None
-        segment = self._memory.store.lend(sizes[0], peer.link)
-        return None if segment is None else [segment.name, segment.generation, segment.size]
+        segment = store.lend(sizes[0], link)
+        if segment is None:
+            return None
+        self._remember(call, partial(store.release, segment.name, segment.generation, link))
+        return [segment.name, segment.generation, segment.size]
 
     def _abort(self, call: IncomingCall, ticket: int) -> None:
         self._give_up_ticket(ticket)
@@ -297,19 +324,22 @@ class ChannelServer:
 
     def _take(
         self, call: IncomingCall, channel: str, key: Any, kind: Any, timeout: float, confirmed: dict[str, list[str]],
-        target: float = 0.0, allow_oversize: bool = False, nowait: bool = False,
+        target: float = 0.0, allow_oversize: bool = False, nowait: bool = False, most: int = 1,
     ) -> None:  # fmt: skip
         self._confirm_all(confirmed)
         core, now = self._core(channel), self._clock()
 
         def hand_out(delivered: list[Delivered]) -> None:
             call.on_cancel = None
-            self._remember(call, core, take)
-            call.reply([self._lend(call.peer, entry) for entry in delivered])
+            undo = partial(self._take_back, call.peer, core, take)
+            self._remember(call, undo)
+            if not call.reply([self._lend(call.peer, entry) for entry in delivered]):
+                undo()  # more than a message carries
 
         take = Take(
-            call.peer, key, kind, hand_out, call.fail, now + timeout, now, target=target, allow_oversize=allow_oversize
-        )
+            call.peer, key, kind, hand_out, call.fail, now + timeout, now,
+            target=target, allow_oversize=allow_oversize, most=most,
+        )  # fmt: skip
         call.on_cancel = self._undo(call, lambda: core.cancel_take(self._clock(), take))
         core.take(now, take, nowait=nowait)
 
@@ -319,22 +349,24 @@ class ChannelServer:
             self._memory.store.share(spot.segment, spot.generation, peer.link)
         return [delivered.token, item.attempt, item.weight, item.payload]
 
-    def _remember(self, call: IncomingCall, core: ChannelCore, take: Take) -> None:
-        takes = self._takes.setdefault(call.peer, OrderedDict())
-        takes[call.id] = (core, take)
-        if len(takes) > _RECENT:
-            takes.popitem(last=False)
+    def _remember(self, call: IncomingCall, undo: Callable[[], object]) -> None:
+        undos = self._undos.setdefault(call.peer, OrderedDict())
+        undos[call.id] = undo
+        if len(undos) > _RECENT:
+            undos.popitem(last=False)
 
     def _late_cancel(self, peer: Peer, number: int) -> None:
-        """The caller gave up a take that was answered: nobody got the items."""
-        takes = self._takes.get(peer)
-        if takes is not None and number in takes:
-            core, take = takes.pop(number)
-            for delivered in take.delivered:
-                for spot in payload.placements(delivered.item.payload):
-                    self._memory.store.release(spot.segment, spot.generation, peer.link)
-            core.cancel_take(self._clock(), take)
+        """The caller gave up a request that was answered: nobody got the items, the room or the segment."""
+        undo = self._undos.get(peer, OrderedDict()).pop(number, None)
+        if undo is not None:
+            undo()
             self._arm()
+
+    def _take_back(self, peer: Peer, core: ChannelCore, take: Take) -> None:
+        for delivered in take.delivered:
+            for spot in payload.placements(delivered.item.payload):
+                self._memory.store.release(spot.segment, spot.generation, peer.link)
+        core.cancel_take(self._clock(), take)
 
     def _confirm(self, call: IncomingCall, confirmed: dict[str, list[str]]) -> None:
         self._confirm_all(confirmed)
@@ -427,7 +459,7 @@ class ChannelServer:
 
     def _peer_lost(self, peer: Peer) -> None:
         self._release(peer)
-        self._takes.pop(peer, None)
+        self._undos.pop(peer, None)
         if self._members.get(peer.name) is peer:
             del self._members[peer.name]
 
@@ -437,3 +469,8 @@ class ChannelServer:
         for core in self._channels.values():
             core.client_lost(self._clock(), peer)
         self._arm()
+
+
+def _sizes(contents: list[tuple[list[Any], float]]) -> tuple[int, ...]:
+    """Return the bytes of each item. Raises FrameError for a part that is none."""
+    return tuple(sum(map(payload.size, parts)) for parts, _ in contents)

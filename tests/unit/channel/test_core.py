@@ -3,91 +3,8 @@
 import pytest
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
-from rl_core.channel.core import ChannelCore
-from rl_core.channel.model import ChannelOptions, Put, Take
-
-
-class Process:
-    """A client of the core."""
-
-    def __init__(self, name):
-        self.name = name
-
-
-class Bench:
-    """A core with a clock to turn and faces that record what came of each operation."""
-
-    def __init__(self, **options):
-        self.now = 100.0
-        self.dropped = []
-        self.core = ChannelCore("c", ChannelOptions(**options), on_drop=self.dropped.append)
-        self.process = Process("actor:0")
-
-    def put(self, item, *, key="k", weight=0.0, nbytes=1, client=None, timeout=600.0, nowait=False):
-        outcome = []
-
-        def store():
-            try:
-                self.core.store(self.now, put, item, weight)
-                outcome.append("stored")
-            except ChannelClosed as error:
-                outcome.append(error)
-
-        put = Put(client or self.process, key, nbytes, store, outcome.append, self.now + timeout, self.now)
-        self.core.put(self.now, put, nowait=nowait)
-        return Operation(put, outcome)
-
-    def take(self, kind="get", *, key="k", client=None, timeout=600.0, nowait=False, target=0.0, allow_oversize=False):
-        outcome = []
-        take = Take(
-            client or self.process,
-            key,
-            kind,
-            outcome.append,
-            outcome.append,
-            self.now + timeout,
-            self.now,
-            target,
-            allow_oversize,
-        )
-        self.core.take(self.now, take, nowait=nowait)
-        return Operation(take, outcome)
-
-    def receive(self, **options):
-        """get and confirm."""
-        taken = self.take(**options)
-        self.core.confirm(self.now, taken.tokens)
-        return taken.items
-
-    def pass_time(self, seconds):
-        self.now += seconds
-        self.core.tick(self.now)
-
-
-class Operation:
-    def __init__(self, waiting, outcome):
-        self.waiting, self.outcome = waiting, outcome
-
-    @property
-    def done(self):
-        return bool(self.outcome)
-
-    @property
-    def result(self):
-        assert len(self.outcome) == 1, "an operation ends exactly once"
-        return self.outcome[0]
-
-    @property
-    def items(self):
-        return [entry.item.payload for entry in self.result]
-
-    @property
-    def tokens(self):
-        return [entry.token for entry in self.result]
-
-    @property
-    def attempts(self):
-        return [entry.item.attempt for entry in self.result]
+from rl_core.channel.model import ChannelOptions, Put
+from tests.unit.channel.core_bench import Bench, Process
 
 
 class TestFifo:
@@ -139,6 +56,12 @@ class TestRoom:
         assert [put.done for put in puts] == [True, True, False]
         assert bench.receive() == [1] and bench.receive() == [2]
 
+    def test_any_number_of_puts_may_wait_for_room_that_comes_at_once(self):
+        bench = Bench(maxsize=1000)
+        puts = [bench.put(number) for number in range(2000)]
+        assert bench.take(most=1000).items == list(range(1000))
+        assert all(put.done for put in puts) and bench.core.depth("k") == 1000
+
     def test_keys_do_not_share_maxsize_but_share_max_bytes(self):
         bench = Bench(maxsize=1, max_bytes=10)
         assert bench.put("a", key=1, nbytes=6).done and not bench.put("b", key=2, nbytes=6).done
@@ -164,6 +87,28 @@ class TestRoom:
     def test_an_item_larger_than_the_channel_is_refused_at_once(self):
         assert "raise max_bytes" in str(Bench(max_bytes=10).put("a", nbytes=11).result)
 
+    def test_items_put_together_wait_until_there_is_room_for_all_of_them(self):
+        bench = Bench(maxsize=3)
+        bench.put("a", "b")
+        together = bench.put("c", "d")
+        behind = bench.put("e")
+        assert not together.done and not behind.done and bench.core.depth("k") == 2
+        assert bench.receive() == ["a"]
+        assert together.done and not behind.done
+        assert [bench.receive() for _ in range(4)] == [["b"], ["c"], ["d"], ["e"]]
+        assert bench.core.bytes == 0
+
+    def test_items_put_together_that_are_more_than_a_key_holds_are_refused_at_once(self):
+        assert "put fewer" in str(Bench(maxsize=2).put(1, 2, 3).result)
+        assert "raise max_bytes" in str(Bench(max_bytes=2).put(1, 2, 3).result)
+
+    def test_cancelling_items_put_together_gives_all_their_room_up(self):
+        bench = Bench(maxsize=2, max_bytes=9)
+        bench.put("a", nbytes=3)
+        together = bench.put("b", "c", nbytes=3)
+        bench.core.cancel_put(bench.now, together.waiting)
+        assert bench.put("d", nbytes=3).done and bench.core.bytes == 6
+
     def test_a_put_that_timed_out_stores_nothing(self):
         bench = Bench(maxsize=1)
         bench.put("a")
@@ -174,12 +119,38 @@ class TestRoom:
 
     def test_room_that_is_given_up_goes_to_the_next(self):
         bench = Bench(maxsize=1)
-        admitted = Put(bench.process, "k", 1, lambda: None, lambda error: None, 1e9, bench.now)
+        admitted = Put(bench.process, "k", (1,), lambda: None, lambda error: None, 1e9, bench.now)
         bench.core.put(bench.now, admitted)
         waiting = bench.put("b")
         assert not waiting.done, "reserved room is taken"
         bench.core.cancel_put(bench.now, admitted)
         assert waiting.done
+
+
+class TestSeveralAtATime:
+    def test_a_take_gets_what_is_there_up_to_its_number_and_waits_for_the_first_only(self):
+        bench = Bench()
+        waiting = bench.take("lease", most=3)
+        assert not waiting.done
+        bench.put("a", "b")
+        assert waiting.items == ["a", "b"]
+        bench.put("c", "d", "e", "f")
+        assert bench.take("lease", most=3).items == ["c", "d", "e"] and bench.core.depth("k") == 1
+
+    def test_what_is_put_together_is_shared_by_the_takes_that_wait(self):
+        bench = Bench()
+        first, second = bench.take("lease", most=2), bench.take("lease", most=2)
+        bench.put(1, 2, 3, 4)
+        assert first.items == [1, 2] and second.items == [3, 4]
+
+    def test_each_item_has_a_lease_of_its_own(self):
+        bench = Bench()
+        bench.put("a", "b", "c")
+        lease = bench.take("lease", most=3)
+        assert bench.core.ack(bench.now, lease.tokens[0]) and bench.core.nack(bench.now, lease.tokens[1])
+        assert bench.take("lease", most=3).items == ["b"]
+        bench.core.client_lost(bench.now, bench.process)
+        assert bench.take("lease", most=3).items == ["b", "c"]
 
 
 class TestBatch:

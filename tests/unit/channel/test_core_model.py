@@ -21,7 +21,7 @@ class Process:
 
 
 class Model:
-    """stored: [(number, weight)] in order; waits: [kind, target, oversize, held numbers] in order."""
+    """stored: [(number, weight)] in order; waits: [kind, target, oversize, most, held numbers] in order."""
 
     def __init__(self):
         self.weights: dict[int, float] = {}
@@ -50,7 +50,8 @@ class Model:
         while self.stored:
             head = self.stored[0]
             if wait["kind"] != "batch":
-                wait["held"] = [self.stored.pop(0)]
+                most = wait["most"]
+                wait["held"], self.stored = self.stored[:most], self.stored[most:]
                 return True
             total = sum(self.weights[number] for number in wait["held"])
             if total + self.weights[head] > wait["target"]:
@@ -80,23 +81,29 @@ class ChannelMachine(RuleBasedStateMachine):
 
     # --- doing ---
 
-    @rule(weight=st.sampled_from([0.0, 1.0, 2.0, 5.0]))
-    def put(self, weight):
-        number, self.next_number = self.next_number, self.next_number + 1
-        put = Put(
-            self.clients[0], "k", 1, lambda: self.core.store(self.now, put, number, weight), self.fail, 1e9, self.now
-        )
+    @rule(weights=st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0]), min_size=1, max_size=3))
+    def put(self, weights):
+        numbers = range(self.next_number, self.next_number + len(weights))
+        self.next_number += len(weights)
+        contents = list(zip(numbers, weights, strict=True))
+
+        def store():
+            self.core.store(self.now, put, contents)
+
+        put = Put(self.clients[0], "k", (1,) * len(weights), store, self.fail, 1e9, self.now)
         self.core.put(self.now, put)
-        self.model.add(number, weight)
+        for number, weight in contents:
+            self.model.add(number, weight)
         self.settle()
 
     @rule(
         kind=st.sampled_from(["get", "lease", "batch"]),
         goal=st.sampled_from([0.0, 1.0, 3.0, 6.0]),
         oversize=st.booleans(),
+        most=st.integers(1, 3),
         who=st.integers(0, 1),
     )
-    def take(self, kind, goal, oversize, who):
+    def take(self, kind, goal, oversize, most, who):
         identity, self.next_take = self.next_take, self.next_take + 1
         client = self.clients[who]
 
@@ -105,8 +112,8 @@ class ChannelMachine(RuleBasedStateMachine):
             for entry in delivered:
                 self.out[entry.token] = (entry.item.payload, client, self.now + LEASE if kind == "lease" else None)
 
-        take = Take(client, "k", kind, on_items, self.fail, 1e9, self.now, goal, oversize)
-        wait = {"kind": kind, "target": goal, "oversize": oversize, "held": [], "id": identity, "client": client}
+        take = Take(client, "k", kind, on_items, self.fail, 1e9, self.now, goal, oversize, most=most)
+        wait = {"kind": kind, "target": goal, "oversize": oversize, "most": most, "held": [], "id": identity}
         self.open[identity] = (take, wait)
         self.core.take(self.now, take)
         self.model.waits.append(wait)

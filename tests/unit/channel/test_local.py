@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import itertools
+import threading
 import time
 
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, ConfigError, DeadlineExceeded
 from rl_core.channel import Channel
+from rl_core.channel.backend import Taken
+from rl_core.channel.delivery import Delivery
 from rl_core.transports import frames
 from rl_core.transports.sockets import IoThread
 
@@ -43,6 +47,69 @@ def test_the_example_of_weighted_batches(channel):
         channel.put(name, weight=weight)
     assert channel.get_batch(8) == ["a", "b"] and channel.qsize() == 1
     assert channel.get_batch(5) == [] and channel.get_batch(5, allow_oversize=True) == ["c"]
+
+
+def test_max_bytes_bounds_what_lies_in_the_channel():
+    channel = Channel.create("c", max_bytes=100, local=True)
+    channel.put({"name": "x", "rows": [np.zeros(10), (b"12345",)]})  # 90 bytes
+    with pytest.raises(ChannelFull):
+        channel.put_nowait(np.zeros(2))
+    with pytest.raises(ValueError, match="item has 104 bytes, channel 'c' holds at most 100"):
+        channel.put(np.zeros(13))
+    channel.get()
+    channel.put_nowait(np.zeros(12))
+
+
+def test_items_put_together_are_leased_together(channel):
+    channel.put_many("abc", weights=[1, 2, 3])
+    deliveries = channel.lease_many(2)
+    assert [(delivery.item, delivery.weight) for delivery in deliveries] == [("a", 1), ("b", 2)]
+    deliveries[0].nack()
+    assert [delivery.item for delivery in channel.lease_many(9)] == ["a", "c"]
+
+
+def test_a_put_ends_a_lease_of_another_channel_in_the_same_moment(channel):
+    answers = Channel.create("answers", maxsize=1, local=True)
+    channel.put_many([1, 2])
+    first, second = channel.lease_many(2)
+    answers.put("of 1", ack=first)
+    assert first.ack() is False
+    with pytest.raises(DeadlineExceeded):
+        answers.put("of 2", ack=second, timeout=0)
+    assert second.ack() is True
+
+
+def test_puts_that_end_each_others_leases_do_not_wait_for_each_other():
+    left, right = (Channel.create(name, local=True) for name in ("left", "right"))
+    for channel in (left, right):
+        channel.put_many(range(500))
+
+    def carry(source, target):
+        for _ in range(500):
+            delivery = source.lease(timeout=5)
+            target.put(delivery.item, key="out", ack=delivery)
+
+    threads = [threading.Thread(target=carry, args=pair, daemon=True) for pair in itertools.permutations((left, right))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert left.qsize("out") == right.qsize("out") == 500
+
+
+def test_a_lease_of_a_server_cannot_end_with_a_local_put(channel):
+    delivery = Delivery(object(), Taken("1", 1, 0.0, "item"), "item")
+    with pytest.raises(ValueError, match="ack must be a delivery of a local channel"):
+        channel.put("answer", ack=delivery)
+    assert channel.empty()
+
+
+@pytest.mark.parametrize(("items", "weights"), [([], None), ([1], []), ([1, 2], [1])])
+def test_a_put_of_several_needs_items_and_a_weight_each(channel, items, weights):
+    with pytest.raises(ValueError, match="one weight each"):
+        channel.put_many(items, weights)
+    with pytest.raises(ValueError, match="most must be at least 1"):
+        channel.lease_many(0)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
@@ -134,7 +201,7 @@ class TestLeases:
         assert channel.stats().stale_acks == 2
 
     def test_an_expired_lease_is_delivered_again(self):
-        channel = Channel.create("c", local=True, lease_seconds=0.05)
+        channel = Channel.create("c", local=True, lease_seconds=1.0)
         channel.put("x")
         first = channel.lease()
         second = channel.lease(timeout=10)
