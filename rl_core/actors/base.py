@@ -131,9 +131,9 @@ class Actor(Worker, ABC):
         try:
             with self.ranks.guard("computing log-probabilities"):
                 if self.cfg.algorithm.recompute_log_probs:
-                    prepared.old_log_probs = self._score(prepared.batch)
-                if self.objective.needs_reference:
-                    prepared.ref_log_probs = self.compute_ref_log_probs(prepared.batch)
+                    prepared.old_log_probs = self._score(prepared.collated)
+                if self.cfg.algorithm.needs_reference:
+                    prepared.ref_log_probs = self.compute_ref_log_probs(prepared.collated)
         except StepCancelled:
             self._leave_step()
         return None
@@ -146,7 +146,7 @@ class Actor(Worker, ABC):
     def compute_advantages_and_returns(self) -> dict[str, float]:
         """Compute the held groups' advantages; return this rank's metrics of rewards, groups and advantages."""
         prepared = self._require_batch("compute_advantages_and_returns")
-        if prepared.ref_log_probs is None and self.objective.needs_reference:
+        if prepared.ref_log_probs is None and self.cfg.algorithm.needs_reference:
             self.compute_log_probs()
         with self.ranks.guard("computing advantages"):
             reduce = self.ranks.sum if self.ranks.size > 1 else None
@@ -267,9 +267,9 @@ class Actor(Worker, ABC):
 
     def _forward_backward(self, rows: StepRows, normalizers: Any) -> dict[str, Stat]:
         columns = {name: column.to(self.compute_device) for name, column in rows.columns.items()}
-        wants_entropy = self.cfg.algorithm.loss.entropy_coefficient > 0
+        # Entropies are always told; without a coefficient they have no part in the loss, and no gradient is made of them.
         log_probs, entropy = self.score_rows(
-            rows.columns["input_ids"], rows.lengths, rows.columns["loss_mask"], entropy=wants_entropy
+            rows.columns["input_ids"], rows.lengths, rows.columns["loss_mask"], entropy=True
         )
         result = self.objective(log_probs, entropy, columns, normalizers)
         # Ranks' gradients are averaged by the backend; shares of the loss are to be summed.

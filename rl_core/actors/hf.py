@@ -36,31 +36,47 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: Any = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(
             f"model.path must be a folder with config.json, got {folder}; give a Hugging Face model folder"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} must be JSON: {error}; repair or download it again") from error
-    found = config.get("architectures") or [None]
-    if found[0] not in ARCHITECTURES:
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold an object, got {type(config).__name__}; download it again")
+    listed = config.get("architectures")
+    found = listed[0] if isinstance(listed, list) and listed else listed
+    if not isinstance(found, str) or found not in ARCHITECTURES:
         raise ConfigError(
-            f"architecture in {path} must be one of {', '.join(ARCHITECTURES)}, got {found[0]}; choose such a model"
+            f"architecture in {path} must be one of {', '.join(ARCHITECTURES)}, got {found}; choose such a model"
         )
-    return config
+    return dict(config)
 
 
 def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrainedModel":
-    """Return the causal LM on the meta device in `dtype`: no storage, tied weights tied, attention ready for packed rows."""
-    from transformers.initialization import no_init_weights
+    """Return the causal LM on the meta device in `dtype`: no storage, tied weights tied, attention ready for packed rows.
 
+    Raises ConfigError for settings that do not go together.
+    """
     architecture = config["architectures"][0]
     package = f"transformers.models.{ARCHITECTURES[architecture]}"
     model_class = getattr(importlib.import_module(f"{package}.modeling_{ARCHITECTURES[architecture]}"), architecture)
     attention.register()
-    settings = model_class.config_class.from_dict(dict(config))
-    settings._attn_implementation = attention.PACKED
+    try:
+        settings = model_class.config_class.from_dict(dict(config))
+        settings._attn_implementation = attention.PACKED
+        model = _on_meta(model_class, settings, dtype)
+    except Exception as error:  # transformers raises anything, a KeyError for an activation it does not know
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"config.json must describe a {architecture}: {told}; repair or download it again") from error
+    model.tie_weights()
+    return model
+
+
+def _on_meta(model_class: Any, settings: Any, dtype: torch.dtype) -> "PreTrainedModel":
+    from transformers.initialization import no_init_weights
+
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -68,7 +84,6 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
             model: PreTrainedModel = model_class(settings)
     finally:
         torch.set_default_dtype(default)
-    model.tie_weights()
     return model
 
 
@@ -113,16 +128,18 @@ def load_weights(model: "PreTrainedModel", folder: str | Path, aliases: Mapping[
     for name, stored in stored_as.items():
         by_file.setdefault(files[stored], []).append(name)
     for path, names in by_file.items():
-        with safe_open(path, framework="pt") as reader:
-            for name in names:
-                _fill(wanted[name], reader.get_slice(stored_as[name]), f"{name} in {path}")
+        try:
+            with safe_open(path, framework="pt") as reader:
+                for name in names:
+                    _fill(wanted[name], reader.get_slice(stored_as[name]), f"{name} in {path}")
+        except SafetensorError as error:
+            raise _broken(path, error) from error
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
     """Return tensor name -> safetensors file of a model folder. Raises ConfigError when there are none or one is broken."""
     if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
+        return _indexed_files(folder)
     path = folder / SINGLE
     if not path.is_file():
         raise ConfigError(f"model.path must hold {SINGLE} or {INDEX}, got {folder}; convert the weights to safetensors")
@@ -130,7 +147,27 @@ def weight_files(folder: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as reader:
             return dict.fromkeys(reader.keys(), path)
     except SafetensorError as error:
-        raise ConfigError(f"{path} must be a whole safetensors file: {error}; download or export it again") from error
+        raise _broken(path, error) from error
+
+
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {name: folder / file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder / INDEX} must be JSON with a weight_map of tensors to files: {error}; download it again"
+        ) from error
+    absent = sorted({path.name for path in files.values() if not path.is_file()})
+    if absent:
+        raise ConfigError(
+            f"{folder} must hold the files its {INDEX} names, got no {', '.join(absent)}; download them again"
+        )
+    return files
+
+
+def _broken(path: Path, error: SafetensorError) -> ConfigError:
+    return ConfigError(f"{path} must be a whole safetensors file: {error}; download or export it again")
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:

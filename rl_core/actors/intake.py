@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rl_core.actors.preparation import group_entry
 from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.api.records import PromptGroupRecord
+from rl_core.observability.statistics import aggregate_rollout_metrics
 
 if TYPE_CHECKING:
     from rl_core.actors.base import Actor
 
 FETCHES = 16
 """Most records asked of the channel at once."""
+REWARD = "total_reward/"
+"""Prefix of a group's metrics that mean nothing without a reward."""
 
 
 async def receive(
@@ -103,7 +106,8 @@ class _Reception:
             # else the end of an earlier step, in which this rank was complete already
 
     def _ask(self) -> None:
-        min_std, rank = self._actor.cfg.algorithm.dynamic_sampling.min_std, self._actor.ranks.rank
+        sampling, rank = self._actor.cfg.algorithm.dynamic_sampling, self._actor.ranks.rank
+        min_std = sampling.min_std if sampling.enabled else None
         entries = [group_entry(record, min_std=min_std, rank=rank) for record in self._fresh]
         self._asked, self._fresh = self._fresh, []
         self._answer = asyncio.ensure_future(_admit(self._actor, entries))
@@ -122,16 +126,12 @@ async def _admit(actor: "Actor", entries: list[dict[str, Any]]) -> list[bool]:
 
 
 def rollout_metrics(records: Sequence[PromptGroupRecord]) -> dict[str, float]:
-    """Return `rollout/*`: the groups' finite numbers averaged, of `/max` and `/min` names the extreme."""
-    gathered: dict[str, list[float]] = {}
+    """Return the groups' finite numbers as one, as `rollout/*`."""
+    finite = []
     for record in records:
-        for name, value in record.rollout_metrics.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                gathered.setdefault(name, []).append(float(value))
-    return {f"rollout/{name}": _reduce(name, values) for name, values in gathered.items()}
-
-
-def _reduce(name: str, values: list[float]) -> float:
-    if name.endswith("/max"):
-        return max(values)
-    return min(values) if name.endswith("/min") else sum(values) / len(values)
+        # All masked: no reward is not a reward of 0.
+        unrewarded = record.rollout_metrics.get(f"{REWARD}histogram") == []
+        found = record.rollout_metrics.items()
+        numbers = {name: float(v) for name, v in found if isinstance(v, int | float) and math.isfinite(v)}
+        finite.append({name: v for name, v in numbers.items() if not (unrewarded and name.startswith(REWARD))})
+    return {f"rollout/{name}": value for name, value in aggregate_rollout_metrics(finite).items()}

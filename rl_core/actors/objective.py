@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from rl_core.algorithms.aggregation import LossNormalizers
+from rl_core.algorithms.binding import option_names
 from rl_core.algorithms.kl import kl_loss
 from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
+from rl_core.algorithms.registry import resolve
 from rl_core.api.algorithm import AlgorithmSpec
 
 
@@ -22,11 +24,6 @@ class PolicyObjective:
         self._spec = algorithm.loss
         self._options = _policy_options(algorithm)
         self._aggregation: dict[str, Any] = {"aggregation": algorithm.aggregation, "max_tokens": max_tokens}
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether reference log-probabilities enter."""
-        return self._spec.kl_coefficient > 0
 
     def __call__(
         self,
@@ -49,7 +46,7 @@ class PolicyObjective:
             **shared,
         )
         kl = None
-        if self.needs_reference:
+        if self._spec.kl_coefficient > 0:
             kl = kl_loss(log_probs, columns["ref_log_probs"], mask, estimator=self._spec.kl_estimator, **shared)
         return combine_losses(
             compute_policy_loss(self._spec.name, inputs, **self._options),
@@ -61,9 +58,8 @@ class PolicyObjective:
 
 
 def _policy_options(algorithm: AlgorithmSpec) -> dict[str, Any]:
-    """Return the options the chosen policy loss honours."""
+    """Return the options the chosen policy loss honours: those it has a parameter for."""
     loss = algorithm.loss
-    if loss.name == "reinforce":
-        return {}
-    clip = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
-    return clip | {"dual_clip": loss.dual_clip} if loss.name == "ppo_clip" else clip
+    accepted, _ = option_names(resolve("loss", loss.name))
+    given = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "dual_clip": loss.dual_clip}
+    return {name: value for name, value in given.items() if name in accepted}

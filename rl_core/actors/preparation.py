@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.advantages import AdvantageInputs, clip_advantages, compute_advantages, whiten
+from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages
 from rl_core.algorithms.filtering import informative_groups, overlong_filter, sequence_error_mask
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
@@ -18,7 +18,7 @@ from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError
 from rl_core.api.records import PromptGroupRecord
-from rl_core.batching.collate import TrainingBatch, collate_groups
+from rl_core.batching.collate import TrainingBatch, collate_groups, has_failed
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -27,11 +27,14 @@ Reduce = Callable[[Tensor], Tensor]
 class PreparedBatch:
     """A rank's completions on their way to the loss."""
 
+    collated: TrainingBatch
+    """As they came: raw rewards, and every token of theirs that may train."""
     batch: TrainingBatch
+    """What trains: rewards shaped and masks narrowed by `finish`."""
     old_log_probs: Tensor | None = None
     """[B, S] of the policy before the update, when they are computed again; else the rollout's are used."""
     ref_log_probs: Tensor | None = None
-    """[B, S] of the reference policy, when the loss has a KL term."""
+    """[B, S] of the reference policy, when a KL to it enters."""
     weights: Tensor | None = None
     """[B, S] correction weights."""
     advantages: Tensor | None = None
@@ -62,25 +65,36 @@ def collate(records: Sequence[PromptGroupRecord], *, max_length: int, micro_batc
             f"actor.microBatchTokens must hold the longest row, got {micro_batch_tokens} and {batch.lengths[longest]} tokens in sample "
             f"{batch.sample_ids[longest]}; raise it, or bound rollout.maxSequenceLength"
         )
-    return PreparedBatch(batch=batch)
+    return PreparedBatch(collated=batch, batch=batch)
 
 
 def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens: int, reduce: Reduce | None) -> None:
-    """Shape rewards, narrow masks and compute weights and advantages in place; `reduce` sums over ranks."""
-    prepared.batch = _shape_rewards(prepared.batch, algorithm, max_new_tokens)
+    """Shape rewards, narrow masks and compute weights and advantages in place; `reduce` sums over ranks.
+
+    The metrics `advantages/*` are of what trains, after clip and whitening. Starts from the collated batch, so that a second call
+    changes nothing.
+    """
+    prepared.batch = _shape_rewards(prepared.collated, algorithm, max_new_tokens)
     _correct_mismatch(prepared, algorithm)
     batch = prepared.batch
+    old = batch.rollout_log_probs if prepared.old_log_probs is None else prepared.old_log_probs
+    penalty = {"kl_coefficient": algorithm.reward_kl_coefficient} if algorithm.reward_kl_coefficient > 0 else {}
     result = compute_advantages(
         algorithm.name,
-        AdvantageInputs(mask=batch.loss_mask, group_ids=batch.group_ids, valid=batch.valid, rewards=batch.rewards),
+        AdvantageInputs(
+            mask=batch.loss_mask,
+            group_ids=batch.group_ids,
+            valid=batch.valid,
+            rewards=batch.rewards,
+            log_probs=old,
+            ref_log_probs=prepared.ref_log_probs,
+        ),
+        clip=algorithm.advantage_clip,
+        whiten=algorithm.whiten,
         reduce=reduce,
+        **penalty,
     )
-    advantages, limit = result.advantages, algorithm.advantage_clip
-    if limit is not None:
-        advantages = clip_advantages(advantages, low=-limit, high=limit)
-    if algorithm.whiten:  # after the clip: whitening comes last, once
-        advantages = whiten(advantages, batch.loss_mask & batch.valid[:, None], reduce=reduce)
-    prepared.advantages = advantages
+    prepared.advantages = result.advantages
     prepared.metrics |= result.metrics
 
 
@@ -128,8 +142,11 @@ def _masked(batch: TrainingBatch, sample_mask: Tensor) -> TrainingBatch:
     return replace(batch, sample_mask=sample_mask, loss_mask=batch.loss_mask & sample_mask[:, None])
 
 
-def group_entry(record: PromptGroupRecord, *, min_std: float, rank: int) -> dict[str, Any]:
-    """Return what the runner needs to admit a finished group (protocol.md 2): versions, tokens, raw rewards, informative or not."""
+def group_entry(record: PromptGroupRecord, *, min_std: float | None, rank: int) -> dict[str, Any]:
+    """Return what the runner needs to admit a finished group (protocol.md 2): versions, tokens, raw rewards, informative or not.
+
+    `min_std` None: no group is replaced for its rewards, so none is looked at, and all count as informative.
+    """
     rewards = [float(completion.reward) for completion in record.completions]
     versions = [version for completion in record.completions for version in completion.policy_versions]
     return {
@@ -139,14 +156,15 @@ def group_entry(record: PromptGroupRecord, *, min_std: float, rank: int) -> dict
         "v_max": max(versions, default=record.end_version),
         "tokens": sum(_generated(completion.message_log) for completion in record.completions),
         "rewards": rewards,
-        "informative": _is_informative(record, min_std),
+        "informative": min_std is None or _is_informative(record, min_std),
         "rank": rank,
     }
 
 
 def _is_informative(record: PromptGroupRecord, min_std: float) -> bool:
     rewards = torch.tensor([completion.reward for completion in record.completions], dtype=torch.float32)
-    valid = torch.tensor([completion.loss_multiplier != 0 for completion in record.completions]) & rewards.isfinite()
+    may_train = [not has_failed(completion) and completion.loss_multiplier != 0 for completion in record.completions]
+    valid = torch.tensor(may_train) & rewards.isfinite()
     groups = torch.zeros(len(rewards), dtype=torch.int64)
     return bool(informative_groups(rewards, groups, valid=valid, min_std=min_std).any())
 

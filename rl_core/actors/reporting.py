@@ -85,6 +85,7 @@ class StepReport:
             "skipped_updates": float(self._counts.skipped),
             "empty_steps": float(self._counts.empty),
             "early_stopped": float(self.early_stopped),
+            "perf/tokens_per_second": tokens / seconds,  # in a job the runner puts that of the whole step here
             "perf/train_tokens_per_second": tokens / seconds,
             "perf/dp_imbalance": self.imbalance,
             **{f"time/{name}": value for name, value in self._seconds.items()},

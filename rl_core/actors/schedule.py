@@ -9,6 +9,8 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.roles import OptimizerSpec
 
 STYLES = ("constant", "linear", "cosine")
+ROUNDING = 1e-6
+"""Added before a product is cut to whole steps: 0.29 x 100 is 28.999999999999996."""
 
 
 @dataclass(slots=True)
@@ -52,7 +54,9 @@ class LRSchedule:
         """Return the schedule of `actor.optimizer` over `total` optimizer steps."""
         spec = optimizer if isinstance(optimizer, OptimizerSpec) else OptimizerSpec.model_validate(dict(optimizer))
         schedule, peak = spec.schedule, spec.learning_rate
-        warmup = schedule.warmup_steps if schedule.warmup_ratio is None else int(schedule.warmup_ratio * total)
+        warmup = schedule.warmup_steps
+        if schedule.warmup_ratio is not None:
+            warmup = int(schedule.warmup_ratio * total + ROUNDING)
         floor = schedule.min_learning_rate
         if schedule.min_learning_rate_ratio is not None:
             floor = schedule.min_learning_rate_ratio * peak

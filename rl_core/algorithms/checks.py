@@ -34,6 +34,13 @@ def require_same_shape(**tensors: Tensor | None) -> None:
             raise ValueError(f"{first} and {name} must have equal shapes, got {shape} and {other}")
 
 
+def require_token_mask(mask: Tensor) -> None:
+    """Raise TypeError unless `mask` is bool, ValueError unless it is [B, T]."""
+    require_bool(mask=mask)
+    if mask.dim() != 2:
+        raise ValueError(f"mask must have shape [B, T], got {tuple(mask.shape)}")
+
+
 def require_rows(name: str, tensor: Tensor, **others: Tensor | None) -> None:
     """Raise ValueError unless `tensor` is [B] and every given other tensor has B rows."""
     if tensor.dim() != 1:

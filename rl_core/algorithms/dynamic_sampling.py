@@ -4,6 +4,7 @@ One sampler serves one step: batches are added until it is complete, then the st
 """
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import Any
 
 from rl_core.api.errors import SamplingExhausted
@@ -82,6 +83,7 @@ class DynamicSampler:
 
 
 def _rewards(groups: Iterable[Any]) -> list[float]:
-    """Return the rewards of the samples of `groups` that may train."""
+    """Return the rewards of the samples of `groups` that may train; a failed sample has NaN."""
     records = (group for group in groups if isinstance(group, PromptGroupRecord))
-    return [sample.reward for record in records for sample in record.completions if sample.loss_multiplier > 0]
+    samples = (sample for record in records for sample in record.completions)
+    return [sample.reward for sample in samples if sample.loss_multiplier > 0 and isfinite(sample.reward)]

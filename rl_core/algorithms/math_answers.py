@@ -6,6 +6,8 @@ An answer is the last balanced `\boxed{...}`, else the text after the last `####
 import re
 from fractions import Fraction
 
+_MINUS = "\u2212"
+"""The minus sign of typeset text, read as a hyphen."""
 _MAX_DIGITS = 400
 """Longer digit strings are compared as text: exact arithmetic on them would cost what a hostile completion likes."""
 _DECIMAL = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)")
@@ -25,7 +27,7 @@ def extract_answer(response: str) -> str | None:
     marked = _marked_answer(response)
     if marked is not None:
         return marked
-    numbers = _NUMBER.findall(response)
+    numbers = _NUMBER.findall(response.replace(_MINUS, "-"))
     return numbers[-1] if numbers else None
 
 
@@ -68,7 +70,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _normal(text: str) -> str:
-    text = _NOISE.sub("", text.replace("\u2212", "-")).rstrip(".")
+    text = _NOISE.sub("", text.replace(_MINUS, "-")).rstrip(".")
     text = text.removesuffix("%").removesuffix("\\").rstrip(".")
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")

@@ -138,6 +138,11 @@ def collate_groups(
     )
 
 
+def has_failed(completion: Completion) -> bool:
+    """Return whether the sample ended in an error or got no reward, so that its reward says nothing."""
+    return completion.finish_reason == FinishReason.ERROR or math.isnan(completion.reward)
+
+
 @dataclass(frozen=True, slots=True)
 class _Sample:
     record: PromptGroupRecord
@@ -174,8 +179,7 @@ def _usable(sample: _Sample) -> bool:
         raise DataError(
             f"sample {sample.name}: reward must be finite, or NaN for a failed sample, got {completion.reward}"
         )
-    failed = completion.finish_reason == FinishReason.ERROR or math.isnan(completion.reward)
-    return not failed and completion.loss_multiplier != 0
+    return not has_failed(completion) and completion.loss_multiplier != 0
 
 
 def _placement(

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 PUBLISHED = re.compile(r"step-(\d{8,})")
 STAGING = re.compile(r"\.step-(\d{8,})\.(\d+)")
 TRASH = ".trash-"
+LOST = "lost-"
 FENCE = ".epoch"
 
 
@@ -121,6 +122,8 @@ class CheckpointStore:
                 target = self._rename(folder, step)
         except OSError as error:
             self.abort(folder)
+            with suppress(OSError):
+                self._check_fence(epoch)  # a newer writer has cleared the folder away
             raise write_failure(f"checkpoint of step {step}", folder, error) from error
         except EpochFenced:
             self.abort(folder)
@@ -162,9 +165,30 @@ class CheckpointStore:
         """
         if resume == "none":
             return None
+        if resume == "auto" and self._folders(STAGING):
+            with self._locked():
+                self._recover()
         checkpoint = self.latest() if resume == "auto" else _at(Path(resume))
         self._resumed = checkpoint.path.resolve() if checkpoint else None
         return checkpoint
+
+    def set_aside_after(self, step: int, epoch: int) -> list[int]:
+        """Hide the checkpoints after `step`, which a resume from `step` leaves behind; return their steps.
+
+        They stay on the disk as `lost-step-...` (`.1`, `.2` where a name is taken), seen by nobody: else they would be the newest of a
+        history that is not theirs.
+        Raises EpochFenced when a newer epoch writes here.
+        """
+        newer = sorted(path for path in self._folders(PUBLISHED) if _step_of(path) > step)
+        if newer:
+            with self._locked():
+                self._raise_fence(epoch)
+                for path in newer:
+                    name = f"{LOST}{path.name}"
+                    taken = sum(other.name.partition(".")[0] == name for other in self.root.iterdir())
+                    path.rename(self.root / (f"{name}.{taken}" if taken else name))
+                sync_folder(self.root)
+        return [_step_of(path) for path in newer]
 
     # Inside -------------------------------------------------------------------------------------------------------
 
@@ -231,17 +255,18 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Finish or remove what a killed writer left: its staging folders and trash."""
+        self._recover()
         for path in self._folders(STAGING):
-            step, _ = _parse_staging(path)
-            replaced = self.root / f"{TRASH}step-{step:08d}"
-            target = self.root / f"step-{step:08d}"
-            # Killed between the two renames of a replacement: the old one is in the trash, the new one is whole.
-            if replaced.exists() and not target.exists() and self._inspect(path):
-                path.rename(target)
-                sync_folder(self.root)
-            else:
-                shutil.rmtree(path)
+            shutil.rmtree(path)
         self._empty_trash()
+
+    def _recover(self) -> None:
+        """Finish a replacement whose writer was killed between its two renames: the old one is in the trash, the new one is whole."""
+        for path in self._folders(STAGING):
+            name = f"step-{_parse_staging(path)[0]:08d}"
+            if (self.root / f"{TRASH}{name}").exists() and not (self.root / name).exists() and self._inspect(path):
+                path.rename(self.root / name)
+                sync_folder(self.root)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -268,6 +293,10 @@ class CheckpointStore:
         fresh = fence.with_suffix(".new")
         write_file(fresh, str(epoch).encode())
         fresh.rename(fence)
+
+
+def _step_of(published: Path) -> int:
+    return int(published.name.removeprefix("step-"))
 
 
 def _parse_staging(folder: Path) -> tuple[int, int]:

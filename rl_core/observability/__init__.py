@@ -1,1 +1,1 @@
-"""Logging, metrics, timers, trackers."""
+"""Logging, events, trackers, statistics."""

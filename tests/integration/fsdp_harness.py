@@ -2,10 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from rl_core.launch.ports import free_ports
 
 HERE = Path(__file__).parent
 
@@ -25,10 +26,8 @@ def run_here(name: str, spec: dict, verbs: list) -> dict:
 
 def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict]:
     """Run the scenarios on `world_size` processes; return what each saw by scenario, {} for one that wrote nothing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    port = str(free_ports().master)
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     processes, outputs = [], []
     for rank in range(world_size):
         out, file = folder / f"rank-{rank}.out.json", folder / f"rank-{rank}.json"
@@ -38,7 +37,7 @@ def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict
         outputs.append(out)
     try:
         for process in processes:
-            process.wait(timeout=150)
+            process.wait(timeout=600)
     finally:
         for process in processes:
             process.kill()

@@ -39,7 +39,7 @@ class FSDPActor(FSDPModelManager, Actor):
         if self.compute_device.type == "cpu":
             keep_freed_memory()
         self.setup_model_and_optimizer()
-        if self.objective.needs_reference:
+        if self.cfg.algorithm.needs_reference:
             self._reference = ReferencePolicy(list(self.model.parameters()))
         if self.ranks.rank == 0 and self.job is not None:
             from rl_core.weights.publisher import WeightPublisher  # its compiled kernels are needed on this rank only

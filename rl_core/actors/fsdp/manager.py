@@ -103,6 +103,11 @@ class FSDPModelManager(Residency):
                     module.eval()
                 if hasattr(module, "attention_dropout"):
                     module.attention_dropout = 0.0
+        elif self.cfg.algorithm.recompute_log_probs and (rate := _dropout(model)) > 0:
+            raise ConfigError(
+                f"actor.dropout must be false with algorithm.recomputeLogProbs, whose ratios it would fill with noise, got true and "
+                f"a model with dropout {rate}; remove one of them"
+            )
         if self.cfg.actor.gradient_checkpointing:
             if not getattr(model, "supports_gradient_checkpointing", False):
                 raise ConfigError(
@@ -155,9 +160,9 @@ class FSDPModelManager(Residency):
         """Clip and apply the gradients; return the norm before clipping and each group's learning rate in this step.
 
         A norm that is not finite on any rank changes nothing on all: gradients are zeroed and the skip is counted.
-        Raises DataError after more than `actor.maxConsecutiveSkips` skips in a row.
+        Raises DataError after more than `actor.maxConsecutiveSkips` skips in a row, RuntimeError while weights or moments are offloaded.
         """
-        self._require_loaded("optimizer_step")
+        self._require_loaded("optimizer_step", moments=True)
         parameters = list(self.model.parameters())
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         norm = math.sqrt(float(self.ranks.sum(self.strategy.grad_norm(parameters).cpu())))
@@ -262,6 +267,15 @@ class FSDPModelManager(Residency):
                 for _ in tensors:
                     pass
             self.ranks.barrier()
+
+
+def _dropout(model: nn.Module) -> float:
+    """Return the largest dropout rate of the model."""
+    rates = [
+        module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+        for module in model.modules()
+    ]
+    return max(map(float, rates))
 
 
 def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:

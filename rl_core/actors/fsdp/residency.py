@@ -94,9 +94,11 @@ class Residency:
             if moments:
                 self.offload_optimizer()
 
-    def _require_loaded(self, doing: str) -> None:
+    def _require_loaded(self, doing: str, *, moments: bool = False) -> None:
         if self.is_weight_offloaded:
             raise RuntimeError(f"{doing} needs the weights, which are offloaded; call load_param_and_grad first")
+        if moments and self.is_optimizer_offloaded:
+            raise RuntimeError(f"{doing} needs the moments, which are offloaded; call load_optimizer first")
 
     def _grads_wait(self) -> bool:
         grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]

@@ -9,51 +9,81 @@ from rl_core.algorithms.advantages.groups import (
     checked_rewards,
     group_metrics,
     group_statistics,
+    per_row,
     reward_metrics,
     token_metrics,
 )
 from rl_core.algorithms.advantages.registered import SELF_WHITENING
 from rl_core.algorithms.advantages.types import AdvantageInputs, AdvantageResult, Reduce
+from rl_core.algorithms.advantages.whitening import clip_advantages
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
 from rl_core.algorithms.binding import option_names, require_options
+from rl_core.algorithms.checks import require_bool, require_rows
 from rl_core.algorithms.registry import resolve
 from rl_core.algorithms.stats import Stat
 
+TOKEN_METRICS = frozenset(f"{name}/{kind}" for name in ("advantages", "returns") for kind in ("mean", "max", "min"))
+"""Made here for every estimator, over what trains."""
+
 
 def compute_advantages(
-    name: str, inputs: AdvantageInputs, *, whiten: bool = False, reduce: Reduce | None = None, **options: Any
+    name: str,
+    inputs: AdvantageInputs,
+    *,
+    clip: float | None = None,
+    whiten: bool = False,
+    reduce: Reduce | None = None,
+    **options: Any,
 ) -> AdvantageResult:
     """Return the advantages of the registered estimator `name` and the metrics all estimators share.
 
+    `clip` bounds them to +- itself, before they are whitened, also by an estimator that whitens (gdpo excepted, which has to).
     `whiten` whitens over the trainable tokens of valid rows of all ranks; `reduce` sums over ranks (None = this rank).
+    Invalid rows have advantage 0 and enter no metric, whatever the estimator makes of them.
     Raises ValueError for an unknown name or option, a missing input, and `whiten` on an estimator that whitens itself.
     """
     estimator = resolve("advantage", name)
     require_options("advantage", name, estimator, options)
     if whiten and estimator in SELF_WHITENING:
         raise ValueError(f"whiten must be false for {name}, which already whitens, got true; remove it")
-    if "reduce" in option_names(estimator)[0]:
+    accepted, _ = option_names(estimator)
+    if clip is not None and estimator in SELF_WHITENING and "whiten" in accepted:
+        whiten, options["whiten"] = True, False
+    if "reduce" in accepted:
         options["reduce"] = reduce
     result: AdvantageResult = estimator(inputs, **options)
-    trainable = _trainable(inputs, result.advantages)
-    advantages = whiten_values(result.advantages, trainable, reduce=reduce) if whiten else result.advantages
+    valid = _valid_steps(inputs, result.advantages)
+    trainable = _mask(inputs, result.advantages) & valid
+    # Not every estimator looks at `valid`; an invalid row trains nothing whichever it is.
+    advantages = torch.where(valid, result.advantages, 0.0)
+    if clip is not None:
+        advantages = clip_advantages(advantages, low=-clip, high=clip)
+    if whiten:
+        advantages = whiten_values(advantages, trainable, reduce=reduce)
+    complete = {"rewards/mean", "groups/total"} <= set(result.metrics)
     metrics = {
-        **({} if "groups/total" in result.metrics else _shared_metrics(inputs)),
+        **({} if complete else _shared_metrics(inputs)),
+        **{name: stat for name, stat in result.metrics.items() if name not in TOKEN_METRICS},
         **token_metrics("returns", result.returns, trainable),
-        **result.metrics,
         **token_metrics("advantages", advantages, trainable),
     }
     return AdvantageResult(advantages, result.returns, metrics)
 
 
-def _trainable(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
-    """Return where `advantages` train; embodied masks come as [B, N, C] for advantages [B, N * C]."""
-    mask = inputs.mask
-    if inputs.valid is not None:
-        mask = mask & inputs.valid.reshape(-1, *[1] * (mask.dim() - 1))
-    if mask.numel() == advantages.numel():
-        return mask.reshape(advantages.shape)
+def _mask(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
+    """Return the mask in the shape of `advantages`; embodied masks come as [B, N, C] for advantages [B, N * C]."""
+    if inputs.mask.numel() == advantages.numel():
+        return inputs.mask.reshape(advantages.shape)
     return torch.ones_like(advantages, dtype=torch.bool)
+
+
+def _valid_steps(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
+    """Return `valid` [B] in the shape of `advantages`, all true without it."""
+    if inputs.valid is None:
+        return torch.ones_like(advantages, dtype=torch.bool)
+    require_bool(valid=inputs.valid)
+    require_rows("valid", inputs.valid, advantages=advantages)
+    return per_row(inputs.valid, advantages).expand_as(advantages)
 
 
 def _shared_metrics(inputs: AdvantageInputs) -> dict[str, Stat]:

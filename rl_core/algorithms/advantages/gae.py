@@ -6,7 +6,7 @@ from torch import Tensor
 from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.recurrence import decayed_suffix_sums, next_trainable
 from rl_core.algorithms.advantages.types import AdvantageResult
-from rl_core.algorithms.checks import require_bool, require_float32, require_rows, require_same_shape
+from rl_core.algorithms.checks import require_float32, require_rows, require_same_shape, require_token_mask
 
 
 def gae_advantages(
@@ -32,7 +32,7 @@ def gae_advantages(
                 f"gamma and lam must be 1 without values, got {gamma} and {lam}; pass values or set both to 1"
             )
         values = torch.zeros_like(token_rewards, dtype=torch.float32)
-    require_bool(mask=mask)
+    require_token_mask(mask)
     require_float32(values=values)
     require_same_shape(token_rewards=token_rewards, values=values, mask=mask)
     rewards, kept = (torch.where(mask, tensor.detach().double(), 0.0) for tensor in (token_rewards, values))

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages.group_relative import grpo_advantages, spread
-from rl_core.algorithms.advantages.groups import token_metrics
+from rl_core.algorithms.advantages.groups import per_row, token_metrics
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten
 from rl_core.algorithms.checks import require_bool, require_rows
 from rl_core.algorithms.stats import Stat
 
-_GROUP_METRICS = ("groups/total", "rows/total", "rows/invalid")
+_GROUP_METRICS = ("groups/total", "groups/degenerate", "rows/total", "rows/invalid")
 
 
 def gdpo_advantages(
@@ -46,7 +46,7 @@ def gdpo_advantages(
         }
     trusted = one_column.squeeze(1) if valid is None else valid
     advantages = spread(whiten(row, trusted, reduce=reduce), mask)
-    metrics |= token_metrics("advantages", advantages, mask & trusted.unsqueeze(1))
+    metrics |= token_metrics("advantages", advantages, mask & per_row(trusted, mask))
     return AdvantageResult(advantages, None, metrics)
 
 

@@ -8,6 +8,7 @@ from rl_core.algorithms.advantages.groups import (
     checked_rewards,
     group_metrics,
     group_statistics,
+    per_row,
     reward_metrics,
     token_metrics,
 )
@@ -51,7 +52,7 @@ def grpo_advantages(
     metrics = {
         **reward_metrics(clean, valid),
         **group_metrics(statistics),
-        **token_metrics("advantages", advantages, mask & valid.unsqueeze(1)),
+        **token_metrics("advantages", advantages, mask & per_row(valid, mask)),
     }
     return AdvantageResult(advantages, None, metrics)
 
@@ -73,12 +74,12 @@ def raw_advantages(rewards: Tensor, mask: Tensor, *, valid: Tensor | None = None
     advantages = spread(clean, mask)
     metrics = {
         **reward_metrics(clean, valid),
-        **token_metrics("advantages", advantages, mask & valid.unsqueeze(1)),
+        **token_metrics("advantages", advantages, mask & per_row(valid, mask)),
     }
     return AdvantageResult(advantages, None, metrics)
 
 
 def spread(row_values: Tensor, mask: Tensor) -> Tensor:
-    """Return `row_values` [B] copied to the true entries of `mask` [B, T] as float32, 0 elsewhere."""
+    """Return `row_values` [B] copied to the true entries of `mask` [B, T] (or [B, N, C]) as float32, 0 elsewhere."""
     require_rows("row values", row_values, mask=mask)
-    return torch.where(mask, row_values.float().unsqueeze(1), 0.0)
+    return torch.where(mask, per_row(row_values.float(), mask), 0.0)

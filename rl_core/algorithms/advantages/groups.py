@@ -96,6 +96,11 @@ def group_metrics(statistics: GroupStatistics) -> dict[str, Stat]:
     }
 
 
+def per_row(row_values: Tensor, like: Tensor) -> Tensor:
+    """Return `row_values` [B] as a view that broadcasts against the rows of `like` [B, ...]."""
+    return row_values.reshape(-1, *[1] * (like.dim() - 1))
+
+
 def token_metrics(name: str, values: Tensor | None, mask: Tensor) -> dict[str, Stat]:
     """Return `{name}/{mean,max,min}` of per-token `values` where `mask`; nothing for None."""
     if values is None:

@@ -16,9 +16,9 @@ from rl_core.algorithms.advantages.groups import (
 )
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
-from rl_core.algorithms.checks import require_bool, require_choice, require_rows, require_same_shape
+from rl_core.algorithms.checks import require_choice, require_rows, require_same_shape, require_token_mask
 from rl_core.algorithms.kl import kl_penalty
-from rl_core.algorithms.stats import Stat
+from rl_core.algorithms.stats import Stat, mean_stat
 
 BASELINES = ("none", "group_mean")
 
@@ -40,12 +40,12 @@ def reinforce_plus_plus_advantages(
     """Return the sum of rewards at and after each trainable token, whitened over all ranks' tokens, [B, T] float32.
 
     The reward [B] stands at the row's last trainable token; `kl_coefficient` times the per-token KL is taken off each
-    token. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
+    token and told as `kl`. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
     whitening. Source: Hu, "REINFORCE++" (2025).
     Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL without log-probabilities.
     """
     require_choice("baseline", baseline, BASELINES)
-    require_bool(mask=mask)
+    require_token_mask(mask)
     clean, valid = checked_rewards(rewards, valid, mask=mask, group_ids=group_ids)
     metrics = reward_metrics(clean, valid)
     if baseline == "group_mean":
@@ -54,7 +54,9 @@ def reinforce_plus_plus_advantages(
     trainable = mask & valid.unsqueeze(1)
     token_rewards = _terminal(clean, trainable)
     if kl_coefficient:
-        token_rewards = token_rewards - kl_coefficient * _token_kl(log_probs, ref_log_probs, trainable, kl_estimator)
+        kl = _token_kl(log_probs, ref_log_probs, trainable, kl_estimator)
+        token_rewards = token_rewards - kl_coefficient * kl
+        metrics["kl"] = mean_stat(kl, trainable)
     returns = torch.where(trainable, suffix_sums(token_rewards), 0.0).float()
     advantages = whiten_values(returns, trainable, reduce=reduce) if whiten else returns
     metrics |= token_metrics("advantages", advantages, trainable) | token_metrics("returns", returns, trainable)
@@ -63,7 +65,7 @@ def reinforce_plus_plus_advantages(
 
 def place_terminal_reward(rewards: Tensor, mask: Tensor) -> Tensor:
     """Return [B, T] float32 with each row's reward [B] at its last trainable token, 0 elsewhere and in empty rows."""
-    require_bool(mask=mask)
+    require_token_mask(mask)
     require_rows("rewards", rewards, mask=mask)
     return _terminal(rewards.detach(), mask).float()
 

@@ -17,8 +17,8 @@ class ClippedLoss:
     clipped_ratio: Tensor
     clipped: Tensor
     """bool: the clipped branch is strictly larger."""
-    dual_clipped: Tensor | None
-    """bool: the dual clip bounds the loss; None without dual clip."""
+    dual_clipped: Tensor
+    """bool: the dual clip bounds the loss; nowhere without dual clip."""
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None, log_ratio_clamp: float | None) -> None:
@@ -63,7 +63,7 @@ def clipped_surrogate(
     clipped = limited > plain
     values = torch.where(clipped, limited, plain)
     if dual_clip is None:
-        return ClippedLoss(values, clipped_ratio, clipped, None)
+        return ClippedLoss(values, clipped_ratio, clipped, torch.zeros_like(clipped))
     bound = -advantages * dual_clip
     dual_clipped = (advantages < 0) & (values > bound)
     return ClippedLoss(torch.where(dual_clipped, bound, values), clipped_ratio, clipped, dual_clipped)
@@ -80,14 +80,12 @@ def ratio_metrics(
 ) -> dict[str, Stat]:
     """Return a ratio-based loss's metrics over trainable tokens; `approx_kl` is the unclamped mean of old - new."""
     count = mask.sum()
-    metrics = {
+    return {
         "ratio_mean": mean_stat(ratio, mask, count),
         **extreme_stats(ratio, mask, prefix="ratio_"),
         "clipped_ratio": mean_stat(clipped.clipped_ratio, mask, count),
         "clip_fraction": mean_stat(clipped.clipped, mask, count),
+        "dual_clip_fraction": mean_stat(clipped.dual_clipped, mask, count),
         "approx_kl": mean_stat(old_log_probs - log_probs.detach(), mask, count),
         "log_ratio_clamp_fraction": mean_stat(clamp_fraction, mask, count),
     }
-    if clipped.dual_clipped is not None:
-        metrics["dual_clip_fraction"] = mean_stat(clipped.dual_clipped, mask, count)
-    return metrics

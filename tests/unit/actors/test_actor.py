@@ -115,11 +115,22 @@ def test_training_raises_the_probability_of_what_was_rewarded(make_actor, record
     assert preference() > before + 1
 
 
+def test_the_entropy_is_told_without_a_coefficient_and_has_no_part_in_the_loss(make_actor, records):
+    plain, weighed = (train(make_actor(algorithm__loss={"entropyCoefficient": c}), records) for c in (0.0, 0.5))
+    assert plain["actor/entropy"] == pytest.approx(weighed["actor/entropy"], abs=1e-6) and plain["actor/entropy"] > 0
+    assert plain["actor/loss"] == pytest.approx(plain["actor/policy_loss"], abs=1e-7)
+    assert weighed["actor/grad_norm"] != pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+
+
 def test_metrics_are_complete_and_finite(make_actor, records):
     metrics = train(make_actor(algorithm__loss={"klCoefficient": 0.1, "entropyCoefficient": 0.01}), records)
     wanted = ("loss", "policy_loss", "kl", "entropy", "clip_fraction", "ratio_mean", "grad_norm", "lr")
     wanted += ("update_success", "skipped_updates", "empty_steps", "early_stopped")
-    assert {f"actor/{name}" for name in wanted} | {"perf/padding_waste", "perf/dp_imbalance"} <= metrics.keys()
+    assert {f"actor/{name}" for name in wanted} | {
+        "perf/tokens_per_second",
+        "perf/padding_waste",
+        "perf/dp_imbalance",
+    } <= metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -166,6 +177,49 @@ def test_no_reference_is_kept_without_a_kl_term(make_actor, records):
     actor.load_batch(records)
     with pytest.raises(RuntimeError, match="klCoefficient"):
         actor.compute_ref_log_probs(actor.prepared.batch)
+
+
+def test_functions_of_the_user_train_as_the_built_in_ones_they_call(make_actor, records, tmp_path, monkeypatch):
+    """The loss gets the clip it has a parameter for, and nothing else."""
+    (tmp_path / "own_code.py").write_text(
+        "from rl_core.algorithms import compute_advantages, compute_policy_loss\n"
+        "def advantage(inputs):\n    return compute_advantages('rloo', inputs)\n"
+        "def loss(inputs, *, clip_high):\n    return compute_policy_loss('ppo_clip', inputs, clip_low=0.1, clip_high=clip_high)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    bounds = {"clipLow": 0.1, "clipHigh": 0.3}
+    changes = {"algorithm__optimizerStepsPerBatch": 2, "actor__optimizer": {"learningRate": 1e-2}}
+    built_in = train(make_actor(**changes, algorithm__name="rloo", algorithm__loss=bounds), records)
+    loss = bounds | {"name": "own_code:loss", "clipLow": 0.9}
+    own = train(make_actor(**changes, algorithm__name="own_code:advantage", algorithm__loss=loss), records)
+    assert {k: v for k, v in own.items() if not k.startswith(NOT_SUMS)} == {
+        k: v for k, v in built_in.items() if not k.startswith(NOT_SUMS)
+    }
+
+
+def test_the_kl_in_the_rewards_is_taken_off_token_by_token_before_the_one_whitening(make_actor, records):
+    actor = make_actor(
+        algorithm__name="reinforce_plus_plus",
+        algorithm__rewardKlCoefficient=0.5,
+        algorithm__recomputeLogProbs=True,
+        actor__optimizer={"learningRate": 1e-2},
+    )
+    train(actor, records)  # else policy and reference are the same
+    actor.load_batch(records)
+    actor.compute_log_probs()
+    actor.compute_advantages_and_returns()
+    prepared = actor.prepared
+    mask, difference = prepared.batch.loss_mask, (prepared.old_log_probs - prepared.ref_log_probs).double()
+    assert difference[mask].abs().max() > 1e-3
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, reward in enumerate(prepared.batch.rewards.tolist()):
+        for token in mask[row].nonzero().flatten().tolist():
+            later = mask[row, token:]
+            expected[row, token] = reward - 0.5 * difference[row, token:][later].sum()
+    values = expected[mask]
+    expected[mask] = (values - values.mean()) / values.std(correction=0)
+    torch.testing.assert_close(prepared.advantages.double(), expected, atol=1e-4, rtol=1e-4)
+    assert float(prepared.metrics["kl"]) == pytest.approx(difference[mask].mean().item(), abs=1e-6)
 
 
 def test_several_optimizer_steps_use_the_same_old_log_probabilities(make_actor, records):
@@ -216,6 +270,36 @@ def test_overlong_and_scaled_rewards_reach_the_advantages(make_actor, records):
     batch = actor.prepared.batch
     assert not batch.loss_mask[0].any() and not batch.valid[0]
     assert batch.rewards[batch.valid].max() == 1.0 and batch.raw_rewards[batch.valid].max() == 2.0
+
+
+def test_advantage_metrics_are_of_what_trains_and_a_second_call_changes_nothing(make_actor, records):
+    actor = make_actor(
+        algorithm__advantageClip=0.5,
+        algorithm__whiten=True,
+        algorithm__rewardScale={"sourceMin": 0, "sourceMax": 1, "targetMin": 0.5, "targetMax": 3},
+    )
+    actor.load_batch(records)
+    metrics = actor.compute_advantages_and_returns()
+    advantages = actor.prepared.advantages
+    trained = advantages[actor.prepared.batch.loss_mask]
+    found = [metrics[f"advantages/{kind}"] for kind in ("mean", "max", "min")]
+    assert found == pytest.approx([trained.mean().item(), trained.max().item(), trained.min().item()], abs=1e-6)
+    assert actor.compute_advantages_and_returns() == metrics
+    assert torch.equal(actor.prepared.advantages, advantages)
+
+
+def test_a_second_call_penalises_the_rows_that_the_first_one_masked(make_actor, records):
+    for record in records:
+        record.completions[0].truncated = True
+    actor = make_actor(algorithm__overlong={"buffer": 4, "filter": True, "keepInBaseline": True})
+    actor.response_limit = 6
+    actor.load_batch(records)
+    actor.compute_advantages_and_returns()
+    rewards, advantages = actor.prepared.batch.rewards, actor.prepared.advantages
+    assert (rewards < actor.prepared.batch.raw_rewards).any()
+    actor.compute_advantages_and_returns()
+    torch.testing.assert_close(actor.prepared.batch.rewards, rewards, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(actor.prepared.advantages, advantages)
 
 
 def test_mismatched_rows_are_dropped_and_others_weighed(make_actor, records):
@@ -311,11 +395,12 @@ async def test_refused_groups_are_replaced_by_the_next_and_never_train(guarded):
     guarded.refused = frozenset({"0-1"})
     records = [actor_samples.make_record(group) for group in range(4)]
     records[0].rollout_metrics = {"turns/mean": 2.0, "turns/max": 3, "name": "x", "turns/histogram": [1]}
-    records[2].rollout_metrics = {"turns/mean": 4.0, "turns/max": 2}
+    records[2].rollout_metrics = {"turns/mean": 4.0, "turns/max": 2, "total_turns": 3}
+    records[3].rollout_metrics = {"total_turns": 2, "total_reward/mean": 0.0, "total_reward/histogram": []}
     metrics = await guarded.recv_batch(Shelf([{"end_of_step": 4}, *records]), 3, 5)
     assert guarded.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
     assert [entry["group_id"] for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
-    assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0}
+    assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0, "rollout/total_turns": 5.0}
 
 
 async def test_outside_a_job_every_group_is_taken(make_spec):
@@ -354,3 +439,6 @@ def test_an_entry_tells_the_runner_what_admission_needs():
     for completion in record.completions:
         completion.reward = 1.0
     assert group_entry(record, min_std=0.0, rank=1)["informative"] is False
+    record.completions[0].reward = 0.0  # its finish reason is an error: no training row comes of it
+    assert group_entry(record, min_std=0.0, rank=1)["informative"] is False
+    assert group_entry(record, min_std=None, rank=1)["informative"] is True

@@ -140,13 +140,41 @@ def test_weights_that_do_not_fit_the_config_are_listed(copy, change, message):
         ),
         (lambda f: (f / "model.safetensors").unlink(), "convert the weights to safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\x00" * 50), "whole safetensors file"),
+        (lambda f: (f / "config.json").write_text("[]"), "hold an object, got list"),
+        (lambda f: change_config(f, num_hidden_layers=3), r"describe a Qwen2ForCausalLM: .*layer_types"),
+        (lambda f: change_config(f, hidden_act="nope"), r"describe a Qwen2ForCausalLM: KeyError: 'nope'"),
+        (lambda f: change_config(f, architectures=5), "architecture in .* got 5"),
+        (lambda f: (f / hf.INDEX).write_text("{"), "JSON with a weight_map"),
+        (lambda f: (f / hf.INDEX).write_text("{}"), "JSON with a weight_map"),
+        (lambda f: use_index(f).unlink(), r"files its .*, got no model-1\.safetensors"),
+        (lambda f: truncate(use_index(f)), "whole safetensors file"),
     ],
-    ids=["no config", "no json", "architecture", "no weights", "broken weights"],
+    ids=[
+        *("no config", "no json", "architecture", "no weights", "broken weights", "no object", "contradiction"),
+        *("activation", "architecture no list"),
+        *("index no json", "index empty", "file absent", "file cut"),
+    ],
 )
 def test_folders_that_are_no_model_are_refused_with_a_way_out(copy, harm, message):
     harm(copy)
     with pytest.raises(ConfigError, match=message):
         load(copy)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def use_index(folder):
+    """Rename the weights to a file that an index names; return it."""
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / hf.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-1.safetensors")}))
+    return (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 def export_model(model, source, target, dtype=torch.float32):

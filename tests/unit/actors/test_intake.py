@@ -16,7 +16,9 @@ class Rank:
     """What `receive` needs of an actor; the runner refuses `refused` and answers while `open` is set."""
 
     def __init__(self, *refused: str) -> None:
-        self.cfg = SimpleNamespace(algorithm=SimpleNamespace(dynamic_sampling=SimpleNamespace(min_std=1e-6)))
+        self.cfg = SimpleNamespace(
+            algorithm=SimpleNamespace(dynamic_sampling=SimpleNamespace(enabled=True, min_std=1e-6))
+        )
         self.ranks = SimpleNamespace(rank=0)
         self.stand_alone = False
         self.refused = set(refused)

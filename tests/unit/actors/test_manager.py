@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -240,6 +241,26 @@ def test_a_save_that_finds_no_room_is_an_infrastructure_error(make_manager, tmp_
     (tmp_path / "actor.json").symlink_to("/dev/full")
     with pytest.raises(InfrastructureError, match="step 3, part of actor rank 0 could not be written .*No space left"):
         manager.save_checkpoint(str(tmp_path), 3)
+
+
+def test_dropout_beside_recomputed_log_probs_is_refused_where_the_model_has_any(make_spec, model_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    wanted = {"actor__dropout": True, "algorithm__recomputeLogProbs": True}
+    FSDPModelManager(make_spec(**wanted), 1, 0).setup_model_and_optimizer()
+    with pytest.raises(ConfigError, match=r"actor\.dropout must be false .*dropout 0\.1"):
+        FSDPModelManager(make_spec(**wanted, model__path=str(folder)), 1, 0).setup_model_and_optimizer()
+
+
+def test_a_step_without_its_moments_is_refused_before_anything_changes(make_manager):
+    manager = make_manager()
+    set_grads(manager)
+    manager.offload_optimizer()
+    with pytest.raises(RuntimeError, match="optimizer_step needs the moments.*load_optimizer"):
+        manager.optimizer_step()
+    assert manager.counts.attempted == 0
 
 
 def test_offloaded_weights_are_away_and_back_bit_for_bit(make_manager, tmp_path):

@@ -56,3 +56,9 @@ def test_ratios_of_the_spec_become_numbers():
     schedule = LRSchedule.from_spec(spec, total=50)
     assert (schedule.warmup, schedule.floor) == (5, 1e-4)
     assert LRSchedule.from_spec({"learningRate": 1.0}, total=5)(0) == 1.0
+
+
+@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.29, 100, 29), (0.07, 100, 7), (0.1, 15, 1), (0.58, 50, 29)])
+def test_a_ratio_that_gives_whole_steps_loses_none_to_rounding(ratio, total, steps):
+    spec = {"learningRate": 1.0, "schedule": {"style": "linear", "warmupRatio": ratio}}
+    assert LRSchedule.from_spec(spec, total=total).warmup == steps

@@ -1,5 +1,7 @@
 """Estimators by name; GDPO and OPD."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,15 @@ def test_whiten_happens_once_over_valid_tokens():
             compute_advantages(name, INPUTS, whiten=True)
 
 
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "dr_grpo"])
+def test_the_clip_comes_before_the_one_whitening_whoever_whitens(name):
+    whitens = name == "reinforce_plus_plus"
+    rewards = REWARDS.clamp(max=9) if whitens else torch.tensor([-3.0, 1.0, 2.0, 0.0])
+    clipped = rewards.clamp(-2.5, 2.5).unsqueeze(1) * (MASK & VALID.unsqueeze(1))
+    found = compute_advantages(name, INPUTS, clip=2.5, whiten=not whitens).advantages
+    torch.testing.assert_close(found, whiten(clipped, MASK & VALID.unsqueeze(1)))
+
+
 def test_reduce_reaches_estimators_that_whiten():
     calls = []
 
@@ -80,6 +91,21 @@ def test_all_shared_metrics_are_there():
     assert wanted <= set(metrics)
 
 
+@pytest.mark.parametrize("name", ["opd", "gae"])
+def test_invalid_rows_train_nothing_and_enter_no_metric_whatever_the_estimator(name):
+    per_token = torch.tensor([[1.0, 1.0, 0.0]] * 3 + [[100.0, 100.0, 0.0]])
+    inputs = AdvantageInputs(
+        mask=MASK, valid=VALID, token_rewards=per_token, teacher_log_probs=per_token, log_probs=torch.zeros(4, 3)
+    )
+    result = compute_advantages(name, inputs)
+    assert result.advantages[3].tolist() == [0.0, 0.0, 0.0]
+    assert result.advantages[0].abs().sum() > 0
+    extremes = {key: float(stat) for key, stat in result.metrics.items() if key.endswith("/max")}
+    assert max(extremes.values()) <= 2.0
+    nothing_valid = replace(inputs, valid=torch.zeros(4, dtype=torch.bool))
+    assert not {"advantages/max", "returns/max"} & set(compute_advantages(name, nothing_valid).metrics)
+
+
 def test_gae_by_name_runs_with_and_without_a_critic():
     inputs = AdvantageInputs(mask=MASK, token_rewards=torch.ones(4, 3))
     assert compute_advantages("gae", inputs).returns[0].tolist() == [2.0, 1.0, 0.0]
@@ -109,6 +135,10 @@ def test_gdpo_compares_each_component_by_itself():
     inputs = AdvantageInputs(mask=MASK, group_ids=GROUP, valid=VALID, reward_components=parts)
     by_name = compute_advantages("gdpo", inputs, weights={"accuracy": 2.0, "format": 1.0})
     torch.testing.assert_close(by_name.advantages, expected)
+    assert {"groups/degenerate", "groups/zero_std/format", "rewards/mean/format"} <= set(by_name.metrics)
+    with_totals = compute_advantages("gdpo", replace(inputs, rewards=REWARDS)).metrics
+    assert float(with_totals["rewards/mean"]) == 6.0
+    assert {"groups/zero_std", "groups/degenerate", "rewards/mean/format"} <= set(with_totals)
 
 
 def test_gdpo_mistakes_are_named():

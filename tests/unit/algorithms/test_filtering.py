@@ -62,7 +62,7 @@ def test_sampler_keeps_informative_groups_in_arrival_order():
 
 def test_sampler_reports_the_reward_of_kept_records():
     sampler = DynamicSampler(target_groups=1, max_batches=1)
-    sampler.add([record(0.0, 1.0), record(1.0, 1.0)], [True, False])
+    sampler.add([record(0.0, 1.0, float("nan")), record(1.0, 1.0)], [True, False])
     assert sampler.metrics()["filtered_reward"] == 0.5
 
 

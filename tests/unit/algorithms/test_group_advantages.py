@@ -107,6 +107,16 @@ def test_raw_copies_the_reward_of_valid_rows():
     assert result.advantages.tolist() == [[3.0, 3.0, 0.0], [7.0, 7.0, 0.0], [8.0, 8.0, 0.0], [0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 4, 2), (4, 3, 2)], ids=str)
+def test_a_row_reaches_only_its_own_entries_of_a_mask_of_any_shape(shape):
+    mask = torch.ones(shape, dtype=torch.bool)
+    wanted = torch.tensor([-3.0, 1.0, 2.0, 0.0]).reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
+    result = grpo_advantages(REWARDS, GROUP, mask, valid=VALID, scale="none")
+    assert torch.equal(result.advantages, wanted)
+    assert float(result.metrics["advantages/mean"]) == pytest.approx(0.0)
+    assert raw_advantages(REWARDS, mask, valid=VALID).advantages.shape == shape
+
+
 def test_inputs_stay_as_they_were():
     rewards, group_ids, mask, valid = REWARDS.clone(), GROUP.clone(), MASK.clone(), VALID.clone()
     grpo_advantages(rewards, group_ids, mask, valid=valid)

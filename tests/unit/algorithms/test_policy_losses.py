@@ -35,7 +35,7 @@ def test_ppo_clip_example():
     assert found["ratio_max"] == pytest.approx(12.182494)
     assert found["ratio_min"] == pytest.approx(0.449329)
     assert found["policy_loss"] == pytest.approx(5.674379, abs=1e-5)
-    assert "dual_clip_fraction" not in found
+    assert found["dual_clip_fraction"] == 0.0
 
 
 def test_dual_clip_example():

@@ -1,14 +1,13 @@
 """Names resolve to functions; mistakes say what is known."""
 
-from typing import get_args
-
 import pytest
 import torch
 
-from rl_core.algorithms import compute_advantages, names, register, resolve
+from rl_core.algorithms import Stat, compute_advantages, names, register, resolve
 from rl_core.algorithms import registry as registry_module
 from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
-from rl_core.api.algorithm import AdvantageName, LossName
+from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
+from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, IMPORTANCE_BOUNDS, LOSSES, AlgorithmSpec
 
 MASK = torch.ones(1, 2, dtype=torch.bool)
 
@@ -28,8 +27,15 @@ def test_every_built_in_resolves_to_a_function(kind):
 
 
 def test_schema_offers_only_names_the_registry_knows():
-    assert set(get_args(AdvantageName)) <= set(names("advantage"))
-    assert set(get_args(LossName)) <= set(names("loss"))
+    assert set(ADVANTAGES) <= set(names("advantage"))
+    assert set(LOSSES) <= set(names("loss"))
+    for alias, name in ADVANTAGE_ALIASES.items():
+        assert resolve("advantage", alias) is resolve("advantage", name)
+        assert AlgorithmSpec.model_validate({"name": alias}).name == name
+
+
+def test_schema_judges_importance_bounds_by_the_defaults_of_the_function():
+    assert IMPORTANCE_BOUNDS == DEFAULT_BOUNDS
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,17 @@ def test_unknown_names_list_the_known_ones():
     for call in (lambda: resolve("color", "red"), lambda: names("color"), lambda: register("color", "red")):
         with pytest.raises(ValueError, match="advantage, loss, reward"):
             call()
+
+
+def test_the_metrics_of_a_registered_estimator_are_kept_beside_the_shared_ones():
+    @register("advantage", "telling")
+    def telling(inputs):
+        told = {"advantages/std": Stat("sum", 1.0, 1), "advantages/max": Stat("max", 9.0, 1)}
+        return AdvantageResult(inputs.mask.float(), metrics=told)
+
+    metrics = compute_advantages("telling", AdvantageInputs(mask=MASK)).metrics
+    assert float(metrics["advantages/std"]) == 1.0
+    assert float(metrics["advantages/max"]) == 1.0  # of what trains, whatever was told
 
 
 def test_registered_function_is_called_under_its_name_and_aliases():

@@ -20,7 +20,7 @@ class Ranks:
     """Runs one function per simulated rank in threads; `reduce` sums what the ranks bring, in rank order."""
 
     def __init__(self, size):
-        self.size, self.barrier = size, threading.Barrier(size, timeout=20)
+        self.size, self.barrier = size, threading.Barrier(size, timeout=60)
         self.brought, self.calls = [None] * size, [0] * size
 
     def reduce_of(self, rank):
@@ -131,6 +131,11 @@ def test_reinforce_mistakes_are_named():
         reinforce_plus_plus_advantages(rewards, mask, baseline="group_mean")
     with pytest.raises(ValueError, match="none, group_mean, got 'mean'"):
         reinforce_plus_plus_advantages(rewards, mask, baseline="mean")
+    for wrong in (mask[0], mask.unsqueeze(2)):
+        with pytest.raises(ValueError, match=r"mask must have shape \[B, T\]"):
+            reinforce_plus_plus_advantages(rewards, wrong)
+        with pytest.raises(ValueError, match=r"mask must have shape \[B, T\]"):
+            place_terminal_reward(rewards, wrong)
     with pytest.raises(ValueError, match="kl_coefficient.*ref_log_probs None"):
         reinforce_plus_plus_advantages(rewards, mask, kl_coefficient=0.1, log_probs=torch.zeros(2, 2))
 

@@ -31,6 +31,7 @@ from rl_core.api.errors import DataError
         ("#### 72 \ntrailing words 3", "72"),
         ("so 3 apples and 4 pears make 7.", "7"),
         ("it is -5", "-5"),
+        ("it is \N{MINUS SIGN}5", "-5"),
         ("either 3,4", "4"),
         ("I count 12, as asked", "12"),
         ("from 3-5", "5"),
@@ -61,6 +62,7 @@ def test_right_answers(response, answer):
         ("0.333", "1/3"),
         ("0.1 + 0.2 = 0.30000000000000004", "0.3"),
         ("12,34", "1234"),
+        ("it is \N{MINUS SIGN}5", "5"),
     ],
 )
 def test_wrong_answers(response, answer):

@@ -16,7 +16,7 @@ class Ranks:
 
     def __init__(self, size):
         self.values = [0] * size
-        self.barrier = Barrier(size, timeout=20)
+        self.barrier = Barrier(size, timeout=60)
         self.calls = [0] * size
 
     def agree(self, rank):

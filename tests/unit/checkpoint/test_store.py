@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError, DataError, EpochFenced, InfrastructureError
 from rl_core.checkpoint.files import write_file
-from rl_core.checkpoint.manifest import read_manifest
+from rl_core.checkpoint.manifest import Manifest, read_manifest
 from rl_core.checkpoint.store import CheckpointStore
 
 
@@ -154,6 +154,39 @@ def test_a_replacement_killed_between_its_two_renames_is_finished_by_the_next_wr
     assert store.complete_steps() == [7]
 
 
+def test_a_resume_finds_a_replacement_killed_between_its_two_renames(store):
+    save(store, 40)
+    save(store, 50, content=b"old")
+    staging = store.begin(50, 1)
+    write_file(staging / "runner.json", b"{}")
+    manifest = Manifest.of_folder(staging, step=50, epoch=1)
+    write_file(staging / "manifest.json", manifest.encode())
+    (store.root / "step-00000050").rename(store.root / ".trash-step-00000050")
+    found = CheckpointStore(store.root, keep=3).resolve("auto")
+    assert (found.step, found.manifest.epoch) == (50, 1)
+
+
+def test_checkpoints_after_the_one_resumed_from_are_set_aside_and_not_lost(store):
+    for step in (10, 20, 30):
+        save(store, step, content=b"left")
+    resumed = CheckpointStore(store.root, keep=1)
+    assert resumed.resolve(store.root / "step-00000010").step == 10
+    assert resumed.set_aside_after(10, 1) == [20, 30]
+    assert resumed.complete_steps() == [10] and resumed.latest().step == 10
+    save(resumed, 20, epoch=1)
+    assert resumed.complete_steps() == [10, 20], "the new history's checkpoint must outlive the old one's"
+    assert resumed.set_aside_after(-1, 1) == [10, 20]
+    lost = ["lost-step-00000010", "lost-step-00000020", "lost-step-00000020.1", "lost-step-00000030"]
+    assert visible(store) == lost, "nothing that was set aside before is replaced"
+
+
+def test_an_older_epoch_sets_nothing_of_a_newer_one_aside(store):
+    save(store, 10, epoch=2)
+    with pytest.raises(EpochFenced, match="written by epoch 2, got epoch 1"):
+        store.set_aside_after(-1, 1)
+    assert store.complete_steps() == [10]
+
+
 def test_an_older_epoch_can_neither_begin_nor_publish(store):
     old = store.begin(5, 1)
     write_file(old / "model.bin", b"old")
@@ -173,6 +206,22 @@ def test_an_older_epoch_is_refused_at_the_rename_too(store):
     with pytest.raises(EpochFenced, match="epoch 2"):
         store.publish(staging)
     assert store.complete_steps() == [] and hidden(store) == []
+
+
+def test_an_older_epoch_whose_folder_a_newer_one_cleared_away_is_told_so(store):
+    staging = store.begin(50, 1)
+    CheckpointStore(store.root, keep=3).begin(50, 2)
+    with pytest.raises(EpochFenced, match="written by epoch 2"):
+        store.publish(staging)
+
+
+def test_storage_that_cannot_tell_its_writer_is_an_infrastructure_failure(store):
+    staging = store.begin(50, 1)
+    fence = store.root / ".epoch"
+    fence.unlink()
+    fence.mkdir()  # reading it fails, as on a volume that is gone
+    with pytest.raises(InfrastructureError, match="checkpoint of step 50"):
+        store.publish(staging)
 
 
 def test_begin_removes_what_killed_writers_left(store):

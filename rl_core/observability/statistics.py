@@ -1,0 +1,100 @@
+"""Statistics over the samples of a group and over groups (rollouts.md 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """Return the value at sorted index `min(int(len * p / 100), len - 1)`, no interpolation; 0.0 for none."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    return float(ordered[min(int(len(ordered) * p / 100), len(ordered) - 1)])
+
+
+def summarize(values: Sequence[float], n: int | None = None) -> dict[str, Any]:
+    """Return mean (sum / n), max, min, median, stddev (of the sample, NaN for one value) and histogram (raw values).
+
+    `n` is the divisor of the mean where it is not the number of values.
+    """
+    found = [float(value) for value in values]
+    count = len(found) if n is None else n
+    if not found:
+        return {"mean": 0.0, "max": 0.0, "min": 0.0, "median": 0.0, "stddev": math.nan, "histogram": []}
+    return {
+        "mean": sum(found) / count if count else 0.0,
+        "max": max(found),
+        "min": min(found),
+        "median": _median(found),
+        "stddev": _stddev(found),
+        "histogram": list(values),
+    }
+
+
+def _median(values: list[float]) -> float:
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _stddev(values: list[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def prefixed(name: str, values: Sequence[float], *, percentiles: Sequence[int] = ()) -> dict[str, Any]:
+    """Return `summarize(values)` as `name/mean` and so on, with the asked percentiles as `name/p95`."""
+    found = {f"{name}/{key}": value for key, value in summarize(values).items()}
+    return found | {f"{name}/p{p}": percentile(values, p) for p in percentiles}
+
+
+def aggregate_rollout_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the metrics of several groups as one.
+
+    By last path component (or prefix where there is no "/"): min -> min; max -> max, except rates -> mean;
+    `total_turns` -> sum; others mean with NaN ignored; what is not a number is passed through (the last one; lists are
+    joined and count maps added, since they are raw values).
+    """
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(key for group in groups for key in group):
+        values = [group[name] for group in groups if name in group]
+        numbers = [float(value) for value in values if isinstance(value, Real)]
+        merged[name] = _reduce(name, numbers) if len(numbers) == len(values) else _join(values)
+    return merged
+
+
+def _reduce(name: str, values: list[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return math.nan
+    last = name.rsplit("/", 1)[-1]
+    bare = "/" not in name
+    if name.rsplit("/", 1)[-1] == "total_turns":
+        return sum(known)
+    if last == "min" or (bare and last.startswith("min_")):
+        return min(known)
+    if not last.endswith("_rate") and (last == "max" or (bare and last.startswith("max_"))):
+        return max(known)
+    return math.fsum(known) / len(known)
+
+
+def _join(values: list[Any]) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [item for value in values for item in value]
+    if all(isinstance(value, Mapping) for value in values):
+        return add_counts(values)
+    return values[-1]
+
+
+def add_counts(maps: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return the sums per key over maps of numbers."""
+    total: dict[Any, Any] = {}
+    for one in maps:
+        for key, value in one.items():
+            total[key] = total.get(key, 0) + value
+    return total
