@@ -1,6 +1,6 @@
 """Prompts with their tokens, as the ledger leases them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,13 @@ import numpy as np
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.records import DatumSpec
 from rl_core.api.settings import DataSpec
-from rl_core.data.source import Row, read_rows
+from rl_core.data.source import Row, collect, read_rows
 from rl_core.data.tokenizer import Tokenizer
+from rl_core.transports import frames
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
+ANSWERED_TASKS = frozenset({"math"})
+"""Environments that can score no row without its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,32 +41,21 @@ def load_prompts(
     """Read and tokenise the prompts behind `reference`.
 
     A prompt of `max_seq_len` tokens or more has no room for a completion: dropped and counted, or refused (data.onOverlong).
-    Raises ConfigError when nothing is left or a column is missing everywhere, DataError naming the row otherwise.
+    Raises ConfigError when nothing is left or a column is missing everywhere, DataError naming the rows otherwise, a line each.
     """
     rows = read_rows(reference, field=field)
-    _check_columns(rows[0], data, field=field)
-    samples, dropped = [], 0
-    for index, row in enumerate(rows):
-        log = _message_log(row, data, tokenizer, where=f"{field} row {index + 1}")
-        length = sum(len(message["token_ids"]) for message in log)
-        if length >= max_seq_len:
-            if data.on_overlong == "refuse":
-                raise DataError(
-                    f"{field} row {index + 1}: a prompt must be shorter than the sequence limit of {max_seq_len} tokens, got {length}; "
-                    "shorten it, raise rollout.maxSequenceLength or set data.onOverlong: drop"
-                )
-            dropped += 1
-            continue
-        samples.append(
-            DatumSpec(
-                message_log=log,
-                length=length,
-                extra_env_info=_env_info(row, data),
-                loss_multiplier=1.0,
-                idx=index,
-                task_name=task_name,
-            )
-        )
+    _check_columns(rows, data, field=field)
+
+    def outcomes() -> Iterator[DatumSpec | DataError]:
+        for index, row in enumerate(rows):
+            try:
+                yield _sample(row, index, data, tokenizer, field=field, task_name=task_name, max_seq_len=max_seq_len)
+            except DataError as error:
+                yield error
+
+    found = collect(outcomes(), rows=f"{field}: rows that cannot be used")
+    samples = [sample for sample in found if sample["length"] < max_seq_len]
+    dropped = len(found) - len(samples)
     if not samples:
         raise ConfigError(
             f"{field} must hold a prompt shorter than {max_seq_len} tokens, got {dropped} longer ones; raise rollout.maxSequenceLength"
@@ -71,11 +63,55 @@ def load_prompts(
     return PromptDataset(samples=samples, dropped_overlong=dropped)
 
 
-def _check_columns(row: Row, data: DataSpec, *, field: str) -> None:
-    if data.prompt_key not in row:
-        raise ConfigError(
-            f"{field} must have the column {data.prompt_key!r} (data.promptKey), got {sorted(row)}; correct data.promptKey"
+def _sample(
+    row: Row, index: int, data: DataSpec, tokenizer: Tokenizer, *, field: str, task_name: str, max_seq_len: int
+) -> DatumSpec:
+    """Return one row as a sample, also one that is too long to use. Raises DataError."""
+    where = f"{field} row {index + 1}"
+    _check_travels(row, where=where)
+    if task_name in ANSWERED_TASKS and type(row.get(data.answer_key)) not in (str, int, float):
+        raise DataError(
+            f"{where}: column {data.answer_key!r} (data.answerKey) must hold the answer as text or number for env.type {task_name}, "
+            f"got {row.get(data.answer_key)!r}; correct the row or data.answerKey"
         )
+    log = _message_log(row, data, tokenizer, where=where)
+    length = sum(len(message["token_ids"]) for message in log)
+    if length >= max_seq_len and data.on_overlong == "refuse":
+        raise DataError(
+            f"{where}: a prompt must be shorter than the sequence limit of {max_seq_len} tokens, got {length}; "
+            "shorten it, raise rollout.maxSequenceLength or set data.onOverlong: drop"
+        )
+    return DatumSpec(
+        message_log=log,
+        length=length,
+        extra_env_info=_env_info(row, data),
+        loss_multiplier=1.0,
+        idx=index,
+        task_name=task_name,
+    )
+
+
+def _check_columns(rows: list[Row], data: DataSpec, *, field: str) -> None:
+    """Refuse columns that are named in the job and stand in no row."""
+    named = {"promptKey": data.prompt_key}
+    if data.answer_key != DataSpec.model_fields["answer_key"].default:  # else not every job has answers
+        named["answerKey"] = data.answer_key
+    for name, column in named.items():
+        if not any(column in row for row in rows):
+            raise ConfigError(
+                f"{field} must have the column {column!r} (data.{name}), got {sorted(rows[0])}; correct data.{name}"
+            )
+
+
+def _check_travels(row: Row, *, where: str) -> None:
+    """Refuse what could not be sent to the rollouts, before anything starts: dates, decimals, integers beyond 64 bits."""
+    try:
+        frames.encode(row)
+    except (TypeError, ValueError, RecursionError) as error:
+        cause = str(error).partition(";")[0]
+        raise DataError(
+            f"{where}: values must be text, numbers of 64 bits, lists or maps: {cause}; write the value as text"
+        ) from error
 
 
 def _env_info(row: Row, data: DataSpec) -> dict[str, Any]:

@@ -4,22 +4,40 @@ Every error names the file and, for JSONL, the line.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.data.hub import HUB_SCHEME, fetch
 
 GENERATED_SCHEME = "reasoning-gym://"
+SHOWN_PROBLEMS = 10
+"""Bad rows told one by one; the others are counted."""
 Row = dict[str, Any]
+T = TypeVar("T")
+
+
+def collect(outcomes: Iterable[T | DataError], *, rows: str) -> list[T]:
+    """Return what is no error. Raises one DataError with a line per error, the first SHOWN_PROBLEMS of them; `rows` names the rest."""
+    good: list[T] = []
+    problems: list[str] = []
+    for outcome in outcomes:
+        if isinstance(outcome, DataError):
+            problems.append(str(outcome))
+        else:
+            good.append(outcome)
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        raise DataError("\n".join(problems[:SHOWN_PROBLEMS] + [f"{rows}: {more} more"] * (more > 0)))
+    return good
 
 
 def read_rows(reference: str, *, field: str) -> list[Row]:
     """Return the rows behind `reference`; `field` (as `data.train`) names it in errors.
 
-    Raises ConfigError for a missing, empty or unknown kind of file, DataError for a malformed line.
+    Raises ConfigError for a missing, empty or unknown kind of file, DataError for malformed lines, a line each.
     """
     if reference.startswith(GENERATED_SCHEME):
         return _generate(reference, field=field)
@@ -31,7 +49,7 @@ def read_rows(reference: str, *, field: str) -> list[Row]:
     if path.suffix == ".parquet":
         rows = _read_parquet(path, field=field)
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        rows = list(_read_jsonl(path))
+        rows = collect(_read_jsonl(path), rows=f"{path}: malformed lines")
     else:
         raise ConfigError(f"{field} must end in .jsonl or .parquet, got {path.name}; convert the file")
     if not rows:
@@ -39,22 +57,21 @@ def read_rows(reference: str, *, field: str) -> list[Row]:
     return rows
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise DataError(
-                    f"{path}:{number}: a line must be one JSON object, got {error}; correct the line"
-                ) from error
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{path}:{number}: a line must be a JSON object, got {type(row).__name__}; correct the line"
-                )
-            yield row
+            except (ValueError, RecursionError) as error:
+                yield DataError(f"{path}:{number}: a line must be one JSON object, got {error}; correct the line")
+                continue
+            if isinstance(row, dict):
+                yield row
+            else:
+                kind = type(row).__name__
+                yield DataError(f"{path}:{number}: a line must be a JSON object, got {kind}; correct the line")
 
 
 def _read_parquet(path: Path, *, field: str) -> list[Row]:
@@ -77,13 +94,15 @@ def _generate(reference: str, *, field: str) -> list[Row]:
 
     task, _, query = reference.removeprefix(GENERATED_SCHEME).partition("?")
     options: dict[str, Any] = {}
-    for key, text in parse_qsl(query):
+    for key, text in parse_qsl(query, keep_blank_values=True):
         try:
             options[key] = json.loads(text)
         except ValueError:
             options[key] = text
     size, seed = options.pop("size", 512), options.pop("seed", 0)
-    if not isinstance(size, int) or size < 1:
+    if type(size) is not int or size < 1:
         raise ConfigError(f"{field}: size of {reference} must be a positive integer, got {size!r}; write ?size=512")
+    if type(seed) is not int:
+        raise ConfigError(f"{field}: seed of {reference} must be an integer, got {seed!r}; write &seed=1")
     entries = generate_entries(task, size, seed, options)
     return [{"prompt": e["question"], "answer": e["answer"], "metadata": e["metadata"]} for e in entries]

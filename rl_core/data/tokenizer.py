@@ -72,6 +72,10 @@ class Tokenizer:
             ) from error
         except Exception as error:
             raise ConfigError(f"tokenizer.json of {origin} must be valid, got: {error}; save it again") from error
+        if not all(isinstance(one, dict) for one in (config, *more)):
+            raise ConfigError(
+                f"the config files of {origin} must hold JSON objects, got another value in one; save them again"
+            )
         specials = {
             key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))
         }
@@ -126,29 +130,11 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, template: str | None = None
     ) -> str:
         """Return the rendered conversation. Raises ConfigError when there is no template or it fails."""
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from rl_core.data.chat_template import render  # jinja2 is needed for message lists only
 
         source = template or self.chat_template
         if source is None:
             raise ConfigError(
                 "data with message lists needs a chat template, got a tokenizer without one; set data.chatTemplate or use text prompts"
             )
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
-        try:
-            rendered = environment.from_string(source).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self._specials
-            )
-        except TemplateError as error:
-            raise ConfigError(
-                f"chat template must render the prompt, got: {error}; correct data.chatTemplate"
-            ) from error
-        return str(rendered)
+        return render(source, messages, add_generation_prompt=add_generation_prompt, specials=self._specials)

@@ -15,10 +15,10 @@ import sys
 import traceback
 from typing import Any
 
-from rl_core.api.errors import ConfigError, RLJobError
+from rl_core.api.errors import ConfigError, RLJobError, text_of
 from rl_core.envs import wire
 from rl_core.envs.registry import describe, load_extensions, make_env
-from rl_core.envs.rows import rows_of
+from rl_core.envs.rows import rows_of, with_weights
 from rl_core.workers.processes import die_with_parent
 
 MAX_TRACEBACKS = 20
@@ -51,7 +51,7 @@ def main() -> int:
 
 def _why_not_built(error: Exception, label: str) -> str:
     if isinstance(error, ConfigError):
-        return str(error)
+        return text_of(error)
     logger.error("%s could not be built", label, exc_info=error)
     return f"env.type: {label} could not be built: {describe(error)}; correct it"
 
@@ -81,7 +81,8 @@ class Server:
             result = self._env.step([row["messages"] for row in rows], [row["metadata"] for row in rows])
             if inspect.isawaitable(result):
                 result = self._wait(result)
-            return wire.pack({"rows": rows_of(result, len(rows), what=self._name)})
+            answers = rows_of(result, len(rows), what=self._name)
+            return wire.pack({"rows": with_weights(answers, getattr(self._env, "reward_weights", None))})
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and its sys.exit() is a data failure
             return wire.pack({"error": self._describe(error)})
 
@@ -102,7 +103,7 @@ class Server:
 
     def _describe(self, error: BaseException) -> dict[str, str]:
         if isinstance(error, RLJobError):
-            return {"type": type(error).__name__, "message": str(error)}
+            return {"type": type(error).__name__, "message": text_of(error)}
         if self._tracebacks < MAX_TRACEBACKS:
             self._tracebacks += 1
             logger.error("%s raised:\n%s", self._name, "".join(traceback.format_exception(error)))

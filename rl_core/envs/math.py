@@ -26,7 +26,9 @@ Verdict = tuple[bool, str | None]
 Comparator = Callable[[str, str], Verdict]
 """f(completion, ground truth); raises ValueError when the ground truth cannot be read."""
 
-NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?\.?\d+(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+NUMBER = re.compile(
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
+)
 
 
 class MathConfig(EnvConfig):
@@ -103,7 +105,9 @@ def final_answer(text: str) -> str:
 
 
 def compare_exact(completion: str, truth: str) -> Verdict:
-    """Compare the final answer with the ground truth as text, blanks around them removed."""
+    """Compare the final answer with the ground truth as text, blanks around them removed. Raises ValueError for no text."""
+    if not truth.strip():
+        raise ValueError(f"ground_truth must hold text, got {truth!r}; silence would be the right answer, drop the row")
     answer = final_answer(completion)
     return answer == truth.strip(), answer or None
 
@@ -125,7 +129,7 @@ def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> 
 
 def _last_number(text: str) -> tuple[Decimal, str] | None:
     """Return the last number in `text` as value and text; None where there is none or it is not finite."""
-    matches = NUMBER.findall(text)
+    matches = NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typeset text
     if not matches:
         return None
     over, _, under = matches[-1].replace(",", "").partition("/")

@@ -16,6 +16,7 @@ from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, Infras
 from rl_core.api.roles import EnvSpec
 from rl_core.envs import wire
 from rl_core.envs.base import parse_config
+from rl_core.workers import processes
 
 HIDDEN_ENV = ("RLJOB_CURVE_DIR", "RLJOB_EVENTS_FD", "RLJOB_CONFIG", "RLJOB_HUB", "RLJOB_CHANNEL")
 """Variables user code has no business with: keys, addresses and the launcher's pipe."""
@@ -198,7 +199,7 @@ class EnvProcess:
         if code is None:
             how = "closed its connection"
         elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {processes.signal_name(-code)}"
         else:
             how = f"ended with exit code {code}"
         return f"{self._label}: process {self.pid} {how} before it answered; see the env log for its last output"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
-from rl_core.data.reasoning_gym import scorer, task_names
+from rl_core.data.reasoning_gym import Scorer, scorer, task_names
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, single_turn_return
 from rl_core.envs.registry import describe
 
@@ -38,7 +38,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     def step(
         self, message_log_batch: Sequence[Log], metadata_batch: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
-        """Return rewards [B]. Raises RolloutDataFailure for metadata without an entry and for a crash of the scorer."""
+        """Return rewards [B]. Raises RolloutDataFailure for metadata without an entry and for one that cannot be scored."""
         answers = [self._answer(last_assistant_text(log)) for log in message_log_batch]
         rewards = [
             self._score(row, answer, metadata)
@@ -60,7 +60,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
                 f"{sorted(metadata or {})}; take the prompts from reasoning-gym://TASK?size=N"
             )
         try:
-            score = float(scorer(problem["task"], problem.get("config"))(answer, problem["entry"]))
+            score = _scored(scorer(problem["task"], problem.get("config")), answer, problem["entry"])
         except ConfigError as error:
             raise RolloutDataFailure(f"environment reasoning_gym, row {row}: {error}") from error
         except Exception as error:  # 100 scorers of a library
@@ -69,6 +69,19 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             ) from error
         least = self.config.min_score
         return 0.0 if least is not None and score < least else score
+
+
+def _scored(score: Scorer, answer: str | None, entry: dict[str, Any]) -> float:
+    """Return the score of `answer`. One that the scorer fails on counts as missing, where the entry itself is sound.
+
+    Some scorers read the answer as a number or a map and raise for other text: that is a wrong answer. An entry whose own
+    answer cannot be scored either raises.
+    """
+    try:
+        return float(score(answer, entry))
+    except Exception:  # noqa: BLE001 - 100 scorers of a library
+        score(entry.get("answer"), entry)
+        return float(score(None, entry))
 
 
 def _problem(metadata: dict[str, Any] | None) -> dict[str, Any] | None:

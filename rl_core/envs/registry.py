@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rl_core.api.errors import ConfigError
+from rl_core.api.errors import ConfigError, text_of
 from rl_core.api.records import EnvironmentInterface
 
 Env = TypeVar("Env", bound=type)
@@ -162,7 +162,7 @@ def _import(name: str, *, field: str) -> Any:
 
 def describe(error: BaseException) -> str:
     """Return type, text and the last line of code of `error`, as `ValueError: no digits (score.py:7 in score)`."""
-    message = " ".join(str(error).split())
+    message = " ".join(text_of(error).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError):
         return text

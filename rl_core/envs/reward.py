@@ -2,7 +2,8 @@
 
 `prompts` and `completions` are texts. The columns are the keys of the rows' metadata (the data file's columns), as lists
 of length B with None where a row has no such key, and `messages`, the logs as lists of {role, content}. A function
-without `**columns` gets only those it names. None in the result = not applicable: the sample is masked.
+without `**columns` gets only those it names; `arguments` of the options come along as they are. None in the result = not
+applicable: the sample is masked.
 """
 
 import inspect
@@ -11,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rl_core.api.errors import RolloutDataFailure
+from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, prompt_text, single_turn_return
 from rl_core.envs.registry import describe, load_reward
@@ -25,6 +26,8 @@ class RewardConfig(EnvConfig):
 
     reward: str = Field(min_length=1)
     """`module:function` or a registered reward; `env.reward` in a job."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments that the function gets at every call besides the columns, such as the `pattern` of `format`."""
 
 
 class RewardEnvironment(EnvironmentInterface):
@@ -35,7 +38,14 @@ class RewardEnvironment(EnvironmentInterface):
     def __init__(self, cfg: Any = None) -> None:
         self.config = parse_config(RewardConfig, cfg)
         self._function = load_reward(self.config.reward)
-        self._parameters = _named_parameters(self._function)
+        self._parameters, self._takes_any = _named_parameters(self._function)
+        _check_order(self._function, self.config.reward)
+        unknown = sorted(set(self.config.arguments) - set(self._parameters))
+        if unknown and not self._takes_any:
+            raise ConfigError(
+                f"env.options.arguments: must be parameters of {self.config.reward} after the first two, got {', '.join(unknown)}; "
+                f"it has {', '.join(self._parameters) or 'none'}"
+            )
 
     def step(
         self, message_log_batch: Sequence[Log], metadata_batch: Metadata
@@ -67,14 +77,15 @@ class RewardEnvironment(EnvironmentInterface):
         names = list(dict.fromkeys(key for metadata in metadata_batch for key in metadata or ()))
         columns = {name: [(metadata or {}).get(name) for metadata in metadata_batch] for name in names}
         columns["messages"] = [[{"role": m["role"], "content": m["content"]} for m in log] for log in logs]
-        if self._parameters is None:
-            return {name: column for name, column in columns.items() if name not in ("prompts", "completions")}
+        columns |= self.config.arguments
         missing = [name for name, required in self._parameters.items() if required and name not in columns]
         if missing:
             raise RolloutDataFailure(
                 f"reward {self.config.reward} needs the column {missing[0]!r}, got columns {sorted(columns)}; "
-                "add it to the data or give the parameter a default"
+                "add it to the data, set it in env.options.arguments or give the parameter a default"
             )
+        if self._takes_any:
+            return {name: column for name, column in columns.items() if name not in ("prompts", "completions")}
         return {name: columns[name] for name in self._parameters if name in columns}
 
     def _failure(self, error: Exception) -> RolloutDataFailure:
@@ -85,13 +96,24 @@ class RewardEnvironment(EnvironmentInterface):
         )
 
 
-def _named_parameters(function: Any) -> dict[str, bool] | None:
-    """Return the columns `function` names and whether each is required; None when it takes any."""
+def _check_order(function: Any, name: str) -> None:
+    """Refuse a function that would take prompts for completions: the two are given by position."""
+    try:
+        first, second = [*inspect.signature(function).parameters, "", ""][:2]
+    except (TypeError, ValueError):
+        return
+    if first == "completions" or second == "prompts":
+        raise ConfigError(
+            f"env.reward: must take (prompts, completions, ...) in this order, got {name}({first}, {second}); reorder its parameters"
+        )
+
+
+def _named_parameters(function: Any) -> tuple[dict[str, bool], bool]:
+    """Return the columns `function` names and whether each is required, and whether it takes any other."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
+        return {}, True
     named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {parameter.name: parameter.default is parameter.empty for parameter in named}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return {parameter.name: parameter.default is parameter.empty for parameter in named}, takes_any

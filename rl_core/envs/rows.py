@@ -1,7 +1,7 @@
 """Rows of the env workers' RPC from what an environment returned, as plain values.
 
 A row: {observation: {role, content}, metadata, stop_strings, reward, terminated, answer}; `reward` is a number, a dict
-name -> number, or None (not applicable).
+name -> number, or None (not applicable). A row with a dict has `reward_weights` too, where the environment has them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,25 @@ def rows_of(result: Any, rows: int, *, what: str) -> list[Row]:
             _observation(o, row, what) for row, o in enumerate(_column(observations, rows, "observations", what))
         ],
         "metadata": _column(metadata, rows, "metadata", what, optional=True),
-        "stop_strings": _column(stops, rows, "next_stop_strings", what, optional=True),
+        "stop_strings": [
+            _stops(value, row, what)
+            for row, value in enumerate(_column(stops, rows, "next_stop_strings", what, optional=True))
+        ],
         "reward": _rewards(rewards, rows, what),
         "terminated": [bool(flag) for flag in _column(terminateds, rows, "terminateds", what)],
         "answer": _column(answers, rows, "answers", what, optional=True),
     }
     return [{name: column[row] for name, column in columns.items()} for row in range(rows)]
+
+
+def with_weights(rows: list[Row], weights: Mapping[str, float] | None) -> list[Row]:
+    """Return `rows`, those with rewards by name together with the environment's `weights` to sum them with."""
+    if weights is not None:
+        plain = {str(name): float(weight) for name, weight in weights.items()}
+        for row in rows:
+            if isinstance(row["reward"], Mapping):
+                row["reward_weights"] = plain
+    return rows
 
 
 def _fields(result: Any, what: str) -> Sequence[Any]:
@@ -62,6 +75,16 @@ def _observation(value: Any, row: int, what: str) -> dict[str, str]:
         return {"role": value["role"], "content": value["content"]}
     raise RolloutDataFailure(
         f"{what}, row {row}: an observation must be {{role, content}} of text, got {value!r}; return that"
+    )
+
+
+def _stops(value: Any, row: int, what: str) -> list[str] | None:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value):
+        return list(value)
+    raise RolloutDataFailure(
+        f"{what}, row {row}: next_stop_strings must be a list of texts that are not empty, or None, got {value!r}; return that"
     )
 
 

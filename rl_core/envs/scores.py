@@ -23,8 +23,9 @@ def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
 def _score(value: Any, row: int, what: str) -> float | None:
     if value is None:
         return None
+    is_text = isinstance(value, str | bytes | bytearray)  # no score, not even "1", which float would read
     try:
-        number = float(value)
+        number = float(None if is_text else value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise RolloutDataFailure(f"{what}, row {row}: a score must be a number or None, got {value!r}") from error
     if not isfinite(number):

@@ -5,7 +5,7 @@ User code is imported from PYTHONPATH, which the launcher begins with the job fi
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.roles import EnvSpec
@@ -19,6 +19,8 @@ from rl_core.workers.worker import Worker
 
 class TextEnvWorker(Worker):
     """Steps message logs in a pool of `env.processes` child processes; ready when all of them have built the environment."""
+
+    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {"rollout": frozenset({"step_rows"})}
 
     def __init__(
         self,

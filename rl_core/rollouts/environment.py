@@ -1,8 +1,8 @@
 """The env pods as one environment: `RemoteEnvironment`, called by `multi_turn` inside rollout processes.
 
-One-row steps of one moment of the event loop travel as one `step_rows` call per pod. A sample stays on its pod (its
-episode lives there); a new sample goes to the pod with the fewest rows in flight. A lost pod fails its samples as
-infrastructure: the manager runs them again elsewhere.
+One-row steps of one moment of the event loop travel as one `step_rows` call per pod, and so do those that come while a call
+is under way there, for GATHER_S at most. A sample stays on its pod (its episode lives there); a new sample goes to the pod
+with the fewest rows in flight. A lost pod fails its samples as infrastructure: the manager runs them again elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl_core.api.errors import (
@@ -29,6 +29,10 @@ ANSWER_MARGIN_S = 40.0
 """Seconds an env worker gets beyond two steps (`envs.pool` tries a row at most twice and may start a process between), so
 that its own verdict, which separates the guilty row from its siblings, arrives first."""
 
+PATIENCE_MARGIN_S = 10.0
+GATHER_S = 0.005
+"""Longest time a row waits for others while its pod is at work; for a pod that answers sooner the wait is as short as that."""
+
 
 class EnvClient(Protocol):
     """What a connection to one env worker must do. Implemented by `transports.rpc.RpcClient`."""
@@ -44,6 +48,17 @@ class _Row:
     key: str
     payload: dict[str, Any]
     answer: asyncio.Future[Any]
+
+
+@dataclass(slots=True)
+class _Pod:
+    """What is on its way to one env worker."""
+
+    rows: int = 0
+    """Rows sent or gathered and not answered."""
+    calls: int = 0
+    gathered: list[_Row] = field(default_factory=list)
+    timer: asyncio.TimerHandle | None = None
 
 
 class RemoteEnvironment(EnvironmentInterface):
@@ -63,7 +78,7 @@ class RemoteEnvironment(EnvironmentInterface):
         """`connect` returns the client of an address (None = an RpcClient with `keys`, kept until `close`).
 
         `available` resolves when the live list may have changed (None: an empty list is a failure at once); `waiting`
-        declares a wait for an address; `reward_weights` sum rewards given by name.
+        declares a wait for an address; `reward_weights` sum rewards given by name, those that come with the rows are added.
         """
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._connect = connect or self._own_client
@@ -71,10 +86,12 @@ class RemoteEnvironment(EnvironmentInterface):
         self._available = available
         self._waiting_for = waiting or (lambda address: nullcontext())
         self.answer_seconds = 2 * step_seconds + ANSWER_MARGIN_S
+        self.patience = 2 * self.answer_seconds + PATIENCE_MARGIN_S
+        """Seconds within which `step` ends by itself, with the error that tells why: for a worker to appear, and for its answer."""
         self.reward_weights = dict(reward_weights or {})
         self._clients: dict[str, EnvClient] = {}
         self._homes: dict[str, str] = {}
-        self._in_flight: dict[str, int] = {}
+        self._pods: dict[str, _Pod] = {}
         self._waiting: list[_Row] = []
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -100,6 +117,8 @@ class RemoteEnvironment(EnvironmentInterface):
             for name, log, metadata, task in zip(names, message_log_batch, metadata_batch, tasks, strict=True)
         ]
         answers = await asyncio.gather(*rows)
+        for answer in answers:
+            self.reward_weights |= answer.get("reward_weights") or {}
         return EnvironmentReturn(
             observations=[answer["observation"] for answer in answers],
             metadata=[answer["metadata"] for answer in answers],
@@ -117,6 +136,9 @@ class RemoteEnvironment(EnvironmentInterface):
         """Cancel calls in flight and close the connections; idempotent."""
         for call in list(self._calls):
             call.cancel()
+        for address, pod in self._pods.items():
+            rows = self._gathered(pod)
+            self._settle(rows, [_closed(address)] * len(rows))
         for client in self._clients.values():
             closing = getattr(client, "close", None)
             if closing is not None:
@@ -144,20 +166,42 @@ class RemoteEnvironment(EnvironmentInterface):
         return row.answer
 
     def _send(self) -> None:
-        """Send what this moment of the loop has collected, one call per pod."""
+        """Give each pod what this moment of the loop has collected; one that is at work gets it a little later."""
         rows, self._waiting = self._waiting, []
-        by_pod: dict[str, list[_Row]] = {}
+        addresses = set()
         for row in rows:
             if row.answer.done():
                 continue
             try:
-                by_pod.setdefault(self._home(row.key), []).append(row)
+                address = self._home(row.key)
             except InfrastructureError as error:
                 row.answer.set_exception(error)
-        for address, group in by_pod.items():
-            task = asyncio.ensure_future(self._call(address, group))
+            else:
+                addresses.add(address)
+                self._pods[address].gathered.append(row)
+        for address in addresses:
+            pod = self._pods[address]
+            if not pod.calls:
+                self._start_call(address)
+            elif pod.timer is None:
+                pod.timer = asyncio.get_running_loop().call_later(GATHER_S, self._start_call, address)
+
+    def _start_call(self, address: str) -> None:
+        pod = self._pods[address]
+        rows = self._gathered(pod)
+        if rows:
+            pod.calls += 1
+            task = asyncio.ensure_future(self._call(address, rows))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
+
+    @staticmethod
+    def _gathered(pod: _Pod) -> list[_Row]:
+        rows, pod.gathered = pod.gathered, []
+        if pod.timer is not None:
+            pod.timer.cancel()
+            pod.timer = None
+        return rows
 
     def _home(self, key: str) -> str:
         """Return the pod of the sample, chosen at its first step, and count the row as in flight there."""
@@ -169,9 +213,9 @@ class RemoteEnvironment(EnvironmentInterface):
         if address is None:
             if not live:
                 raise InfrastructureError("no env worker is ready, got an empty list; wait for one to join")
-            address = min(live, key=lambda one: self._in_flight.get(one, 0))
+            address = min(live, key=lambda one: self._pods.setdefault(one, _Pod()).rows)
             self._homes[key] = address
-        self._in_flight[address] = self._in_flight.get(address, 0) + 1
+        self._pods[address].rows += 1
         return address
 
     async def _call(self, address: str, rows: list[_Row]) -> None:
@@ -182,7 +226,7 @@ class RemoteEnvironment(EnvironmentInterface):
             if len(answers) != len(rows):
                 raise RolloutDataFailure(f"step_rows must answer {len(rows)} rows, got {len(answers)}")
         except asyncio.CancelledError:
-            self._settle(rows, [InfrastructureError(f"connection to env worker {address} was closed")] * len(rows))
+            self._settle(rows, [_closed(address)] * len(rows))
             raise
         except Exception as error:  # noqa: BLE001 - task boundary: every waiting row must hear of any failure
             failure = _call_failure(address, error)
@@ -192,7 +236,10 @@ class RemoteEnvironment(EnvironmentInterface):
         else:
             self._settle(rows, answers)
         finally:
-            self._in_flight[address] -= len(rows)
+            pod = self._pods[address]
+            pod.calls -= 1
+            pod.rows -= len(rows)
+            self._start_call(address)
 
     @staticmethod
     def _settle(rows: Sequence[_Row], answers: Sequence[Any]) -> None:
@@ -205,6 +252,10 @@ class RemoteEnvironment(EnvironmentInterface):
                 row.answer.set_exception(_row_failure(row.key, answer["error"]))
             else:
                 row.answer.set_result(answer)
+
+
+def _closed(address: str) -> InfrastructureError:
+    return InfrastructureError(f"connection to env worker {address} was closed")
 
 
 def _plain(log: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

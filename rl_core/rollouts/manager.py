@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from rl_core.api.errors import RolloutConfigError, RolloutDataFailure, RolloutRedispatchExhausted, RolloutTimeout
 from rl_core.api.records import PromptGroupRecord
+from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.rollouts.base import GenerationInterface
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from rl_core.rollouts.retry import FailureKind, RetryPolicy, classify_failure, deadline
-from rl_core.rollouts.statistics import aggregate_rollout_metrics
 
 __all__ = [
     "AsyncRolloutImpl",
@@ -205,8 +205,8 @@ class RolloutManager:
         registry: MutableMapping[str, Any] | None,
     ) -> PromptGroupRecord:
         start = await _resolved(self._weight_version())
-        await _resolved(self.buffer.reserve(slot, start, target_step))
         try:
+            await _resolved(self.buffer.reserve(slot, start, target_step))
             if registry is not None:
                 registry[slot] = start
             record = await self.run_rollout(sample)

@@ -26,11 +26,11 @@ from rl_core.api.errors import (
     RolloutDataFailure,
 )
 from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, PromptGroupRecord
+from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
 from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, as_token_tensor, sample_seed
 from rl_core.rollouts.episode import Episode
 from rl_core.rollouts.retry import FailureKind, classify_failure, deadline
 from rl_core.rollouts.scoring import calculate_rewards, one_reward
-from rl_core.rollouts.statistics import add_counts, percentile, prefixed, summarize
 
 __all__ = ["AsyncRolloutImpl", "calculate_rewards", "percentile", "summarize"]
 
@@ -196,7 +196,7 @@ class AsyncRolloutImpl:
         end = int(output["unpadded_sequence_lengths"][0])
         ids = as_token_tensor(output["output_ids"][0, start:end])
         logprobs = torch.as_tensor(output["logprobs"][0, start:end]).to(torch.float32)
-        if not bool(torch.isfinite(logprobs).all()):
+        if not math.isfinite(float(logprobs.sum())):
             raise RolloutDataFailure(f"log-probabilities must be finite, got {logprobs.tolist()[:8]} ...")
         versions = output["policy_versions"][0] if "policy_versions" in output else None
         if versions is None:
@@ -230,8 +230,8 @@ class AsyncRolloutImpl:
                 "sample_key": [episode.key],
             }
         )
-        # Env workers bound each step themselves and answer later than one step when they have to find a guilty row.
-        bound = getattr(self._env(episode), "answer_seconds", self.env_step_seconds)
+        # Env workers bound each step themselves and tell why it failed: a worker that is missing is no late environment.
+        bound = max(self.env_step_seconds, getattr(self._env(episode), "patience", 0.0))
         async with deadline(bound, f"environment step of sample {episode.key}"):
             returned = calculate_rewards(batch, self.task_to_env)
             return await returned if inspect.isawaitable(returned) else returned

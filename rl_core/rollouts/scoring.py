@@ -61,12 +61,20 @@ async def _step(name: Any, env: Any, batch: Mapping[str, Any], rows: Sequence[in
     elif inspect.iscoroutinefunction(env.step):
         returned = await env.step(logs, metadata)
     else:
-        returned = await asyncio.to_thread(env.step, logs, metadata)
+        returned = await asyncio.to_thread(_call_step, env, logs, metadata)
         if inspect.isawaitable(returned):
             returned = await returned
     returned = EnvironmentReturn(*returned)
     _check_rows(name, returned, len(rows))
     return returned
+
+
+def _call_step(env: Any, logs: Any, metadata: Any) -> Any:
+    """Return what `env.step` returns; a StopIteration, which no future of the loop takes, leaves as a RuntimeError."""
+    try:
+        return env.step(logs, metadata)
+    except StopIteration as error:
+        raise RuntimeError(f"{type(env).__name__}.step raised StopIteration") from error
 
 
 def _check_rows(name: Any, returned: EnvironmentReturn, rows: int) -> None:

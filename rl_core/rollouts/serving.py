@@ -1,11 +1,11 @@
 """The loop of a rollout worker: lease prompts, run them, deliver records, return what cannot be done.
 
-    prompts --lease--> run(item) --record--> trajectories, then ack        (validation: scores --> validation, then ack)
+    prompts --lease--> run(item) --record--> trajectories, with the ack    (validation: scores --> validation, with the ack)
                           \\--failed--> give_back to the runner, then ack
 
 Prompts are leased only while the gate is open, which the worker does between COMMIT of a version and the next OFFER, and
-only as many as the engine has rows for. Everything here runs on one event loop. Nothing is raised: a group ends as a
-record, as given back, or as returned to its channel.
+only as many as the engine has rows for: those that lie there come together and start together. Everything here runs on one
+event loop. Nothing is raised: a group ends as a record, as given back, or as returned to its channel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import ChannelClosed, DeadlineExceeded, RLJobError
+from rl_core.api.errors import ChannelClosed, DeadlineExceeded, RLJobError, text_of
 from rl_core.api.records import PromptGroupRecord
 from rl_core.rollouts.retry import classify_failure
 
@@ -60,8 +60,10 @@ class PromptServer:
         self._room = asyncio.Event()
         self._rows = 0
         self._groups: dict[asyncio.Task[None], str] = {}
-        self._leases: list[asyncio.Task[Delivery]] = []
-        """Leases that wait for a prompt, the oldest first."""
+        self._lease: asyncio.Task[list[Delivery]] | None = None
+        """What waits for prompts."""
+        self._asked = 0
+        """Prompts that it takes at most."""
         self._loop_task: asyncio.Task[None] | None = None
         self._complaint = ""
         """Why the channel gave nothing, so that leases which fail together are told once."""
@@ -85,8 +87,8 @@ class PromptServer:
     def close(self) -> None:
         """Lease no more prompts; those in flight go on."""
         self._gate.clear()
-        for lease in self._leases:
-            lease.cancel()
+        if self._lease is not None:
+            self._lease.cancel()
 
     async def pause(self, seconds: float | None) -> None:
         """Close, and wait until nothing is in flight; what has not ended after `seconds` goes back to its channel.
@@ -107,16 +109,17 @@ class PromptServer:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
             self._loop_task = None
-        await self._return_leases()
+        await self._return_lease()
         await self._cancel_groups()
 
-    async def _return_leases(self) -> None:
-        leases, self._leases = self._leases, []
-        if leases:
-            await asyncio.wait(leases)
-        for lease in leases:
-            if not lease.cancelled() and lease.exception() is None:
-                await _quietly(lease.result().nack_async())
+    async def _return_lease(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        await asyncio.wait({lease})
+        if not lease.cancelled() and lease.exception() is None:
+            for delivery in lease.result():
+                await _quietly(delivery.nack_async())
 
     async def _cancel_groups(self) -> None:
         groups = set(self._groups)
@@ -135,29 +138,28 @@ class PromptServer:
             room = asyncio.ensure_future(self._room.wait())
             try:
                 with nullcontext() if self._groups else self._waiting("prompts", "channel:prompts"):
-                    await asyncio.wait({room, *self._leases}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({room, *filter(None, [self._lease])}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 room.cancel()
-            pause = 0.0
-            for lease in [lease for lease in self._leases if lease.done()]:
-                self._leases.remove(lease)
+            if self._lease is not None and self._lease.done():
+                lease, self._lease = self._lease, None
                 if not lease.cancelled():
-                    pause = max(pause, await self._take_up(lease))
-            await asyncio.sleep(pause)
+                    await asyncio.sleep(await self._take_up(lease))
 
     def _ask(self, prompts: Channel) -> None:
-        """Have as many leases under way as groups fit, so that prompts which are put together start together."""
+        """Have one lease under way, for as many prompts as fit; one that asks for more than that by now is taken back."""
         room = -(-(self._row_limit() - self._rows) // self._group_rows)
         wanted = max(room, 0 if self._groups else 1)
-        for lease in self._leases[wanted:]:
-            lease.cancel()
-        missing = wanted - len(self._leases)
-        self._leases += [asyncio.ensure_future(prompts.lease_async()) for _ in range(missing)]
+        if self._lease is not None and wanted < self._asked:
+            self._lease.cancel()
+        elif self._lease is None and wanted:
+            self._asked = wanted
+            self._lease = asyncio.ensure_future(prompts.lease_many_async(wanted))
 
-    async def _take_up(self, lease: asyncio.Task[Delivery]) -> float:
-        """Begin the group of a lease; return the seconds to leave the channel alone, for what it gave instead."""
+    async def _take_up(self, lease: asyncio.Task[list[Delivery]]) -> float:
+        """Begin the groups of a lease; return the seconds to leave the channel alone, for what it gave instead."""
         try:
-            delivery = lease.result()
+            deliveries = lease.result()
         except DeadlineExceeded:
             return 0.0
         except ChannelClosed:
@@ -169,11 +171,14 @@ class PromptServer:
                 logger.warning("no prompt can be leased: %s", error)
             return RETRY_SECONDS
         self._complaint = ""
-        if self._gate.is_set() and delivery.item["policy_version"] <= self._version():
-            self._begin(delivery)
-            return 0.0
-        await _quietly(delivery.nack_async())
-        return TOO_NEW_DELAY_S if self._gate.is_set() else 0.0
+        returned = []
+        for delivery in deliveries:
+            if self._gate.is_set() and delivery.item["policy_version"] <= self._version():
+                self._begin(delivery)
+            else:
+                returned.append(_quietly(delivery.nack_async()))
+        await asyncio.gather(*returned)
+        return TOO_NEW_DELAY_S if returned and self._gate.is_set() else 0.0
 
     def _begin(self, delivery: Delivery) -> None:
         rows = int(delivery.item["num_generations"])
@@ -190,8 +195,7 @@ class PromptServer:
 
     async def _group(self, delivery: Delivery) -> None:
         try:
-            await self._answer(delivery.item)
-            await delivery.ack_async()
+            await self._answer(delivery)
             self.groups_done += 1
         except asyncio.CancelledError:
             await _quietly(delivery.nack_async())
@@ -200,23 +204,26 @@ class PromptServer:
             logger.exception("group %s could not be delivered; returned", delivery.item["group_id"])
             await _quietly(delivery.nack_async())
 
-    async def _answer(self, item: Mapping[str, Any]) -> None:
+    async def _answer(self, delivery: Delivery) -> None:
+        """Run the group and tell the result, which ends its lease."""
+        item: Mapping[str, Any] = delivery.item
         training = item["mode"] == "train"
         try:
             record = await self._run(item)
         except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is told, never trained on
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {text_of(error)}"
             if training:
                 reason = classify_failure(error).value
                 await self._give_back(item["group_id"], item["lease_token"], reason, text)
+                await delivery.ack_async()
             else:
-                await self._validation.put_async(scores(item, None, error=text))
+                await self._validation.put_async(scores(item, None, error=text), ack=delivery)
             return
         if training:
             record.lease_token = item["lease_token"]
-            await self._trajectories.put_async(record)
+            await self._trajectories.put_async(record, ack=delivery)
         else:
-            await self._validation.put_async(scores(item, record, error=None))
+            await self._validation.put_async(scores(item, record, error=None), ack=delivery)
 
 
 def scores(item: Mapping[str, Any], record: PromptGroupRecord | None, *, error: str | None) -> dict[str, Any]:

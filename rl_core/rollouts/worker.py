@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
@@ -32,6 +32,10 @@ PAUSE_SHARE = 0.8
 
 class RolloutWorkerBase(Worker):
     """Weights in, prompts in, records out. A subclass has an engine: `_build`, `_run`, `_row_capacity`, `probe`."""
+
+    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
+        "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort"})
+    }
 
     def __init__(self, config: RLJobSpec | Mapping[str, Any], placement: Mapping[str, Any] | None = None) -> None:
         """`config` is the job's spec; `placement` may hold `max_seq_len` (None: the job's rollout.maxSequenceLength)."""

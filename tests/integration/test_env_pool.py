@@ -14,6 +14,7 @@ from rl_core.envs.pool import EnvPool
 from rl_core.envs.process import EnvSource
 
 STEP_SECONDS = 2.0
+"""Deadline of a step where user code hangs; elsewhere none is met."""
 
 USER_CODE = '''
 import asyncio, ctypes, os, subprocess, sys, time
@@ -24,8 +25,13 @@ def score(prompts, completions, **columns):
         return [1.0] * (len(completions) + 1)
     return [answer(completion) for completion in completions]
 
+class Mute(Exception):
+    def __str__(self): raise RuntimeError
+
 def answer(completion):
     if completion == "raise": raise ZeroDivisionError("no reward")
+    if completion == "undecodable": raise ValueError("row \\udcff")
+    if completion == "mute": raise Mute
     if completion == "hang": time.sleep(3600)
     if completion == "spin":
         while True: pass
@@ -79,6 +85,9 @@ class Guess:
             None,
         )
 
+class Weighted(Guess):
+    reward_weights = {"turns": 0.5, "flat": 2}
+
 class Unsendable(Guess):
     def step(self, logs, metadata):
         return ([{"role": "environment", "content": ""}] * len(logs), [{"seen": {1}}] * len(logs), None,
@@ -119,11 +128,13 @@ def row(key, completion, metadata=None):
 async def start(folder):
     pools = []
 
-    async def start(reward="user_code:score", *, processes=1, events=None, start_deadline=30.0, **fields):
+    async def start(
+        reward="user_code:score", *, processes=1, events=None, step_deadline=60.0, start_deadline=120.0, **fields
+    ):
         spec = EnvSpec(**({"type": "reward", "reward": reward} | fields)) if reward else EnvSpec(**fields)
         source = EnvSource.from_spec(spec, seed=11, search_path=[str(folder)])
         pool = EnvPool(
-            source, processes=processes, step_deadline=STEP_SECONDS, start_deadline=start_deadline, on_event=events
+            source, processes=processes, step_deadline=step_deadline, start_deadline=start_deadline, on_event=events
         )
         await pool.start()
         pools.append(pool)
@@ -141,7 +152,7 @@ def gone(pid):
         return True
 
 
-async def wait_until(condition, seconds=10.0):
+async def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "condition was not reached"
@@ -166,6 +177,8 @@ async def test_good_rows_are_scored_and_none_masks(start):
     ("trouble", "cause"),
     [
         ("raise", "ZeroDivisionError: no reward (user_code.py:"),
+        ("undecodable", "ValueError: row ? (user_code.py:"),
+        ("mute", "Mute: (its text cannot be made: RuntimeError) (user_code.py:"),
         ("nan", "a score must be finite, got nan"),
         ("wrong length", "one score per completion (1), got 2"),
         ("exit", "SystemExit: 3"),
@@ -181,7 +194,7 @@ async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start
 
 
 async def test_a_hanging_row_times_out_then_is_bad_data_and_its_siblings_are_scored(start):
-    running = await start()
+    running = await start(step_deadline=STEP_SECONDS)
     first = running.pids[0]
     rewards, answers = await running.ask("fine", "hang", "fine")
     assert rewards == [1.0, "RolloutTimeout", 1.0]
@@ -193,7 +206,7 @@ async def test_a_hanging_row_times_out_then_is_bad_data_and_its_siblings_are_sco
 
 
 async def test_an_environment_that_always_hangs_is_not_tried_with_every_row(start):
-    running = await start()
+    running = await start(step_deadline=STEP_SECONDS)
     rewards, answers = await running.ask(*["hang"] * 12)
     assert rewards == ["RolloutTimeout"] * 12
     assert running.pool.counters["timeouts"] == 3
@@ -277,6 +290,13 @@ async def test_a_user_class_keeps_its_state_in_metadata_and_a_sample_stays_in_it
     assert pids[0] == pids[1] == pids[2]
 
 
+async def test_rewards_by_name_come_with_the_weights_of_the_class(start):
+    running = await start(None, type="user_code:Weighted", options={"turns": 1})
+    _, answers = await running.ask("x", turn=0)
+    assert answers[0]["reward"] == {"turns": 1.0, "flat": None}
+    assert answers[0]["reward_weights"] == {"turns": 0.5, "flat": 2.0}
+
+
 async def test_metadata_that_cannot_travel_is_a_data_failure_with_its_path(start):
     running = await start(None, type="user_code:Unsendable", options={"turns": 1})
     _, answers = await running.ask("x")
@@ -288,18 +308,18 @@ async def test_metadata_that_cannot_travel_is_a_data_failure_with_its_path(start
 
 
 async def test_what_user_code_started_dies_with_it(start):
-    running = await start()
+    running = await start(step_deadline=STEP_SECONDS)
     pid = running.pids[0]
     call = asyncio.create_task(running.ask("orphan"))
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    await wait_until(lambda: children.read_text().strip())
-    orphan = int(children.read_text().split()[0])
+    children, found = Path(f"/proc/{pid}/task/{pid}/children"), []
+    await wait_until(lambda: found.extend(children.read_text().split()) or found)
+    orphan = int(found[0])
     assert (await call)[0] == ["RolloutTimeout"]
     await wait_until(lambda: gone(orphan))
 
 
 async def test_a_caller_that_gives_up_leaves_no_row_behind(start):
-    running = await start()
+    running = await start(step_deadline=STEP_SECONDS)
     call = asyncio.create_task(running.ask("hang"))
     queued = asyncio.create_task(running.ask("fine", key="q"))
     await wait_until(lambda: running.pool.status()["processes"][0]["busy_seconds"] is not None)
@@ -311,7 +331,7 @@ async def test_a_caller_that_gives_up_leaves_no_row_behind(start):
 
 
 async def test_limits_bound_memory_and_cpu_of_a_step(start):
-    running = await start(options={"limits": {"memoryBytes": 3 << 30, "cpuSeconds": 1}})
+    running = await start(options={"limits": {"memoryBytes": 3 << 30, "cpuSeconds": 1}}, step_deadline=STEP_SECONDS)
     rewards, answers = await running.ask("memory")
     assert rewards == ["RolloutDataFailure"] and "MemoryError" in answers[0]["error"]["message"]
     rewards, answers = await running.ask("spin", key="c")

@@ -88,32 +88,50 @@ class HFEngine:
         """Return the generations of `input_ids` in their order.
 
         `sampling` is one SamplingParams (or what `SamplingParams.of` takes) or one per prompt; `seeds` one per prompt,
-        None = drawn from torch's generator. Raises ValueError for a prompt that can never fit.
+        None = drawn from torch's generator. Raises ValueError for what `submit` refuses, and leaves nothing queued then.
         """
         many = isinstance(sampling, Sequence)
-        if many and len(sampling) != len(input_ids):
-            raise ValueError(f"sampling must have one entry per prompt ({len(input_ids)}), got {len(sampling)}")
+        for name, given in (("sampling", sampling if many else None), ("seeds", seeds)):
+            if given is not None and len(given) != len(input_ids):
+                raise ValueError(f"{name} must have one entry per prompt ({len(input_ids)}), got {len(given)}")
         params = (
             [SamplingParams.of(one) for one in sampling] if many else [SamplingParams.of(sampling)] * len(input_ids)
         )
         drawn = torch.randint(2**62, (len(input_ids),)).tolist() if seeds is None else [int(seed) for seed in seeds]
-        rows = zip(input_ids, params, drawn, strict=True)
-        tickets = [self.submit(prompt, one, seed) for prompt, one, seed in rows]
+        tickets: list[int] = []
+        try:
+            for prompt, one, seed in zip(input_ids, params, drawn, strict=True):
+                tickets.append(self.submit(prompt, one, seed))
+        except ValueError:
+            self.abort(tickets)
+            raise
+        return self._finish(tickets)
+
+    def _finish(self, tickets: Sequence[int]) -> list[GenerationOutput]:
+        """Step until these rows have ended; return their outputs in order. What else ends is handed out by `step`."""
         outputs: dict[int, GenerationOutput] = {}
-        while len(outputs) < len(tickets):
-            outputs.update(self.step())
-        return [outputs[ticket] for ticket in tickets]
+        missing = set(tickets)
+        try:
+            while missing:
+                ended = self.step()
+                outputs.update(ended)
+                missing.difference_update(ticket for ticket, _ in ended)
+        except BaseException:
+            self.reset()
+            raise
+        found = [outputs.pop(ticket) for ticket in tickets]
+        self._ended += outputs.items()
+        return found
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, unit: int | None = None) -> int:
         """Queue one row; return its ticket. Rows of one `unit` must be submitted together; they run as one batch.
 
-        Raises ValueError, with numbers, for a prompt that is empty or longer than max_seq_len.
+        Raises ValueError, with numbers, for a prompt that is empty or longer than max_seq_len, for ids outside the model's
+        vocabulary and for a seed outside 64 bits: found later, they would cost every running row.
         """
-        length = len(prompt)
-        if not 1 <= length <= self.max_seq_len:
-            raise ValueError(
-                f"a prompt must have 1 to max_seq_len={self.max_seq_len} tokens, got {length}; it can never fit"
-            )
+        ids = tuple(map(int, prompt))
+        self._check(ids, seed)
+        length = len(ids)
         self._next_ticket += 1
         ticket = self._next_ticket
         room = self.max_seq_len - length
@@ -126,7 +144,7 @@ class HFEngine:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(
             ticket=ticket,
-            prompt=tuple(map(int, prompt)),
+            prompt=ids,
             params=params,
             seed=seed,
             limit=limit,
@@ -137,16 +155,31 @@ class HFEngine:
         self._waiting.append(request)
         return ticket
 
+    def _check(self, ids: tuple[int, ...], seed: int) -> None:
+        if not 1 <= len(ids) <= self.max_seq_len:
+            raise ValueError(
+                f"a prompt must have 1 to max_seq_len={self.max_seq_len} tokens, got {len(ids)}; it can never fit"
+            )
+        if min(ids) < 0 or max(ids) >= self._decoder.vocab_size:
+            raise ValueError(
+                f"token ids must be in [0, {self._decoder.vocab_size}), got {min(ids)} to {max(ids)}; use the model's tokenizer"
+            )
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"a seed must be in [0, 2**64), got {seed}; take rollouts.base.sample_seed")
+
     def abort(self, tickets: Iterable[int]) -> None:
         """Drop these rows at the next step; they end without an output."""
         self._aborted.update(tickets)
 
     def reset(self) -> None:
-        """Drop everything that runs or waits."""
+        """Drop everything that runs or waits; after a step that failed too, when decoder and rows may differ."""
         self._waiting.clear()
         self._ended.clear()
         self._aborted.clear()
-        self._remove(list(range(len(self._rows))))
+        self._rows.remove(range(len(self._rows)))
+        self._last = self._last[:0]
+        self._decoder.keep(0, [])
+        self._draw = None
 
     def step(self) -> list[tuple[int, GenerationOutput]]:
         """Generate one token for every row (the first one for new rows); return (ticket, output) of those that ended."""

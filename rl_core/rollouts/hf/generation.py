@@ -30,7 +30,7 @@ HONOURED = frozenset(
     {"backend", "model_name", "max_new_tokens", "temperature", "top_p", "top_k", "val_temperature", "val_top_p"}
     | {"val_top_k", "stop_token_ids", "stop_strings", "_pad_token_id", "use_async_rollouts", "colocated"}
 )
-"""Keys of GenerationConfig that mean something here; others must be empty."""
+"""Keys of GenerationConfig that mean something here; its others must be empty, keys that it does not have are refused."""
 NO_ROOM = GenerationOutput(ids=[], logprobs=[], finish_reason=FinishReason.SEQ_LIMIT.value, versions=[])
 _SEEDS = count(1)
 
@@ -144,10 +144,17 @@ class HFGeneration(GenerationInterface):
         return self._mailboxes[running]
 
     def _prompts(self, data: Mapping[str, Any]) -> list[list[int]]:
-        """Return the ids of every row without padding. Raises ValueError for padding on the left or inside."""
+        """Return the ids of every row without padding.
+
+        Raises ValueError for padding on the left or inside and for a length that the row does not have.
+        """
         lengths = torch.as_tensor(data["input_lengths"]).tolist()
         prompts = []
         for row, (ids, length) in enumerate(zip(torch.as_tensor(data["input_ids"]).tolist(), lengths, strict=True)):
+            if not 0 <= length <= len(ids):
+                raise ValueError(
+                    f"input_lengths must be in [0, {len(ids)}], the width of input_ids, got {length} in row {row}"
+                )
             prompt, rest = ids[:length], ids[length:]
             stray = any(token != self._pad for token in rest) or (
                 bool(rest) and not self._pad_is_content and self._pad in prompt
@@ -199,7 +206,7 @@ class HFGeneration(GenerationInterface):
                 "generation_lengths": torch.tensor([len(output.ids) for output in outputs], dtype=torch.int64),
                 "unpadded_sequence_lengths": torch.tensor(totals, dtype=torch.int64),
                 "logprobs": _tensor(logprobs, width, torch.float32),
-                "truncated": torch.tensor([FinishReason(reason).truncated for reason in reasons]),
+                "truncated": torch.tensor([FinishReason(reason).truncated for reason in reasons], dtype=torch.bool),
                 "finish_reasons": reasons,
                 "policy_versions": [output.versions for output in outputs],
             }
@@ -238,7 +245,8 @@ def sampling_params(config: Mapping[str, Any], *, validation: bool, allow_trunca
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:
-    unknown = sorted(key for key, value in config.items() if key not in HONOURED and value)
+    known = GenerationConfig.__annotations__
+    unknown = sorted(key for key, value in config.items() if key not in HONOURED and (value or key not in known))
     if unknown:
         raise RolloutConfigError(
             f"generation settings {', '.join(unknown)} are not honoured by the HF engine; remove them"

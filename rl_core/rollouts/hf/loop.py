@@ -138,7 +138,7 @@ class EngineLoop:
         for row, sink in inbox:
             try:
                 ticket = self.engine.submit(row.prompt, row.params, row.seed, unit=row.unit)
-            except ValueError as error:
+            except Exception as error:  # noqa: BLE001 - of this row alone; its caller gets it
                 refused.append((sink, (row.key, error)))
             else:
                 self._owners[ticket] = (row.key, sink)
@@ -161,9 +161,10 @@ class EngineLoop:
         stats = self._stats
         stats["busy_seconds"] += time.perf_counter() - started
         stats["steps"] += 1
-        stats["row_steps"] += self.engine.num_running
+        rows = self.engine.num_running + len(ended)
+        stats["row_steps"] += rows
         if self._on_step is not None:
-            self._on_step(self.engine.num_running + len(ended))
+            self._on_step(rows)
         results: list[tuple[Sink, Result]] = []
         for ticket, output in ended:
             key, sink = self._owners.pop(ticket)
@@ -193,7 +194,8 @@ class EngineLoop:
             inbox, self._inbox = self._inbox, []
             commands, self._commands = self._commands, []
         for _, future in commands:
-            future.set_exception(failure)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(failure)
         waiting: list[tuple[Sink, Result]] = [(sink, (row.key, failure)) for row, sink in inbox]
         self._deliver(waiting + self._disown(list(self._owners), failure))
 

@@ -50,6 +50,7 @@ class SamplingParams:
             "temperature": (self.temperature >= 0, ">= 0"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k is None or self.top_k >= 1, "None or >= 1"),
+            "stop_strings": (all(isinstance(s, str) and s for s in self.stop_strings), "texts that are not empty"),
         }
         for name, (good, rule) in rules.items():
             if not good:

@@ -21,8 +21,6 @@ from rl_core.rollouts.hf.target import EngineTarget
 from rl_core.rollouts.manager import RolloutManager
 from rl_core.rollouts.worker import RolloutWorkerBase
 
-ENV_MARGIN_S = 10.0
-"""Seconds beyond what the environment client waits, so that its typed error arrives first."""
 PROBE_SEED = 20260101
 QUEUE_SHARE = 0.5
 """Rows leased beyond the engine's batch, as a share of it, so that freed rows are filled at once."""
@@ -148,7 +146,7 @@ class HFRolloutWorker(RolloutWorkerBase):
                 generation,
                 group_seconds=self.spec.runtime.deadlines.rollout,
                 seed=self.spec.algorithm.seed,
-                env_step_seconds=self._environment.answer_seconds + ENV_MARGIN_S,
+                env_step_seconds=self.spec.runtime.deadlines.env_step,
             )
         return self._managers[key]
 

@@ -1,6 +1,7 @@
 """Reading prompts: what is accepted, what is refused with file and line, and that messages keep their own tokens."""
 
 import json
+from datetime import date
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from rl_core.api.errors import ConfigError, DataError
 from rl_core.api.settings import DataSpec
 from rl_core.data.dataset import load_prompts
 from rl_core.data.source import read_rows
-from rl_core.data.tokenizer import Tokenizer
+from rl_core.data.tokenizer import Tokenizer, read_files
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
@@ -46,7 +47,14 @@ def write(path, *rows):
 
 def load(reference, tokenizer, *, max_seq_len=100, **data):
     spec = DataSpec.model_validate({"train": reference, **data})
-    return load_prompts(reference, spec, tokenizer, field="data.train", task_name="math", max_seq_len=max_seq_len)
+    return load_prompts(reference, spec, tokenizer, field="data.train", task_name="reward", max_seq_len=max_seq_len)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
+def test_a_config_file_that_holds_no_object_is_refused(model_folder, name):
+    files = read_files(model_folder) | {name: b"[]"}
+    with pytest.raises(ConfigError, match="must hold JSON objects"):
+        Tokenizer.from_files(files)
 
 
 def test_a_text_prompt_becomes_one_user_message_with_its_tokens_and_ground_truth(tmp_path, tokenizer):
@@ -97,6 +105,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer
     [
         ("{oops", r"a\.jsonl:2: a line must be one JSON object"),
         ("[1]", r"a\.jsonl:2: a line must be a JSON object, got list"),
+        ("[" * 100_000, r"a\.jsonl:2: a line must be one JSON object, got maximum recursion depth"),
     ],
 )
 def test_a_malformed_line_is_told_with_its_number(tmp_path, line, message):
@@ -104,6 +113,41 @@ def test_a_malformed_line_is_told_with_its_number(tmp_path, line, message):
     path.write_text('{"prompt": "x"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
         read_rows(str(path), field="data.train")
+
+
+def test_all_malformed_lines_are_told_at_once_the_first_ten_one_by_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n' + "{oops\n" * 13)
+    with pytest.raises(DataError) as error:
+        read_rows(str(path), field="data.train")
+    lines = str(error.value).splitlines()
+    assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines[:10]] == [str(n) for n in range(2, 12)]
+    assert lines[10:] == [f"{path}: malformed lines: 3 more"]
+
+
+def test_every_row_without_an_answer_is_told_where_the_environment_cannot_do_without(tmp_path, tokenizer):
+    rows = [
+        {"prompt": "1", "answer": 1},
+        {"prompt": "2"},
+        {"prompt": "3", "answer": "3"},
+        {"prompt": "4", "answer": None},
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    data = DataSpec(train=path)
+    with pytest.raises(DataError) as error:
+        load_prompts(path, data, tokenizer, field="data.train", task_name="math", max_seq_len=10)
+    told = [line.partition(":")[0] for line in str(error.value).splitlines()]
+    assert told == ["data.train row 2", "data.train row 4"] and "data.answerKey" in str(error.value)
+    assert len(load_prompts(path, data, tokenizer, field="data.train", task_name="reward", max_seq_len=10)) == 4
+
+
+def test_an_answer_column_that_is_named_must_be_there(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", {"prompt": "1", "solution": 1}, {"prompt": "1", "result": 1})
+    assert len(load(path, tokenizer, answerKey="result")) == 2
+    with pytest.raises(
+        ConfigError, match=r"must have the column 'truth' \(data.answerKey\), got \['prompt', 'solution'\]"
+    ):
+        load(path, tokenizer, answerKey="truth")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +171,31 @@ def test_a_missing_prompt_column_names_the_columns_there_are(tmp_path, tokenizer
         load(write(tmp_path / "a.jsonl", {"question": "x"}), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "2", "answer": 100000000000000000000}', "integer at answer must fit into int64"),
+        ('{"prompt": "2", "answer": "\\ud800"}', "a text in the message is not valid unicode"),
+        ('{"prompt": "\\ud800", "answer": "2"}', "a text in the message is not valid unicode"),
+    ],
+    ids=["big-integer", "surrogate-in-answer", "surrogate-in-prompt"],
+)
+def test_a_value_that_cannot_be_sent_to_a_rollout_is_refused_at_reading(tmp_path, tokenizer, line, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "1", "answer": 1}\n' + line)
+    with pytest.raises(DataError, match=f"data.train row 2: .*{message}.*; write the value as text"):
+        load(str(file), tokenizer)
+
+
+def test_a_parquet_column_that_cannot_be_sent_is_named(tmp_path, tokenizer):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"prompt": ["1"], "day": [date(2026, 1, 1)]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="data.train row 1: .*datetime.date at day cannot travel"):
+        load(str(tmp_path / "a.parquet"), tokenizer)
+
+
 def test_parquet_gives_the_same_samples_as_jsonl(tmp_path, tokenizer):
     import pyarrow as pa
     from pyarrow import parquet
@@ -144,6 +213,21 @@ def test_generated_prompts_are_reproducible(tokenizer):
     assert read_rows("reasoning-gym://basic_arithmetic?size=4&seed=4", field="data.train") != first
 
 
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("size=0", "size of .* must be a positive integer, got 0"),
+        ("size=true", "size of .* must be a positive integer, got True"),
+        ("size=", "size of .* must be a positive integer, got ''"),
+        ("size=2&seed=x", "seed of .* must be an integer, got 'x'"),
+        ("size=2&seed=1.5", "seed of .* must be an integer, got 1.5"),
+    ],
+)
+def test_numbers_of_a_generated_set_are_checked_before_anything_is_made(query, message):
+    with pytest.raises(ConfigError, match=f"data.train: {message}"):
+        read_rows(f"reasoning-gym://chain_sum?{query}", field="data.train")
+
+
 def test_ids_equal_those_of_transformers(model_folder, tokenizer):
     from transformers import PreTrainedTokenizerFast
 
@@ -154,6 +238,43 @@ def test_ids_equal_those_of_transformers(model_folder, tokenizer):
     assert tokenizer(text)["input_ids"] == other(text)["input_ids"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == other.decode(other(text)["input_ids"])
     assert tokenizer.eos_token_id == other.eos_token_id and tokenizer.pad_token_id == other.pad_token_id
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHAT,
+        "{% if tools is not none %}tools{% endif %}{% if documents is none %}none{% endif %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% if loop.first %}!{% endif %}{% endgeneration %}\n{% endfor %}",
+        "{{ messages | tojson }}{{ messages | tojson(true) }}{{ messages | tojson(indent=2) }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ eos_token }}{{ m.role }}{% endfor %}",
+        "{{ strftime_now('%Y') }}{% if messages | length > 1 %}{{ strftime_now is defined }}{% endif %}",
+    ],
+    ids=["chat", "tools", "generation", "json", "break", "date"],
+)
+def test_templates_render_as_in_transformers(model_folder, tokenizer, template):
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(
+        tokenizer_file=str(model_folder / "tokenizer.json"), eos_token="<eos>", pad_token="<pad>"
+    )
+    messages = [{"role": "user", "content": "1 \u00e9"}, {"role": "assistant", "content": "2"}]
+    wanted = other.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(messages, template=template, add_generation_prompt=True) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_cannot_render_is_a_configuration_error(tokenizer, template, cause):
+    with pytest.raises(ConfigError, match=f"chat template must render the prompt, got: .*{cause}"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "1"}], template=template)
 
 
 def test_a_tokenizer_without_eos_is_refused(model_folder, tmp_path):

@@ -55,6 +55,35 @@ def test_the_last_assistant_message_is_scored_and_the_episode_ends(symbolic):
     assert returned.metadata == [{"ground_truth": "46"}]
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", 1234),
+        ("it costs $1,234,567.", 1234567),
+        ("\\boxed{-1,000}", -1000),
+        ("x = \u22125", -5),
+        ("12,345.50", 12345.5),
+        ("2, 3", 3),
+        ("1,23", 23),
+        (".5", 0.5),
+        ("5.", 5),
+        ("3/4", 0.75),
+        ("1e3", 1000),
+    ],
+)
+def test_numeric_reads_the_last_number_with_its_thousands_commas(text, value):
+    env = MathEnvironment({"comparator": "numeric"})
+    assert float(score(env, text, value).rewards[0]) == 1.0
+    assert float(score(env, str(value), text).rewards[0]) == 1.0
+
+
+@pytest.mark.parametrize("comparator", ["math_verify", "numeric", "exact"])
+@pytest.mark.parametrize("truth", [None, "", "  "])
+def test_a_missing_ground_truth_never_makes_silence_right(comparator, truth):
+    with pytest.raises(RolloutDataFailure, match="ground_truth"):
+        score(MathEnvironment({"comparator": comparator}), "", truth)
+
+
 @pytest.mark.parametrize("comparator", ["math_verify", "numeric"])
 @pytest.mark.parametrize("truth", [None, "", "?", ["46"], True])
 def test_unreadable_ground_truth_is_a_data_failure_and_never_a_zero(comparator, truth):

@@ -29,7 +29,6 @@ def env():
     return ReasoningGymEnvironment({})
 
 
-@pytest.mark.timeout(120)
 def test_the_own_answer_of_every_task_scores_1_after_the_wire(env):
     for task in task_names():
         if task in MIXTURES | TASKS_WITH_MANY_ANSWERS:
@@ -51,6 +50,20 @@ def test_a_wrong_answer_scores_less_and_silence_scores_0(env):
     entry = make_entries("chain_sum", 1, 1, {})[0]
     assert reward(env, "surely not", entry["metadata"]) < 1.0
     assert reward(env, "", entry["metadata"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "text"), [("prime_factorization", "no idea"), ("boxnet", "42"), ("game_of_life", "{}")]
+)
+def test_text_that_a_scorer_cannot_read_is_a_wrong_answer(env, task, text):
+    entry = make_entries(task, 1, 1, {})[0]
+    assert reward(env, text, entry["metadata"]) == 0.0
+
+
+def test_an_entry_that_cannot_be_scored_is_a_data_failure(env):
+    damaged = {"task": "chain_sum", "entry": {"question": "?"}}
+    with pytest.raises(RolloutDataFailure, match="row 0: the scorer of chain_sum failed on '2': KeyError"):
+        reward(env, "2", damaged)
 
 
 def test_metadata_is_found_as_a_column_of_a_data_row(env):

@@ -66,6 +66,34 @@ async def test_a_required_column_the_data_lacks_is_named(user):
         await step(env(user, lambda p, c, solution: [1, 1]), LOGS, COLUMNS)
 
 
+async def test_arguments_of_the_options_come_along_as_they_are(user):
+    built_in = RewardEnvironment({"reward": "format", "arguments": {"pattern": "[0-4]", "correct": 2.0}})
+    assert [float(r) for r in (await step(built_in, LOGS, COLUMNS)).rewards] == [2.0, 0.0]
+    user.score = lambda p, c, level, least=0: [float((one or 0) >= least) for one in level]
+    named = RewardEnvironment({"reward": "user_rewards:score", "arguments": {"least": 1}})
+    assert [float(r) for r in (await step(named, LOGS, COLUMNS)).rewards] == [1.0, 0.0]
+
+
+async def test_an_argument_that_is_missing_or_not_taken_is_named(user):
+    with pytest.raises(RolloutDataFailure, match="needs the column 'pattern', .* set it in env.options.arguments"):
+        await step(RewardEnvironment({"reward": "format"}), LOGS, COLUMNS)
+    user.score = lambda p, c, answer: [1, 1]
+    with pytest.raises(ConfigError, match="env.options.arguments: .* user_rewards:score .*, got least; it has answer"):
+        RewardEnvironment({"reward": "user_rewards:score", "arguments": {"least": 1}})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda completions, answer: [], lambda completions: [], lambda text, prompts: []],
+    ids=["both", "one", "second"],
+)
+def test_a_function_that_would_take_prompts_for_completions_is_refused(user, function):
+    with pytest.raises(
+        ConfigError, match=r"must take \(prompts, completions, ...\) in this order, got user_rewards:score"
+    ):
+        env(user, function)
+
+
 async def test_asynchronous_functions_are_awaited(user):
     async def score(prompts, completions, **columns):
         return [1, 2]
@@ -84,10 +112,12 @@ async def test_none_means_not_applicable_and_stays_none(user):
         ([1.0, math.nan], "row 1: a score must be finite, got nan"),
         ([1.0, math.inf], "row 1: a score must be finite, got inf"),
         ([1.0, "good"], "row 1: a score must be a number or None, got 'good'"),
+        ([1.0, "1"], "row 1: a score must be a number or None, got '1'"),
+        ([1.0, b"1"], "row 1: a score must be a number or None, got b'1'"),
         (None, "must return a list of 2 scores, got NoneType"),
         (1.0, "must return a list of 2 scores, got float"),
     ],
-    ids=["length", "nan", "inf", "text", "none", "number"],
+    ids=["length", "nan", "inf", "text", "number-as-text", "number-as-bytes", "none", "number"],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_wrong_result_is_a_data_failure_naming_function_row_and_value(user, result, text, asynchronous):

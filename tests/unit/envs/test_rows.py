@@ -56,6 +56,9 @@ def test_arrays_tuples_and_named_rewards_are_taken():
     ("result", "text"),
     [
         (None, "step must return an EnvironmentReturn, got NoneType"),
+        (returned(next_stop_strings=[None, [""]]), r"row 1: next_stop_strings must be a list of texts .* got \[''\]"),
+        (returned(next_stop_strings=[[3], None]), r"row 0: next_stop_strings must be a list of texts .* got \[3\]"),
+        (returned(next_stop_strings=["ab", None]), "row 0: next_stop_strings must be a list of texts .* got 'ab'"),
         (returned(rewards=[1.0]), r"rewards must return one score per completion \(2\), got 1"),
         (returned(rewards=[1.0, float("nan")]), "rewards, row 1: a score must be finite, got nan"),
         (returned(rewards={"right": [1.0, float("inf")]}), r"rewards\['right'\], row 1: a score must be finite"),

@@ -13,6 +13,8 @@ from rl_core.api.errors import (
     WorkerLost,
 )
 from rl_core.rollouts.base import RemoteEnvironment
+from rl_core.rollouts.multi_turn import AsyncRolloutImpl
+from rl_core.rollouts.scoring import one_reward
 
 LOG = [{"role": "assistant", "content": "text", "token_ids": object()}]
 
@@ -69,6 +71,47 @@ async def test_steps_of_one_moment_travel_as_one_call():
     assert found[0].metadata == [{"n": 1}] and found[0].rewards == [1.0] and found[0].terminateds == [True]
 
 
+async def test_steps_that_come_while_a_pod_is_at_work_travel_together_when_it_answers(monkeypatch):
+    monkeypatch.setattr("rl_core.rollouts.environment.GATHER_S", 60)
+    pods = Pods("a", hold=asyncio.Event())
+    environment = pods.environment()
+    steps = []
+    for key in ("first", "second", "third"):
+        steps.append(asyncio.ensure_future(step(environment, key)))
+        await asyncio.sleep(0.01)
+    assert pods.calls["a"] == [["first"]]
+    pods.hold.set()
+    await asyncio.gather(*steps)
+    assert pods.calls["a"] == [["first"], ["second", "third"]]
+
+
+async def test_a_pod_that_takes_long_gets_the_next_steps_all_the_same():
+    pods = Pods("a", hold=asyncio.Event())
+    environment = pods.environment()
+    steps = [asyncio.ensure_future(step(environment, "slow"))]
+    await asyncio.sleep(0.01)
+    steps.append(asyncio.ensure_future(step(environment, "next")))
+    async with asyncio.timeout(30):
+        while len(pods.calls["a"]) < 2:
+            await asyncio.sleep(0.001)
+    pods.hold.set()
+    await asyncio.gather(*steps)
+    assert pods.calls["a"] == [["slow"], ["next"]]
+
+
+async def test_closing_fails_steps_that_were_not_sent_yet(monkeypatch):
+    monkeypatch.setattr("rl_core.rollouts.environment.GATHER_S", 60)
+    pods = Pods("a", hold=asyncio.Event())
+    environment = pods.environment()
+    steps = [asyncio.ensure_future(step(environment, "sent"))]
+    await asyncio.sleep(0.01)
+    steps.append(asyncio.ensure_future(step(environment, "gathered")))
+    await asyncio.sleep(0.01)
+    environment.close()
+    found = await asyncio.gather(*steps, return_exceptions=True)
+    assert [type(one) for one in found] == [InfrastructureError] * 2 and pods.calls["a"] == [["sent"]]
+
+
 async def test_only_role_and_content_travel():
     seen = []
     pods = Pods("a", answer=lambda row: seen.append(row) or Pods.plain(row))
@@ -117,7 +160,7 @@ async def test_a_failed_call_is_typed_for_every_row(error, kind):
     environment = pods.environment()
     results = await asyncio.gather(*[step(environment, f"s{i}") for i in range(2)], return_exceptions=True)
     assert [type(result) for result in results] == [kind, kind] and results[0].__cause__ is error
-    assert environment._in_flight["a"] == 0
+    assert environment._pods["a"].rows == 0
 
 
 @pytest.mark.parametrize(
@@ -158,6 +201,29 @@ async def test_rewards_by_name_and_rewards_that_do_not_apply_pass_through():
     assert (await step(environment, "s", "t")).rewards == {"x": [1.0, 1.0], "y": [None, None]}
     environment = Pods("a", answer=lambda row: Pods.plain(row, reward=None)).environment()
     assert (await step(environment, "s")).rewards == [None]
+
+
+async def test_weights_that_come_with_rewards_by_name_are_those_they_are_summed_with():
+    row = {"reward": {"style": 1.0, "answer": 0.5}, "reward_weights": {"style": 0.5, "answer": 2.0}}
+    environment = Pods("a", answer=lambda asked: Pods.plain(asked, **row)).environment()
+    found = await step(environment, "s")
+    assert one_reward(found.rewards, environment, "s") == ({"style": 1.0, "answer": 0.5}, 1.5)
+
+
+async def test_a_missing_worker_is_told_before_the_step_is_taken_for_late(fakes):
+    """An environment whose worker never appears is down, which is retried as such; a late answer is another failure."""
+    pods = Pods()
+
+    async def never():
+        await asyncio.Event().wait()
+
+    environment = pods.environment(available=never, step_seconds=0.01)
+    environment.answer_seconds, environment.patience = 0.05, 30.0
+    impl = AsyncRolloutImpl(
+        fakes.Tokenizer(), {"task": environment}, 1, 64, fakes.Generation("one"), env_step_seconds=0.01
+    )
+    with pytest.raises(InfrastructureError, match="no env worker is ready"):
+        await impl.run_rollout(fakes.sample(task_name="task"))
 
 
 async def test_a_cancelled_step_does_not_disturb_its_siblings():

@@ -143,6 +143,45 @@ def test_a_prompt_that_can_never_fit_is_refused_with_numbers(length):
         make().generate([[5] * length], SamplingParams(), [1])
 
 
+@pytest.mark.parametrize(
+    ("batch", "settings", "seeds", "match"),
+    [
+        ([[5], [5] * 65], {}, [1, 2], "1 to max_seq_len=64 tokens, got 65"),
+        ([[5], [5, 96]], {}, [1, 2], r"token ids must be in \[0, 96\), got 5 to 96"),
+        ([[5], [-1]], {}, [1, 2], r"token ids must be in \[0, 96\), got -1 to -1"),
+        ([[5], [6]], {}, [1, -2], r"seed must be in \[0, 2\*\*64\), got -2"),
+        ([[5], [6]], {}, [1], r"seeds must have one entry per prompt \(2\), got 1"),
+        ([[5], [6]], [{}], [1, 2], r"sampling must have one entry per prompt \(2\), got 1"),
+        ([[5], [6]], {"stop_strings": [""]}, [1, 2], "stop_strings must be texts that are not empty"),
+        ([[5], [6]], {"stop_strings": [3]}, [1, 2], "stop_strings must be texts that are not empty"),
+    ],
+)
+def test_what_is_refused_leaves_nothing_behind(batch, settings, seeds, match):
+    engine = make()
+    with pytest.raises(ValueError, match=match):
+        engine.generate(batch, settings, seeds)
+    params = SamplingParams(max_new_tokens=9)
+    assert close(engine.generate([[7, 8]], params, [3])[0], make().generate([[7, 8]], params, [3])[0])
+    assert not engine.busy
+
+
+def test_a_failing_prefill_leaves_an_empty_engine(monkeypatch):
+    engine, params = make(), SamplingParams(max_new_tokens=9)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._decoder, "_hidden", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([[5, 6], [7]], params, [1, 2])
+    assert not engine.busy
+    assert close(engine.generate([[7, 8]], params, [3])[0], make().generate([[7, 8]], params, [3])[0])
+
+
+def test_rows_submitted_before_generate_are_handed_out_by_step():
+    engine = make()
+    ticket = engine.submit([5, 6], SamplingParams(max_new_tokens=2), 1)
+    assert len(engine.generate([[7, 8]], SamplingParams(max_new_tokens=9), [3])[0].ids) == 9
+    assert [one for one, _ in engine.step()] == [ticket]
+
+
 def test_stop_ids_end_a_row_and_are_kept():
     engine = make()
     free = engine.generate([[5, 6]], SamplingParams(max_new_tokens=30, ignore_eos=True), [4])[0]

@@ -1,6 +1,8 @@
 """The engine behind the generation interface: shapes, versions, refusals, concurrency, cancellation."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ import torch
 from rl_core.api.errors import GenerationUnavailable, RolloutConfigError
 from rl_core.rollouts.hf import HFEngine, HFGeneration
 from rl_core.rollouts.hf.config import DecoderConfig
+from rl_core.rollouts.hf.loop import Row
+from rl_core.rollouts.hf.sampling import SamplingParams
 from rl_core.rollouts.hf.weights import DecoderWeights
 
 RAW = {
@@ -120,6 +124,19 @@ def test_padding_on_the_left_or_inside_is_refused(generation, row):
             generation.generate({"input_ids": torch.tensor([row]), "input_lengths": torch.tensor([length])})
 
 
+@pytest.mark.parametrize("length", [-1, 4])
+def test_a_length_that_the_row_does_not_have_is_refused(generation, length):
+    with pytest.raises(ValueError, match=rf"input_lengths must be in \[0, 3\].* got {length} in row 0"):
+        generation.generate({**data([5, 6, 7]), "input_lengths": torch.tensor([length])})
+
+
+def test_an_empty_batch_keeps_the_types_of_its_columns(generation):
+    empty = {"input_ids": torch.zeros(0, 3, dtype=torch.int64), "input_lengths": torch.zeros(0, dtype=torch.int64)}
+    output = generation.generate(empty)
+    assert (output["output_ids"].dtype, output["truncated"].dtype) == (torch.int64, torch.bool)
+    assert output["finish_reasons"] == []
+
+
 def test_stops_of_configuration_and_row_both_count_and_stay_in_the_text(generation):
     free = generation.generate(data([5, 6], seeds=[3]))
     text = Tokenizer().decode(free["output_ids"][0, 2:])
@@ -138,6 +155,7 @@ def test_stops_of_configuration_and_row_both_count_and_stay_in_the_text(generati
     ("config", "match"),
     [
         ({"bad_words": ["x"]}, "bad_words"),
+        ({"val_temprature": 0.0}, "val_temprature are not honoured"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"port_range": (1, 2)}, "port_range"),
         ({"backend": "sglang"}, "backend must be 'hf'"),
@@ -193,11 +211,38 @@ async def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(generation, 
     assert (await anext(generation.generate_async(data([5, 6], seeds=[1]))))[0] == 0
 
 
+async def test_a_failing_prefill_costs_its_own_rows_only(generation, monkeypatch):
+    wanted = generation.generate(data([5, 6], seeds=[1]))["output_ids"].tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.engine._decoder, "_hidden", lambda *_: 1 / 0)
+        with pytest.raises(GenerationUnavailable, match="ZeroDivisionError"):
+            await anext(generation.generate_async(data([7, 8, 9], seeds=[2])))
+    assert (await anext(generation.generate_async(data([5, 6], seeds=[1]))))[1]["output_ids"].tolist() == wanted
+
+
 async def test_after_shutdown_requests_fail_and_waiting_ones_too(generation):
     generation.shutdown()
     generation.shutdown()
     with pytest.raises(GenerationUnavailable, match="shut down"):
         await anext(generation.generate_async(data([5])))
+
+
+def test_a_command_that_was_given_up_does_not_hold_up_the_end(generation):
+    begun, go_on, heard = threading.Event(), threading.Event(), []
+    busy = generation.loop.run(lambda: (begun.set(), go_on.wait()))
+    begun.wait()
+    given_up = generation.loop.run(lambda: None)
+    given_up.cancel()
+    row = Row(key="a", prompt=[5], params=SamplingParams(), seed=1)
+    generation.loop.submit([row], heard.extend)
+    closing = threading.Thread(target=generation.shutdown)
+    closing.start()
+    while not generation.loop._closed:
+        time.sleep(0.001)
+    go_on.set()
+    closing.join()
+    assert busy.done() and [key for key, _ in heard] == ["a"]
+    assert isinstance(heard[0][1], GenerationUnavailable)
 
 
 async def test_groups_wait_to_be_complete_and_run_apart():
@@ -228,5 +273,7 @@ def test_metrics_count_since_the_last_clear(generation):
     assert (
         found["generation/rows"] == 2 and 2 <= found["generation/tokens"] <= 6 and found["generation/busy_seconds"] > 0
     )
+    # A row makes one token per step, the one that ends it included.
+    assert found["generation/mean_batch"] * found["generation/steps"] == pytest.approx(found["generation/tokens"])
     generation.clear_logger_metrics()
     assert generation.get_logger_metrics()["generation/rows"] == 0

@@ -215,6 +215,22 @@ async def test_cancellation_frees_the_slot_and_is_not_tried_again(fakes):
     assert buffer.verbs() == ["reserve", "remove"] and len(manager._impl.samples) == 1
 
 
+async def test_a_slot_is_freed_where_the_reservation_itself_is_cut_off(fakes):
+    class Remote(Buffer):
+        async def reserve(self, *args):
+            self._note("reserve", *args)
+            await asyncio.Event().wait()  # reserved over there, the answer never comes
+
+    buffer = Remote()
+    pushed = asyncio.ensure_future(make(fakes, buffer=buffer).generate_and_push(fakes.sample()))
+    while not buffer.log:
+        await asyncio.sleep(0)
+    pushed.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushed
+    assert buffer.verbs() == ["reserve", "remove"]
+
+
 async def test_a_slot_that_cannot_be_removed_never_hides_the_failure(fakes):
     error = RolloutDataFailure("the cause")
     with pytest.raises(RolloutDataFailure, match="the cause"):

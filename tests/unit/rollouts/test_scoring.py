@@ -83,7 +83,7 @@ async def test_a_blocking_step_does_not_block_the_loop():
 
     class Blocking(Echo):
         def step(self, logs, metadata):
-            assert release.wait(5)
+            assert release.wait(60)
             return EnvironmentReturn(
                 [{"role": "environment", "content": ""}], metadata, None, torch.ones(1), torch.ones(1), None
             )
@@ -92,6 +92,15 @@ async def test_a_blocking_step_does_not_block_the_loop():
     await asyncio.sleep(0)
     release.set()
     assert (await task).rewards.tolist() == [1.0]
+
+
+async def test_a_blocking_step_that_runs_dry_is_a_failure_and_no_hang():
+    class Dry:
+        def step(self, logs, metadata):
+            return next(iter(()))
+
+    with pytest.raises(RuntimeError, match=r"Dry\.step raised StopIteration"):
+        await asyncio.wait_for(calculate_rewards(batch(("a", "1")), {"a": Dry()}), 60)
 
 
 async def test_an_empty_batch_calls_nothing():

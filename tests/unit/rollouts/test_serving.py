@@ -96,7 +96,7 @@ async def harness():
 async def test_a_finished_group_is_put_with_its_lease_token_and_then_acknowledged(harness):
     harness.start()
     await harness.put(item(0))
-    record = await harness.trajectories.get_async(timeout=5)
+    record = await harness.trajectories.get_async(timeout=60)
     assert (record.group_id, record.lease_token) == ("g0", "t0")
     await harness.settle()
     assert (
@@ -114,7 +114,7 @@ async def test_a_closed_gate_leases_nothing_and_says_what_it_waits_for(harness):
         harness.started == [] and await harness.depth(harness.prompts) == 1 and harness.waits == [("weights", "actor")]
     )
     harness.server.open()
-    assert (await harness.trajectories.get_async(timeout=5)).group_id == "g0"
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
 
 
 async def test_closing_the_gate_ends_a_lease_that_waits_and_loses_no_prompt(harness):
@@ -131,8 +131,8 @@ async def test_prompts_put_together_start_together_up_to_the_row_limit(harness):
     harness.holds = {f"g{i}": asyncio.Event() for i in range(4)}
     harness.start()
     await harness.settle()
-    assert (await asyncio.to_thread(harness.prompts.stats)).keys["default_queue"].waiters == 3
-    await harness.put(*[item(i) for i in range(4)])
+    assert (await asyncio.to_thread(harness.prompts.stats)).keys["default_queue"].waiters == 1
+    await harness.prompts.put_many_async([item(i) for i in range(4)])
     await harness.settle()
     assert harness.started == ["g0", "g1", "g2"] and await harness.depth(harness.prompts) == 1
 
@@ -145,7 +145,10 @@ async def test_a_row_limit_that_fell_takes_leases_back(harness):
     harness.server.close()
     harness.server.open()
     await harness.settle()
-    assert (await asyncio.to_thread(harness.prompts.stats)).keys["default_queue"].waiters == 1
+    harness.holds = {"g0": asyncio.Event()}
+    await harness.prompts.put_many_async([item(i) for i in range(3)])
+    await harness.settle()
+    assert harness.started == ["g0"] and await harness.depth(harness.prompts) == 2
 
 
 async def test_a_prompt_that_arrives_as_the_gate_closes_goes_back(harness):
@@ -191,12 +194,12 @@ async def test_a_failed_group_is_given_back_by_its_kind_and_acknowledged(harness
 async def test_validation_answers_scores_or_the_error(harness):
     harness.start()
     await harness.put(item(0, mode="validation"))
-    assert await harness.validation.get_async(timeout=5) == {
+    assert await harness.validation.get_async(timeout=60) == {
         "group_id": "g0", "prompt_idx": 0, "rewards": [0.5, None], "lengths": [3, 3], "truncated": [False, False], "error": None,
     }  # fmt: skip
     harness.failure = RolloutDataFailure("broken")
     await harness.put(item(1, mode="validation"))
-    answer = await harness.validation.get_async(timeout=5)
+    answer = await harness.validation.get_async(timeout=60)
     assert answer["rewards"] == [] and "broken" in answer["error"] and harness.given_back == []
 
 
@@ -206,7 +209,7 @@ async def test_a_prompt_for_newer_weights_goes_back_until_they_are_here(harness)
     await harness.settle()
     assert harness.started == []
     harness.version = 2
-    assert (await harness.trajectories.get_async(timeout=5)).group_id == "g0"
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
 
 
 async def test_pausing_lets_groups_end(harness):
@@ -240,11 +243,11 @@ async def test_starting_twice_keeps_one_loop_and_a_stopped_server_starts_again(h
     harness.start()
     harness.start()
     await harness.put(item(0))
-    await harness.trajectories.get_async(timeout=5)
+    await harness.trajectories.get_async(timeout=60)
     await harness.server.stop()
     harness.start()
     await harness.put(item(1))
-    assert (await harness.trajectories.get_async(timeout=5)).group_id == "g1"
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g1"
     assert harness.started == ["g0", "g1"]
 
 
