@@ -13,19 +13,24 @@ from rich.live import Live
 from rich.table import Table
 
 from rl_core.api.errors import ConfigError
+from rl_core.launch.workspace import is_abandoned
 
 REFRESH_S = 1.0
 FINAL = frozenset({"Finished", "Failed", "Suspended"})
+KILLED = "the launcher of the run is gone without a last word, and its processes with it; continue with rljob run --resume auto"
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return the last status of the run in `folder`. Raises ConfigError when there is none."""
+    """Return the last status of the run in `folder`, as Failed where its launcher was killed. Raises ConfigError when there is none."""
     path = folder / "status.json"
     if not path.is_file():
         raise ConfigError(
             f"{folder} must be the output folder of a run, got one without status.json; pass the folder printed by rljob run"
         )
+    abandoned = is_abandoned(folder)  # before the status is read: a launcher tells the end first and unlocks then
     found: dict[str, Any] = json.loads(path.read_text())
+    if abandoned and found.get("phase") not in FINAL:
+        found |= {"phase": "Failed", "failure": {"type": "", "message": KILLED, "exitCode": 3}}
     return found
 
 
@@ -93,7 +98,7 @@ def member_table(status: dict[str, Any]) -> Table | None:
     table = Table("MEMBER", "POD", "STATE", "VERSION", box=SIMPLE)
     for member in status["members"]:
         version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
-        table.add_row(member["name"], member["pod"], member["state"], version)
+        table.add_row(member["name"], member["pod"], member.get("detail", member["state"]), version)
     return table
 
 

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from rl_core.cli.local_view import run_table, wait_table
+from rl_core.cli.local_view import FINAL, run_table, wait_table
 
 QUIET_WAIT_S = 10.0
 """Waits are shown once they last this long."""
@@ -40,6 +40,8 @@ class Progress:
         self._ended = threading.Event()
         self._reader: threading.Thread | None = None
         self._phase = ""
+        self._refused = ""
+        """Why the storage last refused a checkpoint."""
         if live and self._console.is_terminal:
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
@@ -65,6 +67,10 @@ class Progress:
     def update(self, status: dict[str, Any]) -> None:
         """Show a new status."""
         phase = str(status.get("phase", ""))
+        refused = str((status.get("checkpoint") or {}).get("error") or "")
+        if refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
+            self.say(f"the run goes on, but without a new checkpoint: {refused}")
+        self._refused = refused
         if self._live is None:
             if phase in ("Degraded", "Failed") and phase != self._phase:
                 self.say(f"{phase}: step {status.get('step', 0)}")

@@ -3,6 +3,7 @@
 Ctrl-C: the run checkpoints and ends within seconds; a second Ctrl-C ends everything at once.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from rl_core.cli.progress import Progress
 from rl_core.cli.validate import prepare
 from rl_core.launch.local import LocalCluster
 from rl_core.launch.ports import free_ports
+from rl_core.launch.workspace import Workspace
 from rl_core.plan.keys import MASTER_BYTES, key_files, write_key_folder
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
 
@@ -37,11 +39,13 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(file.resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
+    space = Workspace(folder)
+    space.lock()  # before anything is written: the keys and the job in the folder may be those of a run that lives
     plan_for = prepare_folder(job, folder)
     first_epoch = next_epoch(folder)
     cluster = LocalCluster(
         plan_for(first_epoch),
-        workdir=folder,
+        workdir=space,
         plan_for=plan_for,
         policy=job.spec.failure_policy,
         resume=resume_argument(resume),
@@ -97,11 +101,14 @@ def check_output(folder: Path, resume: str) -> None:
 
 
 def read_step(folder: Path) -> int | str:
-    """Return the last step told by the folder's status, "?" when there is none."""
-    try:
-        return int(json.loads((folder / "status.json").read_text()).get("step", 0))
-    except (OSError, ValueError):
-        return "?"
+    """Return the step that the run in `folder` came to, "?" when nothing tells.
+
+    The history counts beside the status, which starts at 0 anew until a resumed run has read its checkpoint.
+    """
+    steps = [int(line.get("step", 0)) for line in read_metrics(folder)[-1:]]
+    with contextlib.suppress(OSError, ValueError):
+        steps.append(int(json.loads((folder / "status.json").read_text()).get("step", 0)))
+    return max(steps, default="?")
 
 
 def next_epoch(folder: Path) -> int:
@@ -157,7 +164,7 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     message = failure.get("message") or "no cause was recorded"
     kind = {2: "bad input", 4: "bad data", 130: "interrupted"}.get(code, "failure")
     sys.stderr.write(
-        f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {status.get('step', 0)}: {message}\n"
+        f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
     sys.stderr.write(f"rljob: logs in {folder / 'logs'}; continue with --output {folder} --resume auto\n")
     return code

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rl_core.api.errors import RLJobError
+from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob
 from rl_core.cli.job_file import PATH_FIELDS, JobProblems, load_job
 from rl_core.data.hub import HUB_SCHEME, fetch_references
@@ -45,7 +45,8 @@ def check_references(job: RLJob, file: Path, *, files: bool = True) -> None:
 
 def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
     """Yield one line per problem; `hub` references are checked when they are fetched, at the start of a run."""
-    for check in (_check_model, _check_user_code, _check_placement) if files else (_check_user_code, _check_placement):
+    without_files = (_check_user_code, _check_placement, _check_schedule)
+    for check in (_check_model, *without_files) if files else without_files:
         yield from _told(lambda check=check: check(job, search_path))  # type: ignore[misc]
 
 
@@ -58,6 +59,7 @@ def _told(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 
 def _check_model(job: RLJob, search_path: Path) -> Iterator[str]:
     from rl_core.data.tokenizer import Tokenizer
+    from rl_core.plan.model_facts import stored_shapes
     from rl_core.runner.limits import sequence_limit
 
     spec = job.spec
@@ -77,8 +79,11 @@ def _check_model(job: RLJob, search_path: Path) -> Iterator[str]:
         yield f"spec.model.path: {error}"
     except ValueError as error:
         yield f"spec.model.path: config.json must be valid JSON, got {error}, save the model again"
-    if not any(folder.glob("*.safetensors")):
-        yield f"spec.model.path: must hold safetensors weights, got none in {folder}, save the model with save_pretrained"
+    try:
+        if not stored_shapes(folder):
+            yield f"spec.model.path: must hold safetensors weights, got none in {folder}, save the model with save_pretrained"
+    except ConfigError as error:
+        yield f"spec.model.path: {error}"
     yield from _check_data(job, tokenizer, limit)
 
 
@@ -97,13 +102,15 @@ def _check_data(job: RLJob, tokenizer: object, limit: int) -> Iterator[str]:
             else:
                 read_rows(reference, field=field)
         except RLJobError as error:
-            yield f"spec.{field}: {error}"
+            yield from (f"spec.{field}: {line.removeprefix(f'{field}: ')}" for line in str(error).splitlines())
 
 
 def _check_user_code(job: RLJob, search_path: Path) -> Iterator[str]:
+    from rl_core.algorithms.check import check_functions
     from rl_core.envs.check import check_env
 
     yield from check_env(job.spec, search_path=str(search_path))
+    yield from check_functions(job.spec.algorithm, search_path=str(search_path))
 
 
 def _check_placement(job: RLJob, search_path: Path) -> Iterator[str]:
@@ -111,6 +118,15 @@ def _check_placement(job: RLJob, search_path: Path) -> Iterator[str]:
 
     build_launch_plan(job, name=job.metadata.name, uid="validate")
     yield from ()
+
+
+def _check_schedule(job: RLJob, search_path: Path) -> Iterator[str]:
+    from rl_core.runner.changes import check_schedule
+
+    try:
+        check_schedule(job.spec)
+    except ValueError as error:
+        yield str(error)
 
 
 def prepare(file: Path, settings: Sequence[str]) -> RLJob:

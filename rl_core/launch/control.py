@@ -11,6 +11,8 @@ from typing import Any
 from rl_core.api.errors import ConfigError
 
 TIMEOUT = 3.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""No proxy of the environment stands between two processes of this machine."""
 
 
 class ControlClient:
@@ -42,7 +44,7 @@ class ControlClient:
         if self._token_file.is_file():
             request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            with _OPENER.open(request, timeout=TIMEOUT) as answer:
                 found = json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:

@@ -62,21 +62,21 @@ class LocalCluster:
         self,
         plan: LaunchPlan,
         *,
-        workdir: str | os.PathLike[str],
+        workdir: str | os.PathLike[str] | Workspace,
         plan_for: Callable[..., LaunchPlan] | None = None,
         policy: FailurePolicySpec | None = None,
         resume: str = "none",
         job: "RLJob | None" = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare to run `plan` with `workdir` as output folder.
+        """Prepare to run `plan` with `workdir` as output folder, or as the workspace of one that the caller has locked.
 
         `plan_for(epoch)` gives the plan of a later epoch, `plan_for(epoch, {role: replicas})` that of a scaled run (None: the same
         but for the epoch, never scaled). `policy` None: the job's, else the
-        defaults. `resume` (auto, none, a path) holds for the first start; restarts resume. `job` is written for the runner
+        defaults. `resume` (auto, none, a path) holds until the run has saved; restarts resume. `job` is written for the runner
         where the plan's RLJOB_CONFIG does not exist. `environ` None: this process's environment.
         """
-        self._space = Workspace(workdir)
+        self._space = workdir if isinstance(workdir, Workspace) else Workspace(workdir)
         self.status: dict[str, Any] = {}
         """The runner's last status."""
         self.failure = ""
@@ -223,7 +223,8 @@ class LocalCluster:
             "RLJOB_HEALTH_PORT": "0",
             "RLJOB_HEALTH_HOST": "127.0.0.1",
             "RLJOB_GRACE_SECONDS": str(STOP_SECONDS),
-            "RLJOB_RESUME": self._resume if self._plan.epoch == self._first.epoch else "auto",
+            "RLJOB_RESUME": self._resume if self._plan.epoch == self._first.epoch or self._resume != "none" else "auto",
+            "RLJOB_FIRST_EPOCH": str(self._first.epoch),
             "RLJOB_LAUNCHER": self._mark,
             "RLJOB_POD": plan.name,
         }
@@ -300,8 +301,7 @@ class LocalCluster:
             await self._replace_pod(pod.plan.name, 0.0)
 
     async def _restart_job(self) -> None:
-        """End what is left of the actor gang and start it under the next epoch; rollouts and envs stay and find it again."""
-        await self._kill_pods([pod for pod in self._pods.values() if pod.role == "actor"])
+        """Tell the next epoch, end what is left of the actor gang, start it anew; rollouts and envs stay and find it again."""
         if self._ending.is_set():
             return
         epoch = self._plan.epoch + 1
@@ -309,6 +309,9 @@ class LocalCluster:
         self._plan = self._localised(plan)
         self.status = {}
         self._tell({**self._space.read_status(), "phase": "Restarting", "epoch": epoch, "stall": None})
+        await self._kill_pods([pod for pod in self._pods.values() if pod.role == "actor"])
+        if self._ending.is_set():
+            return
         for pod in self._plan.pods:
             if pod.role == "actor":
                 self._start_pod(pod)
@@ -318,7 +321,8 @@ class LocalCluster:
             await asyncio.sleep(STATUS_SECONDS)
             epoch = self._plan.epoch
             status = await asyncio.to_thread(self._control.status)
-            if status is None or status.get("epoch", epoch) != epoch or self._ending.is_set():
+            late = epoch != self._plan.epoch  # of a gang that is being ended meanwhile
+            if status is None or late or status.get("epoch", epoch) != epoch or self._ending.is_set():
                 continue
             self.status = status
             if not self._space.is_final(epoch):

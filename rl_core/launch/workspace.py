@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -22,12 +23,41 @@ logger = logging.getLogger(__name__)
 FINAL_PHASES = ("Finished", "Failed", "Suspended")
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop."""
+LOCK_SECONDS = 0.2
+"""How long a run waits for its folder's lock, which `is_abandoned` holds for an instant when it looks."""
 PRIVATE = ".rljob"
 """Folder for keys, pod plans and the resolved job, inside the output folder."""
 
 
+def is_abandoned(folder: Path) -> bool:
+    """Return whether no launcher holds the lock of a run's folder: the run has ended, or was killed with its launcher.
+
+    False where the lock cannot be looked at.
+    """
+    try:
+        with (folder / PRIVATE / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _lock_within(file: IO[str], seconds: float) -> bool:
+    """Return whether the lock could be had in time."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(seconds / 20)
+        else:
+            return True
+
+
 class Workspace:
-    """Paths and files of one run; `open` before anything is started, `close` when all has ended."""
+    """Paths and files of one run; `lock` before anything is written, `open` before anything is started, `close` when all has ended."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).resolve()
@@ -38,22 +68,43 @@ class Workspace:
         """The resolved job, if this workspace was given one to write."""
         self._lock: IO[str] | None = None
 
-    def open(self, *, uid: str, job: "RLJob | None") -> None:
-        """Make the folders, take the lock, write missing keys and `job`. Raises ConfigError when the folder cannot be used."""
+    def lock(self) -> None:
+        """Keep other runs out of the folder, which is made where it is missing; nothing else is written.
+
+        Raises ConfigError when another run uses the folder or it cannot be written.
+        """
+        if self._lock is not None:
+            return
         try:
-            for folder in (self.folder, self.folder / "logs", self.private):
-                folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.private / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"{self.folder} is in use by another run; choose another folder with --output") from error
+            self.private.mkdir(parents=True, exist_ok=True)
+            file = (self.private / "lock").open("w")
         except OSError as error:
-            raise ConfigError(f"the output folder {self.folder} must be writable, got: {error.strerror}") from error
+            raise self._unwritable(error) from error
+        try:
+            free = _lock_within(file, LOCK_SECONDS)
+        except OSError as error:
+            file.close()
+            raise self._unwritable(error) from error
+        if not free:
+            file.close()
+            raise ConfigError(f"{self.folder} is in use by another run; choose another folder with --output")
+        self._lock = file
+
+    def open(self, *, uid: str, job: "RLJob | None") -> None:
+        """Lock and make the folders, write missing keys and `job`. Raises ConfigError when the folder cannot be used."""
+        self.lock()
+        try:
+            (self.folder / "logs").mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
         if not self.token_file.is_file():
             keys.write_key_folder(self.key_folder, keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), uid))
         if job is not None:
             self.config = self.private / "job.json"
             self.config.write_text(job.model_dump_json(by_alias=True))
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"the output folder {self.folder} must be writable, got: {error.strerror}")
 
     def close(self) -> None:
         """Let another run use the folder."""
@@ -95,7 +146,9 @@ class Workspace:
             status["phase"] = "Suspended" if status.get("phase") == "Suspended" else "Finished"
         elif code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
             status["phase"] = "Failed"
+        elif status["phase"] == "Finished" and status.get("step", 0) < status.get("totalSteps", 0):
+            status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` goes on
         if code != 0 and not status.get("failure"):
-            message = failure or "the launcher failed"
-            status["failure"] = {"type": "", "message": message, "exitCode": code}
+            kind, message = "Interrupted" if code == INTERRUPTED else "", failure or "the launcher failed"
+            status["failure"] = {"type": kind, "message": message, "exitCode": code}
         return status

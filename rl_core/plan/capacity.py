@@ -115,7 +115,7 @@ def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     resident = {"weights": share * width, "optimizer": share * ADAM_BYTES}
     if width != 4:
         resident["master"] = share * MASTER_BYTES
-    if job.algorithm.loss.kl_coefficient > 0:
+    if job.algorithm.needs_reference:
         resident["reference"] = share * width
     sharded = shards > 1 or width != 4
     gather = {"gather": 2 * facts.largest_layer * width} if sharded else {}

@@ -1,21 +1,24 @@
 """The few numbers about a model that memory estimates need, read from its folder without torch."""
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from rl_core.api.errors import ConfigError
 
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+"""What config.json may call the longest sequence, tokens."""
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
-    "max_length": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "max_length": LENGTH_NAMES,
 }
 _PLAIN_MLP = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2"})
 """Model types whose feed-forward has two matrices; the others have a gated one with three."""
@@ -58,9 +61,9 @@ class ModelFacts:
         layer = _layer_parameters(config, hidden, heads, kv_heads, head_dim)
         embedding = vocab * hidden
         untied = 0 if config.get("tie_word_embeddings", config.get("model_type") == "gpt2") else embedding
-        counted = _stored_parameters(file.parent)
+        counted = sum(map(prod, stored_shapes(file.parent).values()))
         return cls(
-            parameters=counted if counted is not None else embedding + untied + layers * layer + hidden,
+            parameters=counted or embedding + untied + layers * layer + hidden,
             largest_layer=max(layer, embedding),
             hidden=hidden,
             layers=layers,
@@ -105,17 +108,16 @@ def _layer_parameters(config: Mapping[str, Any], hidden: int, heads: int, kv_hea
     return int(attention + matrices * hidden * expert_inner * (experts + shared) + hidden * experts + 2 * hidden)
 
 
-def _stored_parameters(folder: Path) -> int | None:
-    """Return the number of values in the folder's safetensors files; None without any."""
-    shapes: dict[str, int] = {}
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return tensor name -> shape over all safetensors files of `folder`; only headers are read.
+
+    Raises ConfigError naming a file that is damaged or cut short.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            try:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                header = json.loads(stream.read(length))
-            except (struct.error, ValueError, MemoryError, OverflowError) as error:
-                raise ConfigError(
-                    f"{file} must be a safetensors file, got a damaged header: {error}; fetch it again"
-                ) from error
-        shapes |= {name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return sum(shapes.values()) if shapes else None
+        try:
+            with safe_open(file, framework="np") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} must be a whole safetensors file, got: {error}; fetch it again") from error
+    return shapes

@@ -98,13 +98,15 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
         output=output,
         epoch=identity.epoch,
         resume=resume,
+        first_epoch=int(os.environ.get("RLJOB_FIRST_EPOCH", identity.epoch)),
         in_cluster=identity.in_cluster,
         train=train,
         validation=validation,
     )
     hub.on_joined = runner.membership.welcome
     hub.on_lost = lambda member, reason: _lost(runner, member, reason)
-    hub.add_handlers({"admit": runner.intake.admit, "give_back": runner.give_back})
+    hub.add_handlers({"admit": runner.intake.admit}, role="actor")
+    hub.add_handlers({"give_back": runner.give_back}, role="rollout")
     hub.start()
     return runner
 
@@ -147,9 +149,9 @@ def interrupt_on_sigterm(runner: Runner) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: asked.put(number))
 
 
-def serve(runner: Runner, port: int, token: str | None) -> ControlServer:
-    """Open the control port."""
-    host = "127.0.0.1" if token is None else "0.0.0.0"
+def serve(runner: Runner, port: int, token: str | None, *, in_cluster: bool) -> ControlServer:
+    """Open the control port: to the operator, which shows the token, else to this machine alone."""
+    host = "0.0.0.0" if in_cluster and token is not None else "127.0.0.1"
     return ControlServer(host, port, token=token, status=runner.status, actions=runner.controls().actions())
 
 
@@ -163,7 +165,11 @@ def main() -> int:
     """Run to the end; return the exit code (0 done, 2 configuration, 3 infrastructure, 4 data)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where does it wait: kill -USR1 PID, then read the log
-    identity = Identity.from_env()
+    try:
+        identity = Identity.from_env()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return exit_code(error)
     configure_logging(identity)
     output = Path(os.environ["RLJOB_OUTPUT"])
     runner: Runner | None = None
@@ -173,7 +179,8 @@ def main() -> int:
         output.mkdir(parents=True, exist_ok=True)
         runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
         interrupt_on_sigterm(runner)
-        serve(runner, int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir))
+        port, token = int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir)
+        serve(runner, port, token, in_cluster=identity.in_cluster)
         if (
             identity.in_cluster
         ):  # the supervisor tells it as the last word; an earlier epoch's must not be taken for ours

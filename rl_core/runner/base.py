@@ -90,18 +90,19 @@ class Runner:
         output: Path,
         epoch: int = 0,
         resume: str = "none",
+        first_epoch: int | None = None,
         in_cluster: bool = False,
         train: PromptDataset,
         validation: PromptDataset | None = None,
     ) -> None:
-        """Wire the parts; `groups` holds actor, rollout and env; `resume` is auto, none or a path.
+        """Wire the parts; `groups` holds actor, rollout and env; `resume` is auto, none or a path, `first_epoch` that of the first start.
 
         `in_cluster`: members that are missing are waited for without a bound, and `output` is on the job's volume.
         """
         self.job, self.spec = job, job.spec
         self.cluster, self.groups, self.trackers = cluster, groups, trackers
         self.actor = groups["actor"]
-        self.output, self.epoch, self.resume = output, epoch, resume
+        self.output, self.epoch, self.resume, self.first_epoch = output, epoch, resume, first_epoch
         self.dropped_overlong = train.dropped_overlong
         self.step = 0
         self.version = 0
@@ -163,10 +164,12 @@ class Runner:
         deadline = self.spec.runtime.deadlines.wait_ready
         self.attendance.await_actors(deadline)
         self.await_result(self.actor.init_worker(), deadline)
-        checkpoint = self.checkpoints.find(self.resume)
+        checkpoint = self.checkpoints.find(self.resume, first_epoch=self.first_epoch)
         if checkpoint is not None:
             self._restore(self.checkpoints.restore(checkpoint, self.actor))
             self.board.set(checkpoint=self.checkpoints.describe(str(checkpoint.path)))
+        else:
+            self.checkpoints.begin_afresh()
         self.await_result(self.actor.set_global_step(self.version))
         self.ready = True
         self.ledger_file = LedgerFile(self.output / "ledger.jsonl")

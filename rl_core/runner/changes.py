@@ -73,7 +73,7 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
         *blocks, field = path.split(".")
         _block(before, blocks)[field] = _block(after, blocks)[field]
     merged = RLJobSpec.model_validate(before)
-    _check_schedule(merged)
+    check_schedule(merged)
     return merged
 
 
@@ -122,8 +122,8 @@ def _block(whole: dict[str, Any], path: list[str]) -> dict[str, Any]:
     return whole
 
 
-def _check_schedule(spec: RLJobSpec) -> None:
-    """Raise ValueError when the learning-rate schedule does not fit the new number of steps."""
+def check_schedule(spec: RLJobSpec) -> None:
+    """Raise ValueError when the learning-rate schedule does not fit the number of steps."""
     try:
         LRSchedule.from_spec(spec.actor.optimizer, total=optimizer_steps(spec))
     except ConfigError as error:

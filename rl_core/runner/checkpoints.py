@@ -58,12 +58,20 @@ class Checkpoints:
         found = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
         return {"lastStep": self.last_step, "step": self.last_step, "path": path, "time": now_text(), **found}
 
-    def find(self, resume: str) -> Checkpoint | None:
-        """Return the checkpoint to resume from (auto, none or a path), None for a fresh start."""
+    def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
+        """Return the checkpoint to resume from (auto, none or a path), None for a fresh start.
+
+        `first_epoch`: epoch in which the run was started (None: the present one). A path holds until the run has saved one of its own,
+        which at its first start it cannot have: what lies in a folder that several runs share may be of any epoch.
+        """
+        if resume not in ("auto", "none") and first_epoch is not None and first_epoch < self._epoch:
+            own = self.store.latest()
+            if own is not None and own.manifest.epoch >= first_epoch:
+                resume = "auto"
         return self.store.resolve(resume)
 
     def restore(self, checkpoint: Checkpoint, actor: WorkerGroup) -> dict[str, Any]:
-        """Load the actors' state and cut the history back to the checkpoint; return the runner's own state.
+        """Load the actors' state and cut the history back to the checkpoint, later checkpoints too; return the runner's own state.
 
         Raises ConfigError when a field that alters the mathematics has changed, DataError for a damaged state.
         """
@@ -75,17 +83,21 @@ class Checkpoints:
             ) from error
         self._refuse_change(state["mathematics"])
         actor.load_checkpoint(str(checkpoint.path)).wait(self._spec.runtime.deadlines.group_method)
-        for name in ("ledger.jsonl", "metrics.jsonl"):
-            if moved := cut_back(self._output / name, checkpoint.step):
-                logger.info(
-                    "%s: %s lines after step %s moved to %s.lost.jsonl",
-                    name,
-                    moved,
-                    checkpoint.step,
-                    name.partition(".")[0],
-                )
+        self._forget_after(checkpoint.step)
         self.last_step = checkpoint.step
         return dict(state)
+
+    def begin_afresh(self) -> None:
+        """Clear the history of a run that was lost before its first checkpoint, or is not to be resumed."""
+        self._forget_after(-1)
+
+    def _forget_after(self, step: int) -> None:
+        """Let files and checkpoints tell the history up to `step` alone; what comes after is kept aside."""
+        for name in ("ledger.jsonl", "metrics.jsonl"):
+            if moved := cut_back(self._output / name, step):
+                logger.info("%s: %s lines moved to %s.lost.jsonl", name, moved, name.partition(".")[0])
+        if aside := self.store.set_aside_after(step, self._epoch):
+            logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
 
     def _refuse_change(self, saved: dict[str, Any]) -> None:
         changed = sorted(path for path, value in mathematics(self._spec).items() if saved.get(path, value) != value)

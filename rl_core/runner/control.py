@@ -82,7 +82,8 @@ def _make_handler(
                 self._act(action)
 
         def _act(self, action: Callable[[Any], Any]) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
+            told = self.headers.get("Content-Length") or "0"
+            length = int(told) if told.isascii() and told.isdigit() else -1
             if length > MAX_BODY:
                 self._answer(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -90,10 +91,15 @@ def _make_handler(
                 )
                 return
             try:
-                body = json.loads(self.rfile.read(length)) if length else None
-                self._answer(HTTPStatus.OK, action(body))
-            except ValueError as error:
-                self._answer(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+                if length < 0:
+                    raise ValueError(f"Content-Length must be a number of bytes, got {told!r}")
+                code, answer = HTTPStatus.OK, action(json.loads(self.rfile.read(length)) if length else None)
+            except (ValueError, RecursionError) as error:
+                code, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+            except Exception as error:  # whatever an action raises, its caller must hear of it
+                logger.exception("%s %s failed", self.command, self.path)
+                code, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
+            self._answer(code, answer)
 
         do_GET = do_POST = do_PUT = _handle  # noqa: N815 - names of http.server
 

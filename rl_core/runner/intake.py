@@ -21,6 +21,8 @@ from rl_core.channel import Channel
 from rl_core.runner.ledger import GroupState, Lease, PromptLedger
 
 logger = logging.getLogger(__name__)
+MESSAGE_ITEMS = 256
+"""Prompts put on the channel in one message at most."""
 
 
 @dataclass(slots=True)
@@ -35,12 +37,24 @@ class StepState:
     admitted: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Entries of the admitted groups by group id."""
     filtered: int = 0
+    surplus: int = 0
+    """Finished groups that came when the step had all it wanted."""
     stale: int = 0
+    ended: bool = False
+    """Whether the data ranks were told that no more groups come."""
 
     @property
     def complete(self) -> bool:
         """Return whether the step holds its groups."""
         return len(self.admitted) >= self.target
+
+    def sampling_metrics(self, prompts_per_step: int) -> dict[str, float]:
+        """Return the metrics of dynamic sampling (algorithms.md 8): generation batches asked for, and what became of their groups."""
+        rewards = reward_metrics(list(self.admitted.values()))
+        found = {"batches": self.issued / prompts_per_step, "kept_groups": len(self.admitted)}
+        found |= {"dropped_groups": self.filtered, "surplus_groups": self.surplus}
+        metrics = {f"dynamic_sampling/{name}": float(value) for name, value in found.items()}
+        return metrics | ({"filtered_reward": rewards["reward/mean"]} if rewards else {})
 
 
 class Intake:
@@ -121,11 +135,16 @@ class Intake:
         with self._lock:
             answers = [self._admit(dict(entry)) for entry in entries]
             self._refill()
+            self._end_if_cut()
             return answers
 
     def _admit(self, entry: dict[str, Any]) -> bool:
         state, token, group_id = self._step, str(entry["lease_token"]), str(entry["group_id"])
         if state is None or state.complete:
+            if state is not None:
+                state.surplus += 1
+            if self._ledger.outstanding().get(group_id) is GroupState.LEASED:  # of a step that was cut: for a later one
+                self._requeue(group_id, token, "stale")
             return False
         if (entry["v_min"], entry["v_max"]) != (state.version, state.version):
             state.stale += 1
@@ -191,14 +210,25 @@ class Intake:
             self._shrink(self._step)
 
     def _shrink(self, state: StepState) -> None:
+        if len(state.admitted) + self._out() >= state.target:
+            return  # an earlier cut, to a multiple of the ranks, left one over
         floor = self._algorithm.min_batch_fraction * self._algorithm.prompts_per_step
         smaller = (state.target - 1) // self._data_ranks * self._data_ranks
         if smaller < max(floor, self._data_ranks):
             logger.warning("step %s stays at %s groups: minBatchFraction forbids %s", state.step, state.target, smaller)
             return
+        if smaller < len(state.admitted):
+            return  # what ranks hold stays: the dropped group is replaced
         state.target = smaller
-        if state.complete:
-            self._end_step(state.step)
+        self._end_if_cut()
+
+    def _end_if_cut(self) -> None:
+        """Tell the data ranks when a step that was cut has its groups: each waits for its share of the whole step."""
+        state = self._step
+        if state is None or state.ended or not state.complete or state.target == self._algorithm.prompts_per_step:
+            return
+        state.ended = True
+        self._end_step(state.step)
 
     # --- giving out ------------------------------------------------------------------------------------------------
 
@@ -207,9 +237,12 @@ class Intake:
         state = self._step
         if state is None or self._failure is not None:
             return
+        self._issue(state.target - len(state.admitted) - self._out())
+
+    def _out(self) -> int:
+        """Return how many groups are with rollouts or on their way back."""
         open_states = (GroupState.LEASED, GroupState.GENERATED)
-        out = sum(held in open_states for held in self._ledger.outstanding().values())
-        self._issue(state.target - len(state.admitted) - out)
+        return sum(held in open_states for held in self._ledger.outstanding().values())
 
     def _issue(self, count: int) -> None:
         if count <= 0:
@@ -255,11 +288,9 @@ def train_item(lease: Lease, group_size: int) -> dict[str, Any]:
 
 
 def put_all(channel: Channel, items: Sequence[Any]) -> None:
-    """Put items in order, all in flight at once; return when the channel accepted every one."""
-    handles = [channel.put(item, async_op=True) for item in items]
-    for handle in handles:
-        if handle is not None:
-            handle.wait()
+    """Put items in order, those of one message together; return when the channel accepted every one."""
+    for start in range(0, len(items), MESSAGE_ITEMS):
+        channel.put_many(items[start : start + MESSAGE_ITEMS])
 
 
 def reward_metrics(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -8,11 +8,14 @@ final exactly what was final when it was taken, so a resume neither skips nor re
 
 import itertools
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol, get_args
+
+from rl_core.api.errors import ConfigError
 
 RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
@@ -119,7 +122,8 @@ class PromptLedger:
         self._pending: list[str] = []
         self._tokens: dict[str, str] = {}
         self._serial = itertools.count(1)
-        self._run = f"{seed:x}"
+        self._run = secrets.token_hex(4)
+        """Begins this ledger's tokens: a record of the run before a resume must not carry one of them."""
         self._permutation: tuple[int, list[int]] = (-1, [])
         self.counts = {"acknowledged": 0, "dropped": 0, "discarded": 0, "requeued": 0, "late": 0}
         self.consecutive_drops = 0
@@ -142,7 +146,12 @@ class PromptLedger:
     # --- life of a group -------------------------------------------------------------------------------------------
 
     def lease(self, count: int, owner: str, *, policy_version: int = 0) -> list[Lease]:
-        """Return `count` leases for `owner`: requeued groups first, in ledger order, then new ones."""
+        """Return `count` leases for `owner`: requeued groups first, in ledger order, then new ones.
+
+        Raises ValueError for a negative count.
+        """
+        if count < 0:
+            raise ValueError(f"count of groups to lease must be at least 0, got {count}")
         self._pending.sort(key=lambda group_id: self._groups[group_id].position)
         again, self._pending = self._pending[:count], self._pending[count:]
         fresh = []
@@ -352,13 +361,13 @@ class PromptLedger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a saved state; groups that were out are pending again, in ledger order.
 
-        Raises ValueError when seed, shuffling or the size of the data set differ from the saved ones.
+        Raises ConfigError (a ValueError) when seed, shuffling or the size of the data set differ from the saved ones.
         """
         mine = {"seed": self._seed, "shuffle": self._shuffle, "size": len(self.dataset)}
         wrong = {key: (state[key], value) for key, value in mine.items() if state[key] != value}
         if wrong:
             told = ", ".join(f"{key} {saved} (saved) and {now} (now)" for key, (saved, now) in wrong.items())
-            raise ValueError(
+            raise ConfigError(
                 f"the ledger must be resumed over the same data order, got {told}; restore them or start afresh"
             )
         self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])

@@ -5,18 +5,19 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.model_facts import LENGTH_NAMES
 
 
 def sequence_limit(spec: RLJobSpec, model_config: Mapping[str, Any]) -> int:
     """Return the longest prompt + completion in tokens. Raises ConfigError when it is unknown or does not fit the model or micro-batch."""
-    limit, model_limit = spec.rollout.max_sequence_length, int(model_config.get("max_position_embeddings") or 0)
+    limit = spec.rollout.max_sequence_length
+    name = next((name for name in LENGTH_NAMES if model_config.get(name)), LENGTH_NAMES[0])
+    model_limit = int(model_config.get(name) or 0)
     if limit is None and not model_limit:
-        raise ConfigError(
-            "rollout.maxSequenceLength must be set for a model without max_position_embeddings, got null; set it"
-        )
+        raise ConfigError(f"rollout.maxSequenceLength must be set for a model without {name}, got null; set it")
     if limit is not None and model_limit and limit > model_limit:
         raise ConfigError(
-            f"rollout.maxSequenceLength must not exceed the model's max_position_embeddings {model_limit}, got {limit}; lower it"
+            f"rollout.maxSequenceLength must not exceed the model's {name} {model_limit}, got {limit}; lower it"
         )
     chosen = limit or model_limit
     if chosen > spec.actor.micro_batch_tokens:

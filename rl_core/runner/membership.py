@@ -62,6 +62,7 @@ class Membership:
         self._serving.discard((member.name, member.incarnation))
 
     def _bring_in(self, member: Member) -> None:
+        failure: Exception | None = None
         for pause in RETRY_PAUSES:
             try:
                 with self._turn(member.name):
@@ -70,6 +71,7 @@ class Membership:
                         self._bring_rollout_in(member)
                 break
             except (InfrastructureError, DeadlineExceeded) as error:
+                failure = error
                 logger.warning("%s could not join: %s", member.name, error)
             except RLJobError as error:
                 logger.error("%s could not join: %s", member.name, error)
@@ -77,6 +79,8 @@ class Membership:
                 break
             if self._ended.wait(pause) or not self._present(member):
                 break
+        else:  # another connection, or another process, may do better; held on to, it would be a rollout that does nothing
+            self._cluster.hub.give_up(member, f"it could not join in {len(RETRY_PAUSES)} attempts: {failure}")
         with self.changed:
             self.changed.notify_all()
 

@@ -4,9 +4,11 @@ One step at policy version v reads as `run_step` reads: give prompts out, receiv
 """
 
 import logging
+import math
 import time
 from typing import Any
 
+from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.runner.base import RESUMABLE, Runner, RunSummary, StepTimers, Stopped
 from rl_core.runner.intake import StepState, reward_metrics
 from rl_core.runner.status import Phase
@@ -69,7 +71,7 @@ class ReasoningRunner(Runner):
         self.leave_if_stopping()
 
     def generate(self) -> dict[str, float]:
-        """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*`."""
+        """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*` over all ranks."""
         with self.board.during(Phase.GENERATING), self.timers.measure("rollout"):
             per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.world_size
             limit = self.spec.runtime.deadlines.rollout
@@ -79,13 +81,13 @@ class ReasoningRunner(Runner):
             self.sync.begin_check()  # not earlier: the engines would answer it before the prompts
             received = self.attendance.await_groups(receiving, self.await_result, limit)
         self.sync.confirm()
-        return dict(received[0] or {})
+        return aggregate_rollout_metrics([told for told in received if told])
 
     def train(self) -> dict[str, float]:
         """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped when it was cancelled."""
         with self.board.during(Phase.TRAINING):
             self.leave_if_stopping()  # who asked before could not reach the actors
-            if self.spec.algorithm.recompute_log_probs or self.spec.algorithm.loss.kl_coefficient > 0:
+            if self.spec.algorithm.recompute_log_probs or self.spec.algorithm.needs_reference:
                 with self.timers.measure("inference"):
                     self.await_result(self.actor.compute_log_probs())
                 self.leave_if_stopping()
@@ -137,10 +139,12 @@ class ReasoningRunner(Runner):
         seconds = self.timers.seconds["time/step"]
         ages = [taken.version - int(entry["v_min"]) for entry in taken.admitted.values()]
         devices = self.spec.actor.world_size + self.spec.rollout.replicas
+        sampling = self.spec.algorithm.dynamic_sampling.enabled
         return {
             "train/staleness_mean": sum(ages) / max(len(ages), 1),
             "train/staleness_max": float(max(ages, default=0)),
             "rollout/filtered_groups": float(taken.filtered),
+            **(taken.sampling_metrics(self.spec.algorithm.prompts_per_step) if sampling else {}),
             "data/dropped_overlong": float(self.dropped_overlong),
             "rollout/stale_groups": float(taken.stale),
             "perf/tokens_per_second": tokens / seconds,
@@ -159,7 +163,8 @@ class ReasoningRunner(Runner):
     def _log(self, metrics: dict[str, Any]) -> None:
         values = {"policy_version": self.version, "epoch": self.epoch, **metrics, **self.timers.seconds}
         self.trackers.log(self.step, values)
-        self.board.set(metrics={key: value for key, value in values.items() if isinstance(value, int | float)})
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        self.board.set(metrics={key: value for key, value in numbers.items() if math.isfinite(value)})
 
 
 GRPORunner = ReasoningRunner

@@ -45,6 +45,7 @@ class StatusBoard:
         self._phase = Phase.STARTING
         self._phase_since = time.monotonic()
         self._loop_progress = 0
+        self._progress_told = 0
         self._facts: dict[str, Any] = {
             "schema": 1,
             "epoch": epoch,
@@ -141,6 +142,8 @@ class StatusBoard:
                 self._stall.reset()
             short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
             stall = self._stall.report(progress, self._waits(members), missing_pods=short)
+            if progress != self._progress_told:
+                self._progress_told, self._facts["lastProgress"] = progress, now_text()
             facts = dict(self._facts)
         return facts | {
             "phase": self._phase.value,
@@ -151,7 +154,8 @@ class StatusBoard:
                     "name": m.name,
                     "role": m.role,
                     "index": m.rank,
-                    "state": m.state,
+                    "state": _told(m),
+                    "detail": m.state,
                     "policyVersion": m.policy_version,
                     "deviceUuids": list(m.device_uuids),
                 }
@@ -219,3 +223,12 @@ class StatusBoard:
                 )
             )
         return edges
+
+
+def _told(member: Any) -> str:
+    """Return a member's state in the six words of protocol.md 3; `detail` has the hub's.
+
+    A rollout that holds its worker still lacks weights; an actor or env then works. A silent one gets no new work.
+    """
+    ready = "joining" if member.role == "rollout" else "serving"
+    return {"constructing": "joining", "ready": ready, "suspect": "updating"}.get(member.state, str(member.state))

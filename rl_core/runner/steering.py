@@ -131,7 +131,7 @@ class Controls:
 
     def finish(self, body: Any) -> dict[str, Any]:
         """Take `{reason}` or nothing; suspend, rollback and failed keep the run resumable, any other reason ends it for good."""
-        reason = str((body or {}).get("reason") or "") if isinstance(body, dict | None) else ""
+        reason = str(_object({} if body is None else body, {}).get("reason") or "")
         self._stop(
             KIND_OF_REASON.get(reason, StopKind.FINISH), f"asked by POST /finish{f' ({reason})' if reason else ''}"
         )
@@ -140,7 +140,8 @@ class Controls:
 
 def _object(body: Any, fields: Mapping[str, type]) -> dict[str, Any]:
     if not isinstance(body, dict):
-        raise ValueError(f"the body must be an object with {', '.join(fields)}, got {type(body).__name__}; send JSON")
+        wanted = f"an object with {', '.join(fields)}" if fields else "an object or nothing"
+        raise ValueError(f"the body must be {wanted}, got {type(body).__name__}; send JSON")
     for name, kind in fields.items():
         if not isinstance(body.get(name), kind) or isinstance(body.get(name), bool):
             raise ValueError(f"{name} must be given as {kind.__name__}, got {body.get(name)!r}; correct it")

@@ -44,3 +44,38 @@ def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):
     assert "valid (arithmetic: grpo, 60 steps)" in told and "spec.model.path, spec.data.train" in told
     with pytest.raises(JobProblems, match=r"spec\.model\.path"):
         validate_file(file, [f"actor.{field}=[]" for field in ("volumes", "volumeMounts", "initContainers")])
+
+
+def test_a_schedule_that_does_not_fit_the_run_is_told_before_anything_starts():
+    file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
+    told = r"spec\.actor\.optimizer\.schedule\.warmupSteps must be below the run's 5 .*got 5"
+    settings = ["algorithm.steps=5", "actor.optimizer.schedule={style: linear, warmupSteps: 5}"]
+    with pytest.raises(JobProblems, match=told):
+        validate_file(file, settings)
+
+
+def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n{oops\n[1]\n')
+    file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
+    settings = [f"actor.{field}=[]" for field in ("volumes", "volumeMounts", "initContainers")]
+    places = [f"model.path={tmp_path}", f"data.train={tmp_path}/train.jsonl", "data.validation=null"]
+    with pytest.raises(JobProblems) as error:
+        validate_file(file, [*settings, *places])
+    told = "\n".join(error.value.problems)
+    assert "model.safetensors must be a whole safetensors file" in told
+    rows = [line for line in error.value.problems if line.startswith("spec.data.train: ")]
+    assert len(rows) == 2 and "train.jsonl:2:" in rows[0] and "train.jsonl:3:" in rows[1]
+
+
+def test_an_estimator_of_the_user_is_tried_before_a_run(tmp_path):
+    (tmp_path / "mine.py").write_text("def fine(inputs):\n    ...\n")
+    file = tmp_path / "job.yaml"
+    file.write_text((Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml").read_text())
+    assert validate_file(file, ["algorithm.name=mine:fine"]) == 0
+    with pytest.raises(JobProblems) as error:
+        validate_file(file, ["algorithm.name=mine:absent", "algorithm.loss.name=no_such_module:f"])
+    name, loss = error.value.problems
+    assert name.startswith("spec.algorithm.name: ") and "mine:absent" in name and "AttributeError" in name
+    assert loss.startswith("spec.algorithm.loss.name: ") and "No module named 'no_such_module'" in loss

@@ -36,7 +36,7 @@ def test_a_good_job_has_no_problems():
         ({"rollout": {"replicas": 1, "minReplicas": 2}}, ["minReplicas must not exceed replicas 1", "got 2", "lower"]),
         ({"data": {"trian": "x", "train": "y"}}, ["spec.data.trian", "not a known field", "did you mean train?"]),
         ({"algorithm": {"steps": "many"}}, ["spec.algorithm.steps", "valid integer", "got 'many'"]),
-        ({"algorithm": {"name": "ppo2"}}, ["spec.algorithm.name", "'grpo'", "got 'ppo2'"]),
+        ({"algorithm": {"name": "ppo2"}}, ["spec.algorithm.name", "grpo", "module:function", "got ppo2"]),
         ({"rollout": {"sampling": {"topP": 0.9}}}, ["topP", "bias the policy ratio"]),
         (
             {"rollout": {"sampling": {"temperature": 0}}},

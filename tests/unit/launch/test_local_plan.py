@@ -94,7 +94,9 @@ def test_processes_json_lists_the_living_and_drops_what_an_ended_one_had_started
     assert [e["pid"] for e in json.loads(path.read_text())] == [4]
 
 
-def test_the_control_client_shows_the_token_and_takes_silence_for_an_answer(tmp_path):
+def test_the_control_client_shows_the_token_and_takes_silence_for_an_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: it must not be asked
+    monkeypatch.delenv("no_proxy", raising=False)
     token = tmp_path / "control.token"
     token.write_text("right\n")
     finished = []

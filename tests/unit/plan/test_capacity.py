@@ -173,7 +173,13 @@ def test_unreadable_configuration_is_refused_by_name(tmp_path, content):
 
 
 def test_damaged_weights_are_refused_by_name(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
     folder = write(tmp_path / "m", **QWEN)
-    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
-    with pytest.raises(ConfigError, match="model.safetensors"):
-        ModelFacts.from_config(folder)
+    file = folder / "model.safetensors"
+    save_file({"a": np.zeros((3, 5), np.float32)}, file)
+    for content in (b"\x08\0\0\0\0\0\0\0not json", file.read_bytes()[:-1]):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"model.safetensors must be a whole safetensors file"):
+            ModelFacts.from_config(folder)

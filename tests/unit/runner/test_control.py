@@ -1,12 +1,15 @@
 """The control port: only with the job's token, only known calls, and a port in use is told with the way out."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 from rl_core.api.errors import ConfigError
+from rl_core.runner.__main__ import serve
 from rl_core.runner.control import ControlServer
 
 
@@ -18,7 +21,10 @@ def server():
         0,
         token="secret",
         status=lambda: {"step": 3},
-        actions={"POST /finish": lambda body: asked.append(body) or {"accepted": True}},
+        actions={
+            "POST /finish": lambda body: asked.append(body) or {"accepted": True},
+            "POST /drain": lambda body: body["pods"],
+        },
     )
     served.asked = asked
     yield served
@@ -30,7 +36,7 @@ def ask(server, method, path, *, token="secret", body=None):
         f"http://127.0.0.1:{server.port}{path}", method=method, data=body, headers={"Authorization": f"Bearer {token}"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -61,6 +67,40 @@ def test_a_body_that_is_not_json_is_refused(server):
     assert ask(server, "POST", "/finish", body=b"{oops")[0] == 400 and server.asked == []
 
 
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"\xff"], ids=["nested without end", "no text"])
+def test_a_body_that_no_reader_takes_is_refused(server, body):
+    assert ask(server, "POST", "/finish", body=body)[0] == 400 and server.asked == []
+
+
+@pytest.mark.parametrize("length", ["-1", "many"])
+def test_a_body_without_a_length_is_refused_and_not_waited_for(server, length):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.putrequest("POST", "/finish")
+    connection.putheader("Authorization", "Bearer secret")
+    connection.putheader("Content-Length", length)
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 400 and "Content-Length must be a number" in json.load(answer)["error"]
+    connection.close()
+
+
+def test_an_action_that_fails_is_told_to_its_caller(server):
+    code, answer = ask(server, "POST", "/drain", body=b"{}")
+    assert code == 500 and answer == {"error": "KeyError: 'pods'"}
+
+
 def test_a_port_in_use_is_a_configuration_error_with_the_way_out(server):
     with pytest.raises(ConfigError, match=f"control port {server.port} on 127.0.0.1 must be free.*end the process"):
         ControlServer("127.0.0.1", server.port, token=None, status=dict, actions={})
+
+
+@pytest.mark.parametrize(
+    ("token", "in_cluster", "host"),
+    [("t", True, "0.0.0.0"), ("t", False, "127.0.0.1"), (None, True, "127.0.0.1")],
+    ids=["cluster", "one machine", "no token"],
+)
+def test_the_control_port_is_open_to_others_in_a_cluster_only(token, in_cluster, host):
+    runner = SimpleNamespace(status=dict, controls=lambda: SimpleNamespace(actions=dict))
+    served = serve(runner, 0, token, in_cluster=in_cluster)
+    assert served._server.server_address[0] == host
+    served.close()

@@ -71,6 +71,15 @@ def test_uninformative_groups_are_replaced_by_new_prompts():
     h.intake.open(1, 0)
     assert h.admit(h.put[0], informative=False) == [False]
     assert len(h.put) == 5 and h.put[4]["group_id"] == "0-4"
+    assert h.admit(*h.put[1:]) == [True] * 4
+    assert h.admit(h.put[0]) == [False]
+    assert h.intake.close().sampling_metrics(4) == {
+        "dynamic_sampling/batches": 5 / 4,
+        "dynamic_sampling/kept_groups": 4.0,
+        "dynamic_sampling/dropped_groups": 1.0,
+        "dynamic_sampling/surplus_groups": 1.0,
+        "filtered_reward": 0.5,
+    }
 
 
 def test_dynamic_sampling_ends_the_run_when_its_rounds_are_used_up():
@@ -120,6 +129,47 @@ def test_shrink_cuts_the_step_to_a_multiple_of_the_data_ranks(ranks, target):
     h.intake.give_back(h.put[3]["group_id"], h.put[3]["lease_token"], "data", "bad row")
     assert h.ended == [1]
     assert len(h.intake.close().admitted) == target
+
+
+def drop(harness, item):
+    harness.intake.give_back(item["group_id"], item["lease_token"], "data", "bad row")
+
+
+def test_a_step_cut_before_its_groups_are_there_ends_when_they_are():
+    h = Harness(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.5)
+    h.intake.open(1, 0)
+    drop(h, h.put[3])
+    assert h.admit(*h.put[:2]) == [True] * 2 and h.ended == []
+    assert h.admit(h.put[2]) == [True] and h.ended == [1], "the rank waits for a fourth group that nobody generates"
+
+
+def test_a_drop_after_more_groups_than_a_cut_step_may_have_is_replaced():
+    h = Harness(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
+    h.intake.open(1, 0)
+    h.admit(*h.put[:3])
+    drop(h, h.put[3])
+    assert h.ended == [] and len(h.put) == 5 and h.admit(h.put[4]) == [True]
+    assert len(h.intake.close().admitted) == 4
+
+
+def test_the_group_a_cut_leaves_over_is_trained_in_a_later_step():
+    h = Harness(attempts=2, maxDroppedGroups=9, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
+    h.intake.open(1, 0)
+    for _ in range(2):  # the second attempt is the last
+        drop(h, next(item for item in reversed(h.put) if item["group_id"] == "0-3"))
+    assert h.admit(*h.put[:3]) == [True, True, False] and h.ended == [1]
+    h.intake.close()
+    h.intake.acknowledge(1)
+    h.intake.open(2, 1)
+    assert "0-2" in [item["group_id"] for item in h.put[-4:]]
+
+
+def test_a_cut_that_left_one_over_takes_the_next_drop_from_it():
+    h = Harness(attempts=1, promptsPerStep=8, maxDroppedGroups=9, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
+    h.intake.open(1, 0)
+    drop(h, h.put[7])
+    drop(h, h.put[6])
+    assert h.admit(*h.put[:6]) == [True] * 6 and h.ended == [1] and len(h.put) == 8
 
 
 def test_a_step_below_the_minimum_fraction_is_not_shrunk_but_refilled():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from rl_core.api.errors import ConfigError
 from rl_core.runner.ledger import GroupState, PromptLedger
 
 
@@ -69,6 +70,26 @@ def test_only_the_first_record_of_the_current_token_is_taken():
     assert ledger.complete(new.token, "first")
     assert not ledger.complete(new.token, "second")
     assert ledger.counts["late"] == 2
+
+
+def test_a_record_from_before_a_resume_is_late_although_its_group_is_out_again():
+    before = make()
+    old = before.lease(3, "a")
+    after = make()
+    after.load_state_dict(before.state_dict())
+    new = after.lease(3, "b")
+    assert [lease.group_id for lease in new] == [lease.group_id for lease in old]
+    assert not any(after.complete(lease.token, "of the run before") for lease in old)
+    assert after.metrics()["ledger/late_total"] == 3
+    assert all(after.complete(lease.token, "record") for lease in new)
+
+
+def test_a_negative_number_of_groups_is_refused_and_none_gives_none():
+    ledger = make()
+    ledger.requeue(ledger.lease(2, "a")[0].token, "worker_lost")
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        ledger.lease(-1, "a")
+    assert ledger.lease(0, "a") == [] and ledger.metrics()["ledger/pending"] == 1
 
 
 def test_a_token_is_requeued_exactly_once():
@@ -175,7 +196,7 @@ def test_an_empty_data_set_is_refused():
 
 def test_a_resume_over_other_data_is_refused():
     state = make(10).state_dict()
-    with pytest.raises(ValueError, match=r"size 10 \(saved\) and 11 \(now\)"):
+    with pytest.raises(ConfigError, match=r"size 10 \(saved\) and 11 \(now\)"):
         make(11).load_state_dict(state)
 
 

@@ -168,8 +168,10 @@ def test_control_calls_reach_what_they_are_for(controls):
         ("control", {"generation": 1}, "spec must be given as dict"),
         ("drain", {"pods": "a"}, "pods must be given as list"),
         ("drain", {"pods": [1]}, "pods must be a list of pod names"),
+        ("finish", ["suspend"], "must be an object or nothing, got list"),
     ],
 )
 def test_a_body_that_does_not_fit_is_refused_by_field(controls, call, body, told):
     with pytest.raises(ValueError, match=told):
         getattr(controls, call)(body)
+    assert not controls.calls

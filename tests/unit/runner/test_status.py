@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.status import Phase, StatusBoard
+from rl_core.workers.member import MemberState
 
 
 def member(name, *, state="serving", version=0, wait=None, progress=None):
@@ -31,6 +32,15 @@ def test_a_role_tells_ready_lost_versions_and_lag():
     rollout = next(role for role in status["roles"] if role["name"] == "rollout")
     assert rollout == {"name": "rollout", "desired": 2, "ready": 1, "lost": 1, "versions": {"4": 1}, "lag": 1}
     assert (status["epoch"], status["step"], status["totalSteps"]) == (2, 5, 200)
+
+
+def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
+    states = [state.value for state in MemberState if state is not MemberState.LOST]
+    told = board([member(f"{role}:0", state=state) for role in ("actor", "rollout", "env") for state in states])
+    members = told.snapshot()["members"]
+    assert {m["state"] for m in members} == {"joining", "updating", "serving", "draining", "drained"}
+    assert [m["detail"] for m in members] == states * 3
+    assert [m["state"] for m in members if m["detail"] == "ready"] == ["serving", "joining", "serving"]
 
 
 def test_a_phase_ends_with_its_block_even_by_an_error():
@@ -66,3 +76,14 @@ def test_totals_sum_over_environments_and_count_failures():
     told.set(policyVersion=5)
     told.count_failure("env", "lost")
     assert told.totals() == {"failures_total/env/lost": 1.0, "weights/lag_max": 1.0, "env/steps_total": 6.0}
+
+
+def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
+    clock = iter(f"t{number}" for number in range(9))
+    monkeypatch.setattr("rl_core.runner.status.now_text", lambda: next(clock))
+    worker = member("rollout:0", progress={"tokens": 1})
+    told = board([worker])
+    first = told.snapshot()["lastProgress"]
+    assert told.snapshot()["lastProgress"] == first, "nothing moved"
+    worker.progress["tokens"] = 2
+    assert told.snapshot()["lastProgress"] > first

@@ -1,0 +1,63 @@
+"""What `rljob run|status|top` tell a person about a local run beyond its numbers."""
+
+import json
+
+import pytest
+
+from rl_core.cli.local_view import read_status
+from rl_core.cli.progress import Progress
+from rl_core.cli.run import read_step
+from rl_core.launch.workspace import Workspace
+
+
+@pytest.fixture
+def space(tmp_path):
+    space = Workspace(tmp_path)
+    space.open(uid="u", job=None)
+    yield space
+    space.close()
+
+
+def tell(space, **status):
+    (space.folder / "status.json").write_text(json.dumps(status))
+
+
+def test_a_run_is_told_as_it_says_while_its_launcher_lives(space):
+    tell(space, phase="Generating", step=3)
+    assert read_status(space.folder) == {"phase": "Generating", "step": 3}
+
+
+def test_a_run_whose_launcher_was_killed_is_failed_and_says_how_to_go_on(space):
+    tell(space, phase="Generating", step=3)
+    space.close()
+    status = read_status(space.folder)
+    assert status["phase"] == "Failed" and "--resume auto" in status["failure"]["message"]
+
+
+def test_a_run_that_told_its_end_keeps_it(space):
+    tell(space, phase="Finished", step=3)
+    space.close()
+    assert read_status(space.folder) == {"phase": "Finished", "step": 3}
+
+
+@pytest.mark.parametrize(
+    ("phases", "told"),
+    [(("Generating", "Training", "Failed"), 1), (("Failed",), 0), (("Restarting",), 0)],
+    ids=["goes on", "has ended", "last status of the epoch before"],
+)
+def test_a_refused_checkpoint_is_told_once_while_the_run_goes_on(tmp_path, capsys, phases, told):
+    refused = {"checkpoint": {"error": "step 2: No space left on device"}}
+    display = Progress(tmp_path, total=4, live=False)
+    for phase in phases:
+        display.update({"phase": phase, "step": 2, **refused})
+    assert capsys.readouterr().out.count("No space left") == told
+
+
+def test_the_step_of_a_run_that_was_ended_before_it_had_resumed_is_that_of_its_history(space):
+    tell(space, phase="Finished", step=0)
+    (space.folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_step(space.folder) == 2
+    (space.folder / "metrics.jsonl").unlink()
+    assert read_step(space.folder) == 0
+    (space.folder / "status.json").unlink()
+    assert read_step(space.folder) == "?"

@@ -1,0 +1,97 @@
+"""Resuming: files and checkpoints tell the history of the present weights, and nothing of another one."""
+
+import json
+
+import pytest
+
+from rl_core.api.job import RLJobSpec
+from rl_core.runner.checkpoints import Checkpoints
+
+NAMES = ("ledger.jsonl", "metrics.jsonl")
+
+
+class Actor:
+    """Stands in for the actor group: its shards are one file."""
+
+    def save_checkpoint(self, folder, step):
+        with open(f"{folder}/shard", "w") as file:
+            file.write(str(step))
+        return self
+
+    def load_checkpoint(self, folder):
+        return self
+
+    def wait(self, timeout):
+        return []
+
+
+@pytest.fixture
+def spec():
+    return RLJobSpec.model_validate(
+        {
+            "model": {"path": "/models/tiny"},
+            "data": {"train": "/data/train.jsonl"},
+            "algorithm": {"steps": 10},
+            "actor": {"optimizer": {"learningRate": 1.0e-3}},
+            "env": {"type": "math"},
+        }
+    )
+
+
+@pytest.fixture
+def output(tmp_path):
+    for name in NAMES:
+        (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(7)))
+    return tmp_path
+
+
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def saved(spec, output, *numbers):
+    checkpoints = Checkpoints(spec, output=output, epoch=0)
+    for step in numbers:
+        checkpoints.save(step, Actor(), {"step": step}, version=step, reward=None)
+
+
+def test_a_run_lost_before_its_first_checkpoint_begins_again_without_its_lines(spec, output):
+    again = Checkpoints(spec, output=output, epoch=1)
+    assert again.find("auto") is None
+    again.begin_afresh()
+    for name in NAMES:
+        assert steps(output / name) == []
+        assert steps(output / name.replace(".jsonl", ".lost.jsonl")) == list(range(7))
+
+
+def test_a_resume_from_an_older_checkpoint_leaves_the_later_ones_behind(spec, output):
+    saved(spec, output, 2, 4, 6)
+    resumed = Checkpoints(spec, output=output, epoch=1)
+    state = resumed.restore(resumed.find(str(output / "checkpoints/step-00000002")), Actor())
+    assert state["step"] == 2
+    assert all(steps(output / name) == [0, 1, 2] for name in NAMES)
+    assert Checkpoints(spec, output=output, epoch=2).find("auto").step == 2
+
+
+def test_a_fresh_start_beside_an_earlier_run_never_resumes_from_it(spec, output):
+    saved(spec, output, 4)
+    Checkpoints(spec, output=output, epoch=1).begin_afresh()
+    assert Checkpoints(spec, output=output, epoch=2).find("auto") is None
+
+
+def test_a_restart_goes_on_from_the_given_path_until_the_run_has_saved(spec, output, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    saved(spec, other, 4)
+    given = str(other / "checkpoints/step-00000004")
+    saved(spec, output, 6)  # of an earlier run in this folder, epoch 0
+    restarted = Checkpoints(spec, output=output, epoch=3)
+    assert restarted.find(given, first_epoch=2).path == other / "checkpoints/step-00000004"
+    restarted.restore(restarted.find(given, first_epoch=2), Actor())
+    restarted.save(5, Actor(), {"step": 5}, version=5, reward=None)
+    assert Checkpoints(spec, output=output, epoch=4).find(given, first_epoch=2).step == 5
+
+
+def test_the_first_start_takes_the_given_path_whatever_else_is_there(spec, output):
+    saved(spec, output, 4, 6)  # epoch 0, by a run with another output folder and the same checkpoint.path
+    given = output / "checkpoints/step-00000004"
+    assert Checkpoints(spec, output=output, epoch=0).find(str(given), first_epoch=0).path == given
