@@ -78,7 +78,7 @@ class PodView:
     """Whether a kubelet has seen it (status.startTime)."""
     ready: bool = False
     node_lost: bool = False
-    """Whether the node controller, not the kubelet, set Ready to false."""
+    """Whether its node seems gone: Ready was set to false by the node controller, or no kubelet has seen that it is deleted."""
     conditions: tuple[str, ...] = ()
     """Types of the conditions that are true."""
     disrupted: str = ""

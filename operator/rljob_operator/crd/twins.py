@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic.alias_generators import to_camel
 
-from rl_core.api.algorithm import GROUP_RELATIVE
+from rl_core.api.algorithm import GROUP_RELATIVE, IMPORTANCE_BOUNDS
 from rl_core.api.pods import GPU_RESOURCE, OWN_CLAIM, OWNED_ANNOTATIONS, OWNED_LABELS, PROTECTED_ENV
 from rl_core.api.volumes import OWN_PREFIX, RESERVED_PATHS, VOLUME_KINDS
 from rljob_operator.crd.rules import Twin, literal
@@ -22,6 +22,12 @@ NEEDING_RECOMPUTE = (
     "((has(self.importance) ? ['importance'] : []) + (has(self.sequenceErrorThreshold) ? ['sequenceErrorThreshold'] : [])"
     " + ($allowTruncatedSampling ? ['allowTruncatedSampling'] : []))"
 )
+
+LOWEST, HIGHEST = (
+    f"(has(self.{side}) ? self.{side} : {literal({mode: pair[index] for mode, pair in IMPORTANCE_BOUNDS.items()})}[$mode])"
+    for index, side in enumerate(("low", "high"))
+)
+RATIO_BOUNDS = "((has(self.maxPolicyRatio) ? ['maxPolicyRatio'] : []) + (has(self.maxPolicyKl) ? ['maxPolicyKl'] : []))"
 
 
 def _exactly_one(what: str, names: tuple[str, ...]) -> tuple[Twin, ...]:
@@ -82,6 +88,14 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="dualClip",
         ),
     ),
+    "ImportanceSpec._bounds": (
+        Twin(
+            holds=f"{LOWEST} <= {HIGHEST}",
+            refusal="low must be at most high, got %s and %s (mode %s); lower low or raise high",
+            values=(LOWEST, HIGHEST, "$mode"),
+            field="low",
+        ),
+    ),
     "RewardScaleSpec._range": (
         Twin(
             holds="self.sourceMax > self.sourceMin",
@@ -101,6 +115,24 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="groupSize",
         ),
     ),
+    "AlgorithmSpec._dynamic_sampling_compares": (
+        Twin(
+            holds="!$dynamicSampling.enabled || $groupSize >= 2",
+            refusal=(
+                "dynamicSampling needs groupSize of at least 2, as one reward cannot differ, got 1"
+                "; raise groupSize or disable it"
+            ),
+            field="groupSize",
+        ),
+    ),
+    "AlgorithmSpec._bounds_on_the_ratio": (
+        Twin(
+            holds=f"$loss.name != 'reinforce' || {RATIO_BOUNDS}.size() == 0",
+            refusal="%s needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
+            values=(RATIO_BOUNDS,),
+            field="loss.name",
+        ),
+    ),
     "AlgorithmSpec._recompute": (
         Twin(
             holds=f"$recomputeLogProbs || {NEEDING_RECOMPUTE}.size() == 0",
@@ -116,9 +148,23 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="importance",
         ),
     ),
+    "AlgorithmSpec._kl_once": (
+        Twin(
+            holds="$rewardKlCoefficient == 0.0 || $name.startsWith('reinforce')",
+            refusal="rewardKlCoefficient needs rewards per token, got %s; use loss.klCoefficient or reinforce_plus_plus",
+            values=("$name",),
+            field="rewardKlCoefficient",
+        ),
+        Twin(
+            holds="$rewardKlCoefficient == 0.0 || $loss.klCoefficient == 0.0",
+            refusal="rewardKlCoefficient must be 0 beside loss.klCoefficient, which counts the same KL, got %s and %s; remove one",
+            values=("$rewardKlCoefficient", "$loss.klCoefficient"),
+            field="rewardKlCoefficient",
+        ),
+    ),
     "AlgorithmSpec._whiten_once": (
         Twin(
-            holds="!($whiten && $name.startsWith('reinforce_plus_plus'))",
+            holds="!($whiten && $name.startsWith('reinforce'))",
             refusal="whiten must be false for %s, which already whitens, got true; remove it",
             values=("$name",),
             field="whiten",

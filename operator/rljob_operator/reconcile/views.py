@@ -47,7 +47,7 @@ def pod_view(pod: Object) -> PodView:
         unschedulable=str(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
         acknowledged=status.get("startTime") is not None,
         ready=ready.get("status") == "True",
-        node_lost=ready.get("status") in ("False", "Unknown") and str(ready.get("reason") or "") not in KUBELET_REASONS,
+        node_lost=_node_lost(meta, status, ready, disrupted),
         conditions=tuple(sorted(name for name, c in conditions.items() if c.get("status") == "True")),
         disrupted=str(disrupted.get("reason") or "DisruptionTarget") if disrupted.get("status") == "True" else "",
         preparing=_preparing(status),
@@ -74,6 +74,22 @@ def observe(
         claims=claims or {},
         progress=progress,
     )
+
+
+def _node_lost(
+    meta: Mapping[str, Any], status: Mapping[str, Any], ready: Mapping[str, Any], disrupted: Mapping[str, Any]
+) -> bool:
+    """Return whether the node controller speaks for the node, or its kubelet has not seen the deletion.
+
+    The first alone is not enough: a pod that was not ready when its node died keeps the kubelet's last word.
+    """
+    if ready.get("status") in ("False", "Unknown") and str(ready.get("reason") or "") not in KUBELET_REASONS:
+        return True
+    if meta.get("deletionTimestamp") is None:
+        return False
+    tainted = disrupted.get("status") == "True" and disrupted.get("reason") == "DeletionByTaintManager"
+    seen = _int(status.get("observedGeneration"))  # Kubernetes 1.34 and later
+    return tainted or 0 < seen < _int(meta.get("generation"))
 
 
 def _owner(meta: Mapping[str, Any]) -> str:

@@ -213,7 +213,7 @@ def test_the_command_of_a_pod_starts_a_supervisor_on_the_plan_in_its_environment
     around |= {"RLJOB_POD_PLAN": json.dumps(plan), "RLJOB_HEALTH_PORT": "0", "RLJOB_HEALTH_HOST": "127.0.0.1"}
     command = [sys.executable if word == "python" else word for word in container["command"]]
     done = subprocess.run(
-        command, env={**os.environ, **around}, capture_output=True, text=True, timeout=60, check=False
+        command, env={**os.environ, **around}, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "sums-env-0 $HOME is literal None" in done.stdout

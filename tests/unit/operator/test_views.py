@@ -62,6 +62,27 @@ def test_a_node_controllers_word_is_told_from_a_kubelets(ready: dict[str, str], 
     assert pod_view(pod({"conditions": [ready]})).node_lost is lost
 
 
+@pytest.mark.parametrize(
+    ("deleted", "reason", "seen", "lost"),
+    [
+        (True, "DeletionByTaintManager", None, True),
+        (True, "", 1, True),
+        (True, "EvictionByEvictionAPI", 2, False),
+        (True, "", None, False),
+        (False, "", 1, False),
+    ],
+    ids=["evicted by taint", "deletion not seen", "deletion seen", "not told", "not deleted"],
+)
+def test_a_pod_that_was_not_ready_when_its_node_died_is_lost_all_the_same(
+    deleted: bool, reason: str, seen: int | None, lost: bool
+) -> None:
+    """The node controller leaves a Ready condition that is false already as it is, with the kubelet's reason."""
+    conditions = [condition("Ready", "False", "ContainersNotReady"), condition("DisruptionTarget", "True", reason)]
+    meta = {"generation": 2} | ({"deletionTimestamp": "2026-01-01T00:00:30Z"} if deleted else {})
+    status = {"conditions": conditions} | ({} if seen is None else {"observedGeneration": seen})
+    assert pod_view(pod(status, **meta)).node_lost is lost
+
+
 def test_the_init_container_that_runs_is_read() -> None:
     done, runs = {"terminated": {"exitCode": 0}}, {"running": {"startedAt": "2026-11-21T12:00:00Z"}}
     statuses = [{"name": "fetch", "state": done}, {"name": "prepare", "state": runs}, {"name": "last", "state": {}}]
