@@ -95,6 +95,36 @@ CASES = {
         "importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling",
         SAME,
     ),
+    "importance-bounds-crossed": (
+        {"algorithm": {"importance": {"mode": "icepop", "high": 0.25}, "recomputeLogProbs": True}},
+        "spec.algorithm.importance.low",
+        "low must be at most high, got 0.5 and 0.25 (mode icepop); lower low or raise high",
+        SAME,
+    ),
+    "dynamic-sampling-of-single-completions": (
+        {"algorithm": {"name": "raw", "groupSize": 1, "dynamicSampling": {"enabled": True}}},
+        "spec.algorithm.groupSize",
+        "dynamicSampling needs groupSize of at least 2, as one reward cannot differ, got 1; raise groupSize or disable it",
+        SAME,
+    ),
+    "ratio-bound-without-ratio": (
+        {"algorithm": {"loss": {"name": "reinforce"}, "maxPolicyKl": 0.1}},
+        "spec.algorithm.loss.name",
+        '["maxPolicyKl"] needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip',
+        SAME,
+    ),
+    "kl-in-rewards-of-a-sequence": (
+        {"algorithm": {"name": "grpo", "rewardKlCoefficient": 0.1}},
+        "spec.algorithm.rewardKlCoefficient",
+        "rewardKlCoefficient needs rewards per token, got grpo; use loss.klCoefficient or reinforce_plus_plus",
+        SAME,
+    ),
+    "kl-twice": (
+        {"algorithm": {"name": "reinforce_plus_plus", "rewardKlCoefficient": 0.1, "loss": {"klCoefficient": 0.2}}},
+        "spec.algorithm.rewardKlCoefficient",
+        "rewardKlCoefficient must be 0 beside loss.klCoefficient, which counts the same KL, got 0.1 and 0.2; remove one",
+        SAME,
+    ),
     "whitened-twice": (
         {"algorithm": {"name": "reinforce_plus_plus", "whiten": True}},
         "spec.algorithm.whiten",
@@ -353,8 +383,9 @@ CASES = {
     "unknown-estimator": (
         {"algorithm": {"name": "ppo2"}},
         "spec.algorithm.name",
-        'Unsupported value: "ppo2": supported values: "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw"',
-        OWN,
+        "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, raw, reinforce++ or a function of yours as "
+        "module:function, got ppo2; correct the name",
+        SAME,
     ),
     "cold-sampling": (
         {"rollout": {"sampling": {"temperature": 0}}},

@@ -22,6 +22,15 @@ from testcluster.cluster import Cluster, sweep
 NUM_NODES = 2
 FAKE_GPUS = 8
 CRD = Path(__file__).parents[2] / "crds" / "rljob.yaml"
+TIMEOUTS = {"control_plane": 1200, "nodes": 3600}
+"""Seconds a test may take with its fixtures: the first one on nodes builds the images."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests here the time that a slow machine takes; what they wait for has its own, shorter bounds."""
+    for item in items:
+        if item.path.parent.parent == Path(__file__).parent and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUTS[item.path.parent.name]))
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +84,7 @@ def namespace(request: pytest.FixtureRequest, cluster: Access) -> Iterator[str]:
     cluster.cluster.control_plane.revive()  # tests end the API server, and the scheduler may go with it
     cluster.kubectl("create", "namespace", name)
     # It takes pods once it has its service account.
-    cluster.kubectl("wait", "--for=create", "serviceaccount/default", "-n", name, "--timeout=30s")
+    cluster.kubectl("wait", "--for=create", "serviceaccount/default", "-n", name, "--timeout=180s")
     yield name
     cluster.delete_namespace(name, pods_first="nodes" in request.fixturenames)
 

@@ -144,7 +144,7 @@ class Job:
         """Delete it, and its pods without their grace; return when the pods are gone."""
         self.access.kubectl("delete", "rljob", self.name, "-n", self.namespace, "--ignore-not-found", "--wait=false")
         words = ("pods", "-n", self.namespace, "-l", f"rljob.dev/job={self.name}")
-        self.access.kubectl("delete", *words, "--grace-period=1", "--timeout=60s")
+        self.access.kubectl("delete", *words, "--grace-period=1", "--timeout=180s")
 
     def _told(self) -> dict:
         status = self.status()

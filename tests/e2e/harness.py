@@ -1,5 +1,6 @@
 """One `rljob run` as a test sees it: its output folder, its processes, what must hold afterwards."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ import psutil
 import pytest
 import yaml
 
-STEP_DEADLINE_S = 150.0
+from rl_core.transports.shared_memory import DIRECTORY as SEGMENTS
+
+STEP_DEADLINE_S = 300.0
 
 
 def job_document(tiny: Path, **spec) -> dict:
@@ -77,7 +80,7 @@ class Run:
         )
         return self
 
-    def wait(self, seconds: float = 240) -> int:
+    def wait(self, seconds: float = 600) -> int:
         self.text, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode
 
@@ -87,9 +90,10 @@ class Run:
     def until(self, condition: Callable[[], object], what: str, seconds: float = STEP_DEADLINE_S):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
+            ended = self.process.poll() is not None  # looked at first: what the run told as its last counts
             if value := condition():
                 return value
-            if self.process.poll() is not None:
+            if ended:
                 pytest.fail(
                     f"the run ended with {self.process.returncode} while waiting for {what}\n{self.process.stdout.read()}\n{self.logs()}"
                 )
@@ -97,9 +101,7 @@ class Run:
         pytest.fail(f"{what} did not come within {seconds} s\n{self.logs()}")
 
     def at_step(self, step: int) -> None:
-        self.until(
-            lambda: len(self.lines("metrics.jsonl")) and self.lines("metrics.jsonl")[-1]["step"] >= step, f"step {step}"
-        )
+        self.until(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")[-1:]), f"step {step}")
 
     def lines(self, name: str) -> list[dict]:
         path = self.output / name
@@ -130,9 +132,9 @@ class Run:
         if self.process is not None and self.process.poll() is None:
             children = psutil.Process(self.process.pid).children(recursive=True)
             for process in [*children, psutil.Process(self.process.pid)]:
-                if process.is_running():
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
 
 def assert_trained_once(run: Run, *, steps: int, groups: int) -> None:
@@ -148,5 +150,13 @@ def assert_trained_once(run: Run, *, steps: int, groups: int) -> None:
 
 def assert_nothing_left(run: Run, pids: list[int]) -> None:
     """No process of the run is alive, no shared memory of it remains."""
-    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-    assert alive == []
+    assert [pid for pid in pids if is_alive(pid)] == []
+    assert [path.name for pid in pids for path in SEGMENTS.glob(f"rljob-*-{pid}-*")] == []
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,7 +1,11 @@
 """Bad input and user code that misbehaves: a clear error or a counted drop, never a hang or a bare traceback."""
 
+from collections import Counter
+
 import pytest
 from harness import Run, job_document
+
+from rl_core.launch.workspace import Workspace
 
 
 def write(folder, name, text):
@@ -58,7 +62,7 @@ def test_a_reward_function_that_misbehaves_ends_the_run_naming_it_and_yields_no_
     spec = {
         "env": {"type": "reward", "reward": "user_reward:f"},
         "validation": {"beforeTraining": False},
-        "runtime": {"deadlines": {"envStep": 2.0}},
+        "runtime": {"deadlines": {"envStep": 2.0}} if kind == "sleeps for ever" else {},
     }
     run = Run(tmp_path / "run", job_document(tiny, **spec), python_path=tmp_path)
     code = run.run()
@@ -82,3 +86,37 @@ def test_bad_samples_within_the_budget_are_dropped_counted_and_replaced(tmp_path
     assert run.run() == 0, run.text + run.logs()
     assert 3 not in {line["prompt_index"] for line in run.lines("ledger.jsonl")}
     assert run.lines("metrics.jsonl")[-1]["ledger/dropped"] == 1
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(1, {3}), (2, {2, 4})])
+def test_a_dropped_group_may_shrink_its_step_to_a_multiple_of_the_data_ranks(tmp_path, tiny, ranks, groups):
+    body = "def f(prompts, completions, **columns):\n    assert not any('003' in prompt for prompt in prompts)\n"
+    write(tmp_path, "user_reward.py", f"{body}    return [float(len(c)) for c in completions]\n")
+    spec = {
+        "env": {"type": "reward", "reward": "user_reward:f"},
+        "algorithm": {"steps": 3, "maxDroppedGroups": 5, "onDrop": "shrink", "minBatchFraction": 0.5},
+        "actor": {"processesPerPod": ranks},
+        "data": {"train": str(tiny / "data/train.jsonl"), "validation": None, "shuffle": False},
+        "runtime": {"deadlines": {"rollout": 60}},
+    }
+    run = Run(tmp_path / "run", job_document(tiny, **spec), python_path=tmp_path)
+    assert run.run() == 0, run.text + run.logs()
+    ledger = run.lines("ledger.jsonl")
+    trained = Counter(line["step"] for line in ledger)
+    assert trained[1] in groups and (trained[2], trained[3]) == (
+        4,
+        4,
+    )  # replaced where more than two were there already
+    assert len({line["group_id"] for line in ledger}) == len(ledger)
+    assert run.lines("metrics.jsonl")[-1]["ledger/dropped"] == 1
+
+
+def test_a_folder_that_a_live_run_uses_is_refused_and_left_as_it_is(tmp_path, tiny):
+    run = Run(tmp_path, job_document(tiny), "--resume", "auto", python_path=tiny)
+    other = Workspace(run.output)
+    other.open(uid="the-live-run", job=None)
+    write(run.output, "job.yaml", "the live run's")
+    before = {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()}
+    assert run.run() == 2 and "in use by another run" in run.text, run.text
+    other.close()
+    assert {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()} == before

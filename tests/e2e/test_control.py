@@ -18,11 +18,16 @@ QUIET = {"everySteps": 1000, "beforeTraining": False}
 
 def rljob(*arguments):
     command = [sys.executable, "-m", "rl_core.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def rollouts(run):
-    return next((role for role in run.status().get("roles", []) if role["name"] == "rollout"), {})
+def rollouts(status):
+    return next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
+
+
+def live_step(run):
+    """Return the step that the runner itself tells; status.json is up to a second behind."""
+    return run.until(connect(run.output).status, "an answer of the runner")["step"]
 
 
 def spec_of(run):
@@ -32,7 +37,7 @@ def spec_of(run):
 def end_soon(run):
     """Lower the number of steps to what will be done in a moment; return the last step once the run has ended."""
     spec = spec_of(run)
-    spec["algorithm"]["steps"] = run.status()["step"] + 2
+    spec["algorithm"]["steps"] = live_step(run) + 2
     assert connect(run.output).change(1000, spec)
     assert run.wait() == 0, run.text + run.logs()
     return run.status()["step"]
@@ -45,13 +50,14 @@ def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(star
     told = rljob("scale", str(run.output), "--replicas", "3", "--env", "2")
     assert told.returncode == 0, told.stderr
     run.until(
-        lambda: rollouts(run).get("ready") == 3 and len(run.processes(role="env")) == 2, "three rollouts, two envs"
+        lambda: rollouts(run.status()).get("ready") == 3 and len(run.processes(role="env")) == 2,
+        "three rollouts, two envs",
     )
-    seen = rollouts(run)
-    assert seen["desired"] == 3 and run.status()["appliedGeneration"] == 1
-    step = run.status()["step"]
+    seen = run.status()
+    assert rollouts(seen)["desired"] == 3 and seen["appliedGeneration"] == 1
+    step = seen["step"]
     run.until(
-        lambda: rollouts(run).get("versions", {}).get(str(run.status().get("policyVersion"))) == 3,
+        lambda: rollouts(status := run.status()).get("versions", {}).get(str(status.get("policyVersion"))) == 3,
         "all three at the newest version",
     )
     run.at_step(step + 5)
@@ -59,7 +65,7 @@ def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(star
     run.until(lambda: {p["index"] for p in run.processes(role="rollout")} == {0}, "the end of the drained pods")
     states = {m["name"]: m["state"] for m in run.status()["members"]}
     assert states["rollout:1"] == states["rollout:2"] == "drained"
-    run.until(lambda: rollouts(run)["desired"] == 1 and rollouts(run)["ready"] == 1, "one rollout is wanted")
+    run.until(lambda: (rollout := rollouts(run.status()))["desired"] == rollout["ready"] == 1, "one rollout is wanted")
     run.at_step(run.status()["step"] + 3)
     last = end_soon(run)
     assert_trained_once(run, steps=last, groups=4)
@@ -86,7 +92,7 @@ def test_learning_rate_and_steps_change_at_a_step_boundary_and_other_fields_are_
         2, {**spec, "algorithm": {**spec["algorithm"], "steps": 1}}
     )  # an older one: not taken
     run.at_step(step + 3)
-    spec["algorithm"]["steps"] = last = run.status()["step"] + 4
+    spec["algorithm"]["steps"] = last = live_step(run) + 20
     assert connect(run.output).change(4, spec)
     assert run.wait() == 0, run.text + run.logs()
     assert run.status()["totalSteps"] == last == run.status()["step"]
@@ -103,7 +109,7 @@ def history(run):
 
 def test_a_suspended_run_resumes_as_if_it_had_never_stopped(start):
     spec = {
-        "algorithm": {"steps": 10},
+        "algorithm": {"steps": 15},
         "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
         "checkpoint": {"everySteps": None},
         "validation": QUIET,
@@ -117,7 +123,7 @@ def test_a_suspended_run_resumes_as_if_it_had_never_stopped(start):
     assert connect(run.output)._ask("POST", "/finish", {"reason": "suspend"}) == {"accepted": True}
     assert run.wait() == 0, run.text + run.logs()
     status = run.status()
-    assert status["phase"] == "Suspended" and status["suspended"] and 2 <= status["step"] < 10
+    assert status["phase"] == "Suspended" and status["suspended"] and 2 <= status["step"] < 15
     assert status["checkpoint"]["lastStep"] == status["step"] and not (run.output / "model").exists()
     assert_nothing_left(run, pids)
     assert run.run("--resume", "auto") == 0, run.text + run.logs()
@@ -132,7 +138,7 @@ def test_sigterm_at_the_actor_pod_saves_and_ends_with_3_and_the_next_epoch_goes_
     run.at_step(3)
     supervisor = next(p for p in run.processes(role="supervisor") if p["pod"] == "tiny-actor-0")
     os.kill(supervisor["pid"], signal.SIGTERM)
-    run.until(lambda: run.status().get("epoch") == 1 and run.status().get("step", 0) >= 4, "the next epoch")
+    run.until(lambda: any(line["epoch"] == 1 for line in run.lines("ledger.jsonl")), "a step of the next epoch")
     assert not psutil.pid_exists(supervisor["pid"])
     saved = sorted((run.output / "checkpoints").glob("step-*"))
     assert saved and not list(run.output.glob("*.lost.jsonl")), (

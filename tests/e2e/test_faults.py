@@ -44,6 +44,44 @@ def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_
     assert run.status()["epoch"] == 1
 
 
+def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_with_it(start):
+    run = start(
+        algorithm={"steps": 15},
+        checkpoint={"everySteps": 100},
+        validation={"everySteps": 1000, "beforeTraining": False},
+    )
+    run.start()
+    run.at_step(3)
+    run.kill(role="actor")
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=15, groups=4)
+    assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {1}
+
+
+def test_a_run_resumed_from_another_ones_checkpoint_restarts_there_until_it_has_saved(start):
+    quiet = {"everySteps": 1000, "beforeTraining": False}
+    first = start(algorithm={"steps": 2}, validation=quiet, folder="first")
+    assert first.run() == 0, first.text + first.logs()
+    given = first.output / "checkpoints/step-00000002"
+    run = start(
+        "--resume",
+        str(given),
+        algorithm={"steps": 15},
+        checkpoint={"everySteps": 100},
+        validation=quiet,
+        folder="second",
+    )
+    run.start()
+    run.at_step(4)
+    run.kill(role="actor")
+    assert run.wait() == 0, run.text + run.logs()
+    ledger = run.lines("ledger.jsonl")
+    assert [line["step"] for line in ledger] == [step for step in range(3, 16) for _ in range(4)]
+    assert {line["epoch"] for line in ledger} == {1}
+    before = {line["group_id"] for line in first.lines("ledger.jsonl")}
+    assert len(before | {line["group_id"] for line in ledger}) == 60
+
+
 def test_restarts_are_bounded(start):
     run = start(
         algorithm={"steps": 200},
@@ -71,7 +109,7 @@ def history(run):
 )
 def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the_same_rewards(start, victim, resumed):
     spec = {
-        "algorithm": {"steps": 8},
+        "algorithm": {"steps": 15},
         "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
         "validation": {"everySteps": 1000, "beforeTraining": False},
     }

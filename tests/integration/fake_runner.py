@@ -27,7 +27,7 @@ def main():
     keys = KeyRing(identity.curve_dir, "runner")
     if wish("bad_input", False):
         return 2
-    hub = Hub(identity=identity, keys=keys, heartbeat_seconds=0.3, suspect_seconds=2, lost_seconds=5)
+    hub = Hub(identity=identity, keys=keys, heartbeat_seconds=0.3, suspect_seconds=30, lost_seconds=60)
     cluster = Cluster(hub, sizes={"actor": 1, "rollout": wish("rollouts", 1)})
     actor = WorkerGroup.of("worker_samples:Sample", 1).launch(cluster, name="actor")
     rollout = WorkerGroup.of("worker_samples:Sample", 2).launch(cluster, name="rollout")
@@ -65,11 +65,11 @@ def main():
     )
     signal.signal(signal.SIGTERM, lambda *_: finish(None))
     hub.start()
-    cluster.wait_ready(["actor", "rollout"], 30)
+    cluster.wait_ready(["actor", "rollout"], 120)
     note(event="ready")
     ended = threading.Event()
     while state["step"] < wish("steps", 10**9) and not state["stop"]:
-        actor.add(state["step"]).wait(20)
+        actor.add(state["step"]).wait(60)
         state["step"] += 1
         ended.wait(0.05)
     note(event="saved", step=state["step"])

@@ -21,6 +21,13 @@ def identity(role, *, rank=0, epoch=0, uid="u1", attempt=0):
     )  # fmt: skip
 
 
+class Mute(Exception):
+    """An error that cannot be shown."""
+
+    def __str__(self):
+        raise RuntimeError("nothing to say")
+
+
 class Service:
     """Handlers of all kinds."""
 
@@ -42,7 +49,10 @@ class Service:
         return value
 
     def raise_error(self, kind, text):
-        raise {"data": DataError, "config": ConfigError, "value": ValueError, "exit": SystemExit}[kind](text)
+        if kind == "undecodable":  # half a character, as in the name of a file
+            raise DataError(f"{text}\udcff")
+        kinds = {"data": DataError, "config": ConfigError, "value": ValueError, "exit": SystemExit, "mute": Mute}
+        raise kinds[kind](text)
 
     def unsendable(self):
         return object()
@@ -50,7 +60,7 @@ class Service:
     def block(self):
         self.runs += 1
         self.started.set()
-        self.release.wait(20)
+        self.release.wait(60)
         return self.runs
 
     async def hang(self):
@@ -76,6 +86,10 @@ class Service:
                 number += 1
         finally:
             self.cancelled.set()
+
+    async def hang_in_stream(self):
+        yield 1
+        await asyncio.sleep(3600)
 
     async def broken_stream(self):
         yield 1
@@ -111,7 +125,7 @@ class RawPeer:
 
     def receive(self, *kinds):
         while True:
-            assert self.socket.poll(10_000), "no answer"
+            assert self.socket.poll(60_000), "no answer"
             message = frames.decode_message(self.socket.recv_multipart())
             if message.kind in kinds:
                 return message

@@ -79,7 +79,7 @@ def fetch(endpoint, home, reference):
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_XET": "1",
     }
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_a_model_is_fetched_as_a_folder(endpoint, tmp_path):

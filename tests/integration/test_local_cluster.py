@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.failure import FailurePolicySpec
+from rl_core.api.failure import FailurePolicySpec, StallSpec
 from rl_core.launch.local import LocalCluster
 from rl_core.workers import processes
 
@@ -39,7 +39,8 @@ class Run:
 
     def history(self, event=None):
         path = self.folder / "history.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return [line for line in lines if event in (None, line["event"])]
 
     def status(self):
@@ -50,7 +51,7 @@ class Run:
         entries = json.loads((self.folder / "processes.json").read_text())
         return next((e["pid"] for e in entries if f"-{pod}-" in e["pod"] and e["role"] == role), None)
 
-    def until(self, condition, seconds=60):
+    def until(self, condition, seconds=150):
         """Return the condition's value once it is true; looks every 20 ms."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
@@ -75,7 +76,7 @@ def run(tmp_path):
     yield made
     if made.cluster is not None:
         made.cluster.kill()
-        made.cluster.wait(30)
+        made.cluster.wait(60)
     assert made.left() == []
 
 
@@ -135,6 +136,19 @@ def test_any_killed_part_of_the_gang_restarts_it_whole_under_a_new_epoch_while_r
     assert run.status()["resume"] == "auto" and run.status()["restarts"] == 1
 
 
+def test_a_new_epoch_is_told_before_the_old_gang_is_ended_and_a_stall_restarts_it_once(run):
+    run.start(policy=FailurePolicySpec(stall=StallSpec(action="RestartJob"))).runs()
+    old = Path(f"/proc/{run.pid('actor', 'runner')}")
+    told = []
+    run.cluster._listeners.append(lambda status: told.append((status["phase"], status["epoch"], old.exists())))
+    run.wish(stall={"reason": "Deadlock", "message": "who waits for whom", "since": 1000})
+    run.until(lambda: run.history("joined") and run.history("joined")[-1]["epoch"] == 1)
+    run.wish(stall=None)
+    run.runs(epoch=1)
+    assert [entry for entry in told if entry[0] == "Restarting"] == [("Restarting", 1, True)]
+    assert run.cluster.restarts == 1 and run.cluster.epoch == 1
+
+
 def test_bad_input_of_the_runner_ends_the_run_at_once_with_2(run):
     run.wish(bad_input=True).start()
     assert run.cluster.wait(60) == 2 and run.cluster.restarts == 0
@@ -149,10 +163,25 @@ def test_a_gang_that_keeps_failing_ends_the_run_when_its_restarts_are_used_up(ru
 
 def test_a_reported_stall_restarts_the_role_waited_for(run):
     run.start().runs()
-    run.wish(stall={"reason": "WaitingForRollout", "message": "rollout:0 is silent", "since": 5})
+    run.wish(stall={"reason": "WaitingForRollout", "message": "rollout:0 is silent", "since": 1000})
     run.until(lambda: [h["incarnation"] for h in run.history("joined") if h["name"] == "rollout:0"][-1] == [1, 0])
     run.wish(stall=None)
     assert run.status()["epoch"] == 0 and run.cluster.restarts == 0
+
+
+def test_a_stop_ends_what_does_not_end_by_itself_within_its_grace(run):
+    run.start().runs()
+    os.kill(run.pid("actor", "runner"), signal.SIGSTOP)
+    run.cluster.stop(grace=1.0)
+    assert run.cluster.wait(100) == 130 and run.left() == [] and run.history("saved") == []
+
+
+def test_a_kill_does_not_wait_for_what_a_stop_waits_for(run):
+    run.start().runs()
+    os.kill(run.pid("actor", "runner"), signal.SIGSTOP)
+    run.cluster.stop(grace=1000.0)
+    run.cluster.kill()
+    assert run.cluster.wait(100) == 130 and run.left() == [] and run.history("saved") == []
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Real worker processes and hubs with keys; the C library's resolver answers from 
 """
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import pytest
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
+from rl_core.launch.ports import free_ports
 from rl_core.plan.keys import key_files, write_key_folder
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
@@ -36,12 +36,6 @@ JOB = RLJob.model_validate(
 )
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def resolver(tmp_path_factory):
     """The library that answers for NAME."""
@@ -59,7 +53,8 @@ class Place:
         self.name_file.touch()
         self.keys = folder / "keys"
         write_key_folder(self.keys, key_files(bytes(32), "u"))
-        self.port, self.rpc_port = free_port(), free_port()
+        ports = free_ports()
+        self.port, self.rpc_port = ports.hub, ports.channel
         self._resolver = resolver
         self._log = (folder / "worker.log").open("wb")
         self.hub = self.process = None
@@ -112,21 +107,21 @@ def place(tmp_path, resolver):
 def test_a_member_waits_for_a_name_that_comes_later_and_follows_it_to_other_addresses(place):
     place.start_worker()
     first = place.move_hub("127.0.0.2", epoch=1)
-    assert first.wait(60), "the worker did not find the hub once its name was known"
+    assert first.wait(120), "the worker did not find the hub once its name was known"
     second = place.move_hub("127.0.0.3", epoch=2)
-    assert second.wait(60), "the worker did not follow the name to another address"
+    assert second.wait(120), "the worker did not follow the name to another address"
     (member,) = place.hub.members()
     assert member.name == "env:0" and member.incarnation == (0, 0) and place.process.poll() is None
 
 
 def test_a_worker_in_a_pod_is_reached_at_the_pods_address_and_its_fixed_port(place):
     place.start_worker()
-    assert place.move_hub("127.0.0.2", epoch=0).wait(60)
+    assert place.move_hub("127.0.0.2", epoch=0).wait(120)
     (member,) = place.hub.members()
     assert member.address == f"tcp://127.0.0.9:{place.rpc_port}"
     client = RpcClient(member.address, KeyRing(place.keys, "runner"), place.identity("runner"), service="env")
     try:
         with pytest.raises(InfrastructureError, match="env:0 holds no worker yet"):
-            client.call_sync("execute", "ping", [], {}, timeout=20)
+            client.call_sync("execute", "ping", [], {}, timeout=60)
     finally:
         client.close()

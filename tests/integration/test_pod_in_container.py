@@ -39,7 +39,7 @@ def run(tmp_path, library):
             **environ,
         }
         command = [sys.executable, "-m", "rl_core.launch.pod"]
-        done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=240, check=False)
         assert len(word.read_bytes()) <= 4096
         return done.returncode, json.loads(word.read_text()), done.stdout + done.stderr
 
@@ -121,7 +121,7 @@ def test_a_pod_without_a_plan_says_where_plans_come_from(tmp_path):
         [sys.executable, "-m", "rl_core.launch.pod"],
         env={**around, "RLJOB_TERMINATION_LOG": str(word)},
         capture_output=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2 and "RLJOB_POD_PLAN must hold the pod plan" in json.loads(word.read_text())["reason"]

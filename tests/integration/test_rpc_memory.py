@@ -12,6 +12,7 @@ from rl_core.api.errors import (
     RemoteError,
     WorkerLost,
 )
+from rl_core.launch.ports import free_ports
 from rl_core.transports import shared_memory
 from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient, RpcServer
@@ -60,13 +61,13 @@ class TestSharedMemory:
         store = SharedMemory.shared().store
         before = store.stats()["lent"]
         blocked = client.call_future("block")
-        assert service.started.wait(10)
+        assert service.started.wait(60)
         queued = [client.call_future(method, np.zeros(400_000)) for method in ("add", "add_async", "echo")]
         assert all(future.cancel() for future in queued)
         _until(lambda: server.counters["calls"] == 5)
         service.release.set()
-        assert blocked.result(10) == 1
-        assert client.call_sync("add_async", 1, timeout=10) == 1
+        assert blocked.result(60) == 1
+        assert client.call_sync("add_async", 1, timeout=60) == 1
         _until(lambda: gc.collect() >= 0 and store.stats()["lent"] <= before)
         client.close()
         server.close()
@@ -102,31 +103,31 @@ def _until(condition):
 class TestEnds:
     def test_closing_the_client_fails_its_calls(self, client, service):
         future = client.call_future("block")
-        assert service.started.wait(10)
+        assert service.started.wait(60)
         client.close()
         with pytest.raises(InfrastructureError, match="the client was closed"):
-            future.result(10)
+            future.result(60)
         with pytest.raises(InfrastructureError, match="the client was closed"):
             client.call_sync("add", 1)
 
     def test_a_member_declared_lost_fails_its_calls_at_once(self, client, service):
         future = client.call_future("block")
-        assert service.started.wait(10)
+        assert service.started.wait(60)
         client.fail("declared lost by the hub")
         with pytest.raises(WorkerLost, match="declared lost by the hub"):
-            future.result(10)
+            future.result(60)
 
     def test_a_server_that_went_away_is_a_lost_worker_and_idempotent_calls_find_the_next(self, service, monkeypatch):
-        server = RpcServer("tcp://127.0.0.1:0", service).start()
+        server = RpcServer(f"tcp://127.0.0.1:{free_ports().hub}", service).start()
         client = RpcClient(server.address)
-        once = client.call_future("block", timeout=20)
-        again = client.call_future("block", timeout=20, idempotent=True)
-        assert service.started.wait(10)
+        once = client.call_future("block", timeout=60)
+        again = client.call_future("block", timeout=60, idempotent=True)
+        assert service.started.wait(60)
         server.close()
         with pytest.raises(WorkerLost, match="whether it ran is unknown"):
-            once.result(20)
+            once.result(60)
         service.release.set()
         replaced = RpcServer(server.address, {"block": lambda: "from the next"}).start()
-        assert again.result(20) == "from the next"
+        assert again.result(60) == "from the next"
         client.close()
         replaced.close()

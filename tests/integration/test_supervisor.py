@@ -103,7 +103,7 @@ def start(tmp_path):
         pod.close()
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -112,11 +112,16 @@ def wait_until(condition, seconds=30):
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("0", 0), ("2", 2), ("3", 3), ("4", 4), ("9", 3), ("kill", 137), ("raise", 3)],
-    ids=["done", "config", "infrastructure", "data", "undocumented", "killed", "traceback"],
+    [("0", 0), ("2", 2), ("3", 3), ("4", 4), ("9", 3), ("-1", 3), ("kill", 137), ("killed oddly", 163), ("raise", 3)],
+    ids=["done", "config", "infrastructure", "data", "undocumented", "255", "killed", "real time", "traceback"],
 )
 def test_a_childs_end_is_the_pods_end_with_a_documented_code_and_its_last_words(start, tmp_path, code, expected):
-    end = {"kill": "os.kill(os.getpid(), 9)", "raise": "raise ValueError('bad luck')"}.get(code, f"os._exit({code})")
+    ends = {
+        "kill": "os.kill(os.getpid(), 9)",
+        "killed oddly": "os.kill(os.getpid(), 35)",
+        "raise": "raise ValueError('bad luck')",
+    }
+    end = ends.get(code, f"os._exit({code})")
     log = tmp_path / "termination-log"
     log.touch()
     child = script("actor-0", f"import os; print('last words', flush=True); {end}")
@@ -252,15 +257,19 @@ def get(port, path):
         return error.code, error.read().decode()
 
 
-def test_the_probes_answer_over_http_and_follow_what_children_tell(start):
+def test_the_probes_answer_over_http_and_follow_what_children_tell(start, tmp_path):
+    serve = tmp_path / "serve"
     code = (
-        "import sys, time; from rl_core.observability import events;"
-        "sys.stdin.read(); time.sleep(0.5); events.report('alive', state='serving'); time.sleep(600)"
+        "import os, time; from rl_core.observability import events\n"
+        f"while not os.path.exists({str(serve)!r}): time.sleep(0.02)\n"
+        "events.report('alive', state='serving'); time.sleep(600)"
     )
     pod = start(script("rollout-0", code, restart=True))
     port = pod.event("health")["port"]
     assert get(port, "/healthz") == (200, "ok\n") and get(port, "/nothing")[0] == 404
+    pod.event("started")
     assert get(port, "/readyz") == (503, "waiting for rollout-0: starting\n")
+    serve.touch()
     wait_until(lambda: get(port, "/readyz") == (200, "ready\n"))
     assert 'rljob_process_up{process="rollout-0",pod="j-rollout-0"} 1' in get(port, "/metrics")[1]
 

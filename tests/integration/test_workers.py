@@ -14,6 +14,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded, RemoteError, WorkerLost
 from rl_core.api.identity import Identity
+from rl_core.launch.ports import free_ports
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.hub import Hub
@@ -22,17 +23,11 @@ HERE = Path(__file__).parent
 SAMPLE = "worker_samples:Sample"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Job:
     """A hub and the worker processes that a test starts."""
 
-    def __init__(self, epoch=0, port=None):
-        self.port = port or free_port()
+    def __init__(self, epoch=0):
+        self.port = free_ports().hub
         self.processes = []
         self.events = []
         self.happened = threading.Condition()
@@ -44,12 +39,18 @@ class Job:
             group=role, rank=0, world_size=1, hub=f"tcp://127.0.0.1:{self.port}",
         )  # fmt: skip
 
-    def open_hub(self, epoch):
-        self.hub = Hub(identity=self.identity(epoch), heartbeat_seconds=0.2, suspect_seconds=1.5, lost_seconds=3)
+    def open_hub(self, epoch, *, suspect_seconds=30.0, lost_seconds=60.0):
+        """Open a hub that takes no busy machine for a loss."""
+        self.hub = Hub(
+            identity=self.identity(epoch),
+            heartbeat_seconds=0.2,
+            suspect_seconds=suspect_seconds,
+            lost_seconds=lost_seconds,
+        )
         self.hub.on_joined = lambda member: self.note("joined", member, "")
         self.hub.on_ready = lambda member: self.note("ready", member, "")
         self.hub.on_lost = lambda member, reason: self.note("lost", member, reason)
-        self.hub.add_handlers({"echo": lambda value: value})
+        self.hub.add_handlers({"echo": lambda value: value}, role="actor")
         self.cluster = Cluster(self.hub, sizes={"actor": 2, "rollout": 1})
         self.cluster.ready_deadline = 60
 
@@ -171,12 +172,29 @@ def test_a_systemexit_in_a_method_is_an_error_and_not_the_end_of_the_worker(gang
     assert gang.group.add(0).wait(30) == [10, 11]
 
 
+def test_a_stopiteration_in_a_method_is_an_error_and_no_hang(gang):
+    with pytest.raises(RemoteError, match="actor rank 0: run_dry raised StopIteration"):
+        gang.group.execute_on(0).run_dry().wait(60)
+
+
+def test_the_deadline_of_a_call_names_who_is_missing_and_not_each_rank_by_itself(gang):
+    with pytest.raises(DeadlineExceeded, match=r"block must end on 2 ranks within 0\.1 s.*actor:0 .*actor:1"):
+        gang.group.within(0.1).block(0.5).wait()
+
+
+@pytest.mark.parametrize("rank", [True, 0.0, "0", -1, 2])
+def test_what_is_no_rank_of_the_group_is_refused(gang, rank):
+    with pytest.raises(ValueError, match="ranks of group actor must be among"):
+        gang.group.execute_on(rank)
+
+
 def test_an_unknown_method_is_a_config_error_that_lists_the_known(gang):
     with pytest.raises(ConfigError, match=r"no public method 'nothing'; it has add, "):
         gang.group.execute_on(0).nothing().wait(30)
 
 
 def test_a_missed_deadline_tells_rank_pod_wait_and_progress(gang):
+    assert gang.group.add(0).wait(30) == [10, 11]
     result = gang.group.execute_on(1).nap(600)
     wait_until(lambda: gang.hub.get("actor:1").wait is not None)
     with pytest.raises(DeadlineExceeded) as caught:
@@ -188,10 +206,14 @@ def test_a_missed_deadline_tells_rank_pod_wait_and_progress(gang):
     assert gang.group.add(0).wait(30) == [10, 11]
 
 
-def test_async_methods_go_on_while_a_sync_one_blocks(gang):
-    blocked = gang.group.execute_on(0).block(1.0)
+def test_async_methods_go_on_while_a_sync_one_blocks(gang, tmp_path):
+    path = tmp_path / "release"
+    blocked = gang.group.execute_on(0).hold(str(path))
+    wait_until(path.with_suffix(".held").exists)
     assert gang.group.execute_on(0).nap(0).wait(30) == ["rested"]
-    assert not blocked.done() and blocked.wait(30) == ["done"]
+    assert not blocked.done()
+    path.touch()
+    assert blocked.wait(30) == ["done"]
 
 
 def test_workers_call_the_runner_and_each_other(gang):
@@ -233,6 +255,9 @@ def test_a_failing_constructor_ends_the_wait_with_its_error(job, fail, error):
 
 
 def test_a_silent_worker_is_suspect_and_then_lost_and_its_call_fails_and_it_returns(job):
+    job.hub.close()
+    job.cluster.close()
+    job.open_hub(0, suspect_seconds=2, lost_seconds=5)
     process = job.start("rollout", 0)
     group = WorkerGroup.of(SAMPLE).launch(job.cluster, name="rollout")
     job.hub.on_joined = lambda member: (job.note("joined", member, ""), group.construct(member))
@@ -271,6 +296,16 @@ def test_a_killed_worker_fails_its_calls_when_its_supervisor_tells_and_a_replace
     group.construct(job.hub.get("rollout:0"))
     assert group.add(1).wait(30) == [1]
     supervisor.close()
+
+
+def test_a_second_group_on_the_same_processes_is_constructed_when_its_launch_returns(job):
+    job.cluster.sizes["actor"] = 1
+    job.hub.start()
+    job.start("actor", 0)
+    assert WorkerGroup.of(SAMPLE, 5).launch(job.cluster, name="actor").add(0).wait(30) == [5]
+    assert WorkerGroup.of(SAMPLE, 7).launch(job.cluster, name="actor").add(0).wait(30) == [7]
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        WorkerGroup.of(SAMPLE, fail="config").launch(job.cluster, name="actor")
 
 
 def test_an_old_incarnation_that_lives_on_is_fenced_and_ends_with_3(job):
@@ -332,7 +367,7 @@ def test_a_process_without_an_identity_says_which_variable_is_missing():
     assert ended.returncode == 2 and "environment variable RLJOB_" in ended.stderr
 
 
-def wait_until(condition, seconds=30):
+def wait_until(condition, seconds=120):
     """Look every 20 ms, for what arrives with heartbeats."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -96,7 +96,7 @@ async def main():
     async def pull(address, elsewhere=False):
         if elsewhere:
             shared_memory.host_token = lambda: "elsewhere"
-        return list(await receiver.pull(address, timeout=20))
+        return list(await receiver.pull(address, timeout=60))
 
     async def set_epoch(epoch):
         receiver.set_epoch(epoch)

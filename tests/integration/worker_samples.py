@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 from rl_core.api.errors import ConfigError, DataError
 from rl_core.workers.worker import Worker, worker_timer
@@ -43,9 +44,20 @@ class Sample(Worker):
     def leave(self):
         raise SystemExit(7)
 
+    def run_dry(self):
+        return next(iter(()))
+
     def block(self, seconds):
         self.record_progress("blocked")
         time.sleep(seconds)
+        return "done"
+
+    def hold(self, path):
+        """Block until a file is there; `path`.held tells that it has begun."""
+        with open(f"{path}.held", "w"):
+            pass
+        while not os.path.exists(path):
+            time.sleep(0.01)
         return "done"
 
     async def nap(self, seconds):
@@ -87,3 +99,15 @@ class Sample(Worker):
 
     def on_new_epoch(self, epoch):
         self.epochs.append(epoch)
+
+
+class Guarded(Worker):
+    """Answers rollouts one question."""
+
+    peer_methods: ClassVar = {"rollout": frozenset({"ask"})}
+
+    async def ask(self):
+        return "answer"
+
+    async def secret(self):
+        return "kept"

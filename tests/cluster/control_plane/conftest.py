@@ -11,9 +11,10 @@ import pytest
 import yaml
 from operator_rig.jobs import Jobs
 from operator_rig.kubelet import Kubelet
-from operator_rig.replica import Replica
+from operator_rig.replica import LEASE_SECONDS, Replica
 from testcluster.access import Access
 
+from rljob_operator.runtime import master_key
 from rljob_operator.runtime.cluster import ApiCluster
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +64,7 @@ def process(
             "IDENTITY": name,
             "METRICS_PORT": "0",
             "METRICS_HOST": "127.0.0.1",
-            "LEASE_SECONDS": "3",
+            "LEASE_SECONDS": str(LEASE_SECONDS),
             **settings,
         }
         environment = {
@@ -96,4 +97,12 @@ def rights(control_plane: Access, namespace: str) -> list[dict]:
     ]
     for obj in objects:
         control_plane.apply(obj, namespace=obj["metadata"].get("namespace", namespace))
+    account = f"--as=system:serviceaccount:{namespace}:rljob-operator"
+    last = (("get", f"secrets/{master_key.NAME}"), ("create", "events"))  # of either role
+
+    def granted() -> bool:
+        asking = ("auth", "can-i", account, "-n", namespace)
+        return all(control_plane.kubectl(*asking, *right, check=False).stdout.strip() == "yes" for right in last)
+
+    control_plane.cluster.control_plane.api_server.wait("the account's rights", granted)
     return [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]

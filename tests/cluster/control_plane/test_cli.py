@@ -106,7 +106,7 @@ def test_code_goes_along_as_a_config_map_that_the_job_owns(rljob, control_plane,
     assert modules["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
     control_plane.kubectl("delete", "rljob", "add", "-n", namespace)
     control_plane.kubectl(
-        "wait", "--for=delete", f"configmap/{modules['metadata']['name']}", "-n", namespace, "--timeout=60s"
+        "wait", "--for=delete", f"configmap/{modules['metadata']['name']}", "-n", namespace, "--timeout=180s"
     )
 
 

@@ -20,7 +20,7 @@ POD = {
 def test_without_nodes_a_pod_waits_and_the_scheduler_says_why(cluster: Access, namespace: str) -> None:
     impossible = {**POD, "spec": {**POD["spec"], "nodeSelector": {"no": "such-node"}}}
     cluster.apply(impossible, namespace=namespace)
-    cluster.kubectl("wait", "--for=condition=PodScheduled=false", "pod/one", "-n", namespace, "--timeout=30s")
+    cluster.kubectl("wait", "--for=condition=PodScheduled=false", "pod/one", "-n", namespace, "--timeout=180s")
     condition = cluster.get("pod", "one", namespace=namespace)["status"]["conditions"][0]
     assert condition["reason"] == "Unschedulable"
     assert "available" in condition["message"]
@@ -50,6 +50,7 @@ def test_a_paused_api_server_answers_when_it_goes_on(cluster: Access) -> None:
         assert cluster.kubectl("get", "--raw=/readyz", "--request-timeout=1s", check=False).returncode != 0
     finally:
         server.resume()
+    server.wait_ready()
     assert cluster.kubectl("get", "--raw=/readyz").stdout == "ok"
 
 
@@ -73,7 +74,7 @@ def test_pods_on_fake_nodes_run_at_once(cluster: Access, namespace: str) -> None
     try:
         tolerant = {**POD["spec"], "tolerations": [{"operator": "Exists"}], "nodeSelector": {"type": "kwok"}}
         cluster.apply({**POD, "spec": tolerant}, namespace=namespace)
-        cluster.kubectl("wait", "--for=condition=Ready", "pod/one", "-n", namespace, "--timeout=60s")
+        cluster.kubectl("wait", "--for=condition=Ready", "pod/one", "-n", namespace, "--timeout=180s")
         assert cluster.get("pod", "one", namespace=namespace)["spec"]["nodeName"] in names
     finally:
         cluster.kubectl("delete", "pod", "one", "-n", namespace, "--ignore-not-found")

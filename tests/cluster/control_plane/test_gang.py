@@ -145,9 +145,9 @@ async def test_an_actor_gets_its_group_under_the_charts_rights_which_are_all_use
     named = {name: pod["spec"].get("schedulingGroup") for name, pod in pods.items()}
     member = {"podGroupName": group["metadata"]["name"]}
     assert named == {"job-actor-0": member, "job-actor-1": member} | dict.fromkeys(OTHERS)
+    await replica.wait_watched(GROUP.plural)
     await replica.settle()
     assert witness.refused == []
-    assert replica.watch_events(GROUP.plural) > 0
     used = {right for right in witness.used | {("watch", GROUP.group, GROUP.plural)} if right[1] == GROUP.group}
     assert used == {right for right in granted(rights) if right[1] == GROUP.group}
 
@@ -178,8 +178,13 @@ async def test_a_job_that_wants_none_has_no_group_and_takes_what_room_there_is(
     await jobs.create(actor=ACTOR, scheduling={"gang": "none"})
     await bound(jobs, *OTHERS)
     await jobs.wait_condition("Scheduled", "False", "Unschedulable")
+
+    async def one_bound() -> bool:
+        return nodes_of(await jobs.pods()) == ["fake-0"]
+
+    await until(one_bound, "one pod of the actor bound to the only node")
     pods = await jobs.pods()
-    assert nodes_of(pods) == ["fake-0"] and await jobs.list(GROUP) == []
+    assert await jobs.list(GROUP) == []
     assert [name for name, pod in pods.items() if "schedulingGroup" in pod["spec"]] == []
 
 
@@ -188,6 +193,7 @@ async def test_a_restarted_gang_is_bound_again_in_the_same_group(jobs: Jobs, sta
     await jobs.create(actor=ACTOR)
     group = await scheduled(jobs, "True")
     await bound(jobs, *EVERYTHING)
+    await jobs.wait_roles("active", actor=2)
     before = {name: pod["metadata"]["uid"] for name, pod in (await jobs.pods(role="actor")).items()}
     await jobs.delete_pod("job-actor-1")
 
@@ -210,7 +216,7 @@ async def test_a_deleted_job_takes_its_group_with_it(jobs: Jobs, start: Callable
     group = await scheduled(jobs, "True")
     await jobs.delete()
     await jobs.wait_gone(GROUP, group["metadata"]["name"])
-    assert await jobs.pods() == {}
+    await jobs.wait_pods()
 
 
 async def test_a_job_made_anew_is_not_in_the_group_its_forerunner_left_behind(

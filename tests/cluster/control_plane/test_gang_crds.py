@@ -45,7 +45,7 @@ def group(request: pytest.FixtureRequest, control_plane: Access) -> Iterator[kin
     kind = kinds.of(request.param, gang.KIND)
     plane, path = control_plane.cluster.control_plane, f"/apis/{kind.api_version}/{kind.plural}"
     control_plane.apply(definition(kind))
-    plane.api_server.wait(f"resource {path}", lambda: plane.api.exists(path))
+    control_plane.wait_served(kind.group, kind.version, kind.plural)
     yield kind
     control_plane.kubectl("delete", "crd", f"{kind.plural}.{kind.group}")
     plane.api_server.wait(f"resource {path} gone", lambda: not plane.api.exists(path))
@@ -66,9 +66,9 @@ async def test_a_scheduler_of_gangs_gets_its_objects_under_the_charts_rights_whi
     assert {name: mark(pod) for name, pod in pods.items()} == {
         name: None if "-env-" in name else f"{name.rpartition('-')[0]}-gang" for name in PODS
     }
+    await replica.wait_watched(group.plural)
     await replica.settle()
     assert witness.refused == []
-    assert replica.watch_events(group.plural) > 0
     used = {right for right in witness.used | {("watch", group.group, group.plural)} if right[1] == group.group}
     assert used == {right for right in granted(rights) if right[1] == group.group}
 

@@ -166,7 +166,7 @@ async def test_a_kill_at_any_request_changes_nothing_in_the_end(
         await jobs.create(name, actor={"replicas": 1})
         await before(jobs, name)
         first = await live(jobs, requests=requests, after=after)
-        await until(lambda: none_half_deleted(name), f"the pods of {name} that were being deleted gone", patience=90.0)
+        await until(lambda: none_half_deleted(name), f"the pods of {name} that were being deleted gone")
         await live(jobs)
         end = await end_state(jobs, name)
         await jobs.delete(name)

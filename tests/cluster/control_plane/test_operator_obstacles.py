@@ -7,6 +7,7 @@ from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
 
 from rljob_operator import kinds, naming
 from rljob_operator.kinds import Kind
+from rljob_operator.runtime import master_key
 
 QUOTA = Kind(group="", version="v1", kind="ResourceQuota", plural="resourcequotas")
 
@@ -87,8 +88,14 @@ async def test_a_missing_volume_claim_is_named_and_found_when_it_comes(jobs: Job
 async def test_a_selector_that_nothing_matches_is_told_in_the_schedulers_words(jobs: Jobs, start, kubelet) -> None:
     await start()
     await jobs.create(rollout={"nodeSelector": {"no": "such-node"}})
-    message = await jobs.wait_condition("Scheduled", "False", "Unschedulable")
-    assert "didn't match Pod's node affinity/selector" in message and "job-rollout-0" in message
+
+    async def told() -> bool:
+        """Of a new node the scheduler may first say that it is not ready."""
+        status, reason, message = await jobs.condition("Scheduled")
+        words = "didn't match Pod's node affinity/selector"
+        return (status, reason) == ("False", "Unschedulable") and words in message and "job-rollout-0" in message
+
+    await until(told, "the scheduler's words about job-rollout-0")
 
 
 async def test_a_secret_deleted_by_hand_comes_back_byte_equal(jobs: Jobs, start, kubelet) -> None:
@@ -143,9 +150,19 @@ async def test_a_status_of_another_operator_version_is_read_over(jobs: Jobs, sta
 
 async def test_jobs_of_another_manager_are_not_touched(jobs: Jobs, start) -> None:
     replica = await start()
-    await replica.settle()  # it makes its master key
+
+    async def leads() -> bool:
+        return any(secret["metadata"]["name"] == master_key.NAME for secret in await jobs.list(kinds.SECRET))
+
+    await until(leads, "the master key, which the leader makes")
+    await replica.settle()
     before = replica.writes()
     await jobs.create(managedBy="someone.else/controller")
+
+    async def seen() -> bool:
+        return bool(list(replica.operator.cache.jobs()))
+
+    await until(seen, "the operator to have seen the job")
     await replica.settle()
     assert replica.writes() == before
     assert "status" not in await jobs.get()

@@ -33,6 +33,8 @@ async def test_progress_is_written_at_most_once_per_interval(jobs: Jobs, start, 
         replica = await start(progress_seconds=2.0, poll_seconds=0.1)
         await jobs.create()
         await jobs.wait_phase("Running")
+        await jobs.wait_roles("ready", actor=1, rollout=2, env=1)
+        await replica.settle()  # from here on only progress is written
         before, loop = replica.writes()["PATCH", "rljobs", "200"], asyncio.get_running_loop()
         began = loop.time()
         while loop.time() - began < 8.0:

@@ -29,9 +29,8 @@ def operator(nodes: Access, images: dict[str, str]) -> Access:
     """The cluster with the chart installed and no job yet."""
     values = [word for role, image in images.items() for word in ("--set", f"images.{role}={image}")]
     nodes.kubectl("delete", "crd", "rljobs.rljob.dev", "--ignore-not-found")
-    nodes.helm(
-        "install", "rljob", ROOT / "helm" / "rljob", "-n", "rljob-system", "--create-namespace", "--wait", *values
-    )
+    words = ("-n", "rljob-system", "--create-namespace", "--wait", "--timeout=10m")
+    nodes.helm("install", "rljob", ROOT / "helm" / "rljob", *words, *values)
     return nodes
 
 
@@ -39,7 +38,7 @@ def operator(nodes: Access, images: dict[str, str]) -> Access:
 def training(operator: Access) -> str:
     """The namespace of the jobs that train, with the claim on which the first of them prepares model and data."""
     operator.kubectl("create", "namespace", NAMESPACE)
-    operator.kubectl("wait", "--for=create", "serviceaccount/default", "-n", NAMESPACE, "--timeout=30s")
+    operator.kubectl("wait", "--for=create", "serviceaccount/default", "-n", NAMESPACE, "--timeout=180s")
     claim, _ = example()
     operator.apply(claim, namespace=NAMESPACE)
     return NAMESPACE

@@ -24,7 +24,7 @@ from rl_core.plan.launch import LaunchPlan
 from rljob_operator import manifests
 from rljob_operator.model import OperatorConfig
 
-SECONDS = 120.0
+SECONDS = 300.0
 DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
 DEVICE_CLASS = {
     "apiVersion": "resource.k8s.io/v1",
@@ -212,7 +212,7 @@ def test_a_pod_whose_accelerators_are_not_there_ends_as_a_configuration_error_an
     pod["spec"]["containers"][0]["resources"] = {}
     nodes.apply(manifests.secret.build(job, master=MASTER), pod, namespace=namespace)
     nodes.kubectl(
-        "wait", "--for=jsonpath={.status.phase}=Failed", "pod/sums-rollout-0", "-n", namespace, "--timeout=120s"
+        "wait", "--for=jsonpath={.status.phase}=Failed", "pod/sums-rollout-0", "-n", namespace, "--timeout=300s"
     )
     (status,) = nodes.get("pod", "sums-rollout-0", namespace=namespace)["status"]["containerStatuses"]
     ended = status["state"]["terminated"]

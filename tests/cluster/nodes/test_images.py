@@ -60,14 +60,14 @@ def restricted_pod(name: str, image: str, command: list[str]) -> dict:
 def looks(nodes: Access, images: dict[str, str]) -> dict[str, dict]:
     """What a look around inside a pod of each image found; the image itself says who its user is."""
     nodes.kubectl("create", "namespace", "images")
-    nodes.kubectl("wait", "--for=create", "serviceaccount/default", "-n", "images", "--timeout=30s")
+    nodes.kubectl("wait", "--for=create", "serviceaccount/default", "-n", "images", "--timeout=180s")
     nodes.kubectl("label", "namespace", "images", "pod-security.kubernetes.io/enforce=restricted")
     pods = [restricted_pod(role, image, ["python", "-c", LOOK % IMPORTS[role]]) for role, image in images.items()]
     nodes.apply(*pods, namespace="images")
     found = {}
     for role in images:
         nodes.kubectl(
-            "wait", f"pod/{role}", "-n", "images", "--for=jsonpath={.status.phase}=Succeeded", "--timeout=240s"
+            "wait", f"pod/{role}", "-n", "images", "--for=jsonpath={.status.phase}=Succeeded", "--timeout=600s"
         )
         found[role] = json.loads(nodes.kubectl("logs", role, "-n", "images").stdout.splitlines()[-1])
     nodes.kubectl("delete", "namespace", "images", "--wait=false")

@@ -1,5 +1,6 @@
 """A job on real nodes, from `kubectl apply` to its end, and through all that its user may do to it meanwhile."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,9 +20,9 @@ def finished(operator: Access, training: str) -> Job:
     manifest["spec"]["rollout"]["topologySpreadConstraints"] = SPREAD
     job = Job(operator, training, "arithmetic")
     job.apply(manifest)
-    job.wait_phase("Running", seconds=8 * MINUTES)
+    job.wait_phase("Running", seconds=20 * MINUTES)
     job.pods_then = job.pods()
-    job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=8 * MINUTES)
+    job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
     return job
 
 
@@ -30,7 +31,7 @@ def running(operator: Access, training: str, finished: Job) -> Iterator[Job]:
     """A job that goes on for as long as the tests of this module change it."""
     job = Job(operator, training, "life")
     job.apply(small("life", steps=100_000))
-    job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=3 * MINUTES)
+    job.wait("the second step", lambda status: status.get("step", 0) >= 2, seconds=9 * MINUTES)
     yield job
     job.delete()
 
@@ -39,12 +40,12 @@ class TestFinished:
     def test_a_job_ends_in_succeeded_with_a_reward_that_rose(self, finished: Job) -> None:
         status = finished.status()
         assert (status["phase"], status["step"]) == ("Succeeded", STEPS), finished.condition("Failed")
-        first = next(seen["reward"] for seen in finished.seen if seen.get("reward") is not None)
-        assert status["reward"] > first + 0.1
+        # The prepared model begins at 0.3; no status tells for sure what the first step had.
+        assert status["reward"] > 0.7
 
     def test_kubectl_wait_for_complete_returns(self, finished: Job) -> None:
         finished.access.kubectl(
-            "wait", "rljob/arithmetic", "-n", finished.namespace, "--for=condition=Complete", "--timeout=5s"
+            "wait", "rljob/arithmetic", "-n", finished.namespace, "--for=condition=Complete", "--timeout=60s"
         )
 
     def test_kubectl_get_told_the_truth_all_along(self, finished: Job) -> None:
@@ -74,8 +75,11 @@ class TestFinished:
         assert nodes == {"node-1", "node-2"}
 
     def test_events_tell_the_story(self, finished: Job) -> None:
-        text = finished.access.kubectl("describe", "rljob", "arithmetic", "-n", finished.namespace).stdout
-        assert "Succeeded" in text.partition("Events:")[2]
+        deadline = time.monotonic() + MINUTES  # events are written behind the status
+        words = ("describe", "rljob", "arithmetic", "-n", finished.namespace)
+        while "Succeeded" not in (told := finished.access.kubectl(*words).stdout.partition("Events:")[2]):
+            assert time.monotonic() < deadline, told
+            time.sleep(0.5)
 
 
 class TestLife:
@@ -84,17 +88,17 @@ class TestLife:
         status = running.wait(
             "three rollouts",
             lambda status: status["rollout"]["readyReplicas"] == 3 and status.get("lag") == 0,
-            seconds=2 * MINUTES,
+            seconds=6 * MINUTES,
         )
         assert status["epoch"] == 1
 
     def test_scaling_down_drains_the_highest_first_and_training_goes_on(self, running: Job) -> None:
         running.access.kubectl("scale", "rljob/life", "-n", running.namespace, "--replicas=2")
-        running.wait("two rollouts", lambda status: columns(status)["rollouts"] == "2/2", seconds=2 * MINUTES)
-        words = ("-n", running.namespace, "--for=delete", "--timeout=60s")
+        running.wait("two rollouts", lambda status: columns(status)["rollouts"] == "2/2", seconds=6 * MINUTES)
+        words = ("-n", running.namespace, "--for=delete", "--timeout=300s")
         running.access.kubectl("wait", "pod/life-rollout-2", *words)
         assert set(running.pods("rollout")) == {"life-rollout-0", "life-rollout-1"}
-        assert running.wait_steps(2, seconds=MINUTES)["restarts"] == 0
+        assert running.wait_steps(2, seconds=3 * MINUTES)["restarts"] == 0
 
     def test_a_changed_number_of_steps_is_applied_without_a_restart(self, running: Job) -> None:
         uid = running.pods("actor")["life-actor-0"]["metadata"]["uid"]
@@ -104,7 +108,7 @@ class TestLife:
             lambda status: (
                 status.get("totalSteps") == 90_000 and status.get("appliedGeneration") == status["observedGeneration"]
             ),
-            seconds=MINUTES,
+            seconds=3 * MINUTES,
         )
         assert status["phase"] == "Running"
         assert running.pods("actor")["life-actor-0"]["metadata"]["uid"] == uid
@@ -112,14 +116,14 @@ class TestLife:
     def test_suspend_saves_a_checkpoint_and_frees_all_pods_and_resume_goes_on_from_it(self, running: Job) -> None:
         before = running.status()
         running.patch(suspend=True)
-        status = running.wait_phase("Suspended", seconds=3 * MINUTES)
+        status = running.wait_phase("Suspended", seconds=9 * MINUTES)
         assert not running.pods()
         assert condition(status, "Suspended")["status"] == "True"
         saved = status["checkpoint"]["lastStep"]
         assert saved >= before["step"]
         running.patch(suspend=False)
         status = running.wait(
-            "steps again", lambda status: status["phase"] == "Running" and status["step"] > saved, seconds=3 * MINUTES
+            "steps again", lambda status: status["phase"] == "Running" and status["step"] > saved, seconds=9 * MINUTES
         )
         assert (status["epoch"], status["restarts"]) == (before["epoch"] + 1, 0)
 

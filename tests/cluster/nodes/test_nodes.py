@@ -47,8 +47,13 @@ def pod(name: str, command: str, *, node: str | None = None, **spec: object) -> 
 
 def output(nodes: Access, namespace: str, name: str) -> str:
     """What a pod printed, once it has succeeded."""
-    nodes.kubectl("wait", "--for=jsonpath={.status.phase}=Succeeded", f"pod/{name}", "-n", namespace, "--timeout=60s")
+    nodes.kubectl("wait", "--for=jsonpath={.status.phase}=Succeeded", f"pod/{name}", "-n", namespace, "--timeout=300s")
     return nodes.kubectl("logs", name, "-n", namespace).stdout.strip()
+
+
+def until_refused(fetch: str) -> str:
+    """The command of a pod that asks until it is refused: it may be faster than the agent that fences it, as with every network plug-in."""
+    return f"for i in $(seq 60); do {fetch} > /dev/null || {{ echo refused; exit; }}; sleep 1; done; echo let through"
 
 
 def test_pods_find_each_other_by_name_across_nodes(nodes: Access, namespace: str) -> None:
@@ -73,7 +78,7 @@ def test_the_host_reaches_a_cluster_ip(nodes: Access, namespace: str) -> None:
     }
     ready = {"readinessProbe": {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}}
     nodes.apply(service, pod("server", SERVE, node="node-2", container=ready), namespace=namespace)
-    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=60s")
+    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=180s")
     address = nodes.get("service", "web", namespace=namespace)["spec"]["clusterIP"]
     assert run("/bin/busybox", "wget", "-q", "-O", "-", f"http://{address}").strip() == "server"
 
@@ -92,10 +97,14 @@ def test_a_network_policy_lets_in_only_whom_it_names(nodes: Access, namespace: s
     }
     ready = {"readinessProbe": {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}}
     nodes.apply(policy, pod("server", SERVE, node="node-1", container=ready), namespace=namespace)
-    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=60s")
+    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=180s")
     address = nodes.get("pod", "server", namespace=namespace)["status"]["podIP"]
-    fetch = f"{{ timeout 5 wget -q -O - http://{address}:8080; }} 2>/dev/null || echo refused"
-    nodes.apply(*(pod(name, fetch, node=node) for name in ("friend", "stranger")), namespace=namespace)
+    fetch = f"timeout 5 wget -q -O - http://{address}:8080 2>/dev/null"
+    nodes.apply(
+        pod("friend", f"until {fetch}; do sleep 0.2; done", node=node),
+        pod("stranger", until_refused(fetch), node=node),
+        namespace=namespace,
+    )
     assert output(nodes, namespace, "friend") == "server"
     assert output(nodes, namespace, "stranger") == "refused"
 
@@ -119,16 +128,12 @@ def test_a_network_policy_bounds_where_a_pod_may_go(nodes: Access, namespace: st
     }
     ready = {"readinessProbe": {"httpGet": {"path": "/", "port": 8080}, "periodSeconds": 1}}
     nodes.apply(service, pod("server", SERVE, node="node-1", container=ready), namespace=namespace)
-    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=60s")
+    nodes.kubectl("wait", "--for=condition=Ready", "pod/server", "-n", namespace, "--timeout=180s")
     fetch = "timeout 5 wget -q -O - http://web 2>/dev/null"
-    # A pod may be faster than the agent that fences it, as with every network plug-in: it asks until it is refused.
-    until_refused = (
-        f"for i in $(seq 20); do {fetch} > /dev/null || {{ echo refused; exit; }}; sleep 1; done; echo let through"
-    )
     nodes.apply(policy("bounded", names, server), policy("names-only", names), namespace=namespace)
     nodes.apply(
         pod("bounded", f"until {fetch}; do sleep 0.2; done", node="node-2"),
-        pod("names-only", until_refused, node="node-2"),
+        pod("names-only", until_refused(fetch), node="node-2"),
         namespace=namespace,
     )
     assert output(nodes, namespace, "bounded") == "server"
@@ -154,7 +159,7 @@ def test_a_volume_is_writable_for_an_ordinary_user_and_empty_for_the_next_claim(
         assert output(nodes, namespace, name) == "kept"
         volume = nodes.get("pvc", name, namespace=namespace)["spec"]["volumeName"]
         nodes.kubectl("delete", f"pod/{name}", f"pvc/{name}", "-n", namespace)
-        nodes.kubectl("wait", "--for=jsonpath={.status.phase}=Available", f"pv/{volume}", "--timeout=30s")
+        nodes.kubectl("wait", "--for=jsonpath={.status.phase}=Available", f"pv/{volume}", "--timeout=180s")
         assert nodes.get("pv", volume)["spec"].get("claimRef") is None
 
 
@@ -217,10 +222,10 @@ def test_fake_gpus_come_by_device_plugin_and_by_claim(nodes: Access, namespace: 
 def test_a_node_without_power_is_noticed_and_comes_back(nodes: Access, namespace: str) -> None:
     node = nodes.cluster.node("node-2")
     nodes.apply(pod("victim", "sleep 1000", node=node.name), namespace=namespace)
-    nodes.kubectl("wait", "--for=condition=Ready", "pod/victim", "-n", namespace, "--timeout=60s")
+    nodes.kubectl("wait", "--for=condition=Ready", "pod/victim", "-n", namespace, "--timeout=180s")
     node.kill()
     try:
-        nodes.kubectl("wait", "--for=condition=Ready=unknown", "node/node-2", "--timeout=60s")
+        nodes.kubectl("wait", "--for=condition=Ready=unknown", "node/node-2", "--timeout=180s")
         with pytest.raises(Exception, match="node-2 does not run"):
             node.command("true")
     finally:

@@ -1,10 +1,12 @@
 """What cannot start says why, in the words of whoever refused it, and goes on by itself once the obstacle is gone."""
 
+import time
 from collections.abc import Callable
 
 from jobs_on_nodes import Job, condition, example, small
 
-SECONDS = 90.0
+SECONDS = 240.0
+"""A machine of CI is slow and shared."""
 
 
 def stuck(name: str, **changes: object) -> dict:
@@ -25,11 +27,13 @@ def test_an_image_that_does_not_exist_is_named_with_the_kubelets_words(submit: C
 
 def test_a_node_selector_that_nothing_matches_is_told_in_the_schedulers_words(submit: Callable[[dict], Job]) -> None:
     job = submit(stuck("no-node", actor__nodeSelector={"zone": "nowhere"}))
-    status = job.wait(
-        "told", lambda status: condition(status, "Scheduled").get("reason") == "Unschedulable", seconds=SECONDS
-    )
-    message = condition(status, "Scheduled")["message"]
-    assert "no-node-actor-0" in message and "didn't match Pod's node affinity/selector" in message
+
+    def told(status: dict) -> bool:
+        scheduled = condition(status, "Scheduled")
+        words = ("no-node-actor-0", "didn't match Pod's node affinity/selector")
+        return scheduled.get("reason") == "Unschedulable" and all(word in scheduled["message"] for word in words)
+
+    status = job.wait("told", told, seconds=SECONDS)
     assert status["phase"] == "Pending"
 
 
@@ -52,11 +56,13 @@ def test_a_missing_claim_makes_no_pods_and_the_job_starts_once_it_is_there(submi
 def test_a_job_deleted_while_it_starts_leaves_nothing(submit: Callable[[dict], Job]) -> None:
     job = submit(stuck("short-lived"))
     job.wait("pods", lambda status: status.get("phase") in ("Pending", "Starting", "Running"), seconds=SECONDS)
-    job.access.kubectl("delete", "rljob", "short-lived", "-n", job.namespace, "--timeout=30s")
+    job.access.kubectl("delete", "rljob", "short-lived", "-n", job.namespace, "--timeout=180s")
     kinds = "pods,services,configmaps,secrets,networkpolicies"
     selector = ("-n", job.namespace, "-l", "rljob.dev/job=short-lived")
-    job.access.kubectl("wait", kinds, *selector, "--for=delete", f"--timeout={SECONDS:.0f}s")
-    assert not job.access.get(kinds, namespace=job.namespace, selector=selector[-1])["items"]
+    deadline = time.monotonic() + SECONDS
+    while left := job.access.get(kinds, namespace=job.namespace, selector=selector[-1])["items"]:
+        assert time.monotonic() < deadline, [f"{each['kind']}/{each['metadata']['name']}" for each in left]
+        time.sleep(0.5)
 
 
 def test_wrong_settings_of_a_running_pod_end_the_job_with_the_processes_own_words(

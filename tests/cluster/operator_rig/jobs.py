@@ -11,7 +11,7 @@ from rljob_operator import kinds, naming
 from rljob_operator.errors import NotFound
 from rljob_operator.runtime.cluster import ApiCluster
 
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds a test waits for what should take one: machines of CI are slow, and the garbage collector learns of a new CRD within 30 s."""
 IMAGE = "registry.test/none:1"
 
@@ -113,6 +113,15 @@ class Jobs:
             return job if job.get("status", {}).get("phase") == phase else None
 
         return await until(there, f"phase {phase}")
+
+    async def wait_roles(self, field: str, *, name: str = "job", **numbers: int) -> None:
+        """Wait until the status counts so many pods of each role as `active` or `ready`."""
+
+        async def counted() -> bool:
+            roles = (await self.get(name)).get("status", {}).get("roles", [])
+            return {role["name"]: role[field] for role in roles if role["name"] in numbers} == numbers
+
+        await until(counted, f"roles {field}: {numbers}")
 
     async def wait_gone(self, kind: kinds.Kind, name: str) -> None:
         """Wait until an object is gone."""

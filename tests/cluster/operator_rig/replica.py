@@ -7,13 +7,16 @@ from typing import Any
 
 from kubernetes.aio import client, config
 
+from operator_rig.jobs import until
 from rljob_operator.model import OperatorConfig
 from rljob_operator.runtime.app import Operator
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.settings import Settings
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
-START = 60.0
+START = 180.0
+LEASE_SECONDS = 60.0
+"""A Lease that is not renewed for two thirds of it ends the operator: on a busy machine one request may take seconds."""
 
 
 class Replica:
@@ -40,7 +43,7 @@ class Replica:
             "metrics_host": "127.0.0.1",
             "poll_seconds": 0.2,
             "progress_seconds": 1.0,
-            "lease_seconds": 3.0,
+            "lease_seconds": LEASE_SECONDS,
         }
         self.operator = Operator(settings=Settings(**{**values, **settings}), configuration=configuration, wrap=wrap)
         self.task: asyncio.Task[None] | None = None
@@ -84,6 +87,14 @@ class Replica:
     def writes(self) -> dict[tuple[str, str, str], int]:
         """Return the writes among them, but for the Lease's."""
         return {key: n for key, n in self.requests().items() if key[0] in WRITES and key[1] != "leases"}
+
+    async def wait_watched(self, plural: str) -> None:
+        """Return when a watch has brought an event of a resource."""
+
+        async def came() -> bool:
+            return self.watch_events(plural) > 0
+
+        await until(came, f"an event of {plural}")
 
     def watch_events(self, plural: str) -> int:
         """Return how many events the watches of a resource have brought."""

@@ -14,6 +14,9 @@ import yaml
 
 from testcluster.cluster import Cluster
 
+TIMEOUT_S = 900
+"""Longer than any --timeout given to kubectl or helm."""
+
 
 class Access:
     """A running cluster, as the fixtures `control_plane` and `nodes` hand it out."""
@@ -66,9 +69,18 @@ class Access:
         """Apply a CustomResourceDefinition and wait until its resource is served."""
         spec = yaml.safe_load(file.read_text())["spec"]
         self.kubectl("apply", "--server-side", "-f", file)
-        path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        control_plane = self.cluster.control_plane
-        control_plane.api_server.wait(f"resource {path}", lambda: control_plane.api.exists(path))
+        self.wait_served(spec["group"], spec["versions"][0]["name"], spec["names"]["plural"])
+
+    def wait_served(self, group: str, version: str, plural: str) -> None:
+        """Wait until a custom resource is served, and listed where clients look for what there is."""
+        api, path = self.cluster.control_plane.api, f"/apis/{group}/{version}"
+
+        def served() -> bool:
+            if group not in {each["name"] for each in api.get("/apis")["groups"]}:
+                return False
+            return plural in {each["name"] for each in api.get(path)["resources"]} and api.exists(f"{path}/{plural}")
+
+        self.cluster.control_plane.api_server.wait(f"resource {path}/{plural}", served)
 
     def kubeconfig_of(self, service_account: str, *, namespace: str) -> Path:
         """Write a kubeconfig with the rights of a service account (its token is good for an hour)."""
@@ -87,7 +99,7 @@ class Access:
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), "HELM_CACHE_HOME": str(self._helm / "cache"),
                        "HELM_CONFIG_HOME": str(self._helm / "config"), "HELM_DATA_HOME": str(self._helm / "data")}  # fmt: skip
         done = subprocess.run(
-            words, input=stdin or "", env=environment, capture_output=True, text=True, timeout=240, check=False
+            words, input=stdin or "", env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.stderr or done.stdout}"
         return done

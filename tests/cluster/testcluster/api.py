@@ -27,7 +27,7 @@ class Api:
     def _token(self) -> str:
         return Identities(self._state).token(ADMIN)
 
-    def request(self, method: str, path: str, body: object = None, *, timeout_s: float = 10) -> str:
+    def request(self, method: str, path: str, body: object = None, *, timeout_s: float = 60) -> str:
         """Send one request and return the answer's text. Raises OSError, HTTPError included."""
         request = urllib.request.Request(
             self._state.settings.server + path,

@@ -140,6 +140,9 @@ def sweep(folder: Path) -> None:
     """Take down the clusters below a folder whose owner died before it could do so itself."""
     for state in folder.glob("*/cluster.json"):
         cluster = Cluster(state.parent)
-        owner = cluster.state.settings.owner
+        try:
+            owner = cluster.state.settings.owner
+        except (ClusterError, FileNotFoundError):  # its owner has just taken it down
+            continue
         if owner and not owner.alive:
             cluster.down()

@@ -13,7 +13,7 @@ from testcluster.processes import Program
 from testcluster.state import State
 
 SERVER_PORTS = (10_000, 32_000)
-# A dead node is noticed after 10 s instead of 50 s; its kubelet renews its lease every 2 s.
+# A dead node is noticed after 10 s instead of 50 s; its kubelet renews its lease every 2 s. Nodes that are pretended have the 50 s.
 NODE_DEATH = ("--node-monitor-period=1s", "--node-monitor-grace-period=10s", "--node-eviction-rate=10")
 
 
@@ -77,7 +77,7 @@ class ControlPlane:
 
     def _etcd(self, call: str, body: dict) -> dict:
         url = f"{self._state.settings.etcd}/v3/{call}"
-        with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=10) as response:
+        with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as response:
             return json.loads(response.read())
 
     def _etcd_flags(self) -> list[str]:
@@ -141,7 +141,7 @@ class ControlPlane:
             f"--cluster-signing-cert-file={pki}/ca.crt",
             f"--cluster-signing-key-file={pki}/ca.key",
             f"--service-cluster-ip-range={self._state.addresses.services}",
-            *NODE_DEATH,
+            *(NODE_DEATH if self._state.settings.nodes else ()),
         ]
 
     def _client_flags(self, user: str, name: str) -> list[str]:
@@ -177,7 +177,7 @@ class ApiServer(Program):
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait until it serves. Raises ClusterError after a minute."""
+        """Wait until it serves. Raises ClusterError after minutes."""
         self.wait("readiness", self._api.ready)
 
 

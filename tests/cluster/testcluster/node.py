@@ -16,7 +16,7 @@ from testcluster.processes import Program
 from testcluster.state import State
 
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
-READY_TIMEOUT_S = 120
+READY_TIMEOUT_S = 300
 
 
 class Node:
@@ -53,7 +53,7 @@ class Node:
         network.connect(addresses, self.name, init=init.pid, services=self.name == self._state.settings.nodes[0])
 
     def wait_ready(self) -> None:
-        """Wait until the API server has the node as Ready. Raises ClusterError after two minutes."""
+        """Wait until the API server has the node as Ready. Raises ClusterError after minutes."""
         self.program.wait("Ready condition", self.is_ready, timeout_s=READY_TIMEOUT_S)
 
     def is_ready(self) -> bool:

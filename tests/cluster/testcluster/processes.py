@@ -14,6 +14,8 @@ from testcluster.errors import ClusterError
 from testcluster.state import State
 
 POLL_S = 0.02
+PATIENCE_S = 180.0
+"""A busy machine may take minutes over what takes seconds; a program that ends is not waited for."""
 
 
 class Program:
@@ -98,7 +100,7 @@ class Program:
         if init := self.init:  # a namespace's process 1 goes last, after all others in it
             _wait(lambda: not init.alive, wait_s)
 
-    def wait(self, what: str, ready: Callable[[], bool], *, timeout_s: float = 60) -> None:
+    def wait(self, what: str, ready: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the program is ready. Raises ClusterError with its last log lines when it ends or is late."""
         if not _wait(lambda: _quiet(ready) or not self.running, timeout_s):
             raise ClusterError(f"{self.name}: no {what} after {timeout_s:.0f} s\n{self._tail()}")

@@ -29,5 +29,5 @@ LEAN = [
 @pytest.mark.parametrize("module", LEAN)
 def test_importing_it_brings_no_heavy_stack(module):
     code = f"import sys, {module}; bad = {{'torch', 'transformers', 'sglang', 'kubernetes', 'kopf', 'ray'}} & set(sys.modules); sys.exit(','.join(bad) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -240,7 +240,7 @@ async def test_a_silent_publisher_before_the_data_leaves_the_old_version_intact_
 
 async def test_a_silent_publisher_before_commit_leaves_the_receiver_without_a_version(receiver, engine, copies):
     await sync(receiver, Wire(copies, 3))
-    new = Wire(copies, 4, deadline=0.05)
+    new = Wire(copies, 4, deadline=1.0)  # the transfer must have ended before
     await receiver.offer(new.offer)
     await receiver.transfer(new.transfer)
     await until(lambda: receiver.state is ReceiverState.DIRTY)
