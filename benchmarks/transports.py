@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/transports.py [--runs 5] [--no-ray]
 
 Every figure is the median over runs in which ours and the peers take turns, so that a busy machine slows them alike. All
-servers are processes of their own. Units: calls or items per second (put then get, one after the other), GB/s.
+servers are processes of their own. Units: calls or items per second (put then get, one after the other), GB/s. RPC and
+channel carry torch tensors, as the product's do; `numpy` rows say the same of arrays, which Ray does not pickle.
 """
 
 import argparse
@@ -19,11 +20,14 @@ from collections import defaultdict
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import torch
 import zmq
 from blake3 import blake3
 
 KIB, MIB = 2**10, 2**20
 SIZES = {"1KB": KIB, "1MB": MIB, "64MB": 64 * MIB}
+KINDS = {"": lambda size: torch.ones(size, dtype=torch.uint8), " numpy": lambda size: np.ones(size, np.uint8)}
+"""Suffix of a figure's name -> what travels."""
 SECONDS = 0.6
 STREAM_ITEMS = 200
 LIMIT = "limit (2 raw round trips, 1 memcpy)"
@@ -130,14 +134,15 @@ def rpc_cases(stack):
     dealer.connect(raw.address)
     cases = {}
     for name in ("1KB", "1MB"):
-        array = np.ones(SIZES[name], np.uint8)
-        cases[f"rpc {name}", "ours"] = lambda array=array: client.call_sync("nbytes", array)
+        for suffix, make in KINDS.items():
+            item, array = make(SIZES[name]), np.ones(SIZES[name], np.uint8)
+            cases[f"rpc {name}{suffix}", "ours"] = lambda item=item: client.call_sync("nbytes", item)
 
-        def echo(array=array):
-            dealer.send(array, copy=False)
-            dealer.recv()
+            def echo(array=array):
+                dealer.send(array, copy=False)
+                dealer.recv()
 
-        cases[f"rpc {name}", "raw pyzmq"] = echo
+            cases[f"rpc {name}{suffix}", "raw pyzmq"] = echo
     return cases
 
 
@@ -155,10 +160,6 @@ def channel_cases(stack):
     for name, size in SIZES.items():
         array, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
 
-        def put_get(array=array):
-            channel.put(array)
-            channel.get()
-
         def limit(array=array, target=target):
             """What no put and get by ZeroMQ can do without: two round trips, and a copy that the producer no longer owns."""
             np.copyto(target, array)
@@ -166,8 +167,14 @@ def channel_cases(stack):
                 dealer.send(b"x")
                 dealer.recv()
 
-        cases[f"channel put-get {name}", "ours"] = put_get
-        cases[f"channel put-get {name}", LIMIT] = limit
+        for suffix, make in KINDS.items():
+
+            def put_get(item=make(size)):  # noqa: B008 - one item for all calls
+                channel.put(item)
+                channel.get()
+
+            cases[f"channel put-get {name}{suffix}", "ours"] = put_get
+            cases[f"channel put-get {name}{suffix}", LIMIT] = limit
     return cases
 
 
@@ -177,10 +184,10 @@ def produce_on_demand(address):
     from rl_core.channel.client import ChannelClient
 
     channel = Channel.connect("stream", client=ChannelClient(address))
-    array = np.ones(KIB, np.uint8)
+    item = KINDS[""](KIB)
     for line in sys.stdin:
         for _ in range(int(line)):
-            channel.put(array)
+            channel.put(item)
 
 
 def stream_cases(stack):
@@ -276,21 +283,22 @@ def ray_cases(stack):
     actor, queue = Actor.remote(), Queue(actor_options={"num_cpus": 0})
     cases = {}
     for name, size in SIZES.items():
-        array = np.ones(size, np.uint8)
-        if name != "64MB":
-            cases[f"rpc {name}", "ray actor"] = lambda array=array: ray.get(actor.nbytes.remote(array))
+        for suffix, make in KINDS.items():
+            item = make(size)
+            if name != "64MB":
+                cases[f"rpc {name}{suffix}", "ray actor"] = lambda item=item: ray.get(actor.nbytes.remote(item))
 
-        def put_get(array=array):
-            queue.put(array)
-            queue.get()
+            def put_get(item=item):
+                queue.put(item)
+                queue.get()
 
-        cases[f"channel put-get {name}", "ray.util.queue"] = put_get
+            cases[f"channel put-get {name}{suffix}", "ray.util.queue"] = put_get
 
     @ray.remote(num_cpus=0)
     def produce(queue, count):
-        array = np.ones(KIB, np.uint8)
+        item = torch.ones(KIB, dtype=torch.uint8)
         for _ in range(count):
-            queue.put(array)
+            queue.put(item)
 
     def stream():
         produced = produce.remote(queue, STREAM_ITEMS)
