@@ -6,7 +6,6 @@ Only the record that carries the group's current token counts, so a group is tra
 final exactly what was final when it was taken, so a resume neither skips nor repeats a group.
 """
 
-import itertools
 import random
 import secrets
 import time
@@ -120,8 +119,8 @@ class PromptLedger:
         self._groups: dict[str, _Group] = {}
         self._final: dict[int, GroupState] = {}
         self._pending: list[str] = []
-        self._tokens: dict[str, str] = {}
-        self._serial = itertools.count(1)
+        self._given = 0
+        """Leases given out; counts the tokens."""
         self._run = secrets.token_hex(4)
         """Begins this ledger's tokens: a record of the run before a resume must not carry one of them."""
         self._permutation: tuple[int, list[int]] = (-1, [])
@@ -166,9 +165,9 @@ class PromptLedger:
         group = self._groups[group_id]
         group.state, group.owner = GroupState.LEASED, owner
         group.leases += 1
-        group.token = f"{self._run}.{next(self._serial)}.{group_id}"
+        self._given += 1
+        group.token = f"{self._run}.{self._given}.{group_id}"
         group.expires = self._clock() + self._lease_seconds
-        self._tokens[group.token] = group_id
         return Lease(
             group_id=group_id,
             token=group.token,
@@ -181,15 +180,21 @@ class PromptLedger:
 
     def _current(self, token: str) -> tuple[str, _Group] | None:
         """Return the group whose current token this is; None for one that was replaced or is final."""
-        if token not in self._tokens:
+        if not self._gave(token):
             raise KeyError(f"lease token {token!r} was never given out by this ledger")
-        group_id = self._tokens[token]
+        group_id = token.split(".", 2)[2]
         group = self._groups.get(group_id)
         return (group_id, group) if group is not None and group.token == token else None
 
+    def _gave(self, token: str) -> bool:
+        """Return whether the token is one of this ledger's; it tells that itself, as a run gives out too many to keep them."""
+        run, _, rest = token.partition(".")
+        number, _, group_id = rest.partition(".")
+        return run == self._run and number.isdecimal() and 1 <= int(number) <= self._given and bool(group_id)
+
     def complete(self, token: str, record: Any) -> bool:
         """Take the record of a leased group; return False (and count it) for one that comes late or again."""
-        found = self._current(token) if token in self._tokens else None
+        found = self._current(token) if self._gave(token) else None
         if found is None or found[1].state is not GroupState.LEASED:
             self.counts["late"] += 1
             return False
@@ -372,7 +377,8 @@ class PromptLedger:
             )
         self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])
         self._final = {int(position): GroupState(name) for position, name in state["final_above"].items()}
-        self._groups, self._tokens, self._pending = {}, {}, []
+        self._groups, self._pending = {}, []
+        self._run, self._given = secrets.token_hex(4), 0
         for position in range(self._low_water, self._cursor):
             if position in self._final:
                 continue

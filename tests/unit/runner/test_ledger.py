@@ -84,6 +84,30 @@ def test_a_record_from_before_a_resume_is_late_although_its_group_is_out_again()
     assert all(after.complete(lease.token, "record") for lease in new)
 
 
+def test_a_long_run_leaves_nothing_behind_in_the_ledger():
+    ledger = make()
+
+    def held():
+        return sum(len(value) for value in vars(ledger).values() if isinstance(value, dict | list | set))
+
+    sizes = []
+    for step in range(1, 200):
+        first, *others = ledger.lease(5, "a")
+        ledger.requeue(first.token, "worker_lost")
+        train(ledger, [*others, *ledger.lease(1, "a")], step)
+        sizes.append(held())
+    assert sizes[0] == sizes[-1]
+
+
+@pytest.mark.parametrize("token", ["", "1", "x.1.0-1", "{run}.0.0-1", "{run}.2.0-1", "{run}.1.", "{run}.-1.0-1"])
+def test_a_token_that_was_never_given_out_is_unknown(token):
+    ledger = make()
+    run = ledger.lease(1, "a")[0].token.partition(".")[0]
+    with pytest.raises(KeyError, match="never given out"):
+        ledger.requeue(token.format(run=run), "worker_lost")
+    assert not ledger.complete(token.format(run=run), "record") and ledger.counts["late"] == 1
+
+
 def test_a_negative_number_of_groups_is_refused_and_none_gives_none():
     ledger = make()
     ledger.requeue(ledger.lease(2, "a")[0].token, "worker_lost")
