@@ -261,7 +261,7 @@ def _service(context: _Context, role: str, command: tuple[str, ...]) -> ProcessP
     """Return the runner or the channel server, processes of actor-0."""
     port = {"runner": context.ports.hub, "channel": context.ports.channel}[role]
     ports = {"hub": port, "control": context.ports.control} if role == "runner" else {"channel": port}
-    env = _identity(context, role, "actor", 0)
+    env = dict(context.spec.actor.env) | _identity(context, role, "actor", 0)
     env |= {"GROUP_NAME": role, "WORKER_NAME": f"{role}:0", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     return ProcessPlan(name=role, group=role, rank=0, command=command, env=env, ports=ports)
 

@@ -181,6 +181,14 @@ def test_variables_of_the_role_are_passed_and_never_replace_identity():
     assert "LEVEL" not in of_group(found, "actor")[0].env
 
 
+def test_the_runner_and_the_channel_have_the_actors_variables_as_in_its_container():
+    found = plan(job(actor={"env": {"HF_ENDPOINT": "http://mirror"}, "threads": 4}))
+    for process in found.pods[0].containers[0].processes:
+        assert process.env["HF_ENDPOINT"] == "http://mirror"
+    assert {of_group(found, name)[0].env["OMP_NUM_THREADS"] for name in ("runner", "channel")} == {"1"}
+    assert not any("HF_ENDPOINT" in p.env for role in ("rollout", "env") for p in of_group(found, role))
+
+
 def test_one_host_gets_loopback_addresses_and_the_given_ports():
     found = plan(host="127.0.0.1", ports=Ports(hub=1, channel=2, control=3, health=4, master=5), config="/run/job.json")
     runner, channel, actor = found.pods[0].containers[0].processes
