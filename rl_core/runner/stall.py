@@ -59,14 +59,14 @@ class StallDetector:
         self._last = self.clock()
 
     def report(
-        self, progress: int, waits: Iterable[Wait], *, missing_pods: Iterable[str] = ()
+        self, progress: int, waits: Iterable[Wait], *, missing_pods: Iterable[str] = (), present: Iterable[str] = ()
     ) -> dict[str, Any] | None:
-        """Return the stall for `/status`, or None while there is progress."""
+        """Return the stall for `/status`, or None while there is progress; `present` are the members that could work."""
         silent = self.observe(progress)
         if silent < self.limit:
             return None
         edges = list(waits)
-        reason, message = explain(edges, list(missing_pods))
+        reason, message = explain(edges, list(missing_pods), present)
         return {
             "reason": reason,
             "message": f"no progress for {silent:.0f} s (limit {self.limit:.0f} s): {message}",
@@ -75,27 +75,36 @@ class StallDetector:
         }
 
 
-def explain(edges: list[Wait], missing_pods: list[str]) -> tuple[str, str]:
-    """Return (reason, sentence) for a waits-for graph: a cycle is a Deadlock, otherwise its sinks are told."""
+def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] = ()) -> tuple[str, str]:
+    """Return (reason, sentence) for a waits-for graph: a cycle is a Deadlock, otherwise its sinks are told.
+
+    A role that somebody waits for is a sink unless its members wait too, each of those that are `present`: an idle rollout must not hide
+    one that hangs.
+    """
     if missing_pods:
         return "WaitingForPods", f"missing {', '.join(sorted(missing_pods))}"
     if cycle := find_cycle({e.who: e.on for e in edges}):
         return "Deadlock", " waits for ".join([*cycle, cycle[0]])
-    told = (
-        "; ".join(f"{e.who} waits for {e.on} ({e.what}, {e.since_seconds:.0f} s)" for e in edges)
-        or "nobody declares a wait"
+    waiting = {e.who for e in edges}
+    silent = [name for name in present if name not in waiting]
+    waiting |= {_role(e.who) for e in edges} - {_role(name) for name in silent}
+    sentences = [f"{e.who} waits for {e.on} ({e.what}, {e.since_seconds:.0f} s)" for e in edges]
+    told = "; ".join(
+        [*(sentences or ["nobody declares a wait"]), *(f"{name} declares none" for name in silent if sentences)]
     )
-    waiting = {e.who for e in edges} | {e.who.partition(":")[0] for e in edges}
     sinks = [e for e in edges if e.on not in waiting]
     if any("full" in e.what for e in sinks):
         return "ChannelFull", told
     if any("weight" in e.what for e in sinks):
         return "WaitingForWeights", told
     for sink in sinks:
-        role = sink.on.partition(":")[0]
-        if role in REASON_BY_ROLE:
-            return REASON_BY_ROLE[role], told
+        if _role(sink.on) in REASON_BY_ROLE:
+            return REASON_BY_ROLE[_role(sink.on)], told
     return "WaitingForActor", told
+
+
+def _role(name: str) -> str:
+    return name.partition(":")[0]
 
 
 def find_cycle(waits_for: Mapping[str, str]) -> list[str]:

@@ -141,7 +141,8 @@ class StatusBoard:
             if self._phase in UNWATCHED:
                 self._stall.reset()
             short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
-            stall = self._stall.report(progress, self._waits(members), missing_pods=short)
+            working = [m.name for m in members if m.state == "serving"]
+            stall = self._stall.report(progress, self._waits(members), missing_pods=short, present=working)
             if progress != self._progress_told:
                 self._progress_told, self._facts["lastProgress"] = progress, now_text()
             facts = dict(self._facts)

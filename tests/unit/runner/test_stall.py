@@ -52,6 +52,16 @@ def test_the_sink_of_the_waits_is_told(edges, reason):
     assert explain(edges, [])[0] == reason
 
 
+def test_idle_rollouts_do_not_hide_one_that_hangs():
+    edges = [wait("actor:0", "rollout"), wait("rollout:0", "channel:prompts", "prompts"), wait("runner", "rollout")]
+    reason, told = explain(edges, [], ["rollout:0", "rollout:1"])
+    assert reason == "WaitingForRollout" and told.endswith("; rollout:1 declares none")
+    behind = [*edges, wait("rollout:1", "env", "environment step")]
+    assert explain(behind, [], ["rollout:0", "rollout:1"])[0] == "WaitingForEnv"
+    nothing_came = [*edges, wait("rollout:1", "channel:prompts", "prompts")]
+    assert explain(nothing_came, [], ["rollout:0", "rollout:1"])[0] == "WaitingForActor"
+
+
 def test_missing_pods_come_first():
     assert explain([wait("runner", "rollout")], ["rollout:1"]) == ("WaitingForPods", "missing rollout:1")
 

@@ -87,3 +87,17 @@ def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
     assert told.snapshot()["lastProgress"] == first, "nothing moved"
     worker.progress["tokens"] = 2
     assert told.snapshot()["lastProgress"] > first
+
+
+def test_a_stall_names_the_serving_rollout_that_waits_for_nobody(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    idle = {"what": "prompts", "on": "channel:prompts", "since_seconds": 9.0}
+    members = [member("rollout:0", wait=idle), member("rollout:1"), member("rollout:2", state="ready")]
+    told = board(members, failurePolicy={"stall": {"seconds": 10.0}})
+    monkeypatch.setattr(told._stall, "clock", lambda: clock.now)
+    with told.during(Phase.GENERATING):
+        told.snapshot()
+        clock.now = 1e6
+        stall = told.snapshot()["stall"]
+    assert stall["reason"] == "WaitingForRollout"
+    assert "rollout:1 declares none" in stall["message"] and "rollout:2" not in stall["message"]
