@@ -33,13 +33,13 @@ test: env cluster-deps cluster-programs test-unit test-integration test-e2e test
 test-unit: env ## pure tests, seconds
 	$(BIN)/python -m pytest tests/unit
 test-integration: env ## real processes, sockets, tiny models
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest $(RERUNS) tests/integration
 test-e2e: env ## real runs of the command, faults included
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest $(RERUNS) tests/e2e
 test-control-plane: env cluster-programs ## the operator on a real API server; needs no root
-	$(BIN)/python -m pytest tests/cluster/control_plane
+	$(BIN)/python -m pytest $(RERUNS) tests/cluster/control_plane
 test-nodes: env cluster-programs ## images, pods and jobs on real nodes; needs root
-	$(BIN)/python -m pytest tests/cluster/nodes
+	$(BIN)/python -m pytest $(RERUNS) tests/cluster/nodes
 
 images: env ## build the images with buildah, once per content; needs root
 	$(BIN)/python worker_images/build.py
@@ -71,9 +71,8 @@ docs: env ## regenerate docs/reference, examples/reference.yaml and the CRD from
 	$(BIN)/python -m rljob_operator.crd
 
 lock: ## compile requirements/all.txt from pyproject.toml
-	@uv=$$(command -v uv || echo .uv/bin/uv); \
-	$$uv pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
-	$(BIN)/python worker_images/lock.py
+	PATH="$$PATH:$(abspath .uv/bin)" uv pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
+	PATH="$$PATH:$(abspath .uv/bin)" $(BIN)/python worker_images/lock.py
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -43,7 +43,8 @@ def run_cluster() -> Callable[..., AbstractContextManager[Access]]:
         sweep(folder)
         cluster = Cluster.create(folder / f"{os.getpid()}-{secrets.token_hex(2)}", owner=os.getpid(), **settings)
         try:
-            yield Access(cluster)
+            with cluster.control_plane.kept():
+                yield Access(cluster)
         finally:
             cluster.down()
 
@@ -81,7 +82,6 @@ def namespace(request: pytest.FixtureRequest, cluster: Access) -> Iterator[str]:
     """A namespace of the test's own, deleted afterwards; its name tells the test."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower()).strip("-")
     name = f"{words[:40].rstrip('-')}-{secrets.token_hex(3)}"
-    cluster.cluster.control_plane.revive()  # tests end the API server, and the scheduler may go with it
     cluster.kubectl("create", "namespace", name)
     # It takes pods once it has its service account.
     cluster.kubectl("wait", "--for=create", "serviceaccount/default", "-n", name, "--timeout=180s")

@@ -94,7 +94,7 @@ class Jobs:
             whole = not any(pod["metadata"].get("deletionTimestamp") for pod in pods.values())
             return [pods] if whole and sorted(pods) == sorted(names) else []
 
-        return (await until(same, f"pods {sorted(names)}"))[0]
+        return (await until(same, f"pods {sorted(names)}", seen=lambda: self.summary(name)))[0]
 
     async def wait_condition(self, kind: str, status: str, reason: str = "", name: str = "job") -> str:
         """Wait for a condition; return its message."""
@@ -103,7 +103,7 @@ class Jobs:
             got = await self.condition(kind, name)
             return got if got[0] == status and reason in ("", got[1]) else None
 
-        return (await until(there, f"{kind}={status}/{reason}"))[2]
+        return (await until(there, f"{kind}={status}/{reason}", seen=lambda: self.summary(name)))[2]
 
     async def wait_phase(self, phase: str, name: str = "job") -> dict[str, Any]:
         """Wait for a phase; return the job."""
@@ -112,7 +112,7 @@ class Jobs:
             job = await self.get(name)
             return job if job.get("status", {}).get("phase") == phase else None
 
-        return await until(there, f"phase {phase}")
+        return await until(there, f"phase {phase}", seen=lambda: self.summary(name))
 
     async def wait_roles(self, field: str, *, name: str = "job", **numbers: int) -> None:
         """Wait until the status counts so many pods of each role as `active` or `ready`."""
@@ -121,7 +121,19 @@ class Jobs:
             roles = (await self.get(name)).get("status", {}).get("roles", [])
             return {role["name"]: role[field] for role in roles if role["name"] in numbers} == numbers
 
-        await until(counted, f"roles {field}: {numbers}")
+        await until(counted, f"roles {field}: {numbers}", seen=lambda: self.summary(name))
+
+    async def summary(self, name: str = "job") -> str:
+        """Return the job's phase, its conditions and what the cluster says of its pods: for the message of a wait in vain."""
+        status = (await self.get(name)).get("status", {})
+        lines = [f"phase {status.get('phase')}, epoch {status.get('epoch')}"]
+        lines += [
+            f"{c['type']}={c['status']}/{c['reason']}: {c.get('message', '')}" for c in status.get("conditions", [])
+        ]
+        for pod, found in (await self.pods(name)).items():
+            told = [f"{c['type']}={c['status']}/{c.get('reason', '')}" for c in found["status"].get("conditions", [])]
+            lines.append(f"{pod} on {found['spec'].get('nodeName')}: {found['status'].get('phase')} {' '.join(told)}")
+        return "\n".join(lines)
 
     async def wait_gone(self, kind: kinds.Kind, name: str) -> None:
         """Wait until an object is gone."""
@@ -135,15 +147,22 @@ class Jobs:
         await until(gone, f"{kind.kind} {name} gone")
 
 
-async def until(look: Callable[[], Awaitable[Any]], what: str, *, patience: float = PATIENCE) -> Any:
-    """Look again and again until the look gives something; AssertionError names what was waited for."""
+async def until(
+    look: Callable[[], Awaitable[Any]],
+    what: str,
+    *,
+    patience: float = PATIENCE,
+    seen: Callable[[], Awaitable[str]] | None = None,
+) -> Any:
+    """Look again and again until the look gives something; AssertionError names what was waited for, and what there was instead."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience
     while True:
         got = await look()
         if got:
             return got
-        assert loop.time() < deadline, f"waited {patience:.0f} s in vain for {what}"
+        if loop.time() >= deadline:
+            raise AssertionError(f"waited {patience:.0f} s in vain for {what}\n{await seen() if seen else got}")
         await asyncio.sleep(0.05)
 
 

@@ -5,14 +5,18 @@ import random
 import signal
 import socket
 import urllib.request
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, Thread
 
 from testcluster.api import Api
+from testcluster.errors import ClusterError
 from testcluster.identities import ADMIN, CONTROLLER_MANAGER, SCHEDULER, Identities
 from testcluster.processes import Program
 from testcluster.state import State
 
 SERVER_PORTS = (10_000, 32_000)
+KEEP_S = 0.5
 # A dead node is noticed after 10 s instead of 50 s; its kubelet renews its lease every 2 s. Nodes that are pretended have the 50 s.
 NODE_DEATH = ("--node-monitor-period=1s", "--node-monitor-grace-period=10s", "--node-eviction-rate=10")
 
@@ -55,15 +59,29 @@ class ControlPlane:
             "default service account", lambda: self.api.exists("/api/v1/namespaces/default/serviceaccounts/default")
         )
 
-    def revive(self) -> list[str]:
-        """Start the controllers that ended again, as a kubelet does with static pods, and return their names.
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the controllers started again whenever they end, as a kubelet does with static pods, until the block ends.
 
-        The scheduler ends itself when its cache and the API server disagree, which a crash of the API server may lead to.
+        The scheduler ends itself when its cache and the API server disagree, which a crash of the API server may lead to, and
+        that may be found out a minute later. What the block's thread started ends with it where the cluster has an owner.
         """
-        ended = [each for each in (self.controller_manager, self.scheduler) if not each.running]
-        for program in ended:
-            program.start()
-        return [program.name for program in ended]
+        done = Event()
+
+        def keep() -> None:
+            while not done.wait(KEEP_S):
+                for program in (self.controller_manager, self.scheduler):
+                    if not program.running:
+                        with suppress(ClusterError):  # it ended at once; its log says why
+                            program.start()
+
+        keeper = Thread(target=keep, name="controllers", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            done.set()
+            keeper.join()
 
     def compact(self) -> int:
         """Make etcd forget all but the newest revision; return that revision.
