@@ -9,7 +9,8 @@ import torch
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.algorithms.stats import Stat, finish_stats, merge_stats
+from rl_core.algorithms.stats import Stat, finish_stats, merge_stats, read_scalars
+from rl_core.api.errors import ConfigError
 
 UNPREFIXED = ("perf/", "time/")
 """Metrics that are named alike whoever reports them."""
@@ -56,13 +57,20 @@ class StepReport:
         self._rate = rate
 
     def exceeds(self, ranks: Ranks, *, ratio: float | None, kl: float | None) -> bool:
-        """Return whether the last optimizer step's mean ratio or KL over all ranks is above its bound; collective when one is set."""
-        if (ratio is None and kl is None) or not self._last:
+        """Return whether the last optimizer step's mean ratio or KL over all ranks is above its bound; collective when one is set.
+
+        Raises ConfigError for a bound on what the loss, one of the user's, does not report.
+        """
+        bounds = {"maxPolicyRatio": ("ratio_mean", ratio), "maxPolicyKl": ("approx_kl", kl)}
+        if not self._last or all(bound is None for _, bound in bounds.values()):
             return False
         values = finish_stats(_over_ranks(ranks, merge_stats(self._last)))
-        over_ratio = ratio is not None and values.get("ratio_mean", 0.0) > ratio
-        over_kl = kl is not None and values.get("approx_kl", 0.0) > kl
-        self.early_stopped = over_ratio or over_kl
+        for field, (metric, bound) in bounds.items():
+            if bound is not None and metric not in values:
+                raise ConfigError(
+                    f"algorithm.{field} needs a loss that reports the metric {metric}, got none of that name; report it or remove the bound"
+                )
+        self.early_stopped = any(bound is not None and values[metric] > bound for metric, bound in bounds.values())
         return self.early_stopped
 
     def finish(self, ranks: Ranks, *, tokens: int, seconds: float) -> dict[str, float]:
@@ -96,8 +104,12 @@ class StepReport:
 def _over_ranks(ranks: Ranks, stats: dict[str, Stat]) -> dict[str, Stat]:
     if ranks.size == 1:
         return stats
-    table = torch.stack([torch.stack((stat.total, stat.count)) for stat in stats.values()]).tolist() if stats else []
-    held = {name: [stat.kind, *row] for (name, stat), row in zip(stats.items(), table, strict=True)}
+    # Those of rewards and advantages lie on the CPU, those of the loss on the rank's device.
+    totals, counts = (read_scalars([getattr(stat, part) for stat in stats.values()]) for part in ("total", "count"))
+    held = {
+        name: [stat.kind, total, count]
+        for (name, stat), total, count in zip(stats.items(), totals, counts, strict=True)
+    }
     parts = [
         {
             name: Stat(kind, torch.tensor(total, dtype=torch.float64), torch.tensor(count))

@@ -54,14 +54,24 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
 
 def finish_stats(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Return the finished numbers by name, with one transfer per device; a max or min without data is left out."""
-    totals = _read([stat.total for stat in stats.values()])
-    counts = _read([stat.count for stat in stats.values()])
+    totals = read_scalars([stat.total for stat in stats.values()])
+    counts = read_scalars([stat.count for stat in stats.values()])
     finished = zip(stats.items(), totals, counts, strict=True)
     return {
         name: _finish(stat.kind, total, count)
         for (name, stat), total, count in finished
         if count > 0 or stat.kind not in EXTREMES
     }
+
+
+def read_scalars(scalars: list[Tensor]) -> list[float]:
+    """Return the 0-d tensors as numbers with one transfer per device."""
+    numbers = [0.0] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        here = [index for index, scalar in enumerate(scalars) if scalar.device == device]
+        for index, number in zip(here, torch.stack([scalars[index] for index in here]).tolist(), strict=True):
+            numbers[index] = number
+    return numbers
 
 
 def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
@@ -117,16 +127,6 @@ def _merge(name: str, stats: list[Stat]) -> Stat:
 
 def _without_empty_extremes(stats: dict[str, Stat]) -> dict[str, Stat]:
     extremes = [name for name, stat in stats.items() if stat.kind in EXTREMES]
-    counts = _read([stats[name].count for name in extremes])
+    counts = read_scalars([stats[name].count for name in extremes])
     empty = {name for name, count in zip(extremes, counts, strict=True) if count == 0}
     return {name: stat for name, stat in stats.items() if name not in empty}
-
-
-def _read(scalars: list[Tensor]) -> list[float]:
-    """Return the 0-d tensors as numbers with one transfer per device."""
-    numbers = [0.0] * len(scalars)
-    for device in {scalar.device for scalar in scalars}:
-        here = [index for index, scalar in enumerate(scalars) if scalar.device == device]
-        for index, number in zip(here, torch.stack([scalars[index] for index in here]).tolist(), strict=True):
-            numbers[index] = number
-    return numbers
