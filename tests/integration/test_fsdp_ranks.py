@@ -77,6 +77,8 @@ def pair(folder, model, alone):
         "from one rank": [["load", str(folder / "by-one")], ["train", 2], ["train", 3], ["weights"]],
         "offloaded": [["train", 1], ["offload"], ["train", 2], ["offload"], ["train", 3], ["weights"]],
         "exported": [["export", str(folder / "exported")]],
+        "refused": [["export", "/dev/null/model"]],
+        "after the refusal": [["train", 1]],
         "poisoned": [["poison"], ["train", 1], ["weights"]],
         "lost": [["die", 1], ["train", 1]],  # the last one: the process group is of no use after it
     }
@@ -164,6 +166,12 @@ def test_sharded_export_has_the_bits_of_the_source(folder, model, pair):
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert json.loads((folder / "exported" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_an_export_that_the_storage_refuses_ends_on_both_ranks_and_leaves_them_able_to_talk(pair):
+    for rank, told in zip(pair, ("could not be written to /dev/null/model", "rank 0 could not export"), strict=True):
+        assert rank["refused"]["error"].startswith("InfrastructureError") and told in rank["refused"]["error"]
+        assert rank["after the refusal"]["counts"]["applied"] == 1
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_both(model, pair):

@@ -22,7 +22,7 @@ from rl_core.actors.linear import use_onednn
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import LRSchedule, OptimizerCounts
 from rl_core.actors.shards import whole_tensor
-from rl_core.api.errors import ConfigError, DataError
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
 
@@ -253,7 +253,10 @@ class FSDPModelManager(Residency):
             checkpoint.load(self, Path(load_path))
 
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal."""
+        """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal.
+
+        Raises InfrastructureError on every rank when rank 0's storage refuses.
+        """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
         wanted = self.dtype if dtype is None else DTYPES[dtype]
@@ -261,12 +264,18 @@ class FSDPModelManager(Residency):
         plans = [export.TensorPlan(name=n, shape=tuple(self._tensor(n).shape), dtype=wanted) for n in own]
         with self.loaded(), self.ranks.guard("exporting the model"):
             tensors = ((n, whole_tensor(self._tensor(n).detach())) for n in own)
+            refusal: InfrastructureError | None = None
             if self.ranks.rank == 0:
-                export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors)
-            else:
-                for _ in tensors:
-                    pass
-            self.ranks.barrier()
+                try:
+                    export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors)
+                except InfrastructureError as error:
+                    refusal = error
+            # All ranks gather every tensor; leaving early would leave the others waiting.
+            for _ in tensors:
+                pass
+            refused = self.ranks.largest(int(refusal is not None))
+        if refused:
+            raise refusal or InfrastructureError(f"actor rank 0 could not export the model to {path}; see its log")
 
 
 def _dropout(model: nn.Module) -> float:
