@@ -55,6 +55,10 @@ class GymTransportError(InfrastructureError):
     """A gym server did not answer for some rows."""
 
 
+class StorageFull(InfrastructureError):
+    """A disk or a quota is used up: nobody but its owner can make room."""
+
+
 class WeightsDiverged(InfrastructureError):
     """A rollout scores a fixed prompt differently from the trainer: it does not serve the trained weights."""
 

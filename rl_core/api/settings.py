@@ -132,7 +132,7 @@ class DeadlinesSpec(Spec):
     env_reset: float = Field(300, gt=0)
     """Start of one environment process."""
     degraded: float = Field(900, gt=0)
-    """Wait below minReplicas in a local run."""
+    """Wait below minReplicas in a local run, and of a finished run whose storage is full for room."""
 
     @rule
     def _order(self) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import blake3
 
-from rl_core.api.errors import InfrastructureError
+from rl_core.api.errors import InfrastructureError, StorageFull
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that say the disk, the quota or the file size limit is used up."""
@@ -54,10 +54,10 @@ def relative_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def write_failure(what: str, path: Path, error: OSError) -> InfrastructureError:
-    """Return the error for a write that failed: what, where, why, how much room is left, what to do."""
+    """Return the error for a write that failed: what, where, why, how much room is left, what to do; StorageFull where it is room."""
     if error.errno not in NO_ROOM:
         return InfrastructureError(f"{what} could not be written to {path}: {error}; check the storage")
-    return InfrastructureError(
+    return StorageFull(
         f"{what} could not be written to {path}: {os.strerror(error.errno or 0)}, {_free_bytes(path)} bytes free;"
         " free space, or lower checkpoint.keep, checkpoint.keepBest or raise checkpoint.everySteps"
     )

@@ -6,13 +6,13 @@ The runner never imports torch or the model: it moves handles and numbers. A pro
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import InfrastructureError, RLJobError, WorkerLost
+from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, StorageFull, WorkerLost
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.channel import Channel
 from rl_core.data.dataset import PromptDataset
@@ -35,6 +35,8 @@ from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 logger = logging.getLogger(__name__)
 LEAVABLE = frozenset({Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED, Phase.STARTING})
 """Phases that the run leaves at once when it is to end. Training is left between micro-batches, the others are finished first."""
+ROOM_PAUSE = 5.0
+"""Seconds between two attempts to write to a full storage."""
 RESUMABLE = frozenset({"Suspended", "Interrupted"})
 """Ends after which the run is to be resumed."""
 
@@ -174,7 +176,8 @@ class Runner:
         self.ready = True
         self.ledger_file = LedgerFile(self.output / "ledger.jsonl")
         address = next(answer for answer in self.await_result(self.actor.publisher_address()) if answer)
-        self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)
+        published = self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)
+        self.sync.digest = published[0]["digest"]
         self.membership.open(address, (self.prompts, self.trajectories, self.results))
         self.attendance.await_envs(deadline)
         self.await_rollouts()
@@ -363,7 +366,9 @@ class Runner:
             "ledger": self.intake.state_dict(),
         }
         with self.board.during(Phase.CHECKPOINTING), self.timers.measure("checkpoint"):
-            path = self.checkpoints.save(self.step, self.actor, state, version=self.version, reward=self.reward)
+            path = self.checkpoints.save(
+                self.step, self.actor, state, version=self.version, weights_digest=self.sync.digest, reward=self.reward
+            )
         self.board.set(checkpoint=self.checkpoints.describe(path))
 
     def try_checkpoint(self) -> None:
@@ -373,9 +378,12 @@ class Runner:
         except WorkerLost:
             raise
         except InfrastructureError as error:
-            logger.error("%s; training goes on from the weights in memory", error)
-            self.board.count_failure("runner", "checkpoint")
-            self.board.set(checkpoint={**self.board.fact("checkpoint"), "error": str(error)})
+            self._tell_refused(error, "training goes on from the weights in memory")
+
+    def _tell_refused(self, error: InfrastructureError, reaction: str) -> None:
+        logger.error("%s; %s", error, reaction)
+        self.board.count_failure("runner", "checkpoint")
+        self.board.set(checkpoint={**self.board.fact("checkpoint"), "error": str(error)})
 
     def watch_numbers(self, metrics: dict[str, float]) -> None:
         """Tell the streaks after a step; roll back when a rule of failurePolicy has fired whose action is RestartFromCheckpoint.
@@ -400,10 +408,30 @@ class Runner:
                 self.save_checkpoint()
             return
         self.sync.confirm()
+        until = time.monotonic() + self.spec.runtime.deadlines.degraded
         try:
-            self.save_checkpoint()
+            self._write_last(self.save_checkpoint, until)
         finally:
-            self.await_result(self.actor.export_hf(str(self.output / "model")))
+            self._write_last(lambda: self.await_result(self.actor.export_hf(str(self.output / "model"))), until)
+
+    def _write_last(self, write: Callable[[], Any], until: float) -> None:
+        """Do a last write; while the storage is full try again `until` then, unless the run is asked to end meanwhile.
+
+        Raises ConfigError when no room was made: a restart would only train the same steps again and meet the same storage.
+        """
+        while True:
+            try:
+                write()
+                return
+            except StorageFull as error:
+                left = until - time.monotonic()
+                if self.stop_kind not in (None, StopKind.FINISH):
+                    raise
+                if self.stopping or left <= 0:
+                    raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
+                self._tell_refused(error, f"what was trained waits in memory for room, {left:.0f} s more")
+            self.steering.asked.wait(min(ROOM_PAUSE, left))
+            self.check()
 
     def ended_early(self) -> str:
         """Return how a run that was asked to end is told: Stopped, or to be resumed Suspended or Interrupted."""

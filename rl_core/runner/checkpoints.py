@@ -6,11 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
+from rl_core.checkpoint.files import write_failure
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
 from rl_core.runner.history import cut_back, now_text, write_json
 from rl_core.workers.group import WorkerGroup
+from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "runner.json"
@@ -109,8 +111,20 @@ class Checkpoints:
                 f"a resumed job must compute what the saved one did, got changes in {told}; restore them, or set checkpoint.allowSpecChange: true"
             )
 
-    def save(self, step: int, actor: WorkerGroup, state: dict[str, Any], *, version: int, reward: float | None) -> str:
-        """Write and publish the checkpoint of `step`; return its path. A failure leaves earlier checkpoints as they were."""
+    def save(
+        self,
+        step: int,
+        actor: WorkerGroup,
+        state: dict[str, Any],
+        *,
+        version: int,
+        weights_digest: str = "",
+        reward: float | None,
+    ) -> str:
+        """Write and publish the checkpoint of `step`; return its path. A failure leaves earlier checkpoints as they were.
+
+        `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them.
+        """
         staging = self.store.begin(step, self._epoch)
         try:
             actor.save_checkpoint(str(staging), step).wait(self._spec.runtime.deadlines.group_method)
@@ -119,11 +133,13 @@ class Checkpoints:
                 staging,
                 metrics={} if reward is None else {"reward": reward},
                 layout={"backend": self._spec.actor.backend, "world_size": self._spec.actor.world_size},
-                versions={"policy": version},
+                versions={"policy": version, "digest": weights_digest},
                 spec_digest=digest(self._spec),
             )
-        except RLJobError:
+        except RLJobError as error:
             self.store.abort(staging)
+            if isinstance(error, WorkerErrors):
+                raise as_one(error) from error
             raise
         self.last_step = step
         return str(published.path)
@@ -132,9 +148,17 @@ class Checkpoints:
         try:
             write_json(staging / STATE_FILE, state | {"mathematics": mathematics(self._spec)})
         except OSError as error:
-            raise InfrastructureError(
-                f"checkpoint in {staging} could not be written: {error.strerror}; free space and resume"
-            ) from error
+            raise write_failure("the runner's part of a checkpoint", staging, error) from error
+
+
+def as_one(errors: WorkerErrors) -> RLJobError:
+    """Return the failures of several ranks as one that says what to do: they write to the same storage."""
+    inner = errors.exceptions
+    lost = next((error for error in inner if isinstance(error, WorkerLost)), None)
+    if lost is not None or not all(isinstance(error, InfrastructureError) for error in inner):
+        return lost or errors
+    full = any(isinstance(error, StorageFull) for error in inner)
+    return (StorageFull if full else InfrastructureError)(errors.message)
 
 
 def mathematics(spec: RLJobSpec) -> dict[str, Any]:

@@ -41,12 +41,15 @@ class Steering:
         self.changes = Changes(spec)
         self.stop: tuple[StopKind, str] | None = None
         """Kind and reason of the stop that was asked for."""
+        self.asked = threading.Event()
+        """Whether a stop was asked for."""
         self._checkpoint = threading.Event()
 
     def ask_stop(self, kind: StopKind, reason: str) -> None:
         """Let the run end."""
         if self.stop is None or KINDS.index(kind) > KINDS.index(self.stop[0]):
             self.stop = (kind, reason)
+        self.asked.set()
 
     def ask_checkpoint(self) -> None:
         """Let the next step boundary save a checkpoint."""

@@ -60,6 +60,8 @@ class WeightSync:
         """Version and rollouts that are not checked yet."""
         self._check: Future[None] | None = None
         self._acked: tuple[int, frozenset[str]] = (-1, frozenset())
+        self.digest = ""
+        """Digest of the manifest of the version published last."""
 
     def adopt(self, spec: RLJobSpec) -> None:
         """Go on as another spec says."""
@@ -77,6 +79,7 @@ class WeightSync:
         told_keys = ("digest", "failed", "seconds", "bytes", "transport", "apply_seconds", "pause_seconds")
         facts = {key: told[key] for key in told_keys}
         report = SyncReport(version=version, acked=tuple(told["acked"]), **facts)
+        self.digest = report.digest
         self._acked = (version, frozenset(report.acked))
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from rl_core.api.errors import DataError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.checkpoints import Checkpoints
+from rl_core.workers.result import WorkerErrors
 
 NAMES = ("ledger.jsonl", "metrics.jsonl")
 
@@ -95,3 +97,35 @@ def test_the_first_start_takes_the_given_path_whatever_else_is_there(spec, outpu
     saved(spec, output, 4, 6)  # epoch 0, by a run with another output folder and the same checkpoint.path
     given = output / "checkpoints/step-00000004"
     assert Checkpoints(spec, output=output, epoch=0).find(str(given), first_epoch=0).path == given
+
+
+FULL, BROKEN, GONE = StorageFull("no room"), InfrastructureError("stale handle"), WorkerLost("actor:1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([FULL, FULL], StorageFull),
+        ([BROKEN, FULL], StorageFull),
+        ([BROKEN, BROKEN], InfrastructureError),
+        ([FULL, GONE], WorkerLost),
+        ([FULL, DataError("a bug")], WorkerErrors),
+    ],
+)
+def test_what_several_ranks_meet_on_one_storage_is_one_refusal_and_leaves_nothing_behind(spec, output, ranks, told):
+    checkpoints = Checkpoints(spec, output=output, epoch=0)
+
+    class Refused(Actor):
+        def wait(self, timeout):
+            raise WorkerErrors("actor.save_checkpoint failed on 2 of 2 ranks, the first: no room", ranks)
+
+    with pytest.raises(told) as error:
+        checkpoints.save(3, Refused(), {}, version=3, reward=None)
+    assert type(error.value) is told and checkpoints.last_step is None
+    assert not list((output / "checkpoints").glob(".step-*"))
+
+
+def test_the_manifest_tells_the_version_and_the_digest_of_the_weights(spec, output):
+    checkpoints = Checkpoints(spec, output=output, epoch=0)
+    checkpoints.save(3, Actor(), {"step": 3}, version=4, weights_digest="d", reward=None)
+    assert checkpoints.store.latest().manifest.versions == {"policy": 4, "digest": "d"}

@@ -1,10 +1,15 @@
 """How a run that is asked to end leaves: what is told to the actors in which phase, and what is saved afterwards."""
 
+import threading
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rl_core.api.errors import ConfigError, StorageFull
 from rl_core.api.job import RLJobSpec
+from rl_core.runner import base
 from rl_core.runner.base import RESUMABLE, Runner, Stopped
 from rl_core.runner.status import Phase
 from rl_core.runner.steering import Steering, StopKind
@@ -26,6 +31,12 @@ class Board:
     def set(self, **facts):
         self.told |= facts
 
+    def fact(self, name):
+        return self.told.get(name, {})
+
+    def count_failure(self, role, kind):
+        self.told["failures"] = (role, kind)
+
 
 class Actor:
     """Stands in for the actor group: notes calls."""
@@ -38,6 +49,13 @@ class Actor:
 
     def cancel_training(self):
         self.called.append("cancel_training")
+
+    def export_hf(self, path):
+        self.called.append("export")
+        return self
+
+    def wait(self, timeout=None):
+        return []
 
 
 class Loop(Runner):
@@ -52,6 +70,8 @@ class Loop(Runner):
         self.steering, self.board, self.actor = Steering(self.spec), Board(), Actor()
         self.streaks = Streaks(self.spec.failure_policy)
         self.step, self.saved, self._failure = 3, [], None
+        self.sync, self.output = SimpleNamespace(confirm=lambda: None), Path("out")
+        self._guard, self._pending = threading.Lock(), None
 
     def _interrupt(self):
         self.actor.called.append("wait ended")
@@ -119,3 +139,63 @@ def test_a_rule_that_ends_the_job_otherwise_saves_for_whoever_looks_at_it(action
     assert loop.ended_early() == "Interrupted"
     loop.finish(resumable=True)
     assert loop.saved == [3]
+
+
+class Full(Loop):
+    """A runner whose storage refuses `refusals` saves; `meanwhile(refusal)` happens at each."""
+
+    def __init__(self, refusals, meanwhile=lambda number: None, *, patience=60.0):
+        super().__init__()
+        deadlines = self.spec.runtime.deadlines.model_copy(update={"degraded": patience})
+        runtime = self.spec.runtime.model_copy(update={"deadlines": deadlines})
+        self.spec = self.spec.model_copy(update={"runtime": runtime})
+        self.refusals, self.meanwhile = refusals, meanwhile
+
+    def save_checkpoint(self):
+        if self.refusals:
+            self.refusals -= 1
+            self.meanwhile(self.refusals)
+            raise StorageFull("checkpoint of step 3 could not be written: No space left on device")
+        super().save_checkpoint()
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(base, "ROOM_PAUSE", 0.0)
+
+
+def test_a_finished_run_waits_for_room_and_saves_what_it_came_to():
+    loop = Full(refusals=3)
+    loop.finish(resumable=False)
+    assert loop.saved == [3] and loop.actor.called == ["export"]
+    assert "No space left" in loop.board.told["checkpoint"]["error"], "told while it waited"
+
+
+def test_a_full_storage_ends_the_run_as_no_restart_helps_and_the_model_is_tried_all_the_same():
+    loop = Full(refusals=1000, patience=1e-9)
+    with pytest.raises(ConfigError, match="No space left on device; then resume the run"):
+        loop.finish(resumable=False)
+    assert loop.saved == [] and loop.actor.called == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(StopKind.FINISH, ConfigError), (StopKind.INTERRUPT, StorageFull), (StopKind.SUSPEND, StorageFull)],
+)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nobody_who_asked_for_the_end_is_kept_waiting_for_room(kind, error, when):
+    loop = Full(refusals=1000, patience=1e9)
+    if when == "before":
+        loop.stop("enough", kind)
+    else:
+        loop.meanwhile = lambda left: left > 990 or loop.stop("enough", kind)
+    with pytest.raises(error, match="No space left on device"), loop.board.during(Phase.CHECKPOINTING):
+        loop.finish(resumable=False)
+    assert loop.refusals >= 989 and loop.actor.called == ["export"]
+
+
+def test_a_run_that_fails_while_it_waits_for_room_says_why():
+    loop = Full(refusals=1000, patience=1e9)
+    loop.meanwhile = lambda left: setattr(loop, "_failure", ConfigError("a rollout diverged") if left < 995 else None)
+    with pytest.raises(ConfigError, match="a rollout diverged"):
+        loop.finish(resumable=False)

@@ -77,7 +77,7 @@ def test_agreeing_rollouts_pass_and_are_counted_as_served():
     report = sync.publish(3)
     sync.confirm()
     assert report.acked == ("rollout:0", "rollout:1") and sync.acked_at(3) == {"rollout:0", "rollout:1"}
-    assert sync.acked_at(2) == frozenset()
+    assert sync.acked_at(2) == frozenset() and sync.digest == "d"
     assert report.metrics() == {
         "weights/version": 3.0,
         "weights/publish_seconds": 0.1,
