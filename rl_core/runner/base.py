@@ -19,7 +19,7 @@ from rl_core.data.dataset import PromptDataset
 from rl_core.observability.trackers import Trackers
 from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import differences
-from rl_core.runner.checkpoints import Checkpoints
+from rl_core.runner.checkpoints import Checkpoints, as_one
 from rl_core.runner.history import LedgerFile
 from rl_core.runner.intake import Intake, put_all
 from rl_core.runner.ledger import PromptLedger
@@ -31,6 +31,7 @@ from rl_core.runner.sync import WeightSync
 from rl_core.runner.validation import Validation
 from rl_core.runner.waiting import Attendance
 from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
+from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 LEAVABLE = frozenset({Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED, Phase.STARTING})
@@ -412,7 +413,13 @@ class Runner:
         try:
             self._write_last(self.save_checkpoint, until)
         finally:
-            self._write_last(lambda: self.await_result(self.actor.export_hf(str(self.output / "model"))), until)
+            self._write_last(self._export, until)
+
+    def _export(self) -> None:
+        try:
+            self.await_result(self.actor.export_hf(str(self.output / "model")))
+        except WorkerErrors as errors:
+            raise as_one(errors) from errors
 
     def _write_last(self, write: Callable[[], Any], until: float) -> None:
         """Do a last write; while the storage is full try again `until` then, unless the run is asked to end meanwhile.

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.api.errors import ConfigError, StorageFull
+from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull
 from rl_core.api.job import RLJobSpec
 from rl_core.runner import base
 from rl_core.runner.base import RESUMABLE, Runner, Stopped
 from rl_core.runner.status import Phase
 from rl_core.runner.steering import Steering, StopKind
 from rl_core.runner.streaks import Streaks
+from rl_core.workers.result import WorkerErrors
 
 
 class Board:
@@ -199,3 +200,17 @@ def test_a_run_that_fails_while_it_waits_for_room_says_why():
     loop.meanwhile = lambda left: setattr(loop, "_failure", ConfigError("a rollout diverged") if left < 995 else None)
     with pytest.raises(ConfigError, match="a rollout diverged"):
         loop.finish(resumable=False)
+
+
+def test_an_export_of_several_ranks_waits_for_room_too():
+    loop, told = Full(refusals=0), InfrastructureError("actor rank 0 could not export the model")
+    refusals = [WorkerErrors("actor.export_hf failed on 2 of 2 ranks", [StorageFull("no room"), told])] * 2
+
+    def wait(timeout=None):
+        if refusals:
+            raise refusals.pop()
+        return []
+
+    loop.actor.wait = wait
+    loop.finish(resumable=False)
+    assert loop.saved == [3] and loop.actor.called == ["export"] * 3
