@@ -14,6 +14,7 @@ from rl_core.algorithms.kl import kl_loss
 from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
 from rl_core.algorithms.registry import resolve
 from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.errors import ConfigError
 
 
 class PolicyObjective:
@@ -58,8 +59,16 @@ class PolicyObjective:
 
 
 def _policy_options(algorithm: AlgorithmSpec) -> dict[str, Any]:
-    """Return the options the chosen policy loss honours: those it has a parameter for."""
+    """Return the options the chosen policy loss honours: those it has a parameter for.
+
+    Raises ConfigError for a dual clip that a loss of the user has none for.
+    """
     loss = algorithm.loss
     accepted, _ = option_names(resolve("loss", loss.name))
-    given = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "dual_clip": loss.dual_clip}
+    if loss.dual_clip is not None and "dual_clip" not in accepted:
+        raise ConfigError(
+            f"algorithm.loss.dualClip needs a loss with a parameter dual_clip, got {loss.name} without; remove it or take it there"
+        )
+    clip_low, clip_high = loss.clip
+    given = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": loss.dual_clip}
     return {name: value for name, value in given.items() if name in accepted}

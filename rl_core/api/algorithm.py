@@ -20,6 +20,9 @@ GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforc
 
 IMPORTANCE_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}
 """Mode -> (low, high) where a job writes none; those of rl_core.algorithms.losses.importance, which needs torch."""
+CLIP = (0.2, 0.2)
+CLIPS = {"gspo": (3e-4, 4e-4)}
+"""Loss -> (clipLow, clipHigh) where a job writes none, CLIP for the others; those of rl_core.algorithms.losses.policy."""
 
 
 def _named(name: Any) -> Any:
@@ -43,12 +46,12 @@ class LossSpec(Spec):
 
     name: LossName = "ppo_clip"
     """Loss from the registry, or a function of yours as `module:function`."""
-    clip_low: float = Field(0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 - clipLow."""
-    clip_high: float = Field(0.2, ge=0)
-    """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO)."""
+    clip_low: float | None = Field(None, ge=0, le=1)
+    """The ratio is clipped below at 1 - clipLow; null = 0.2, and 0.0003 for gspo, whose ratio is a mean over the row."""
+    clip_high: float | None = Field(None, ge=0)
+    """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO); null = 0.2, 0.0004 for gspo."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss for negative advantages (dual-clip PPO); null = off. Only with ppo_clip."""
+    """Bound of the loss for negative advantages (dual-clip PPO); null = off. With ppo_clip and functions of yours that take `dual_clip`."""
     aggregation: Aggregation | None = None
     """How token losses become one number; null = token-mean, or seq-mean-token-sum-norm for dr_grpo."""
     kl_coefficient: float = Field(0.0, ge=0)
@@ -58,9 +61,15 @@ class LossSpec(Spec):
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
 
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Return (low, high), the loss's defaults where none was written."""
+        low, high = CLIPS.get(self.name, CLIP)
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
     @rule
     def _dual_clip_needs_ppo(self) -> Iterator[str]:
-        if self.dual_clip is not None and self.name != "ppo_clip":
+        if self.dual_clip is not None and self.name != "ppo_clip" and ":" not in self.name:
             yield (f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
 
 

@@ -82,7 +82,7 @@ PROTECTED_VARIABLES = _no_keys(
 TWINS: dict[str, tuple[Twin, ...]] = {
     "LossSpec._dual_clip_needs_ppo": (
         Twin(
-            holds="!has(self.dualClip) || $name == 'ppo_clip'",
+            holds="!has(self.dualClip) || $name == 'ppo_clip' || $name.contains(':')",
             refusal="dualClip is honoured by ppo_clip only, got loss %s; remove dualClip or choose ppo_clip",
             values=("$name",),
             field="dualClip",

@@ -1,5 +1,7 @@
 """Names resolve to functions; mistakes say what is known."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from rl_core.algorithms import Stat, compute_advantages, names, register, resolv
 from rl_core.algorithms import registry as registry_module
 from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
 from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
-from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, IMPORTANCE_BOUNDS, LOSSES, AlgorithmSpec
+from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, IMPORTANCE_BOUNDS, LOSSES, AlgorithmSpec, LossSpec
 
 MASK = torch.ones(1, 2, dtype=torch.bool)
 
@@ -36,6 +38,13 @@ def test_schema_offers_only_names_the_registry_knows():
 
 def test_schema_judges_importance_bounds_by_the_defaults_of_the_function():
     assert IMPORTANCE_BOUNDS == DEFAULT_BOUNDS
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_clip_of_a_job_that_writes_none_is_the_loss_functions(name):
+    parameters = inspect.signature(resolve("loss", name)).parameters
+    defaults = [parameters[side].default for side in ("clip_low", "clip_high") if side in parameters]
+    assert defaults in ([], list(LossSpec(name=name).clip))
 
 
 @pytest.mark.parametrize(
