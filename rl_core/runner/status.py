@@ -134,7 +134,8 @@ class StatusBoard:
 
     def snapshot(self) -> dict[str, Any]:
         """Return `/status` (runtime.md 8.5, protocol.md 3)."""
-        members = list(self._cluster.members(drained=True))
+        known = list(self._cluster.members(drained=True, lost=True))
+        members = [m for m in known if m.state != "lost"]
         missing = self.roster.missing(members)
         with self._lock:
             progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
@@ -157,10 +158,11 @@ class StatusBoard:
                     "index": m.rank,
                     "state": _told(m),
                     "detail": m.state,
-                    "policyVersion": m.policy_version,
-                    "deviceUuids": list(m.device_uuids),
+                    "policyVersion": None if m.state == "lost" else m.policy_version,
+                    "deviceUuids": [] if m.state == "lost" else list(m.device_uuids),
                 }
-                for m in members
+                for m in known
+                if m.state != "lost" or m.name in self.roster.wanted(m.role)
             ],
             "waits": [
                 {"who": w.who, "on": w.on, "what": w.what, "seconds": round(w.since_seconds, 1)}

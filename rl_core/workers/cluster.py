@@ -98,9 +98,9 @@ class Cluster:
         self._on_joined: list[Callable[[Member], None]] = []
         hub.watch(self._on_change)
 
-    def members(self, role: str | None = None, *, drained: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained` those too."""
-        return self.hub.members(role, drained=drained)
+    def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
+        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained`, `lost` those too."""
+        return self.hub.members(role, drained=drained, lost=lost)
 
     def wait_ready(self, roles: Iterable[str], timeout: float | None = None) -> None:
         """Wait until every planned process of `roles` holds its worker. `timeout` None = `deadlines.waitReady`.

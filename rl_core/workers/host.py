@@ -12,7 +12,6 @@ The control loop runs no user code, so a busy worker keeps its heartbeat. Torch 
 import asyncio
 import contextlib
 import faulthandler
-import importlib
 import logging
 import os
 import signal
@@ -81,7 +80,9 @@ class Host:
         self._report_now = asyncio.Event()
         self._stop = asyncio.Event()
         self._heartbeat_seconds = FIRST_HEARTBEAT
+        self._extended = False
         self._signals = 0
+        self._registrations = 0
         self._retiring: asyncio.Future[None] | None = None
         self._callers: dict[str, set[str]] = {}
         """Methods of this process by the role that may call them."""
@@ -116,6 +117,7 @@ class Host:
     async def _register(self) -> None:
         """Say hello until the hub accepts. Raises Ended when it never will."""
         began, told = time.monotonic(), 0.0
+        self._registrations += 1
         self._beat()
         while True:
             waited = time.monotonic() - began
@@ -157,6 +159,7 @@ class Host:
             "rank": identity.rank,
             "world_size": identity.world_size,
             "incarnation": list(identity.incarnation),
+            "registration": self._registrations,
             "address": context.address,
             "pod": identity.pod,
             "pid": os.getpid(),
@@ -174,7 +177,6 @@ class Host:
             from rl_core.api.job import RLJob
 
             context.job = RLJob.model_validate(answer["job"])
-            _register_extensions(context.job.spec.extensions)
         context.files = dict(answer["files"]) or context.files
         context.forget_view()
         context.update_view(answer["view"])
@@ -340,7 +342,18 @@ class Host:
     # --- wiring ----------------------------------------------------------------------------------------------------
 
     async def _make_servant(self) -> Servant:
-        return Servant(self.context, on_methods=self._serve_methods, on_ready=self._tell_ready)
+        return Servant(
+            self.context,
+            before_build=self._register_extensions,
+            on_methods=self._serve_methods,
+            on_ready=self._tell_ready,
+        )
+
+    def _register_extensions(self) -> None:
+        """Import the job's extensions, once. In the worker's thread: an import may take minutes, and heartbeats must go on."""
+        if self.context.job is not None and not self._extended:
+            load_extensions(self.context.job.spec.extensions)
+            self._extended = True
 
     def _serve_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
         """Serve the methods of the worker object, to the roles that it names."""
@@ -369,19 +382,6 @@ class Host:
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     loop.call_soon_threadsafe(event.set)
-
-
-def _register_extensions(modules: list[str]) -> None:
-    for name in modules:
-        try:
-            register = getattr(importlib.import_module(name), "register", None)
-            if callable(register):
-                register()
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            raise Ended(
-                2,
-                f"extensions: must be importable, got {name!r}: {type(error).__name__}: {text_of(error)}; correct the module",
-            ) from error
 
 
 def _connect_channel(identity: Identity, keys: KeyRing | None, epoch: int) -> None:

@@ -127,10 +127,10 @@ class Hub:
         if self.started:
             self._server.close()
 
-    def members(self, role: str | None = None, *, drained: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained` those too."""
+    def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
+        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained`, `lost` those too."""
         with self._lock:
-            return self._membership.members(role, drained=drained)
+            return self._membership.members(role, drained=drained, lost=lost)
 
     def get(self, name: str) -> Member | None:
         """Return the member `group:rank`, gone or not; None when it never said hello."""

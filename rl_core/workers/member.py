@@ -59,6 +59,8 @@ class Member:
     """Equal for processes that share /dev/shm."""
     incarnation: tuple[int, int]
     """(attempt of the pod, restarts of the child)."""
+    registration: int = 0
+    """Counts the registrations of its process from 1; one hello may be said several times. 0 = not told."""
     world_size: int = 1
     """Planned size of its group; for elastic roles the live set is the truth."""
     state: MemberState = MemberState.JOINING
@@ -90,6 +92,7 @@ class Member:
             pid=report["pid"],
             host_token=report.get("host_token", ""),
             incarnation=(int(report["incarnation"][0]), int(report["incarnation"][1])),
+            registration=report.get("registration", 0),
             world_size=report.get("world_size", 1),
             state=MemberState(report.get("state", MemberState.JOINING)),
             device_uuids=tuple(report.get("device_uuids", ())),

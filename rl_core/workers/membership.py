@@ -61,9 +61,9 @@ class Membership:
         """Return the member called `group:rank`, gone or not; None when it was never seen."""
         return self._members.get(name)
 
-    def members(self, role: str | None = None, *, drained: bool = False) -> list[Member]:
-        """Return the members of `role` (all when None) that are not gone, by group and rank; with `drained` those too."""
-        kept = (MemberState.DRAINED,) if drained else ()
+    def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
+        """Return the members of `role` (all when None) that are not gone, by group and rank; with `drained`, `lost` those too."""
+        kept = [*([MemberState.DRAINED] if drained else []), *([MemberState.LOST] if lost else [])]
         found = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
         return sorted(found, key=lambda m: (m.group, m.rank))
 
@@ -75,6 +75,9 @@ class Membership:
             return {"accepted": False, "reason": reason, "epoch": self.epoch}
         member = Member.from_hello(report, self._clock())
         old = self._members.get(member.name)
+        if old is not None and _repeated(old, member):
+            self._members[member.name] = replace(old, last_seen=member.last_seen)
+            return {"accepted": True, "epoch": self.epoch, "view": self.view()}
         if old is not None and not old.state.gone:
             said = (
                 "it said hello again"
@@ -195,6 +198,12 @@ class Membership:
         if old is None or old.to_view() != member.to_view():
             self.version += 1
             self._changed_at[member.name] = self.version
+
+
+def _repeated(old: Member, new: Member) -> bool:
+    """Return whether a hello was said again because its answer was late: the process has not started over in between."""
+    same = (old.incarnation, old.registration) == (new.incarnation, new.registration)
+    return same and new.registration > 0 and not old.state.gone
 
 
 def _dotted(member: Member) -> str:

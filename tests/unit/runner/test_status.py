@@ -22,7 +22,7 @@ def member(name, *, state="serving", version=0, wait=None, progress=None):
 
 def board(members, **spec):
     job = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 2}, **spec})
-    return StatusBoard(job, SimpleNamespace(members=lambda drained=False: members), epoch=2)
+    return StatusBoard(job, SimpleNamespace(members=lambda **which: members), epoch=2)
 
 
 def test_a_role_tells_ready_lost_versions_and_lag():
@@ -41,6 +41,16 @@ def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
     assert {m["state"] for m in members} == {"joining", "updating", "serving", "draining", "drained"}
     assert [m["detail"] for m in members] == states * 3
     assert [m["state"] for m in members if m["detail"] == "ready"] == ["serving", "joining", "serving"]
+
+
+def test_a_lost_member_is_told_while_it_is_wanted_and_counts_for_nothing():
+    gone = [member("rollout:0", state="lost", version=4), member("rollout:7", state="lost", version=4)]
+    status = board([*gone, member("rollout:1", version=5)]).snapshot()
+    told = {m["name"]: (m["state"], m["policyVersion"], m["deviceUuids"]) for m in status["members"]}
+    assert told == {"rollout:0": ("lost", None, []), "rollout:1": ("serving", 5, [])}
+    assert [m["name"] for m in status["missing"] if m["role"] == "rollout"] == ["rollout:0"]
+    rollout = next(role for role in status["roles"] if role["name"] == "rollout")
+    assert (rollout["ready"], rollout["lost"], rollout["versions"]) == (1, 1, {"5": 1})
 
 
 def test_a_phase_ends_with_its_block_even_by_an_error():

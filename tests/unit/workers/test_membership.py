@@ -104,6 +104,37 @@ def test_a_process_that_says_hello_again_counts_as_lost_and_joined(table):
     assert [c.kind for c in table.take_changes()] == ["lost", "joined"]
 
 
+def test_a_hello_said_again_as_its_answer_was_late_changes_nothing(table, clock):
+    table.hello(hello(registration=1))
+    table.heartbeat("rollout:0", (0, 0), {"state": "constructing"})
+    table.take_changes()
+    advance(table, clock, 5)
+    answer = table.hello(hello(registration=1))
+    assert answer["accepted"] and [m["state"] for m in answer["view"]["members"]] == ["constructing"]
+    advance(table, clock, 5)
+    assert table["rollout:0"].state is MemberState.CONSTRUCTING, "a sign of life it is"
+    assert table.take_changes() == []
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_process_that_started_over_counts_as_lost_and_joined(table, gone):
+    table.hello(hello(registration=1))
+    if gone:
+        table.give_up("rollout:0", (0, 0), "it could not join")
+    assert table.hello(hello(registration=1 if gone else 2))["accepted"]
+    assert [c.kind for c in table.take_changes()] == ["joined", "lost", "joined"]
+
+
+def test_the_lost_and_the_drained_are_listed_for_those_who_ask(table):
+    table.hello(hello(0))
+    table.hello(hello(1, pid=11))
+    table.give_up("rollout:0", (0, 0), "it could not join")
+    table.goodbye("rollout:1", (0, 0))
+    assert table.members() == []
+    assert [m.name for m in table.members(drained=True)] == ["rollout:1"]
+    assert [m.name for m in table.members(drained=True, lost=True)] == ["rollout:0", "rollout:1"]
+
+
 def test_silence_makes_suspect_then_lost_and_a_heartbeat_in_between_heals(table, clock):
     table.hello(hello())
     table.heartbeat("rollout:0", (0, 0), {"state": "serving"})
@@ -194,7 +225,7 @@ def test_whatever_happens_views_by_parts_equal_the_whole_and_comings_and_goings_
     follower, known, present = {}, -1, {}
     for kind, a, b in script:
         if kind == "hello":
-            table.hello(hello(a, incarnation=(b, 0), pid=100 * a + b))
+            table.hello(hello(a, incarnation=(b, 0), pid=100 * a + b, registration=b % 2))
         elif kind == "beat":
             member = table.get(f"rollout:{a}")
             if member is not None:
