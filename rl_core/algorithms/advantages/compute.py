@@ -21,6 +21,7 @@ from rl_core.algorithms.binding import option_names, require_options
 from rl_core.algorithms.checks import require_bool, require_rows
 from rl_core.algorithms.registry import resolve
 from rl_core.algorithms.stats import Stat
+from rl_core.api.errors import ConfigError, DataError
 
 TOKEN_METRICS = frozenset(f"{name}/{kind}" for name in ("advantages", "returns") for kind in ("mean", "max", "min"))
 """Made here for every estimator, over what trains."""
@@ -39,8 +40,9 @@ def compute_advantages(
 
     `clip` bounds them to +- itself, before they are whitened, also by an estimator that whitens (gdpo excepted, which has to).
     `whiten` whitens over the trainable tokens of valid rows of all ranks; `reduce` sums over ranks (None = this rank).
-    Invalid rows have advantage 0 and enter no metric, whatever the estimator makes of them.
-    Raises ValueError for an unknown name or option, a missing input, and `whiten` on an estimator that whitens itself.
+    Invalid rows and masked tokens have advantage 0 and enter no metric, whatever the estimator makes of them.
+    Raises ValueError for an unknown name or option, a missing input, and `whiten` on an estimator that whitens itself; of an estimator's
+    result ConfigError for another type or shape, DataError for an advantage of a trainable token that is not finite.
     """
     estimator = resolve("advantage", name)
     require_options("advantage", name, estimator, options)
@@ -51,11 +53,16 @@ def compute_advantages(
         whiten, options["whiten"] = True, False
     if "reduce" in accepted:
         options["reduce"] = reduce
-    result: AdvantageResult = estimator(inputs, **options)
-    valid = _valid_steps(inputs, result.advantages)
-    trainable = _mask(inputs, result.advantages) & valid
+    result = _checked_result(name, estimator(inputs, **options), inputs)
     # Not every estimator looks at `valid`; an invalid row trains nothing whichever it is.
-    advantages = torch.where(valid, result.advantages, 0.0)
+    trainable = _mask(inputs, result.advantages) & _valid_steps(inputs, result.advantages)
+    advantages = torch.where(trainable, result.advantages.detach(), 0.0)
+    if not torch.isfinite(advantages).all():
+        place = tuple((~torch.isfinite(advantages)).nonzero()[0].tolist())
+        raise DataError(
+            f"advantage {name!r} must be finite where it trains, got {advantages[place].item()} in row {place[0]}; "
+            "groups may have equal rewards or one valid row, so divide by no deviation that can be 0"
+        )
     if clip is not None:
         advantages = clip_advantages(advantages, low=-clip, high=clip)
     if whiten:
@@ -68,6 +75,20 @@ def compute_advantages(
         **token_metrics("advantages", advantages, trainable),
     }
     return AdvantageResult(advantages, result.returns, metrics)
+
+
+def _checked_result(name: str, result: Any, inputs: AdvantageInputs) -> AdvantageResult:
+    """Return what an estimator, maybe one of the user's, gave back. Raises ConfigError unless it is one advantage per token, float32."""
+    if not isinstance(result, AdvantageResult):
+        raise ConfigError(f"advantage {name!r} must return an AdvantageResult, got {type(result).__name__}; wrap it")
+    given, wanted = result.advantages, inputs.mask
+    of_steps = inputs.rewards is not None and inputs.rewards.dim() > 1
+    if given.dtype != torch.float32 or (given.shape != wanted.shape and not of_steps):
+        raise ConfigError(
+            f"advantage {name!r} must return float32 in the shape of the mask {tuple(wanted.shape)}, got {given.dtype} {tuple(given.shape)}; "
+            "spread a row's value over its mask"
+        )
+    return result
 
 
 def _mask(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:

@@ -1,18 +1,22 @@
 """Estimators by name; GDPO and OPD."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_core.algorithms import (
     AdvantageInputs,
+    AdvantageResult,
     compute_advantages,
     gdpo_advantages,
     grpo_advantages,
     opd_advantages,
     whiten,
 )
+from rl_core.api.errors import ConfigError, DataError
 
 REWARDS = torch.tensor([3.0, 7.0, 8.0, 40.0])
 GROUP = torch.zeros(4, dtype=torch.int64)
@@ -104,6 +108,49 @@ def test_invalid_rows_train_nothing_and_enter_no_metric_whatever_the_estimator(n
     assert max(extremes.values()) <= 2.0
     nothing_valid = replace(inputs, valid=torch.zeros(4, dtype=torch.bool))
     assert not {"advantages/max", "returns/max"} & set(compute_advantages(name, nothing_valid).metrics)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Return a function that names a user's estimator which gives back what a function makes of the inputs."""
+
+    def named(function):
+        monkeypatch.setitem(sys.modules, "own_estimators", SimpleNamespace(mine=function))
+        return "own_estimators:mine"
+
+    return named
+
+
+def test_what_a_users_estimator_leaves_under_the_mask_trains_nothing(own):
+    name = own(lambda inputs: AdvantageResult(torch.where(inputs.mask, 2.0, float("nan")).requires_grad_()))
+    result = compute_advantages(name, INPUTS)
+    assert torch.equal(result.advantages, 2.0 * (MASK & VALID[:, None])) and not result.advantages.requires_grad
+
+
+def test_an_advantage_that_is_not_finite_is_a_data_error_where_it_would_train(own):
+    def divided(inputs):
+        rewards = inputs.rewards - inputs.rewards[inputs.valid].mean()
+        return AdvantageResult((rewards / inputs.rewards[inputs.valid].std())[:, None] * inputs.mask)
+
+    name = own(divided)
+    assert compute_advantages(name, INPUTS).advantages.isfinite().all()
+    with pytest.raises(DataError, match=r"'own_estimators:mine' must be finite where it trains, got nan in row 0"):
+        compute_advantages(name, replace(INPUTS, rewards=torch.ones(4)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda inputs: inputs.mask.float(), "must return an AdvantageResult, got Tensor"),
+        (lambda inputs: AdvantageResult(inputs.mask.double()), r"float32 .* got torch\.float64"),
+        (lambda inputs: AdvantageResult(inputs.rewards), r"shape of the mask \(4, 3\), got torch\.float32 \(4,\)"),
+        (lambda inputs: AdvantageResult(torch.ones(4, 5)), r"shape of the mask \(4, 3\), got torch\.float32 \(4, 5\)"),
+    ],
+    ids=["type", "dtype", "rows", "width"],
+)
+def test_what_is_no_advantage_per_token_is_refused_by_name(own, wrong, told):
+    with pytest.raises(ConfigError, match=f"advantage 'own_estimators:mine' .*{told}"):
+        compute_advantages(own(wrong), INPUTS)
 
 
 def test_gae_by_name_runs_with_and_without_a_critic():

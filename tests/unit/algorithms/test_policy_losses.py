@@ -1,12 +1,15 @@
 """Policy losses: worked examples, gradients against float64 finite differences of the formulas, masks, errors."""
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_core.algorithms import (
     LossInputs,
+    LossResult,
     cispo_loss,
     compute_policy_loss,
     decoupled_ppo_loss,
@@ -15,6 +18,7 @@ from rl_core.algorithms import (
     ppo_clip_loss,
     reinforce_loss,
 )
+from rl_core.api.errors import ConfigError
 
 ALL = torch.ones(1, 4, dtype=torch.bool)
 NEW = torch.tensor([[-0.4, -2.0, -1.1, -0.9]])
@@ -272,3 +276,19 @@ def test_mistakes_are_named():
         reinforce_loss(NEW, GAINS, ALL.long())
     with pytest.raises(ValueError, match=r"log_probs and advantages.*\(1, 4\) and \(1, 3\)"):
         reinforce_loss(NEW, GAINS[:, :3], ALL)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda inputs: inputs.log_probs.sum(), "must return a LossResult, got Tensor"),
+        (lambda inputs: LossResult(inputs.log_probs), r"must return one number, got shape \(1, 4\)"),
+        (lambda inputs: LossResult(inputs.log_probs.detach().sum()), "without gradient"),
+    ],
+    ids=["type", "shape", "gradient"],
+)
+def test_what_cannot_be_trained_on_is_refused_by_the_name_of_the_loss(monkeypatch, wrong, told):
+    monkeypatch.setitem(sys.modules, "own_losses", SimpleNamespace(mine=wrong))
+    inputs = LossInputs(log_probs=NEW.clone().requires_grad_(), advantages=GAINS, mask=ALL)
+    with pytest.raises(ConfigError, match=f"loss 'own_losses:mine' .*{told}"):
+        compute_policy_loss("own_losses:mine", inputs)
