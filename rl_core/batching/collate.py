@@ -20,6 +20,7 @@ from rl_core.batching.rows import Row, read_row
 
 _COMPONENT = "reward/"
 """Prefix of a completion's metrics that are components of its reward (the rollout manager writes them)."""
+_LARGEST_REWARD = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,7 @@ def collate_groups(
     batch's maximum; S is rounded up on the right). Completions that failed (finish reason `error`, or a NaN reward) or have
     `loss_multiplier` 0 have `valid` and `sample_mask` false.
     Raises DataError naming the sample when it is longer than `max_length` or a width, its log-probabilities or masks do not
-    fit its tokens, or its reward is infinite; ValueError for an unknown layout or multiple.
+    fit its tokens, or its reward is no float32; ValueError for an unknown layout or multiple.
     """
     if layout not in ("right", "left_prompt"):
         raise ValueError(f"layout must be right or left_prompt, got {layout!r}")
@@ -175,9 +176,10 @@ def _usable(sample: _Sample) -> bool:
             f"sample {sample.name}: loss_multiplier must be 0 (excluded) or 1, got {completion.loss_multiplier}; "
             "use loss weights for other factors"
         )
-    if math.isinf(completion.reward):
+    if abs(completion.reward) > _LARGEST_REWARD:
         raise DataError(
-            f"sample {sample.name}: reward must be finite, or NaN for a failed sample, got {completion.reward}"
+            f"sample {sample.name}: reward must be within float32, +-{_LARGEST_REWARD:.2g}, or NaN for a failed sample, "
+            f"got {completion.reward}"
         )
     return not has_failed(completion) and completion.loss_multiplier != 0
 

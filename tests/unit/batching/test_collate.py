@@ -135,7 +135,7 @@ def test_sample_that_does_not_fit_is_refused_by_name(turn, options, text):
         collate([group([turn])], **options)
 
 
-@pytest.mark.parametrize(("field", "value"), [("reward", math.inf), ("loss_multiplier", 0.5)])
+@pytest.mark.parametrize(("field", "value"), [("reward", math.inf), ("reward", -1e39), ("loss_multiplier", 0.5)])
 def test_value_that_cannot_be_honoured_is_refused(field, value):
     log = [*group([]).prompt, *answer(4)]
     with pytest.raises(DataError, match=field):
