@@ -40,6 +40,8 @@ STOP_SECONDS = 10.0
 RUNNER_SHARE = 0.7
 """Part of that time that the runner has to checkpoint."""
 STATUS_SECONDS = 1.0
+POD_SWEEP_SECONDS, LAST_SWEEP_SECONDS = 0.4, 10.0
+"""How long killed strays of a pod, and at the end of the run, are waited for: what holds much memory or a device takes its time to go."""
 ANNOUNCED = {
     Action.FAIL: "ending the run",
     Action.PAUSE: "saving a checkpoint and ending the run; resume it when the spec is changed",
@@ -190,7 +192,7 @@ class LocalCluster:
             logger.exception("the local cluster failed")
             self._error = error
         finally:
-            self._sweep()
+            self._sweep(seconds=LAST_SWEEP_SECONDS)
             self._started.set()
             self._done.set()
 
@@ -414,15 +416,16 @@ class LocalCluster:
         for pod in self._pods.values():
             pod.kill()
 
-    def _sweep(self, pod: str | None = None) -> None:
-        """Kill what carries our mark and is left (of one pod)."""
+    def _sweep(self, pod: str | None = None, *, seconds: float = POD_SWEEP_SECONDS) -> None:
+        """Kill what carries our mark and is left (of one pod), until it is gone or `seconds` are over."""
         marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
-        for _ in range(20):
-            left = list(processes.marked(*marks))
-            if not left:
-                return
+        until = time.monotonic() + seconds
+        while left := list(processes.marked(*marks)):
             for pid in left:
                 processes.kill(pid, signal.SIGKILL)
+            if time.monotonic() >= until:
+                logger.warning("processes %s of %s are killed and still there", left, pod or "the run")
+                return
             time.sleep(0.02)
 
     # --- signals and threads ---------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ class Child:
         self.returncode: int | None = None
         self.state: str | None = None
         """State it last told; None before its first sign of life."""
+        self.started = clock()
+        """Clock of its start."""
         self.last_alive: float | None = None
         """Clock of its last sign of life; None before the first."""
         self.tail: deque[bytes] = deque()

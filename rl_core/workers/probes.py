@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 SILENCE = 60.0
 """A child whose I/O thread gave no sign for so long makes /healthz answer 503."""
+FIRST_SIGN = 600.0
+"""The same for a worker that gave none yet: its imports come before its I/O thread, from a slow volume at times."""
 _REGISTERED = ("joining", "constructing", "ready", "updating", "serving")
 
 
@@ -35,13 +37,19 @@ class Probes:
         self._pod, self._plans, self._children, self._restarts, self._clock = pod, plans, children, restarts, clock
 
     def healthz(self) -> tuple[int, str]:
-        """Return 503 naming the children whose I/O thread has been silent for SILENCE seconds; a declared wait is healthy."""
+        """Return 503 naming the children whose I/O thread has been silent for SILENCE seconds; a declared wait is healthy.
+
+        Runner and channel server give no signs; the workers notice their end.
+        """
         now = self._clock()
-        silent = [
-            f"{child.name} for {now - child.last_alive:.0f} s"
-            for child in self._children.values()
-            if child.running and child.last_alive is not None and now - child.last_alive > SILENCE
-        ]
+        silent = []
+        for process in self._plans:
+            child = self._children.get(process.name)
+            if child is None or not child.running or kind_of(process) != "worker":
+                continue
+            since, limit = (child.started, FIRST_SIGN) if child.last_alive is None else (child.last_alive, SILENCE)
+            if now - since > limit:
+                silent.append(f"{child.name} for {now - since:.0f} s")
         return (503, f"no sign of life from {', '.join(silent)}\n") if silent else (200, "ok\n")
 
     def readyz(self) -> tuple[int, str]:

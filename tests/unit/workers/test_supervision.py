@@ -12,16 +12,16 @@ from rl_core.api.errors import ConfigError
 from rl_core.plan.launch import ContainerPlan, PodPlan, ProcessPlan
 from rl_core.workers import processes
 from rl_core.workers.budget import RestartBudget
-from rl_core.workers.probes import SILENCE, Probes
+from rl_core.workers.probes import FIRST_SIGN, SILENCE, Probes
 from rl_core.workers.supervisor import ExitCode, Supervisor
 
 
 class FakeChild:
     """Stands in for a started process."""
 
-    def __init__(self, name, *, running=True, state=None, last_alive=None):
+    def __init__(self, name, *, running=True, state=None, last_alive=None, started=0.0):
         self.name, self.running, self.state, self.last_alive = name, running, state, last_alive
-        self.pid, self.tail = os.getpid(), deque()
+        self.pid, self.tail, self.started = os.getpid(), deque(), started
 
 
 def process(name, group):
@@ -88,9 +88,18 @@ def test_a_budget_allows_three_in_ten_minutes_and_again_when_they_are_old():
     [(None, 200), (100.0 - SILENCE + 1, 200), (100.0 - SILENCE - 1, 503)],
     ids=["never told", "recent", "silent"],
 )
-def test_healthz_judges_only_those_that_once_gave_a_sign(last_alive, code):
+def test_healthz_judges_by_the_last_sign_of_life(last_alive, code):
     found, text = probes("env", {"env-0": FakeChild("env-0", last_alive=last_alive)}).healthz()
     assert found == code and (code == 200 or "env-0 for 61 s" in text)
+
+
+@pytest.mark.parametrize("role", ["env", "runner"])
+@pytest.mark.parametrize("waited", [FIRST_SIGN - 1, FIRST_SIGN + 1])
+def test_a_worker_that_never_gives_a_sign_is_given_up_in_the_end(role, waited):
+    child = FakeChild(name := "runner" if role == "runner" else "env-0", started=5.0)
+    found, text = probes("actor" if role == "runner" else role, {name: child}, now=5.0 + waited).healthz()
+    late = waited > FIRST_SIGN and role != "runner"
+    assert found == (503 if late else 200) and ("env-0 for 601 s" in text) == late
 
 
 def test_healthz_does_not_judge_the_ended():

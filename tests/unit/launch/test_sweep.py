@@ -1,0 +1,46 @@
+"""When `wait` has returned no process of the run is left: what is killed and slow to go is waited for."""
+
+import pytest
+
+from rl_core.launch import local
+from rl_core.launch.local import LAST_SWEEP_SECONDS, POD_SWEEP_SECONDS, LocalCluster
+from rl_core.plan.launch import LaunchPlan
+
+
+class Strays:
+    """Stands in for the kernel: processes that go `seconds` after they were first killed; the time is its own."""
+
+    def __init__(self, seconds):
+        self.now, self.seconds, self.killed, self.marks = 0.0, seconds, None, ()
+
+    def marked(self, *marks):
+        self.marks = marks
+        return [7] if self.killed is None or self.now < self.killed + self.seconds else []
+
+    def kill(self, pid, signum):
+        self.killed = self.now if self.killed is None else self.killed
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("takes", "seconds", "told"),
+    [
+        (5.0, LAST_SWEEP_SECONDS, False),
+        (LAST_SWEEP_SECONDS * 2, LAST_SWEEP_SECONDS, True),
+        (5.0, POD_SWEEP_SECONDS, True),
+    ],
+    ids=["slow at the end", "too slow at the end", "slow between"],
+)
+def test_killed_strays_are_waited_for_and_told_when_they_stay(tmp_path, monkeypatch, caplog, takes, seconds, told):
+    strays = Strays(takes)
+    for name in ("processes", "time"):
+        monkeypatch.setattr(local, name, strays)
+    cluster = LocalCluster(LaunchPlan(job="j", namespace="n", uid="u", epoch=0, pods=()), workdir=tmp_path)
+    cluster._sweep("j-rollout-0", seconds=seconds)
+    assert bool(strays.marked()) == told == ("[7] of j-rollout-0 are killed and still there" in caplog.text)
+    assert min(takes, seconds) <= strays.now < seconds + 1
