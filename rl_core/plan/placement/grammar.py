@@ -54,6 +54,13 @@ def parse_placement(value: Any, total: int) -> list[PlacementPart]:
     contiguous from 0 over the parts; omitted, the part's processes are the next ones, one per resource.
     Raises PlacementError (PlacementRangeError) naming the part, the rule and the total.
     """
+    try:
+        return _parts(value, total)
+    except PlacementError as error:
+        raise type(error)(f"{error} (total {total})") from error
+
+
+def _parts(value: Any, total: int) -> list[PlacementPart]:
     texts = _split(value)
     taken: list[int] = []
     next_process = 0
@@ -64,7 +71,7 @@ def parse_placement(value: Any, total: int) -> list[PlacementPart]:
             raise PlacementError(f"Invalid rank format {text!r}: `all` must be the only part of the map, got {value!r}")
         resources = list(range(total)) if left == "all" else _range(left, total, text)
         if not resources:
-            raise PlacementError(f"part {text!r}: there must be resources to place on, got a total of {total}")
+            raise PlacementError(f"part {text!r}: there must be resources to place on, got none")
         _extend_ascending(taken, resources, text)
         processes = _range(right, None, text) if colon else [next_process + i for i in range(len(resources))]
         if processes[0] != next_process:
@@ -75,7 +82,7 @@ def parse_placement(value: Any, total: int) -> list[PlacementPart]:
         if len(resources) % len(processes) and len(processes) % len(resources):
             raise PlacementError(
                 f"part {text!r}: the number of resources or of processes must divide the other, "
-                f"got {len(resources)} and {len(processes)} (total {total})"
+                f"got {len(resources)} and {len(processes)}"
             )
         next_process += len(processes)
         parts.append(PlacementPart(tuple(resources), tuple(processes)))
@@ -105,7 +112,7 @@ def _range(text: str, total: int | None, part: str) -> list[int]:
         raise PlacementError(f"Invalid rank format {text!r} in part {part!r}; write N or A-B with A <= B")
     if total is not None and last >= total:
         raise PlacementRangeError(
-            f"part {part!r}: rank {last} is out of range [0, {total - 1}] (total {total}); lower it or add resources"
+            f"part {part!r}: rank {last} is out of range [0, {total - 1}]; lower it or add resources"
         )
     return list(range(first, last + 1))
 
