@@ -10,6 +10,7 @@ from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJo
 from rl_core.api.job import RLJobSpec
 from rl_core.checkpoint.files import write_failure
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
+from rl_core.runner.changes import differences
 from rl_core.runner.history import cut_back, now_text, write_json
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
@@ -22,8 +23,12 @@ MATHEMATICS = (
     "algorithm",
     "actor.optimizer",
     "actor.gradClip",
+    "actor.dropout",
     "rollout.sampling",
+    "rollout.maxSequenceLength",
     "env.type",
+    "env.reward",
+    "env.options",
     "env.maxTurns",
 )
 """Fields that alter what a resumed run computes, but for those below them that may change (MAY_CHANGE)."""
@@ -102,13 +107,13 @@ class Checkpoints:
             logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
 
     def _refuse_change(self, saved: dict[str, Any]) -> None:
-        changed = sorted(path for path, value in mathematics(self._spec).items() if saved.get(path, value) != value)
+        now = mathematics(self._spec)
+        before = {path: saved.get(path, value) for path, value in now.items()}
+        changed = [f"{path}: {old!r} (saved), {new!r} (now)" for path, old, new in differences(before, now)]
         if changed and not self._spec.checkpoint.allow_spec_change:
-            told = "; ".join(
-                f"{path}: {saved[path]!r} (saved), {mathematics(self._spec)[path]!r} (now)" for path in changed
-            )
             raise ConfigError(
-                f"a resumed job must compute what the saved one did, got changes in {told}; restore them, or set checkpoint.allowSpecChange: true"
+                f"a resumed job must compute what the saved one did, got changes in {'; '.join(changed)}; restore them, or set "
+                "checkpoint.allowSpecChange: true"
             )
 
     def save(

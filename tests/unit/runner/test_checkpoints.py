@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_core.api.errors import DataError, InfrastructureError, StorageFull, WorkerLost
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.workers.result import WorkerErrors
@@ -129,3 +129,44 @@ def test_the_manifest_tells_the_version_and_the_digest_of_the_weights(spec, outp
     checkpoints = Checkpoints(spec, output=output, epoch=0)
     checkpoints.save(3, Actor(), {"step": 3}, version=4, weights_digest="d", reward=None)
     assert checkpoints.store.latest().manifest.versions == {"policy": 4, "digest": "d"}
+
+
+def resume_as(spec, output, **changes):
+    """Resume from the checkpoint at step 2 as a job with other fields; `changes` are YAML paths with `__` for the dot."""
+    changed = spec.model_dump(mode="json", by_alias=True)
+    for path, value in changes.items():
+        *blocks, field = path.split("__")
+        block = changed
+        for name in blocks:
+            block = block[name]
+        block[field] = value
+    resumed = Checkpoints(RLJobSpec.model_validate(changed), output=output, epoch=1)
+    return resumed.restore(resumed.find("auto"), Actor())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"algorithm__groupSize": 4}, r"in algorithm\.groupSize: 8 \(saved\), 4 \(now\); restore"),
+        ({"actor__optimizer__weightDecay": 0.5}, r"actor\.optimizer\.weightDecay: 0\.01 \(saved\), 0\.5 \(now\)"),
+        ({"env__options": {"comparator": "exact"}}, r"env\.options\.comparator: None \(saved\), 'exact' \(now\)"),
+        ({"env__type": "reward", "env__reward": "mine:f"}, r"env\.reward: None \(saved\), 'mine:f' \(now\); env\.type"),
+        ({"rollout__maxSequenceLength": 99}, r"rollout\.maxSequenceLength: None \(saved\), 99 \(now\)"),
+    ],
+)
+def test_a_resume_that_would_compute_something_else_is_refused_unless_allowed(spec, output, changes, told):
+    saved(spec, output, 2)
+    with pytest.raises(ConfigError, match=told):
+        resume_as(spec, output, **changes)
+    assert resume_as(spec, output, **changes, checkpoint__allowSpecChange=True)["step"] == 2
+
+
+def test_a_resume_may_move_folders_and_go_on_longer_and_faster(spec, output):
+    saved(spec, output, 2)
+    changes = {
+        "model__path": "/elsewhere",
+        "algorithm__steps": 99,
+        "actor__optimizer__learningRate": 1.0,
+        "actor__microBatchTokens": 99,
+    }
+    assert resume_as(spec, output, **changes)["step"] == 2
