@@ -183,15 +183,18 @@ class Trackers:
 
     @classmethod
     def build(cls, specs: Iterable[TrackerSpec], *, name: str, output: Path) -> "Trackers":
-        """Open metrics.jsonl in `output` and the sinks of the job. Raises ConfigError for a missing package."""
+        """Open metrics.jsonl in `output` and the sinks of the job; one that cannot be opened, as its server is away, is left out.
+
+        Raises ConfigError for a missing package, OSError for a folder that cannot be written.
+        """
         sinks: list[Tracker] = [JsonlTracker(output / "metrics.jsonl")]
         for spec in specs:
-            if spec.name == "tensorboard":
-                sinks.append(TensorBoardTracker(output / "tensorboard"))
-            elif spec.name == "wandb":
-                sinks.append(WandbTracker(spec, name=name, folder=output))
-            else:
-                sinks.append(MlflowTracker(spec, name=name))
+            try:
+                sinks.append(_open(spec, name=name, output=output))
+            except ConfigError:
+                raise
+            except Exception:
+                logger.warning("tracker %s could not be opened and is disabled", spec.name, exc_info=True)
         return cls(sinks)
 
     def _each(self, method: str, *args: Any) -> None:
@@ -199,7 +202,7 @@ class Trackers:
             try:
                 getattr(sink, method)(*args)
             except Exception:
-                logger.exception("tracker %s raised in %s and is disabled", type(sink).__name__, method)
+                logger.warning("tracker %s raised in %s and is disabled", type(sink).__name__, method, exc_info=True)
                 self._sinks.remove(sink)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -213,3 +216,11 @@ class Trackers:
     def finish(self, status: str) -> None:
         """End every sink."""
         self._each("finish", status)
+
+
+def _open(spec: TrackerSpec, *, name: str, output: Path) -> Tracker:
+    if spec.name == "tensorboard":
+        return TensorBoardTracker(output / "tensorboard")
+    if spec.name == "wandb":
+        return WandbTracker(spec, name=name, folder=output)
+    return MlflowTracker(spec, name=name)

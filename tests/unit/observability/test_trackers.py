@@ -44,6 +44,18 @@ def test_a_tracker_that_raises_is_disabled_and_the_others_go_on(caplog):
     assert good.steps == [1, 2] and caplog.text.count("is disabled") == 1
 
 
+def test_a_tracker_that_cannot_be_opened_is_disabled_and_the_others_go_on(tmp_path, caplog):
+    (tmp_path / "tensorboard").write_text("in the way")
+    wrong = TrackerSpec(name="mlflow", uri="nowhere://server")
+    trackers = Trackers.build([wrong, TrackerSpec(name="tensorboard")], name="a", output=tmp_path)
+    trackers.log(1, {"reward/mean": 0.5})
+    trackers.finish("Finished")
+    for name in ("mlflow", "tensorboard"):
+        assert f"tracker {name} could not be opened and is disabled" in caplog.text
+    assert {record.levelname for record in caplog.records if "disabled" in record.message} == {"WARNING"}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5}
+
+
 def test_wandb_offline_writes_into_the_output_folder(tmp_path):
     trackers = Trackers.build([TrackerSpec(name="wandb", offline=True)], name="a", output=tmp_path)
     trackers.log(1, {"reward/mean": 0.5})
