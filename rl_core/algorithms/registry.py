@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, TypeVar
 
+from rl_core.api.errors import ConfigError
+from rl_core.api.user_code import import_reference
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ADVANTAGES = "rl_core.algorithms.advantages.registered"
@@ -116,15 +119,10 @@ def _normal(name: str) -> str:
 
 
 def _extension(kind: str, name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    hint = f"{kind} extension {name!r} must name an importable 'package.module:function'"
-    try:
-        found: Any = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # user code may raise anything while it is imported
-        raise ValueError(f"{hint}, got {type(error).__name__}: {error}; check the path and its imports") from error
+    found = import_reference(name, field=f"{kind} function")
     if not callable(found):
-        raise ValueError(f"{hint}, got {type(found).__name__}; name a function")
+        raise ConfigError(
+            f"{kind} function: must be a function, got {name!r}, which is a {type(found).__name__}; correct it"
+        )
     extension: Callable[..., Any] = found
     return extension

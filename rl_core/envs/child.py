@@ -16,8 +16,9 @@ import traceback
 from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, text_of
+from rl_core.api.user_code import describe, load_extensions
 from rl_core.envs import wire
-from rl_core.envs.registry import describe, load_extensions, make_env
+from rl_core.envs.registry import make_env
 from rl_core.envs.rows import rows_of, with_weights
 from rl_core.workers.processes import die_with_parent
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.user_code import describe
 from rl_core.data.reasoning_gym import Scorer, scorer, task_names
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, single_turn_return
-from rl_core.envs.registry import describe
 
 
 class ReasoningGymConfig(EnvConfig):

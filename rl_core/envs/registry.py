@@ -1,12 +1,11 @@
 """Environments by name and user code by `module:object`. Imports of user code happen in env child processes only."""
 
-import importlib
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rl_core.api.errors import ConfigError, text_of
+from rl_core.api.errors import ConfigError
 from rl_core.api.records import EnvironmentInterface
+from rl_core.api.user_code import describe, import_reference
 
 Env = TypeVar("Env", bound=type)
 RewardFunction = Callable[..., Any]
@@ -110,64 +109,3 @@ def _registered_reward(name: str) -> RewardFunction:
         return resolve("reward", name)
     except ValueError as error:
         raise ConfigError(f"env.reward: {error}") from error
-
-
-def load_extensions(modules: Sequence[str]) -> None:
-    """Import `spec.extensions` and call their `register()` where they have one. Raises ConfigError."""
-    for name in modules:
-        register = getattr(_import(name, field="extensions"), "register", None)
-        if callable(register):
-            register()
-
-
-def import_reference(reference: str, *, field: str) -> Any:
-    """Return the object `module:name` (dots in `name` step into it).
-
-    Raises ConfigError naming `field`, the cause with the line of user code it came from, and what the module defines.
-    """
-    module_name, _, path = reference.partition(":")
-    if not module_name or not path:
-        raise ConfigError(f"{field}: must have the form module:name, got {reference!r}; correct it")
-    target: Any = _import(module_name, field=field)
-    for part in path.split("."):
-        if not hasattr(target, part):
-            found = sorted(name for name, value in vars(target).items() if callable(value) and not name.startswith("_"))
-            names = ", ".join(found) or "nothing that can be called"
-            raise ConfigError(
-                f"{field}: must exist, got {reference!r}: {module_name} has no {part!r}; it defines {names}"
-            )
-        target = getattr(target, part)
-    return target
-
-
-def _import(name: str, *, field: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"{field}: must be importable, got {name!r}, which was not found; put {name.partition('.')[0]}.py beside "
-                "the job file or install its package"
-            ) from error
-        raise ConfigError(
-            f"{field}: must be importable, got {name!r}: {describe(error)}; install what it needs"
-        ) from error
-    except BaseException as error:  # the import runs user code, which may even exit
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigError(
-            f"{field}: must be importable, got {name!r}: {describe(error)}; correct the module"
-        ) from error
-
-
-def describe(error: BaseException) -> str:
-    """Return type, text and the last line of code of `error`, as `ValueError: no digits (score.py:7 in score)`."""
-    message = " ".join(text_of(error).split())
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    if isinstance(error, SyntaxError):
-        return text
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    if not frames:
-        return text
-    last = frames[-1]
-    return f"{text} ({last.filename.rpartition('/')[2]}:{last.lineno} in {last.name})"

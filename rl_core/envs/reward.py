@@ -14,8 +14,9 @@ from pydantic import Field
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.api.user_code import describe
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, prompt_text, single_turn_return
-from rl_core.envs.registry import describe, load_reward
+from rl_core.envs.registry import load_reward
 from rl_core.envs.scores import check_scores
 
 Metadata = Sequence[dict[str, Any] | None]

@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,9 @@ from rl_core.api.errors import (
     InfrastructureError,
     RLJobError,
     exit_code,
-    text_of,
 )
 from rl_core.api.identity import Identity
+from rl_core.api.user_code import load_extensions
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
 from rl_core.transports import shared_memory
@@ -80,6 +81,8 @@ class Host:
         self._report_now = asyncio.Event()
         self._stop = asyncio.Event()
         self._heartbeat_seconds = FIRST_HEARTBEAT
+        self._welcomed = threading.Event()
+        """Set when the hub's answer to hello was taken in; a runner may call before it was."""
         self._extended = False
         self._signals = 0
         self._registrations = 0
@@ -180,6 +183,7 @@ class Host:
         context.files = dict(answer["files"]) or context.files
         context.forget_view()
         context.update_view(answer["view"])
+        self._welcomed.set()
         self._report_now.set()
         logger.info("registered with the hub at %s, epoch %s", self.identity.hub, context.epoch)
 
@@ -344,13 +348,15 @@ class Host:
     async def _make_servant(self) -> Servant:
         return Servant(
             self.context,
-            before_build=self._register_extensions,
+            before_build=self._load_extensions,
             on_methods=self._serve_methods,
             on_ready=self._tell_ready,
         )
 
-    def _register_extensions(self) -> None:
+    def _load_extensions(self) -> None:
         """Import the job's extensions, once. In the worker's thread: an import may take minutes, and heartbeats must go on."""
+        if not self._welcomed.wait(DEFAULT_READY):
+            raise InfrastructureError(f"the hub's answer to hello must come within {DEFAULT_READY:.0f} s, got none")
         if self.context.job is not None and not self._extended:
             load_extensions(self.context.job.spec.extensions)
             self._extended = True

@@ -35,16 +35,18 @@ class Servant:
         self,
         context: WorkerContext,
         *,
+        before_build: Callable[[], None],
         on_methods: Callable[[dict[str, Callable[..., Any]]], None],
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
         """Serve in `context`.
 
-        `on_methods` is given the handlers of methods to be served under their own names; `on_ready` is awaited when the
-        object is there, before the caller of `construct` is told.
+        `before_build` is called in the thread that builds the object; `on_methods` is given the handlers of methods to be
+        served under their own names; `on_ready` is awaited when the object is there, before the caller of `construct` is told.
         """
         self.worker: Worker | None = None
         self._context = context
+        self._before_build = before_build
         self._on_methods = on_methods
         self._on_ready = on_ready
         self._served: set[str] = set()
@@ -110,6 +112,7 @@ class Servant:
             self._context.set_state(MemberState.READY)
 
     def _build(self, spec: dict[str, Any]) -> Worker:
+        self._before_build()
         cls = load_class(spec["cls"])
         args, kwargs = arguments.unpack(spec["args"], spec["kwargs"])
         Worker._host_context = self._context

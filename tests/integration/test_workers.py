@@ -14,6 +14,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded, RemoteError, WorkerLost
 from rl_core.api.identity import Identity
+from rl_core.api.job import RLJob
 from rl_core.launch.ports import free_ports
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.group import Cluster, WorkerGroup
@@ -39,10 +40,11 @@ class Job:
             group=role, rank=0, world_size=1, hub=f"tcp://127.0.0.1:{self.port}",
         )  # fmt: skip
 
-    def open_hub(self, epoch, *, suspect_seconds=30.0, lost_seconds=60.0):
+    def open_hub(self, epoch, *, suspect_seconds=30.0, lost_seconds=60.0, job=None):
         """Open a hub that takes no busy machine for a loss."""
         self.hub = Hub(
             identity=self.identity(epoch),
+            job=job,
             heartbeat_seconds=0.2,
             suspect_seconds=suspect_seconds,
             lost_seconds=lost_seconds,
@@ -69,14 +71,24 @@ class Job:
             )
             return self._find(kind, name, incarnation)
 
+    def wait_heartbeat(self, name, *, state, after=0.0):
+        """Return when the hub heard of the member in this state, later than `after`, by the hub's clock."""
+        deadline = time.monotonic() + 60
+        while True:
+            member = self.hub.get(name)
+            if member.state == state and member.last_seen > after:
+                return member.last_seen
+            assert time.monotonic() < deadline, (member, self.events)
+            time.sleep(0.02)
+
     def _find(self, *wanted):
         return next((reason for *event, reason in self.events if tuple(event) == wanted), None)
 
-    def start(self, role, rank, *, epoch=0, incarnation="0.0"):
+    def start(self, role, rank, *, epoch=0, incarnation="0.0", code=HERE):
         environ = {
             **os.environ, "RLJOB_NAME": "j", "RLJOB_UID": "u", "RLJOB_ROLE": role, "RLJOB_POD": f"j-{role}-{rank}", "RANK": str(rank),
             "GROUP_NAME": role, "WORLD_SIZE": "2", "RLJOB_EPOCH": str(epoch), "RLJOB_INCARNATION": incarnation,
-            "RLJOB_HUB": f"tcp://127.0.0.1:{self.port}", "PYTHONPATH": str(HERE), "RLJOB_LOG_LEVEL": "ERROR",
+            "RLJOB_HUB": f"tcp://127.0.0.1:{self.port}", "PYTHONPATH": f"{HERE}{os.pathsep}{code}", "RLJOB_LOG_LEVEL": "ERROR",
         }  # fmt: skip
         process = subprocess.Popen([sys.executable, "-m", "rl_core.workers.host"], env=environ)
         self.processes.append(process)
@@ -252,6 +264,38 @@ def test_a_failing_constructor_ends_the_wait_with_its_error(job, fail, error):
     job.hub.start()
     with pytest.raises(error, match="model.path must exist" if fail == "config" else "KeyError"):
         job.cluster.wait_ready(["actor"], 60)
+
+
+def job_with_extensions(*modules):
+    """A job that names modules of the user."""
+    spec = {"model": {"path": "m"}, "data": {"train": "t"}, "extensions": list(modules)}
+    return RLJob.model_validate(
+        {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "j"}, "spec": spec}
+    )
+
+
+SLOW_EXTENSION = """
+import pathlib, time
+while not pathlib.Path({gate!r}).exists():
+    time.sleep(0.02)
+"""
+
+
+def test_an_extension_that_takes_its_time_to_be_imported_keeps_no_heartbeat_from_the_hub(job, tmp_path):
+    (tmp_path / "slow_extension.py").write_text(SLOW_EXTENSION.format(gate=str(tmp_path / "gate")))
+    job.hub.close()
+    job.cluster.close()
+    job.open_hub(0, job=job_with_extensions("slow_extension"))
+    job.start("rollout", 0, code=tmp_path)
+    group = WorkerGroup.of(SAMPLE).launch(job.cluster, name="rollout")
+    job.hub.on_joined = lambda member: (job.note("joined", member, ""), group.construct(member))
+    job.hub.start()
+    job.wait_for("joined", "rollout:0")
+    heard = job.wait_heartbeat("rollout:0", state="constructing")
+    job.wait_heartbeat("rollout:0", state="constructing", after=heard)
+    (tmp_path / "gate").touch()
+    job.wait_for("ready", "rollout:0")
+    assert group.add(1).wait(30) == [1]
 
 
 def test_a_silent_worker_is_suspect_and_then_lost_and_its_call_fails_and_it_returns(job):

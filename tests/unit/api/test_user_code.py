@@ -1,14 +1,15 @@
-"""`spec.extensions` in a worker process: imported and registered, or a bad input that names the module and its error."""
+"""Code of the user by name: modules with `register()`, `module:object`, and failures told with their cause."""
 
 import pytest
 
-from rl_core.workers.host import Ended, _register_extensions
+from rl_core.api.errors import ConfigError
+from rl_core.api.user_code import import_reference, load_extensions
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch, request):
-    """A module of the user with the given text; its name."""
-    name = f"user_extension_{abs(hash(request.node.name))}"
+    """Write a module of the user; returns its name, another one for each test."""
+    name = f"user_code_{abs(hash(request.node.name))}"
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text):
@@ -18,25 +19,55 @@ def module(tmp_path, monkeypatch, request):
     return write
 
 
+FAILURES = pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1 / 0", r"ZeroDivisionError: division by zero \(user_code_\d+\.py:1 in <module>\); correct the module"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("def f(:", "SyntaxError"),
+        ("import user_dependency", "ModuleNotFoundError: No module named 'user_dependency'.*install what it needs"),
+    ],
+    ids=["raises", "exits", "syntax", "dependency"],
+)
+
+
+@FAILURES
+def test_a_module_that_fails_to_import_is_told_with_its_cause(module, text, told):
+    name = module(text)
+    with pytest.raises(ConfigError, match=rf"^env\.reward: must be importable, got '{name}': {told}"):
+        import_reference(f"{name}:f", field="env.reward")
+    with pytest.raises(ConfigError, match=rf"^extensions: must be importable, got '{name}': {told}"):
+        load_extensions([name])
+
+
+def test_a_module_that_is_not_there_says_where_it_is_looked_for():
+    with pytest.raises(
+        ConfigError, match=r"got 'user_nowhere\.deep', which was not found; put user_nowhere\.py beside"
+    ):
+        load_extensions(["user_nowhere.deep"])
+
+
+def test_an_object_that_is_not_there_is_told_with_those_that_are(module):
+    name = module("def score(): ...\ndef _hidden(): ...\nnumber = 1")
+    with pytest.raises(ConfigError, match="has no 'scor'; it defines score$"):
+        import_reference(f"{name}:scor", field="env.reward")
+    assert import_reference(f"{name}:score.__name__", field="env.reward") == "score"
+
+
+@pytest.mark.parametrize("reference", ["module", "module:", ":name"])
+def test_a_reference_names_module_and_object(reference):
+    with pytest.raises(ConfigError, match=r"must have the form module:name"):
+        import_reference(reference, field="env.reward")
+
+
 def test_a_module_is_imported_and_its_register_called_where_it_has_one(module):
     name = module("done = []\ndef register(): done.append(1)")
-    _register_extensions([name, "json"])
+    load_extensions([name, "json"])
     assert __import__(name).done == [1]
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("raise ValueError('no licence')", "ValueError: no licence"),
-        ("def register(): raise KeyError('x')", "KeyError: 'x'"),
-        ("def register(:", "SyntaxError"),
-        ("raise SystemExit(0)", "SystemExit: 0"),
-        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
-    ],
-    ids=["raises", "register raises", "syntax", "exits", "dependency"],
-)
-def test_one_that_fails_in_any_way_is_bad_input(module, text, told):
-    name = module(text)
-    with pytest.raises(Ended, match=f"extensions: must be importable, got '{name}': {told}") as caught:
-        _register_extensions([name])
-    assert caught.value.code == 2
+@pytest.mark.parametrize("code", ["raise KeyError('x')", "raise SystemExit('x')"])
+def test_a_register_that_fails_is_bad_input(module, code):
+    name = module(f"def register(): {code}")
+    with pytest.raises(ConfigError, match=rf"^extensions: register\(\) of '{name}' must not fail, got \w+: '?x'?"):
+        load_extensions([name])

@@ -9,7 +9,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.records import EnvironmentReturn
 from rl_core.envs.base import EnvConfig
 from rl_core.envs.math import MathEnvironment
-from rl_core.envs.registry import import_reference, known_envs, load_extensions, load_reward, make_env, register_env
+from rl_core.envs.registry import known_envs, load_reward, make_env, register_env
 
 
 class Echo:
@@ -82,23 +82,6 @@ def test_a_class_that_cannot_be_built_is_a_config_error_with_the_way_out(user, r
         make_env(reference, options)
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("import user_dependency", "ModuleNotFoundError: No module named 'user_dependency'.*install what it needs"),
-        ("x = 1 / 0", r"ZeroDivisionError: division by zero \(user_module\.py:1 in <module>\)"),
-        ("def f(:", "SyntaxError"),
-        ("import sys; sys.exit(3)", "SystemExit: 3"),
-    ],
-    ids=["dependency", "raises", "syntax", "exits"],
-)
-def test_a_module_that_fails_to_import_is_told_with_its_cause(tmp_path, monkeypatch, code, text):
-    (tmp_path / "user_module.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match=text):
-        import_reference("user_module:f", field="env.reward")
-
-
 def test_registered_classes_are_known_and_names_are_unique(monkeypatch):
     monkeypatch.setattr("rl_core.envs.registry._registered", {})
     register_env("echo")(Optioned)
@@ -108,15 +91,6 @@ def test_registered_classes_are_known_and_names_are_unique(monkeypatch):
         register_env("echo")(Echo)
     with pytest.raises(ValueError, match="got 'math', which is taken"):
         register_env("math")(Echo)
-
-
-def test_extensions_are_imported_and_registered(user):
-    calls = []
-    user.register = lambda: calls.append(1)
-    load_extensions(["user_envs"])
-    assert calls == [1]
-    with pytest.raises(ConfigError, match="extensions: must be importable, got 'user_nowhere'"):
-        load_extensions(["user_nowhere"])
 
 
 def test_load_reward_refuses_what_cannot_be_called(user):
