@@ -79,18 +79,20 @@ class Validation:
 
 
 def summarise(answers: Sequence[dict[str, Any]], *, group_size: int) -> dict[str, float]:
-    """Return `val/*` over finished prompts; prompts that failed are excluded and counted in `val/errors`."""
+    """Return `val/*` over finished prompts; prompts that failed are excluded and counted in `val/errors`.
+
+    A sample without a reward (None) is no wrong one: it leaves accuracy, a prompt without any other leaves pass@k too.
+    """
     good = [answer for answer in answers if not answer.get("error")]
     for answer in answers:
         if answer.get("error"):
             logger.warning("validation prompt %s: %s", answer["group_id"], answer["error"])
     metrics = {"val/errors": float(len(answers) - len(good)), "val/prompts": float(len(answers))}
-    rewards = [
-        reward for answer in good for reward in answer["rewards"] if reward is not None and math.isfinite(reward)
-    ]
+    by_prompt = [[r for r in answer["rewards"] if r is not None and math.isfinite(r)] for answer in good]
+    rewards = [reward for prompt in by_prompt for reward in prompt]
     if not rewards:
         return metrics
-    solved_by_prompt = [any(reward is not None and reward >= SOLVED for reward in answer["rewards"]) for answer in good]
+    solved_by_prompt = [max(prompt) >= SOLVED for prompt in by_prompt if prompt]
     return metrics | {
         "val/accuracy": float(np.mean([reward >= SOLVED for reward in rewards])),
         "val/reward_mean": float(np.mean(rewards)),

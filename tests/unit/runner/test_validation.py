@@ -33,6 +33,13 @@ def test_pass_at_k_needs_one_solved_sample_of_a_prompt():
     assert metrics["val/pass@2"] == 0.5 and metrics["val/accuracy"] == 0.25
 
 
+def test_a_prompt_whose_samples_have_no_reward_is_not_an_unsolved_one():
+    answers = [answer("a", [0.0, 1.0]), answer("b", [None, None]), answer("c", [None, 0.0])]
+    metrics = summarise(answers, group_size=2)
+    assert metrics["val/pass@2"] == 0.5 and metrics["val/accuracy"] == pytest.approx(1 / 3)
+    assert metrics["val/errors"] == 0 and metrics["val/prompts"] == 3
+
+
 def test_only_errors_give_no_accuracy_at_all():
     assert "val/accuracy" not in summarise([answer("a", [], error="x")], group_size=1)
 
