@@ -82,8 +82,9 @@ class CheckpointStore:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with self._locked():
+                self._check_fence(epoch)
+                self._clean()  # first: what a killed writer left may be all the room there is, and the fence needs some
                 self._raise_fence(epoch)
-                self._clean()
                 staging.mkdir()
         except OSError as error:
             raise write_failure(f"checkpoint of step {step}", self.root, error) from error

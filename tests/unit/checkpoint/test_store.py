@@ -1,5 +1,6 @@
 """I7: a checkpoint is complete or invisible, whatever happens while it is written."""
 
+import errno
 import json
 import logging
 import os
@@ -232,6 +233,20 @@ def test_begin_removes_what_killed_writers_left(store):
     assert hidden(store) == [staging.name]
     assert list(staging.iterdir()) == []
     assert store.complete_steps() == [1]
+
+
+def test_what_a_killed_writer_left_is_room_for_the_next_one_on_a_full_disk(store, monkeypatch):
+    left = store.begin(2, 0)
+
+    def write_into_what_is_left(path, data):
+        if left.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_file(path, data)
+
+    monkeypatch.setattr("rl_core.checkpoint.store.write_file", write_into_what_is_left)
+    assert store.begin(2, 1).is_dir() and not left.exists()
+    with pytest.raises(EpochFenced):
+        store.begin(3, 0)
 
 
 def test_abort_removes_the_staging_folder_and_may_be_called_again(store):
