@@ -5,6 +5,11 @@ can rebuild the same type. Exit codes of processes follow from the kind: ConfigE
 """
 
 import asyncio
+import reprlib
+from typing import Any
+
+MAX_TEXT = 16_384
+"""Characters of an error that are sent; those of user code may be of any size."""
 
 
 class RLJobError(Exception):
@@ -113,12 +118,26 @@ DataFailure = DataError
 
 
 def text_of(error: BaseException) -> str:
-    """Return what `error` says of itself as text that can be sent: an error of user code may have none, or hold half characters."""
+    """Return what `error` says of itself as text that can be sent: an error of user code may have none, or hold half characters.
+
+    Beyond MAX_TEXT characters it is cut.
+    """
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 - whatever its class does, its reader must hear of it
         text = f"(its text cannot be made: {type(broken).__name__})"
+    if len(text) > MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}... ({len(text)} characters)"
     return text.encode("utf-8", "replace").decode()
+
+
+def shown(value: Any) -> str:
+    """Return `value` for the text of an error, shortened: what is wrong may be of any size, or not even have a repr."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 def exit_code(error: BaseException) -> int:

@@ -52,7 +52,7 @@ def _compiled(source: str) -> Template:
 
 
 def _complaint(cause: str) -> str:
-    return f"chat template must render the prompt, got: {cause}; correct data.chatTemplate"
+    return f"chat template must render the prompt, got: {cause}; correct the row or data.chatTemplate"
 
 
 def _refuse(message: str) -> None:

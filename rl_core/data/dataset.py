@@ -1,12 +1,13 @@
 """Prompts with their tokens, as the ledger leases them."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rl_core.api.errors import ConfigError, DataError
+from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
 from rl_core.api.settings import DataSpec
 from rl_core.data.source import Row, collect, read_rows
@@ -16,6 +17,8 @@ from rl_core.transports import frames
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 ANSWERED_TASKS = frozenset({"math"})
 """Environments that can score no row without its answer."""
+HEAD_CHARACTERS = 16
+"""Characters per token of the limit beyond which a prompt is looked at by its head first: tokens take 400 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,7 @@ def load_prompts(
     """
     rows = read_rows(reference, field=field)
     _check_columns(rows, data, field=field)
+    _check_settings_of_messages(rows, data, field=field)
 
     def outcomes() -> Iterator[DatumSpec | DataError]:
         for index, row in enumerate(rows):
@@ -69,16 +73,20 @@ def _sample(
     """Return one row as a sample, also one that is too long to use. Raises DataError."""
     where = f"{field} row {index + 1}"
     _check_travels(row, where=where)
-    if task_name in ANSWERED_TASKS and type(row.get(data.answer_key)) not in (str, int, float):
+    if task_name in ANSWERED_TASKS and not _is_answer(row.get(data.answer_key)):
         raise DataError(
             f"{where}: column {data.answer_key!r} (data.answerKey) must hold the answer as text or number for env.type {task_name}, "
-            f"got {row.get(data.answer_key)!r}; correct the row or data.answerKey"
+            f"got {shown(row.get(data.answer_key))}; correct the row or data.answerKey"
         )
-    log = _message_log(row, data, tokenizer, where=where)
+    log = _message_log(row, data, tokenizer, where=where, max_seq_len=max_seq_len)
     length = sum(len(message["token_ids"]) for message in log)
+    if not length:
+        raise DataError(
+            f"{where}: a prompt must have a token, got none for {shown(row[data.prompt_key])}; drop the row"
+        )
     if length >= max_seq_len and data.on_overlong == "refuse":
         raise DataError(
-            f"{where}: a prompt must be shorter than the sequence limit of {max_seq_len} tokens, got {length}; "
+            f"{where}: a prompt must be shorter than the sequence limit of {max_seq_len} tokens, got at least {length}; "
             "shorten it, raise rollout.maxSequenceLength or set data.onOverlong: drop"
         )
     return DatumSpec(
@@ -103,6 +111,25 @@ def _check_columns(rows: list[Row], data: DataSpec, *, field: str) -> None:
             )
 
 
+def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str) -> None:
+    """Refuse settings of message lists where there is none: nothing would come of them."""
+    given = [
+        name for name, text in (("systemPrompt", data.system_prompt), ("chatTemplate", data.chat_template)) if text
+    ]
+    if given and not any(isinstance(row.get(data.prompt_key), list) for row in rows):
+        raise ConfigError(
+            f"{field} must hold message lists for data.{given[0]}, got text prompts, which are taken as they are; "
+            f"remove data.{given[0]} or write prompts as lists of {{role, content}}"
+        )
+
+
+def _is_answer(value: Any) -> bool:
+    """Return whether `value` can be a ground truth: text that is not blank, or a finite number."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+
+
 def _check_travels(row: Row, *, where: str) -> None:
     """Refuse what could not be sent to the rollouts, before anything starts: dates, decimals, integers beyond 64 bits."""
     try:
@@ -122,16 +149,20 @@ def _env_info(row: Row, data: DataSpec) -> dict[str, Any]:
     return info
 
 
-def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str) -> list[Any]:
+def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str, max_seq_len: int) -> list[Any]:
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str) and prompt:
-        ids = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(_bounded(prompt, tokenizer, max_seq_len))["input_ids"]
         return [{"role": "user", "content": prompt, "token_ids": np.asarray(ids, dtype=np.int64)}]
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+        # A parquet column gives every message all the keys that one of them has, as None.
+        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
         if data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system_prompt})
-        return _render(messages, data, tokenizer)
+        try:
+            return _render(messages, data, tokenizer, max_seq_len)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     raise DataError(
         f"{where}: column {data.prompt_key!r} must be text or a list of {{role, content}} with roles {sorted(CHAT_ROLES)}, "
         f"got {str(prompt)[:80]!r}; correct the row"
@@ -139,24 +170,40 @@ def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str) 
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping) and message.get("role") in CHAT_ROLES and isinstance(message.get("content"), str)
-    )
+    if not isinstance(message, Mapping):
+        return False
+    role = message.get("role")
+    return isinstance(role, str) and role in CHAT_ROLES and isinstance(message.get("content"), str)
 
 
-def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer) -> list[Any]:
+def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer, max_seq_len: int) -> list[Any]:
     """Render the whole conversation, tokenise it once and cut the tokens at the messages' borders.
 
-    Where a template does not render a prefix of the conversation as a prefix of the text, the last message holds all tokens.
+    Where a template does not render a prefix of the conversation as a prefix of the text, or refuses the prefix, the next
+    message holds the tokens too: joined, the messages' tokens are the conversation's in any case.
     """
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, template=data.chat_template)
+    whole = _bounded(whole, tokenizer, max_seq_len)
     ids, starts = tokenizer.encode_with_offsets(whole)
-    ends = []
+    ends = [0]
     for count in range(1, len(messages)):
-        part = tokenizer.apply_chat_template(messages[:count], template=data.chat_template)
-        ends.append(len(part) if whole.startswith(part) else 0)
-    borders = [0, *np.searchsorted(np.asarray(starts), ends).tolist(), len(ids)]
+        try:
+            part = tokenizer.apply_chat_template(messages[:count], template=data.chat_template)
+        except ConfigError:  # many templates want a user's message, or one at the end
+            part = None
+        ends.append(max(ends[-1], len(part)) if part is not None and whole.startswith(part) else ends[-1])
+    borders = [*np.searchsorted(np.asarray(starts), ends).tolist(), len(ids)]
     return [
-        {**message, "token_ids": np.asarray(ids[begin:end], dtype=np.int64)}
-        for message, begin, end in zip(messages, borders, borders[1:], strict=False)
+        {"role": one["role"], "content": one["content"], "token_ids": np.asarray(ids[begin:end], dtype=np.int64)}
+        for one, begin, end in zip(messages, borders, borders[1:], strict=False)
     ]
+
+
+def _bounded(text: str, tokenizer: Tokenizer, max_seq_len: int) -> str:
+    """Return `text`, or a head of it that is too long a prompt already: the tokens of all of it might not fit into memory."""
+    size = HEAD_CHARACTERS * max_seq_len
+    while size < len(text):
+        if len(tokenizer(text[:size])["input_ids"]) > 2 * max_seq_len:
+            return text[:size]
+        size *= 4
+    return text

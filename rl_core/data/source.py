@@ -42,19 +42,27 @@ def read_rows(reference: str, *, field: str) -> list[Row]:
     if reference.startswith(GENERATED_SCHEME):
         return _generate(reference, field=field)
     path = fetch(reference) if reference.startswith(HUB_SCHEME) else Path(reference)
+    try:
+        rows = _read_file(path, reference, field=field)
+    except OSError as error:
+        raise ConfigError(
+            f"{field} must be readable, got {reference[:80]}: {error.strerror}; check the file"
+        ) from error
+    if not rows:
+        raise ConfigError(f"{field} must hold at least one row, got an empty file: {path}; fill it or choose another")
+    return rows
+
+
+def _read_file(path: Path, reference: str, *, field: str) -> list[Row]:
     if not path.is_file():
         raise ConfigError(
             f"{field} must be an existing file, got {reference}; check the path (relative paths start at the job file)"
         )
     if path.suffix == ".parquet":
-        rows = _read_parquet(path, field=field)
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
-        rows = collect(_read_jsonl(path), rows=f"{path}: malformed lines")
-    else:
-        raise ConfigError(f"{field} must end in .jsonl or .parquet, got {path.name}; convert the file")
-    if not rows:
-        raise ConfigError(f"{field} must hold at least one row, got an empty file: {path}; fill it or choose another")
-    return rows
+        return _read_parquet(path, field=field)
+    if path.suffix in (".jsonl", ".json", ".ndjson"):
+        return collect(_read_jsonl(path), rows=f"{path}: malformed lines")
+    raise ConfigError(f"{field} must end in .jsonl or .parquet, got {path.name}; convert the file")
 
 
 def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
@@ -63,7 +71,7 @@ def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
                 yield DataError(f"{path}:{number}: a line must be one JSON object, got {error}; correct the line")
                 continue
@@ -72,6 +80,15 @@ def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
             else:
                 kind = type(row).__name__
                 yield DataError(f"{path}:{number}: a line must be a JSON object, got {kind}; correct the line")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for a key that comes twice: one of its values would be lost in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r} twice")
+    return found
 
 
 def _read_parquet(path: Path, *, field: str) -> list[Row]:

@@ -86,16 +86,30 @@ class Tokenizer:
                 "set eos_token in tokenizer_config.json, generation cannot end without it"
             )
         pad = cls._special_id(backend, specials.get("pad_token"), "pad_token_id", more)
-        template = (
-            files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
-        )
+        template = cls._template(files, config, origin)
         return cls(
             backend,
             eos_token_id=eos,
             pad_token_id=eos if pad is None else pad,
-            chat_template=template if isinstance(template, str) else None,
+            chat_template=template,
             specials=specials,
         )
+
+    @staticmethod
+    def _template(files: Mapping[str, bytes], config: Mapping[str, Any], origin: str) -> str | None:
+        """Return the chat template: the file, else the one of the config; of several by name the default one."""
+        if "chat_template.jinja" in files:
+            try:
+                return files["chat_template.jinja"].decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"chat_template.jinja of {origin} must be UTF-8, got {error}; save it again"
+                ) from error
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            named = [one for one in template if isinstance(one, Mapping) and one.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        return template if isinstance(template, str) else None
 
     @staticmethod
     def _special_id(backend: Backend, text: str | None, key: str, configs: Sequence[Mapping[str, Any]]) -> int | None:

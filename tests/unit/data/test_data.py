@@ -90,11 +90,106 @@ def test_a_template_that_is_not_incremental_keeps_all_tokens(tmp_path, tokenizer
     assert "".join(tokenizer.decode(m["token_ids"]) for m in sample["message_log"]) == "go hi"
 
 
+TURNS = [
+    {"role": "system", "content": "ab"},
+    {"role": "user", "content": "cd"},
+    {"role": "assistant", "content": "e"},
+    {"role": "user", "content": "f"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", ["ab", "cd", "e", "f"]),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}<think>{% endif %}{{ m.content }}{% endfor %}",
+            ["ab", "cd", "", "ef"],
+        ),
+        (
+            "{% if messages[-1].role != 'user' %}{{ raise_exception('a user must ask') }}{% endif %}"
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            ["", "abcd", "", "ef"],
+        ),
+    ],
+    ids=["every-prefix", "one-is-rendered-otherwise", "some-are-refused"],
+)
+def test_the_tokens_of_the_messages_are_the_conversation_whatever_a_template_makes_of_its_prefixes(
+    tmp_path, tokenizer, template, texts
+):
+    sample = load(write(tmp_path / "a.jsonl", {"prompt": TURNS}), tokenizer, chatTemplate=template)[0]
+    assert [tokenizer.decode(message["token_ids"]) for message in sample["message_log"]] == texts
+    assert sample["length"] == 6
+
+
+def test_a_template_sees_all_of_a_message_and_the_log_its_role_and_text(tmp_path, tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}], "name": None}
+    path = write(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "go"}, call]})
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.name is defined %}?{% endif %}"
+        "{% if m.tool_calls %}={{ m.tool_calls[0].name }}{% endif %}{% endfor %}"
+    )
+    log = load(path, tokenizer, chatTemplate=template)[0]["message_log"]
+    assert "".join(tokenizer.decode(message["token_ids"]) for message in log) == "go=add"
+    assert all(set(message) == {"role", "content", "token_ids"} for message in log)
+
+
+def test_a_template_that_fails_on_a_row_names_the_row(tmp_path, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in "ab"]
+    template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}x"
+    with pytest.raises(ConfigError, match="data.train row 2: chat template must render the prompt, got: no b"):
+        load(write(tmp_path / "a.jsonl", *rows), tokenizer, chatTemplate=template)
+
+
+@pytest.mark.parametrize("setting", ["systemPrompt", "chatTemplate"])
+def test_settings_of_conversations_are_refused_where_there_is_none(tmp_path, tokenizer, setting):
+    with pytest.raises(ConfigError, match=f"data.train must hold message lists for data.{setting}, got text prompts"):
+        load(write(tmp_path / "a.jsonl", {"prompt": "1"}), tokenizer, **{setting: "be kind"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template"), [([{"role": "user", "content": "hi"}], "{{ '' }}"), ("\u200b", None)], ids=["chat", "text"]
+)
+def test_a_prompt_without_a_token_is_refused(tmp_path, model_folder, prompt, template):
+    from tokenizers import normalizers
+
+    tokenizer = Tokenizer.from_folder(model_folder)
+    tokenizer.backend.normalizer = normalizers.Replace("\u200b", "")
+    with pytest.raises(DataError, match="data.train row 2: a prompt must have a token, got none"):
+        rows = [{"prompt": [{"role": "user", "content": "x"}] if template else "1"}, {"prompt": prompt}]
+        template = template and "{% if messages[0].content == 'x' %}x{% endif %}"
+        load(write(tmp_path / "a.jsonl", *rows), tokenizer, **({"chatTemplate": template} if template else {}))
+
+
+def test_of_a_prompt_that_is_far_too_long_only_a_head_is_turned_into_tokens(tmp_path, tokenizer, monkeypatch):
+    longest = []
+    encode = Tokenizer.__call__
+
+    def watched(self, text, **options):
+        longest.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "__call__", watched)
+    path = write(tmp_path / "a.jsonl", {"prompt": "1" * 100_000}, {"prompt": "1"})
+    assert load(path, tokenizer, max_seq_len=10).dropped_overlong == 1 and max(longest) <= 1000
+
+
+def test_a_long_text_of_few_tokens_is_a_prompt_as_it_is(tmp_path, model_folder):
+    from tokenizers import normalizers
+
+    tokenizer = Tokenizer.from_folder(model_folder)
+    tokenizer.backend.normalizer = normalizers.Replace("-", "")
+    path = write(tmp_path / "a.jsonl", {"prompt": "-" * 10_000 + "12"})
+    assert load(path, tokenizer, max_seq_len=10)[0]["length"] == 2
+
+
 def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", {"prompt": "1+2="}, {"prompt": "1" * 10}, {"prompt": "2+2="})
     found = load(path, tokenizer, max_seq_len=10)
     assert [sample["idx"] for sample in found.samples] == [0, 2] and found.dropped_overlong == 1
-    with pytest.raises(DataError, match="row 2: a prompt must be shorter than the sequence limit of 10 tokens, got 10"):
+    with pytest.raises(
+        DataError, match="row 2: a prompt must be shorter than the sequence limit of 10 tokens, got at least 10"
+    ):
         load(path, tokenizer, max_seq_len=10, onOverlong="refuse")
     with pytest.raises(ConfigError, match="must hold a prompt shorter than 4 tokens, got 3 longer ones"):
         load(path, tokenizer, max_seq_len=4)
@@ -106,6 +201,9 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tmp_path, tokenizer
         ("{oops", r"a\.jsonl:2: a line must be one JSON object"),
         ("[1]", r"a\.jsonl:2: a line must be a JSON object, got list"),
         ("[" * 100_000, r"a\.jsonl:2: a line must be one JSON object, got maximum recursion depth"),
+        ('{"prompt": "x",}', r"a\.jsonl:2: a line must be one JSON object"),
+        ('{"prompt": "x", "prompt": "y"}', r"a\.jsonl:2: a line must be one JSON object, got the key 'prompt' twice"),
+        ('{"prompt": "x", "m": {"k": 1, "k": 1}}', r"a\.jsonl:2: .* got the key 'k' twice"),
     ],
 )
 def test_a_malformed_line_is_told_with_its_number(tmp_path, line, message):
@@ -131,14 +229,19 @@ def test_every_row_without_an_answer_is_told_where_the_environment_cannot_do_wit
         {"prompt": "2"},
         {"prompt": "3", "answer": "3"},
         {"prompt": "4", "answer": None},
+        {"prompt": "5", "answer": " "},
+        {"prompt": "6", "answer": float("nan")},
+        {"prompt": "7", "answer": True},
+        {"prompt": "8", "answer": ["8"] * 1000},
     ]
     path = write(tmp_path / "a.jsonl", *rows)
     data = DataSpec(train=path)
     with pytest.raises(DataError) as error:
         load_prompts(path, data, tokenizer, field="data.train", task_name="math", max_seq_len=10)
     told = [line.partition(":")[0] for line in str(error.value).splitlines()]
-    assert told == ["data.train row 2", "data.train row 4"] and "data.answerKey" in str(error.value)
-    assert len(load_prompts(path, data, tokenizer, field="data.train", task_name="reward", max_seq_len=10)) == 4
+    assert told == [f"data.train row {row}" for row in (2, 4, 5, 6, 7, 8)] and "data.answerKey" in str(error.value)
+    assert len(str(error.value)) < 2000
+    assert len(load_prompts(path, data, tokenizer, field="data.train", task_name="reward", max_seq_len=10)) == 8
 
 
 def test_an_answer_column_that_is_named_must_be_there(tmp_path, tokenizer):
@@ -156,14 +259,29 @@ def test_an_answer_column_that_is_named_must_be_there(tmp_path, tokenizer):
         ("a.jsonl", "", "must hold at least one row"),
         ("a.csv", "x", "must end in .jsonl or .parquet"),
         (None, "", "must be an existing file"),
+        ("a" * 300, None, "must be readable, got .*: File name too long"),
     ],
 )
 def test_an_unusable_file_is_refused(tmp_path, name, content, message):
     path = tmp_path / (name or "absent.jsonl")
-    if name:
+    if content is not None and name:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_rows(str(path), field="data.train")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbf%s\n%s\n", b"%s\r\n\r\n%s\r\n", b"\n%s\n\n%s"], ids=["bom", "crlf", "blank"]
+)
+def test_marks_and_ends_of_lines_of_any_system_are_taken(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content % (b'{"prompt": "1"}', b'{"prompt": "2"}'))
+    assert read_rows(str(tmp_path / "a.jsonl"), field="data.train") == [{"prompt": "1"}, {"prompt": "2"}]
+
+
+@pytest.mark.parametrize("role", [["user"], None, "environment"])
+def test_a_message_of_no_known_role_is_told_with_its_row(tmp_path, tokenizer, role):
+    with pytest.raises(DataError, match="data.train row 1: column 'prompt' must be text or a list of {role, content}"):
+        load(write(tmp_path / "a.jsonl", {"prompt": [{"role": role, "content": "x"}]}), tokenizer)
 
 
 def test_a_missing_prompt_column_names_the_columns_there_are(tmp_path, tokenizer):
@@ -283,6 +401,18 @@ def test_a_tokenizer_without_eos_is_refused(model_folder, tmp_path):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
     assert Tokenizer.from_folder(tmp_path).eos_token_id == 1
+
+
+def test_of_templates_by_name_the_default_one_is_taken(model_folder):
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    config = json.dumps({"eos_token": "<eos>", "chat_template": named}).encode()
+    tokenizer = Tokenizer.from_files(read_files(model_folder) | {"tokenizer_config.json": config})
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1"}]) == "1"
+
+
+def test_a_template_file_that_is_no_text_is_a_configuration_error(model_folder):
+    with pytest.raises(ConfigError, match="chat_template.jinja of .* must be UTF-8"):
+        Tokenizer.from_files(read_files(model_folder) | {"chat_template.jinja": b"\xff"})
 
 
 def test_a_damaged_tokenizer_is_a_configuration_error(tmp_path):
