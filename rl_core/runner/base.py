@@ -36,6 +36,7 @@ from rl_core.workers.result import WorkerErrors
 logger = logging.getLogger(__name__)
 LEAVABLE = frozenset({Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED, Phase.STARTING})
 """Phases that the run leaves at once when it is to end. Training is left between micro-batches, the others are finished first."""
+UNANSWERED = "its rollouts were lost each time"
 ROOM_PAUSE = 5.0
 """Seconds between two attempts to write to a full storage."""
 RESUMABLE = frozenset({"Suspended", "Interrupted"})
@@ -262,9 +263,9 @@ class Runner:
         for delivery in self.prompts.dead_items() if stats[0].dead_items else []:
             item = delivery.item
             if item["mode"] == "train":
-                self.intake.give_back(
-                    item["group_id"], item["lease_token"], "worker_lost", "its rollouts were lost each time"
-                )
+                self.intake.give_back(item["group_id"], item["lease_token"], "worker_lost", UNANSWERED)
+            elif self.validation is not None:
+                self.validation.fail(item, UNANSWERED)
             delivery.ack()
 
     # --- control ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ class Validation:
             if answer["group_id"].startswith(f"val{self._round}-"):
                 answers[answer["group_id"]] = answer
         return summarise(list(answers.values()), group_size=self._spec.validation.samples_per_prompt)
+
+    def fail(self, item: Mapping[str, Any], message: str) -> None:
+        """Answer a prompt of `measure` that no rollout will: it counts as an error. From any thread."""
+        unanswered: dict[str, list[Any]] = {"rewards": [], "lengths": [], "truncated": []}
+        self._results.put({"group_id": item["group_id"], "error": message, **unanswered})
 
     def _item(self, sample: DatumSpec, version: int) -> dict[str, Any]:
         validation = self._spec.validation
