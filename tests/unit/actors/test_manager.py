@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
+from rl_core.checkpoint.state import derive_rng
 from rl_core.checkpoint.store import CheckpointStore
 
 
@@ -209,6 +211,51 @@ def test_the_sharded_and_the_plain_layout_load_each_other(make_manager, tmp_path
     again = make_manager()
     again.load_checkpoint(str(tmp_path / "sharded"))
     assert equal(weights(again), weights(sharded))
+
+
+def test_a_load_leaves_what_is_offloaded_away(make_manager, tmp_path):
+    trained, other = make_manager(), make_manager()
+    set_grads(trained)
+    trained.optimizer_step()
+    trained.save_checkpoint(str(tmp_path), 1)
+    other.offload_param_and_grad()
+    other.offload_optimizer()
+    other.load_checkpoint(str(tmp_path))
+    assert other.is_weight_offloaded and other.is_optimizer_offloaded
+    other.load_param_and_grad(0)
+    other.load_optimizer(0)
+    assert equal(weights(other), weights(trained))
+    moments = [[state["exp_avg"] for state in manager.optimizer.state.values()] for manager in (other, trained)]
+    assert all(map(torch.equal, *moments))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_random_state_comes_back_on_the_world_that_saved_it_and_is_derived_on_another(
+    make_manager, tmp_path, world_size
+):
+    manager = make_manager(algorithm__seed=5)
+    torch.manual_seed(1)
+    manager.save_checkpoint(str(tmp_path), 3)
+    counters = json.loads((tmp_path / "actor.json").read_text())
+    (tmp_path / "actor.json").write_text(json.dumps(counters | {"world_size": world_size}))
+    saved = torch.rand(4)
+    derive_rng(5, 3, 0)
+    derived = torch.rand(4)
+    manager.load_checkpoint(str(tmp_path))
+    assert torch.equal(torch.rand(4), saved if world_size == 1 else derived)
+
+
+def test_an_export_has_the_type_asked_for_and_leaves_offloaded_weights_away(make_manager, tmp_path):
+    manager = make_manager()
+    expected = weights(manager)
+    manager.offload_param_and_grad()
+    manager.export_hf(str(tmp_path / "model"), dtype="bfloat16")
+    assert manager.is_weight_offloaded
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(tensor.equal(expected[name].bfloat16()) for name, tensor in exported.items())
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, got 'float16'"):
+        manager.export_hf(str(tmp_path / "model"), dtype="float16")
 
 
 def test_load_verifies_the_manifest(make_manager, tmp_path):
