@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_core.algorithms.aggregation import LossNormalizers
+from rl_core.algorithms.aggregation import LossNormalizers, aggregate
 from rl_core.algorithms.binding import option_names
 from rl_core.algorithms.kl import kl_loss
 from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
@@ -50,12 +50,18 @@ class PolicyObjective:
         if self._spec.kl_coefficient > 0:
             kl = kl_loss(log_probs, columns["ref_log_probs"], mask, estimator=self._spec.kl_estimator, **shared)
         return combine_losses(
-            compute_policy_loss(self._spec.name, inputs, **self._options),
+            self._policy_loss(inputs),
             kl=kl,
             kl_coefficient=self._spec.kl_coefficient,
             entropy=None if entropy is None else entropy_term(entropy, mask, **shared),
             entropy_coefficient=self._spec.entropy_coefficient,
         )
+
+    def _policy_loss(self, inputs: LossInputs) -> LossResult:
+        """Return the policy loss; a function of the user never sees a micro-batch in which no token trains."""
+        if ":" in self._spec.name and not inputs.mask.any():
+            return LossResult(aggregate(inputs.log_probs, inputs.mask))
+        return compute_policy_loss(self._spec.name, inputs, **self._options)
 
 
 def _policy_options(algorithm: AlgorithmSpec) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rl_core.algorithms.advantages.groups import (
 )
 from rl_core.algorithms.advantages.registered import SELF_WHITENING
 from rl_core.algorithms.advantages.types import AdvantageInputs, AdvantageResult, Reduce
-from rl_core.algorithms.advantages.whitening import clip_advantages
+from rl_core.algorithms.advantages.whitening import clip_advantages, this_rank_alone
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
 from rl_core.algorithms.binding import option_names, require_options
 from rl_core.algorithms.checks import require_bool, require_rows
@@ -39,7 +39,8 @@ def compute_advantages(
     """Return the advantages of the registered estimator `name` and the metrics all estimators share.
 
     `clip` bounds them to +- itself, before they are whitened, also by an estimator that whitens (gdpo excepted, which has to).
-    `whiten` whitens over the trainable tokens of valid rows of all ranks; `reduce` sums over ranks (None = this rank).
+    `whiten` whitens over the trainable tokens of valid rows of all ranks; `reduce` sums over ranks (None = this rank). Without rows only
+    an estimator that takes `reduce` is called.
     Invalid rows and masked tokens have advantage 0 and enter no metric, whatever the estimator makes of them.
     Raises ValueError for an unknown name or option, a missing input, and `whiten` on an estimator that whitens itself; of an estimator's
     result ConfigError for another type or shape, DataError for an advantage of a trainable token that is not finite.
@@ -52,8 +53,11 @@ def compute_advantages(
     if clip is not None and estimator in SELF_WHITENING and "whiten" in accepted:
         whiten, options["whiten"] = True, False
     if "reduce" in accepted:
-        options["reduce"] = reduce
-    result = _checked_result(name, estimator(inputs, **options), inputs)
+        options["reduce"] = reduce or this_rank_alone
+    if inputs.mask.shape[0] or "reduce" in accepted:
+        result = _checked_result(name, estimator(inputs, **options), inputs)
+    else:  # a rank left without groups; few functions of users expect none, and nobody waits for them in a reduction
+        result = AdvantageResult(torch.zeros_like(inputs.mask, dtype=torch.float32))
     # Not every estimator looks at `valid`; an invalid row trains nothing whichever it is.
     trainable = _mask(inputs, result.advantages) & _valid_steps(inputs, result.advantages)
     advantages = torch.where(trainable, result.advantages.detach(), 0.0)

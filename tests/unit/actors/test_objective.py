@@ -29,10 +29,11 @@ def told(result):
 def own(tmp_path, monkeypatch):
     """Losses of the user that differ in the options they take."""
     (tmp_path / "own_losses.py").write_text(
-        "from rl_core.algorithms import compute_policy_loss\n"
+        "from rl_core.algorithms import LossResult, compute_policy_loss\n"
         "def bounded(inputs, *, clip_high, dual_clip):\n"
         "    return compute_policy_loss('ppo_clip', inputs, clip_high=clip_high, dual_clip=dual_clip)\n"
         "def plain(inputs):\n    return compute_policy_loss('reinforce', inputs)\n"
+        "def mean(inputs):\n    return LossResult(inputs.log_probs[inputs.mask].mean())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -58,3 +59,14 @@ def test_a_loss_of_the_user_gets_the_clips_and_the_dual_clip_it_takes(own):
 def test_a_dual_clip_that_no_parameter_takes_is_refused(own):
     with pytest.raises(ConfigError, match=r"dualClip needs a loss with a parameter dual_clip, got own_losses:plain"):
         metrics_of({"name": "own_losses:plain", "dualClip": 2.0})
+
+
+def test_a_micro_batch_without_a_trainable_token_has_no_gradient_whatever_the_users_loss_makes_of_none(own):
+    """The mean of no token is NaN, and would make the whole step's gradient so."""
+    objective = PolicyObjective(AlgorithmSpec.model_validate({"loss": {"name": "own_losses:mean"}}), max_tokens=4)
+    for mask, gradient in ((MASK, 0.25), (torch.zeros_like(MASK), 0.0)):
+        log_probs = NEW.clone().requires_grad_()
+        columns = {"loss_mask": mask, "old_log_probs": OLD, "advantages": GAINS}
+        result = objective(log_probs, None, columns, LossNormalizers(tokens=4.0, sequences=2.0))
+        result.loss.backward()
+        assert torch.equal(log_probs.grad, torch.full((2, 2), gradient))

@@ -138,6 +138,23 @@ def test_an_advantage_that_is_not_finite_is_a_data_error_where_it_would_train(ow
         compute_advantages(name, replace(INPUTS, rewards=torch.ones(4)))
 
 
+def test_a_rank_without_rows_calls_only_an_estimator_that_reduces_over_ranks(own):
+    nothing = AdvantageInputs(mask=MASK[:0], group_ids=GROUP[:0], valid=VALID[:0], rewards=REWARDS[:0])
+    best = own(lambda inputs: AdvantageResult(inputs.rewards.amax() * inputs.mask))  # the largest of none is an error
+    result = compute_advantages(best, nothing, whiten=True)
+    assert result.advantages.shape == (0, 3) and float(result.metrics["rows/total"]) == 0
+
+    def centred(inputs, *, reduce):
+        total, rows = reduce(torch.tensor([inputs.rewards.sum(), len(inputs.rewards)]))
+        return AdvantageResult((inputs.rewards - total / rows)[:, None] * inputs.mask)
+
+    calls = []
+    compute_advantages(own(centred), nothing, reduce=lambda value: calls.append(1) or value)
+    assert calls == [1]
+    alone = compute_advantages(own(centred), replace(INPUTS, valid=None))
+    assert alone.advantages[:, 0].tolist() == [-11.5, -7.5, -6.5, 25.5]
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
