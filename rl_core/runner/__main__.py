@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rl_core.api.errors import ConfigError, RLJobError, exit_code
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
@@ -131,6 +133,8 @@ def housekeeping(runner: Runner, ended: threading.Event) -> None:
             runner.housekeep()
         except RLJobError as error:
             logger.warning("housekeeping: %s", error)
+        except Exception:  # a bug here must not end the only thread that requeues overdue leases and finds stalls
+            logger.exception("housekeeping failed")
         stall = runner.status()["stall"]
         if stall is not None and stall["reason"] != told:
             logger.warning("stall: %s: %s", stall["reason"], stall["message"])
@@ -155,6 +159,16 @@ def serve(runner: Runner, port: int, token: str | None, *, in_cluster: bool) -> 
     return ControlServer(host, port, token=token, status=runner.status, actions=runner.controls().actions())
 
 
+def read_job(path: Path) -> RLJob:
+    """Return the resolved job. Raises ConfigError for one that this version does not read."""
+    try:
+        return RLJob.model_validate_json(path.read_text())
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path} must hold a job as this version knows it, got: {error}; use an image and an operator of the same release"
+        ) from error
+
+
 def read_token(curve_dir: str) -> str | None:
     """Return the job's bearer token, None without keys."""
     path = Path(curve_dir) / "control.token"
@@ -175,7 +189,7 @@ def main() -> int:
     runner: Runner | None = None
     ended = threading.Event()
     try:
-        job = fetch_references(RLJob.model_validate_json(Path(identity.config).read_text()))
+        job = fetch_references(read_job(Path(identity.config)))
         output.mkdir(parents=True, exist_ok=True)
         runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
         interrupt_on_sigterm(runner)
@@ -190,7 +204,7 @@ def main() -> int:
         logger.info("%s", summary)
         code = end(runner, summary)
         outcome = "Finished" if code == 0 else "Failed"
-    except (RLJobError, ExceptionGroup, OSError) as error:
+    except Exception as error:  # also a bug: whoever looks at the run must hear why it ended
         logger.exception("the run failed")
         code, outcome = failure_code(error), "Failed"
         failure = {"type": type(error).__name__, "message": str(error), "exitCode": code}

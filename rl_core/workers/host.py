@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import (
     ConfigError,
@@ -44,6 +44,9 @@ from rl_core.workers.context import WorkerContext
 from rl_core.workers.devices import device_uuids
 from rl_core.workers.member import WIRE_VERSION, MemberState
 from rl_core.workers.servant import Servant
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
 
 logger = logging.getLogger("rl_core.workers.host")
 
@@ -177,9 +180,7 @@ class Host:
         context = self.context
         self._heartbeat_seconds = answer["heartbeat_seconds"]
         if answer["job"] is not None and context.job is None:
-            from rl_core.api.job import RLJob
-
-            context.job = RLJob.model_validate(answer["job"])
+            context.job = _read_job(answer["job"])
         context.files = dict(answer["files"]) or context.files
         context.forget_view()
         context.update_view(answer["view"])
@@ -388,6 +389,17 @@ class Host:
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     loop.call_soon_threadsafe(event.set)
+
+
+def _read_job(told: dict[str, Any]) -> "RLJob":
+    from rl_core.api.job import RLJob
+
+    try:
+        return RLJob.model_validate(told)
+    except ValueError as error:
+        raise Ended(
+            2, f"the runner must tell a job as this version knows it, got: {error}; use images of the same release"
+        ) from error
 
 
 def _connect_channel(identity: Identity, keys: KeyRing | None, epoch: int) -> None:

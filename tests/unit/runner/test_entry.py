@@ -1,0 +1,78 @@
+"""How the runner's process ends: with a documented code and its reason in status.json, whatever went wrong."""
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError
+from rl_core.runner import __main__ as entry
+
+JOB = {
+    "apiVersion": "rljob.dev/v1alpha1",
+    "kind": "RLJob",
+    "metadata": {"name": "j"},
+    "spec": {"model": {"path": "/m"}, "data": {"train": "t.jsonl"}},
+}
+
+
+@pytest.fixture
+def output(tmp_path, monkeypatch):
+    (tmp_path / "job.json").write_text(json.dumps(JOB))
+    given = {"NAME": "j", "UID": "u", "ROLE": "runner", "EPOCH": "2", "OUTPUT": str(tmp_path), "CONTROL_PORT": "0"}
+    for name, value in (given | {"CONFIG": str(tmp_path / "job.json")}).items():
+        monkeypatch.setenv(f"RLJOB_{name}", value)
+    for module, name in (
+        (entry.faulthandler, "enable"),
+        (entry.faulthandler, "register"),
+        (entry, "configure_logging"),
+    ):
+        monkeypatch.setattr(module, name, lambda *given: None)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("no tokenizer"), 2),
+        (DataError("line 3"), 4),
+        (InfrastructureError("the volume is gone"), 3),
+        (ExceptionGroup("two ranks", [InfrastructureError("gone"), DataError("line 3")]), 4),
+        (OSError("no such device"), 3),
+        (KeyError("a bug"), 3),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_whatever_ends_the_runner_is_told(output, monkeypatch, error, code):
+    def build(job, identity, **more):
+        raise error
+
+    monkeypatch.setattr(entry, "build", build)
+    assert entry.main() == code
+    status = json.loads((output / "status.json").read_text())
+    assert (status["phase"], status["epoch"]) == ("Failed", 2)
+    assert status["failure"] == {"type": type(error).__name__, "message": str(error), "exitCode": code}
+
+
+def test_a_job_of_another_release_is_no_reason_to_restart(output):
+    (output / "job.json").write_text(json.dumps(JOB | {"spec": JOB["spec"] | {"unknown": 1}}))
+    assert entry.main() == 2
+    assert "unknown" in json.loads((output / "status.json").read_text())["failure"]["message"]
+
+
+def test_a_bug_in_housekeeping_does_not_end_it(caplog):
+    ended, rounds = threading.Event(), []
+
+    class Runner:
+        def housekeep(self):
+            rounds.append(len(rounds))
+            if len(rounds) == 1:
+                raise KeyError("a bug")
+            ended.set()
+
+        def status(self):
+            return {"stall": None}
+
+    entry.housekeeping(Runner(), SimpleNamespace(wait=lambda seconds: ended.is_set()))
+    assert rounds == [0, 1] and "housekeeping failed" in caplog.text
