@@ -117,17 +117,17 @@ InfrastructureFailure = InfrastructureError
 DataFailure = DataError
 
 
-def text_of(error: BaseException) -> str:
+def text_of(error: BaseException, *, limit: int = MAX_TEXT) -> str:
     """Return what `error` says of itself as text that can be sent: an error of user code may have none, or hold half characters.
 
-    Beyond MAX_TEXT characters it is cut.
+    Beyond `limit` characters it is cut.
     """
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 - whatever its class does, its reader must hear of it
         text = f"(its text cannot be made: {type(broken).__name__})"
-    if len(text) > MAX_TEXT:
-        text = f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text)} characters)"
     return text.encode("utf-8", "replace").decode()
 
 

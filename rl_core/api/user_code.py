@@ -7,6 +7,9 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, text_of
 
+MAX_CAUSE = 2048
+"""Characters of an error of user code within the text of another."""
+
 
 def load_extensions(modules: Sequence[str]) -> None:
     """Import `spec.extensions` and call their `register()` where they have one. Raises ConfigError."""
@@ -63,7 +66,7 @@ def _import(name: str, *, field: str) -> Any:
 
 def describe(error: BaseException) -> str:
     """Return type, text and the last line of code of `error`, as `ValueError: no digits (score.py:7 in score)`."""
-    message = " ".join(text_of(error).split())
+    message = " ".join(text_of(error, limit=MAX_CAUSE).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError):
         return text

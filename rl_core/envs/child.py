@@ -3,19 +3,22 @@
 Protocol over the socket FD, one request at a time: first {type, options, ...} of `process.EnvSource`, answered by
 {ready: True} or {error}; then {rows: [{messages, metadata}]}, answered by {rows: [...]} or {error: {type, message}}. The
 environment's code runs in the main thread (libraries use signals); what it prints goes to the worker's log. The process
-ends with the stream, and is killed by the kernel when its worker dies.
+ends with the stream, and is killed by the kernel when its worker dies. A copy that user code forks and that comes back from
+it ends where the environment's code does: a second answer on the stream would be taken for that of the next request.
 """
 
 import asyncio
 import inspect
+import io
 import logging
+import os
 import resource
 import socket
 import sys
 import traceback
 from typing import Any
 
-from rl_core.api.errors import ConfigError, RLJobError, text_of
+from rl_core.api.errors import ConfigError, RLJobError, error_types, text_of
 from rl_core.api.user_code import describe, load_extensions
 from rl_core.envs import wire
 from rl_core.envs.registry import make_env
@@ -24,6 +27,7 @@ from rl_core.workers.processes import die_with_parent
 
 MAX_TRACEBACKS = 20
 """Tracebacks of user code written to the log by one process; the answers name the cause of every failure."""
+TRACEBACK_CHARACTERS = 32_768
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +38,16 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="env child: %(levelname)s %(message)s")
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)  # a program started by user code must not keep the stream open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what cannot be printed is no reason to fail
+    first = os.getpid()
     try:
         start = wire.receive_blocking(sock)
         try:
             server = Server(start)
-        except Exception as error:  # noqa: BLE001 - building runs user code
+            end_copy(first)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - building runs user code
+            end_copy(first, error)
             sock.sendall(
                 wire.pack({"error": {"type": "ConfigError", "message": _why_not_built(error, start["label"])}})
             )
@@ -50,7 +59,17 @@ def main() -> int:
         return 0
 
 
-def _why_not_built(error: Exception, label: str) -> str:
+def end_copy(first: int, error: BaseException | None = None) -> None:
+    """End this process where it is not the one that began as `first`, as it would have ended by `error`."""
+    if os.getpid() == first:
+        return
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _why_not_built(error: BaseException, label: str) -> str:
     if isinstance(error, ConfigError):
         return text_of(error)
     logger.error("%s could not be built", label, exc_info=error)
@@ -67,6 +86,7 @@ class Server:
             resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"],) * 2)
         self._cpu_seconds: int | None = limits.get("cpu_seconds")
         self._name: str = start["label"]
+        self._pid = os.getpid()
         self._tracebacks = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         load_extensions(start["extensions"])
@@ -82,9 +102,11 @@ class Server:
             result = self._env.step([row["messages"] for row in rows], [row["metadata"] for row in rows])
             if inspect.isawaitable(result):
                 result = self._wait(result)
+            end_copy(self._pid)
             answers = rows_of(result, len(rows), what=self._name)
             return wire.pack({"rows": with_weights(answers, getattr(self._env, "reward_weights", None))})
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and its sys.exit() is a data failure
+            end_copy(self._pid, error)
             return wire.pack({"error": self._describe(error)})
 
     def _wait(self, awaitable: Any) -> Any:
@@ -104,10 +126,12 @@ class Server:
 
     def _describe(self, error: BaseException) -> dict[str, str]:
         if isinstance(error, RLJobError):
-            return {"type": type(error).__name__, "message": text_of(error)}
+            public = next(one for one in type(error).__mro__ if one.__name__ in error_types())
+            return {"type": public.__name__, "message": text_of(error)}
         if self._tracebacks < MAX_TRACEBACKS:
             self._tracebacks += 1
-            logger.error("%s raised:\n%s", self._name, "".join(traceback.format_exception(error)))
+            told = "".join(traceback.format_exception(error, limit=-50))
+            logger.error("%s raised:\n%s", self._name, told[:TRACEBACK_CHARACTERS])
         return {"type": "RolloutDataFailure", "message": f"{self._name} raised {describe(error)}; correct it"}
 
 

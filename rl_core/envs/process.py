@@ -154,7 +154,13 @@ class EnvProcess:
         Past the deadline the child is killed and RolloutTimeout raised; a child that ends raises InfrastructureError.
         """
         try:
-            return await self._exchange({"rows": rows}, deadline)
+            answer = await self._exchange({"rows": rows}, deadline)
+            if "error" not in answer and len(answer["rows"]) != len(rows):
+                raise InfrastructureError(
+                    f"{self._label}: process {self.pid} answered {len(answer['rows'])} rows, asked for {len(rows)}; "
+                    "something else writes to its connection"
+                )
+            return answer
         except TimeoutError as error:
             await self.kill()
             raise RolloutTimeout(

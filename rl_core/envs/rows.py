@@ -7,7 +7,7 @@ name -> number, or None (not applicable). A row with a dict has `reward_weights`
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.api.errors import RolloutDataFailure
+from rl_core.api.errors import RolloutDataFailure, shown
 from rl_core.envs.scores import check_scores
 
 FIELDS = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
@@ -20,17 +20,22 @@ def rows_of(result: Any, rows: int, *, what: str) -> list[Row]:
     Raises RolloutDataFailure naming `what`, the field and the row where a length, a type or a number is wrong.
     """
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
-    columns = {
+    columns: dict[str, list[Any]] = {
         "observation": [
             _observation(o, row, what) for row, o in enumerate(_column(observations, rows, "observations", what))
         ],
-        "metadata": _column(metadata, rows, "metadata", what, optional=True),
+        "metadata": [
+            _metadata(value, row, what)
+            for row, value in enumerate(_column(metadata, rows, "metadata", what, optional=True))
+        ],
         "stop_strings": [
             _stops(value, row, what)
             for row, value in enumerate(_column(stops, rows, "next_stop_strings", what, optional=True))
         ],
         "reward": _rewards(rewards, rows, what),
-        "terminated": [bool(flag) for flag in _column(terminateds, rows, "terminateds", what)],
+        "terminated": [
+            _flag(value, row, what) for row, value in enumerate(_column(terminateds, rows, "terminateds", what))
+        ],
         "answer": _column(answers, rows, "answers", what, optional=True),
     }
     return [{name: column[row] for name, column in columns.items()} for row in range(rows)]
@@ -74,8 +79,21 @@ def _observation(value: Any, row: int, what: str) -> dict[str, str]:
     if isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str):
         return {"role": value["role"], "content": value["content"]}
     raise RolloutDataFailure(
-        f"{what}, row {row}: an observation must be {{role, content}} of text, got {value!r}; return that"
+        f"{what}, row {row}: an observation must be {{role, content}} of text, got {shown(value)}; return that"
     )
+
+
+def _metadata(value: Any, row: int, what: str) -> Mapping[str, Any] | None:
+    if value is None or isinstance(value, Mapping):
+        return value
+    raise RolloutDataFailure(f"{what}, row {row}: metadata must be a map or None, got {shown(value)}; return that")
+
+
+def _flag(value: Any, row: int, what: str) -> bool:
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    if isinstance(plain, bool | int | float) and plain in (0, 1):
+        return bool(plain)
+    raise RolloutDataFailure(f"{what}, row {row}: terminateds must be true or false, got {shown(value)}; return that")
 
 
 def _stops(value: Any, row: int, what: str) -> list[str] | None:
@@ -84,13 +102,15 @@ def _stops(value: Any, row: int, what: str) -> list[str] | None:
     if isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value):
         return list(value)
     raise RolloutDataFailure(
-        f"{what}, row {row}: next_stop_strings must be a list of texts that are not empty, or None, got {value!r}; return that"
+        f"{what}, row {row}: next_stop_strings must be a list of texts that are not empty, or None, got {shown(value)}; return that"
     )
 
 
 def _rewards(rewards: Any, rows: int, what: str) -> list[Any]:
     if not isinstance(rewards, Mapping):
         return list(check_scores(rewards, rows, what=f"{what}: rewards"))
+    if not rewards:
+        raise RolloutDataFailure(f"{what}: rewards by name must have a name, got none; return one list per name")
     columns = {
         str(name): check_scores(values, rows, what=f"{what}: rewards[{name!r}]") for name, values in rewards.items()
     }

@@ -1,9 +1,11 @@
 """Scores as they come from user code: one finite number or None per row, or a named error; never a made-up zero."""
 
-from math import isfinite
 from typing import Any
 
-from rl_core.api.errors import RolloutDataFailure
+from rl_core.api.errors import RolloutDataFailure, shown
+
+LARGEST = 3.4028234663852886e38
+"""Largest number of float32, which rewards are."""
 
 
 def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
@@ -26,9 +28,9 @@ def _score(value: Any, row: int, what: str) -> float | None:
     is_text = isinstance(value, str | bytes | bytearray)  # no score, not even "1", which float would read
     try:
         number = float(None if is_text else value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise RolloutDataFailure(f"{what}, row {row}: a score must be a number or None, got {value!r}") from error
-    if not isfinite(number):
+    except Exception as error:  # OverflowError too, and what a class of the user's own raises
+        raise RolloutDataFailure(f"{what}, row {row}: a score must be a number or None, got {shown(value)}") from error
+    if not abs(number) <= LARGEST:
         raise RolloutDataFailure(
             f"{what}, row {row}: a score must be finite, got {number}; return None where it does not apply"
         )

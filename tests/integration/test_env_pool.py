@@ -19,6 +19,11 @@ STEP_SECONDS = 2.0
 USER_CODE = '''
 import asyncio, ctypes, os, subprocess, sys, time
 
+from rl_core.api.errors import GymTransportError
+from rl_core.envs import wire
+
+class OutOfReach(GymTransportError): pass
+
 def score(prompts, completions, **columns):
     """1 for each completion, unless one asks for trouble."""
     if "wrong length" in completions:
@@ -41,6 +46,10 @@ def answer(completion):
     if completion == "leave": os._exit(4)
     if completion == "nan": return float("nan")
     if completion == "none": return None
+    if completion.startswith("fork"): return fork(completion)
+    if completion == "huge error": raise ValueError("x" * (80 << 20))
+    if completion == "huge score": return "x" * (80 << 20)
+    if completion == "forge": os.write(int(sys.argv[1]), wire.pack({"rows": []}))
     if completion == "memory": return float(len(bytearray(1 << 32)))
     if completion == "orphan":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
@@ -53,6 +62,14 @@ def answer(completion):
             try: os.close(fd)
             except OSError: pass
     return 1.0
+
+def fork(completion):
+    pid = os.fork()
+    if pid == 0:
+        if completion == "fork exits": sys.exit(3)
+        if completion == "fork raises": raise ValueError
+        return 5.0
+    return float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 async def later(prompts, completions, **columns):
     await asyncio.sleep(0.01)
@@ -87,6 +104,14 @@ class Guess:
 
 class Weighted(Guess):
     reward_weights = {"turns": 0.5, "flat": 2}
+
+class Away(Guess):
+    def step(self, logs, metadata):
+        raise OutOfReach("the judge is away")
+
+class Leaves(Guess):
+    def __init__(self, options):
+        sys.exit(4)
 
 class Unsendable(Guess):
     def step(self, logs, metadata):
@@ -182,6 +207,8 @@ async def test_good_rows_are_scored_and_none_masks(start):
         ("nan", "a score must be finite, got nan"),
         ("wrong length", "one score per completion (1), got 2"),
         ("exit", "SystemExit: 3"),
+        ("huge error", "(83886080 characters)"),
+        ("huge score", "a score must be a number or None, got 'xxx"),
     ],
 )
 async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start, trouble, cause):
@@ -191,6 +218,31 @@ async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start
     message = answers[1]["error"]["message"]
     assert "user_code:score" in message and cause in message
     assert running.pool.status()["processes"][0]["starts"] == 1
+
+
+async def test_a_copy_that_user_code_forks_ends_and_answers_nothing(start):
+    running = await start()
+    for completion, code in (("fork", 0.0), ("fork exits", 3.0), ("fork raises", 1.0)):
+        assert (await running.ask(completion, "fine"))[0] == [code, 1.0]
+        assert (await running.ask("none", "fine"))[0] == [None, 1.0]
+    assert running.pool.status()["processes"][0]["starts"] == 1
+
+
+async def test_an_answer_of_another_number_of_rows_is_infrastructure_and_the_process_is_replaced(start):
+    running = await start()
+    rewards, answers = await running.ask("forge")
+    assert rewards == ["InfrastructureError"] and "answered 0 rows, asked for 1" in answers[0]["error"]["message"]
+    assert (await running.ask("fine"))[0] == [1.0]
+
+
+async def test_an_error_of_a_type_of_the_users_own_counts_as_the_public_one_it_is(start):
+    _, answers = await (await start(None, type="user_code:Away", options={"turns": 1})).ask("x")
+    assert answers[0]["error"] == {"type": "GymTransportError", "message": "the judge is away"}
+
+
+async def test_a_class_that_ends_its_process_instead_of_being_built_is_a_config_error(start):
+    with pytest.raises(ConfigError, match=r"env.type: .*user_code:Leaves.* SystemExit: 4"):
+        await start(None, type="user_code:Leaves", options={"turns": 1})
 
 
 async def test_a_hanging_row_times_out_then_is_bad_data_and_its_siblings_are_scored(start):

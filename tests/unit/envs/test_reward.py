@@ -11,6 +11,15 @@ from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.envs.reward import RewardEnvironment
 
 
+class Unruly:
+    """Neither a number nor anything that can be told."""
+
+    def __float__(self):
+        raise RuntimeError
+
+    __repr__ = __float__
+
+
 def log(prompt, completion):
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
@@ -114,10 +123,25 @@ async def test_none_means_not_applicable_and_stays_none(user):
         ([1.0, "good"], "row 1: a score must be a number or None, got 'good'"),
         ([1.0, "1"], "row 1: a score must be a number or None, got '1'"),
         ([1.0, b"1"], "row 1: a score must be a number or None, got b'1'"),
+        ([10**400, 1.0], "row 0: a score must be a number or None, got 1000"),
+        ([1e300, 1.0], r"row 0: a score must be finite, got 1e\+300"),
+        ([Unruly(), 1.0], "row 0: a score must be a number or None, got <Unruly instance"),
         (None, "must return a list of 2 scores, got NoneType"),
         (1.0, "must return a list of 2 scores, got float"),
     ],
-    ids=["length", "nan", "inf", "text", "number-as-text", "number-as-bytes", "none", "number"],
+    ids=[
+        "length",
+        "nan",
+        "inf",
+        "text",
+        "number-as-text",
+        "number-as-bytes",
+        "huge-integer",
+        "beyond-float32",
+        "unruly",
+        "none",
+        "number",
+    ],
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_wrong_result_is_a_data_failure_naming_function_row_and_value(user, result, text, asynchronous):

@@ -64,6 +64,12 @@ def test_arrays_tuples_and_named_rewards_are_taken():
         (returned(rewards={"right": [1.0, float("inf")]}), r"rewards\['right'\], row 1: a score must be finite"),
         (returned(terminateds=[True]), r"terminateds must have one entry per row \(2\), got 1"),
         (returned(terminateds=None), "terminateds must be a list of 2, got NoneType"),
+        (returned(terminateds=np.array([[True], [False]])), r"row 0: terminateds must be true or false, got \[True\]"),
+        (returned(terminateds=[True, "False"]), "row 1: terminateds must be true or false, got 'False'"),
+        (returned(terminateds=[None, True]), "row 0: terminateds must be true or false, got None"),
+        (returned(terminateds=[2, True]), "row 0: terminateds must be true or false, got 2"),
+        (returned(metadata=[None, "state"]), "row 1: metadata must be a map or None, got 'state'"),
+        (returned(rewards={}), "rewards by name must have a name, got none"),
         (returned(observations=["text", "text"]), "row 0: an observation must be {role, content}"),
         (returned(answers=["a", "b", "c"]), r"answers must have one entry per row \(2\), got 3"),
     ],
@@ -72,6 +78,13 @@ def test_a_wrong_return_is_a_data_failure_naming_environment_field_and_row(resul
     with pytest.raises(RolloutDataFailure, match=text) as failure:
         rows_of(result, 2, what="environment e")
     assert str(failure.value).startswith("environment e")
+
+
+def test_flags_may_be_numbers_or_arrays_of_no_dimension():
+    flags = [np.bool_(True), 0]
+    assert [row["terminated"] for row in rows_of(returned(terminateds=flags), 2, what="e")] == [True, False]
+    flags = [np.array(False), 1.0]
+    assert [row["terminated"] for row in rows_of(returned(terminateds=flags), 2, what="e")] == [False, True]
 
 
 def test_arrays_are_numpy_without_torch_and_tensors_with_it(monkeypatch):
