@@ -102,7 +102,11 @@ class Progress:
             whole = text[: text.rfind("\n") + 1]
             position = min(position, size) + len(whole.encode())
             for line in whole.splitlines():
-                self.say(step_line(json.loads(line), self._total))
+                try:
+                    told = step_line(json.loads(line), self._total)
+                except (ValueError, KeyError, TypeError):  # torn by a full disk, or the rest of a line that was cut back
+                    continue
+                self.say(told)
         sys.stdout.flush()
 
 
