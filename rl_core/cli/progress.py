@@ -104,7 +104,7 @@ class Progress:
             for line in whole.splitlines():
                 try:
                     told = step_line(json.loads(line), self._total)
-                except (ValueError, KeyError, TypeError):  # torn by a full disk, or the rest of a line that was cut back
+                except (ValueError, KeyError, TypeError):  # torn by a full disk, or a rest
                     continue
                 self.say(told)
         sys.stdout.flush()
