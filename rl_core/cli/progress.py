@@ -49,7 +49,8 @@ class Progress:
         if self._live is not None:
             self._live.__enter__()
         else:
-            self._reader = threading.Thread(target=self._follow, name="progress", daemon=True)
+            begun = self._metrics.stat().st_size if self._metrics.exists() else 0
+            self._reader = threading.Thread(target=self._follow, args=(begun,), name="progress", daemon=True)
             self._reader.start()
         return self
 
@@ -87,9 +88,8 @@ class Progress:
         if self._reader is not None:
             self._reader.join(timeout=2)
 
-    def _follow(self) -> None:
-        """Print a line per step as metrics.jsonl grows; a file cut back by a restart is read from its new end."""
-        position = self._metrics.stat().st_size if self._metrics.exists() else 0
+    def _follow(self, position: int) -> None:
+        """Print a line per step as metrics.jsonl grows beyond `position`; a file cut back by a restart is read from its new end."""
         last = False
         while not last:
             last = self._ended.wait(LINE_INTERVAL_S)

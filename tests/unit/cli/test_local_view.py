@@ -54,9 +54,11 @@ def test_a_refused_checkpoint_is_told_once_while_the_run_goes_on(tmp_path, capsy
 
 
 def test_a_line_that_is_none_does_not_end_the_lines_of_the_steps(tmp_path, capsys):
-    with Progress(tmp_path, total=4, live=False):
-        lines = ['{"step": 1, "reward/mean": 0.5}', '{"step": 2, "rew', 'mean": 0.5}', "7", '{"step": 3}']
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    lines = ['{"step": 1, "reward/mean": 0.5}', '{"step": 2, "rew', 'mean": 0.5}', "7", '{"step": 3}']
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    display = Progress(tmp_path, total=4, live=False)
+    display._ended.set()
+    display._follow(0)
     shown = capsys.readouterr().out
     assert [step for step in (1, 2, 3) if f"step {step}/4" in shown] == [1, 3]
 
