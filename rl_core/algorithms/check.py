@@ -1,15 +1,19 @@
-"""What `rljob validate` asks about estimators and losses of the user: can they be imported? Tried in a child process."""
+"""What `rljob validate` asks about estimators and losses of the user: can they be imported and called as they will be? Tried in a child process."""
 
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from rl_core.algorithms.binding import option_names
 from rl_core.algorithms.registry import resolve
 from rl_core.api.algorithm import AlgorithmSpec
 
 SECONDS = 120.0
 """An import may load torch for the first time."""
+OPTIONS = {"advantage": ("reduce",), "loss": ("clip_low", "clip_high", "dual_clip")}
+"""What the functions of each kind get besides their inputs, as far as they have a parameter for it."""
 
 
 def check_functions(algorithm: AlgorithmSpec, *, search_path: str) -> Iterator[str]:
@@ -21,6 +25,19 @@ def check_functions(algorithm: AlgorithmSpec, *, search_path: str) -> Iterator[s
     for field, (kind, name) in named.items():
         if ":" in name and (problem := _try(kind, name, search_path)):
             yield f"spec.{field}: {problem}"
+
+
+def require_call(kind: str, name: str) -> None:
+    """Raise ValueError unless the function `name` can be called with inputs and those of the options that it has parameters for."""
+    function = resolve(kind, name)
+    accepted, _ = option_names(function)
+    try:
+        inspect.signature(function).bind(None, **{option: None for option in OPTIONS[kind] if option in accepted})
+    except TypeError as error:
+        wanted = f"inputs and, where it has a parameter for them, {', '.join(OPTIONS[kind])}"
+        raise ValueError(
+            f"must be a function of {wanted}, got {name!r}: {error}; give its other parameters a default"
+        ) from error
 
 
 def _try(kind: str, name: str, search_path: str) -> str:
@@ -44,6 +61,6 @@ def _try(kind: str, name: str, search_path: str) -> str:
 
 if __name__ == "__main__":
     try:
-        resolve(*sys.argv[1:])
+        require_call(*sys.argv[1:])
     except ValueError as error:
         sys.exit(" ".join(str(error).split()))
