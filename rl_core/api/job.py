@@ -140,6 +140,18 @@ class RLJobSpec(Spec):
                 f"actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength {limit} tokens, got {self.actor.micro_batch_tokens}; raise it"
             )
 
+    @rule
+    def _groups_fit(self) -> Iterator[str]:
+        limit, validation = self.rollout.max_batch, self.validation.samples_per_prompt
+        for name, rows in (
+            ("algorithm.groupSize", self.algorithm.group_size),
+            ("validation.samplesPerPrompt", validation),
+        ):
+            if self.rollout.batching == "perGroup" and rows > limit:
+                yield (
+                    f"rollout.maxBatch must hold the {rows} rows of {name} with batching perGroup, got {limit}; raise maxBatch"
+                )
+
 
 class Metadata(Spec):
     """Object metadata; on a cluster the API server adds more, which is ignored here."""

@@ -77,6 +77,21 @@ CASES = {
         "rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength 32, got 64; lower maxNewTokens",
         SAME,
     ),
+    "group-larger-than-an-engine-batch": (
+        {"rollout": {"batching": "perGroup", "maxBatch": 4}, "algorithm": {"groupSize": 5}},
+        "spec.rollout.maxBatch",
+        "rollout.maxBatch must hold the 5 rows of algorithm.groupSize with batching perGroup, got 4; raise maxBatch",
+        SAME,
+    ),
+    "validation-group-larger-than-an-engine-batch": (
+        {
+            "rollout": {"batching": "perGroup"},
+            "validation": {"samplesPerPrompt": 129, "temperature": 1.0},
+        },
+        "spec.rollout.maxBatch",
+        "rollout.maxBatch must hold the 129 rows of validation.samplesPerPrompt with batching perGroup, got 128; raise maxBatch",
+        SAME,
+    ),
     "micro-batch-shorter-than-a-row": (
         {"rollout": {"maxSequenceLength": 512}, "actor": {"microBatchTokens": 256}},
         "spec.actor",

@@ -389,4 +389,13 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="actor",
         ),
     ),
+    "RLJobSpec._groups_fit": tuple(
+        Twin(
+            holds=f"$rollout.batching != 'perGroup' || $rollout.maxBatch >= ${rows}",
+            refusal=f"rollout.maxBatch must hold the %d rows of {rows} with batching perGroup, got %d; raise maxBatch",
+            values=(f"${rows}", "$rollout.maxBatch"),
+            field="rollout.maxBatch",
+        )
+        for rows in ("algorithm.groupSize", "validation.samplesPerPrompt")
+    ),
 }
