@@ -16,6 +16,8 @@ LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce")
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Advantages that compare the samples of one prompt and therefore need at least two."""
+PER_TOKEN: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Advantages with rewards per token, which whiten by themselves."""
 
 
 IMPORTANCE_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}
@@ -210,7 +212,7 @@ class AlgorithmSpec(Spec):
 
     @rule
     def _kl_once(self) -> Iterator[str]:
-        if self.reward_kl_coefficient > 0 and not self.name.startswith("reinforce_plus_plus"):
+        if self.reward_kl_coefficient > 0 and self.name not in PER_TOKEN:
             yield f"rewardKlCoefficient needs rewards per token, got {self.name}; use loss.klCoefficient or reinforce_plus_plus"
         if self.reward_kl_coefficient > 0 and self.loss.kl_coefficient > 0:
             yield (
@@ -252,5 +254,5 @@ class AlgorithmSpec(Spec):
 
     @rule
     def _whiten_once(self) -> Iterator[str]:
-        if self.whiten and self.name.startswith("reinforce_plus_plus"):
+        if self.whiten and self.name in PER_TOKEN:
             yield (f"whiten must be false for {self.name}, which already whitens, got true; remove it")

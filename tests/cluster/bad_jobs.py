@@ -134,6 +134,12 @@ CASES = {
         "rewardKlCoefficient needs rewards per token, got grpo; use loss.klCoefficient or reinforce_plus_plus",
         SAME,
     ),
+    "kl-in-rewards-of-a-users-function": (
+        {"algorithm": {"name": "reinforce_plus_plus_mine:f", "rewardKlCoefficient": 0.1}},
+        "spec.algorithm.rewardKlCoefficient",
+        "rewardKlCoefficient needs rewards per token, got reinforce_plus_plus_mine:f; use loss.klCoefficient or reinforce_plus_plus",
+        SAME,
+    ),
     "kl-twice": (
         {"algorithm": {"name": "reinforce_plus_plus", "rewardKlCoefficient": 0.1, "loss": {"klCoefficient": 0.2}}},
         "spec.algorithm.rewardKlCoefficient",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic.alias_generators import to_camel
 
-from rl_core.api.algorithm import GROUP_RELATIVE, IMPORTANCE_BOUNDS
+from rl_core.api.algorithm import ADVANTAGE_ALIASES, GROUP_RELATIVE, IMPORTANCE_BOUNDS, PER_TOKEN
 from rl_core.api.pods import GPU_RESOURCE, OWN_CLAIM, OWNED_ANNOTATIONS, OWNED_LABELS, PROTECTED_ENV
 from rl_core.api.volumes import OWN_PREFIX, RESERVED_PATHS, VOLUME_KINDS
 from rljob_operator.crd.rules import Twin, literal
@@ -26,6 +26,9 @@ NEEDING_RECOMPUTE = (
 LOWEST, HIGHEST = (
     f"(has(self.{side}) ? self.{side} : {literal({mode: pair[index] for mode, pair in IMPORTANCE_BOUNDS.items()})}[$mode])"
     for index, side in enumerate(("low", "high"))
+)
+OF_TOKENS = (
+    f"$name in {literal(sorted([*PER_TOKEN, *(a for a, name in ADVANTAGE_ALIASES.items() if name in PER_TOKEN)]))}"
 )
 RATIO_BOUNDS = "((has(self.maxPolicyRatio) ? ['maxPolicyRatio'] : []) + (has(self.maxPolicyKl) ? ['maxPolicyKl'] : []))"
 
@@ -150,7 +153,7 @@ TWINS: dict[str, tuple[Twin, ...]] = {
     ),
     "AlgorithmSpec._kl_once": (
         Twin(
-            holds="$rewardKlCoefficient == 0.0 || $name.startsWith('reinforce')",
+            holds=f"$rewardKlCoefficient == 0.0 || {OF_TOKENS}",
             refusal="rewardKlCoefficient needs rewards per token, got %s; use loss.klCoefficient or reinforce_plus_plus",
             values=("$name",),
             field="rewardKlCoefficient",
@@ -164,7 +167,7 @@ TWINS: dict[str, tuple[Twin, ...]] = {
     ),
     "AlgorithmSpec._whiten_once": (
         Twin(
-            holds="!($whiten && $name.startsWith('reinforce'))",
+            holds=f"!($whiten && {OF_TOKENS})",
             refusal="whiten must be false for %s, which already whitens, got true; remove it",
             values=("$name",),
             field="whiten",

@@ -8,8 +8,17 @@ import torch
 from rl_core.algorithms import Stat, compute_advantages, names, register, resolve
 from rl_core.algorithms import registry as registry_module
 from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
+from rl_core.algorithms.advantages.registered import SELF_WHITENING
 from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
-from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, IMPORTANCE_BOUNDS, LOSSES, AlgorithmSpec, LossSpec
+from rl_core.api.algorithm import (
+    ADVANTAGE_ALIASES,
+    ADVANTAGES,
+    IMPORTANCE_BOUNDS,
+    LOSSES,
+    PER_TOKEN,
+    AlgorithmSpec,
+    LossSpec,
+)
 
 MASK = torch.ones(1, 2, dtype=torch.bool)
 
@@ -38,6 +47,12 @@ def test_schema_offers_only_names_the_registry_knows():
 
 def test_schema_judges_importance_bounds_by_the_defaults_of_the_function():
     assert IMPORTANCE_BOUNDS == DEFAULT_BOUNDS
+
+
+def test_schema_knows_which_estimators_whiten_by_themselves():
+    """By name and not by how it begins: a module of the user may begin alike."""
+    assert {resolve("advantage", name) for name in PER_TOKEN} == SELF_WHITENING - {resolve("advantage", "gdpo")}
+    assert AlgorithmSpec.model_validate({"name": "reinforce_plus_plus_mine:f", "whiten": True}).whiten
 
 
 @pytest.mark.parametrize("name", LOSSES)
