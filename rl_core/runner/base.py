@@ -176,7 +176,7 @@ class Runner:
             self.checkpoints.begin_afresh()
         self.await_result(self.actor.set_global_step(self.version))
         self.ready = True
-        self.ledger_file = LedgerFile(self.output / "ledger.jsonl")
+        self.ledger_file = LedgerFile(self.output / "ledger.jsonl", attempt=self.write_with_patience)
         address = next(answer for answer in self.await_result(self.actor.publisher_address()) if answer)
         published = self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)
         self.sync.digest = published[0]["digest"]
@@ -412,9 +412,9 @@ class Runner:
         self.sync.confirm()
         until = time.monotonic() + self.spec.runtime.deadlines.degraded
         try:
-            self._write_last(self.save_checkpoint, until)
+            self.write_with_patience(self.save_checkpoint, until)
         finally:
-            self._write_last(self._export, until)
+            self.write_with_patience(self._export, until)
 
     def _export(self) -> None:
         try:
@@ -422,11 +422,13 @@ class Runner:
         except WorkerErrors as errors:
             raise as_one(errors) from errors
 
-    def _write_last(self, write: Callable[[], Any], until: float) -> None:
-        """Do a last write; while the storage is full try again `until` then, unless the run is asked to end meanwhile.
+    def write_with_patience(self, write: Callable[[], None], until: float | None = None) -> None:
+        """Do a write that the run cannot go on or end without; while the storage is full try again, unless the run is asked to end.
 
+        `until`: clock at which to give up, None = deadlines.degraded from now.
         Raises ConfigError when no room was made: a restart would only train the same steps again and meet the same storage.
         """
+        until = time.monotonic() + self.spec.runtime.deadlines.degraded if until is None else until
         while True:
             try:
                 write()
@@ -439,7 +441,8 @@ class Runner:
                     raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
                 self._tell_refused(error, f"what was trained waits in memory for room, {left:.0f} s more")
             self.steering.asked.wait(min(ROOM_PAUSE, left))
-            self.check()
+            if self._failure is not None:
+                raise self._failure
 
     def ended_early(self) -> str:
         """Return how a run that was asked to end is told: Stopped, or to be resumed Suspended or Interrupted."""

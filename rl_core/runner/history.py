@@ -5,34 +5,51 @@ Afterwards both tell the history of the present weights only; the cut lines are 
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from rl_core.checkpoint.files import write_failure
 
 
 class LedgerFile:
     """Appends one line per trained group, durable before the step counts as done."""
 
-    def __init__(self, path: Path) -> None:
-        """Append to `path`."""
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, *, attempt: Callable[[Callable[[], None]], None] = lambda write: write()) -> None:
+        """Append to `path`; `attempt` is given each write and may try it again."""
+        self._path = path
+        self._attempt = attempt
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write the lines of one step in one piece."""
-        self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write the lines of one step in one piece. Raises InfrastructureError when the storage refuses; nothing is written then."""
+        data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+        self._attempt(lambda: self._append(data))
+
+    def _append(self, data: bytes) -> None:
+        end = os.fstat(self._file).st_size
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, end)
+            raise write_failure("the ledger of trained groups", self._path, error) from error
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._file)
 
 
 def cut_back(path: Path, step: int) -> int:
     """Keep the lines of `path` up to `step`; move those from the first later or torn one on to `<name>.lost.jsonl`.
 
-    Return how many were moved. The file is truncated in place, so that writers that hold it open go on at its new end.
+    Return how many were moved. The file is truncated in place, so that writers that hold it open go on at its new end. Raises
+    InfrastructureError when the storage refuses; the file is then as it was.
     """
     if not path.exists():
         return 0
@@ -41,10 +58,14 @@ def cut_back(path: Path, step: int) -> int:
     lost = lines[keep:]
     if not lost:
         return 0
-    with path.with_suffix(".lost.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(line if line.endswith("\n") else line + "\n" for line in lost)
-        file.flush()
-        os.fsync(file.fileno())
+    aside = path.with_suffix(".lost.jsonl")
+    try:
+        with aside.open("a", encoding="utf-8") as file:
+            file.writelines(line if line.endswith("\n") else line + "\n" for line in lost)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_failure("the history of a run that is left", aside, error) from error
     os.truncate(path, sum(len(line.encode()) for line in lines[:keep]))
     return len(lost)
 

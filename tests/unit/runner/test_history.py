@@ -1,7 +1,14 @@
 """Cutting back: the files tell the history of the present weights only."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
+import pytest
+
+from rl_core.api.errors import StorageFull
+from rl_core.runner import history
 from rl_core.runner.history import LedgerFile, cut_back
 
 
@@ -29,3 +36,44 @@ def test_nothing_to_cut_leaves_the_file_untouched(tmp_path):
     path.write_text('{"step":1}\n')
     assert cut_back(path, 1) == 0 and cut_back(tmp_path / "absent.jsonl", 0) == 0
     assert not (tmp_path / "metrics.lost.jsonl").exists()
+
+
+def test_a_step_that_finds_no_room_leaves_no_torn_line_and_is_written_when_there_is(tmp_path, monkeypatch):
+    path, room, refusals = tmp_path / "ledger.jsonl", [30], []
+
+    def write(file, data):
+        if not room:
+            return written(file, data)
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = written(file, data[: room[0]])
+        room[0] -= count
+        return count
+
+    def attempt(append):
+        try:
+            append()
+        except StorageFull as error:
+            refusals.append((str(error), path.read_text()))
+            room.clear()
+            append()
+
+    written = os.write
+    ledger = LedgerFile(path, attempt=attempt)
+    monkeypatch.setattr(history.os, "write", write)
+    ledger.write([{"step": 1}])
+    ledger.write([{"step": 2, "group_id": "0-1"}, {"step": 2, "group_id": "0-2"}])
+    ledger.close()
+    ((told, left),) = refusals
+    assert f"ledger of trained groups could not be written to {path}: No space left on device" in told
+    assert left == '{"step":1}\n'
+    assert [line["step"] for line in lines(path)] == [1, 2, 2]
+
+
+def test_lines_that_find_no_room_aside_stay_where_they_are(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    path.with_suffix(".lost.jsonl").symlink_to(Path("/dev/full"))
+    with pytest.raises(StorageFull, match="history of a run that is left"):
+        cut_back(path, 1)
+    assert [line["step"] for line in lines(path)] == [1, 2]

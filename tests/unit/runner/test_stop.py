@@ -214,3 +214,18 @@ def test_an_export_of_several_ranks_waits_for_room_too():
     loop.actor.wait = wait
     loop.finish(resumable=False)
     assert loop.saved == [3] and loop.actor.called == ["export"] * 3
+
+
+def test_a_trained_step_whose_ledger_finds_no_room_is_not_left_as_if_it_were_unfinished():
+    """Left by Stopped, the weights would be saved without it, and its groups trained once more."""
+    loop, refusals = Loop(), []
+
+    def append():
+        refusals.append(1)
+        if len(refusals) == 2:
+            loop.stop("enough")
+        raise StorageFull("the ledger could not be written")
+
+    with loop.board.during(Phase.STARTING), pytest.raises(ConfigError, match="ledger could not be written"):
+        loop.write_with_patience(append)
+    assert len(refusals) == 2
