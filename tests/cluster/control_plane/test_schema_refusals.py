@@ -57,6 +57,16 @@ def test_a_name_that_pods_cannot_carry_is_refused_in_the_same_words(control_plan
     assert words in said or "must consist of lower case" in said  # Kubernetes' own rule speaks first
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"loss": {"name": "mine:loss", "dualClip": 3.0}}, {"name": "reinforce_plus_plus_mine:f", "whiten": True}],
+)
+def test_rules_of_built_in_names_do_not_meet_functions_of_the_user(control_plane, algorithm):
+    document = merged(GOOD, {"spec": {"algorithm": algorithm}})
+    assert judged(control_plane, document) == []
+    assert RLJob.model_validate(document).spec.algorithm
+
+
 def test_the_longest_name_is_taken(control_plane):
     document = merged(GOOD, {"metadata": {"name": "a" + "-" * 38 + "9"}})
     assert judged(control_plane, document) == []
