@@ -82,6 +82,13 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
     spec = job.spec.model_dump(mode="json", by_alias=True)
     for block, field in PATH_FIELDS:
         value = spec[block][field]
-        if value is not None and not value.startswith((HUB_SCHEME, GENERATED_SCHEME)):
-            spec[block][field] = str((file.parent / Path(value).expanduser()).resolve())
+        if value is not None:
+            spec[block][field] = absolute(file, value)
     return RLJob.model_validate(job.model_dump(mode="json", by_alias=True) | {"spec": spec})
+
+
+def absolute(file: Path, reference: str) -> str:
+    """Return a path of the job file as an absolute one; references with a scheme stay."""
+    if reference.startswith((HUB_SCHEME, GENERATED_SCHEME)):
+        return reference
+    return str((file.parent / Path(reference).expanduser()).resolve())

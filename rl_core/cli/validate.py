@@ -3,12 +3,20 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJob
-from rl_core.cli.job_file import PATH_FIELDS, JobProblems, load_job
-from rl_core.data.hub import HUB_SCHEME, fetch_references
+from rl_core.cli.job_file import PATH_FIELDS, JobProblems, absolute, load_job, read_document
+from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS, fetch_references
+
+if TYPE_CHECKING:
+    from rl_core.data.tokenizer import Tokenizer
+
+NO_LIMIT = 1 << 30
+"""Tokens of a prompt where the model does not tell how many it takes."""
 
 
 def validate_file(file: Path, settings: Sequence[str]) -> int:
@@ -16,7 +24,10 @@ def validate_file(file: Path, settings: Sequence[str]) -> int:
 
     What lies on a volume of the actor's pods cannot be seen from here; it is named and left to the pods.
     """
-    job = load_job(file, settings)
+    try:
+        job = load_job(file, settings)
+    except JobProblems as error:
+        raise JobProblems(file, [*error.problems, *find_file_problems(file, settings)]) from None
     mounted = paths_on_volumes(job)
     check_references(job, file, files=not mounted)
     unseen = f"; not looked at, on volumes of the actor: {', '.join(mounted)}" if mounted else ""
@@ -43,10 +54,34 @@ def check_references(job: RLJob, file: Path, *, files: bool = True) -> None:
         raise JobProblems(file, problems)
 
 
+def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with the model and data named by a job that breaks the schema: each is looked at by itself."""
+    from rl_core.data.source import read_rows
+
+    document = read_document(file, settings)
+    if _at(document, "spec", "actor", "volumeMounts"):
+        return
+    for block, field in REFERENCE_FIELDS:
+        reference = _at(document, "spec", block, field)
+        if not isinstance(reference, str) or reference.startswith(HUB_SCHEME):
+            continue
+        if block == "model":
+            yield from _open_model(absolute(file, reference))[1]
+        else:
+            yield from _bad_rows(f"{block}.{field}", partial(read_rows, absolute(file, reference)))
+
+
+def _at(document: Any, *path: str) -> Any:
+    """Return what stands at a path of an unchecked document, None where it does not go that far."""
+    for part in path:
+        document = document.get(part) if isinstance(document, dict) else None
+    return document
+
+
 def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
     """Yield one line per problem; `hub` references are checked when they are fetched, at the start of a run."""
     without_files = (_check_user_code, _check_placement, _check_schedule)
-    for check in (_check_model, *without_files) if files else without_files:
+    for check in (_check_files, *without_files) if files else without_files:
         yield from _told(lambda check=check: check(job, search_path))  # type: ignore[misc]
 
 
@@ -57,52 +92,63 @@ def _told(check: Callable[[], Iterator[str]]) -> Iterator[str]:
         yield str(error)
 
 
-def _check_model(job: RLJob, search_path: Path) -> Iterator[str]:
-    from rl_core.data.tokenizer import Tokenizer
-    from rl_core.plan.model_facts import stored_shapes
-    from rl_core.runner.limits import sequence_limit
-
-    spec = job.spec
-    if spec.model.path.startswith(HUB_SCHEME):
-        yield from _check_data(job, None, 1 << 30)
-        return
-    folder = Path(spec.model.path)
-    if not (folder / "config.json").is_file():
-        yield f"spec.model.path: must be a folder with config.json, got {folder}, check the path"
-        yield from _check_data(job, None, 1 << 30)
-        return
-    tokenizer, limit = None, 1 << 30
-    try:
-        tokenizer = Tokenizer.from_folder(folder)
-        limit = sequence_limit(spec, json.loads((folder / "config.json").read_text()))
-    except RLJobError as error:
-        yield f"spec.model.path: {error}"
-    except ValueError as error:
-        yield f"spec.model.path: config.json must be valid JSON, got {error}, save the model again"
-    try:
-        if not stored_shapes(folder):
-            yield f"spec.model.path: must hold safetensors weights, got none in {folder}, save the model with save_pretrained"
-    except ConfigError as error:
-        yield f"spec.model.path: {error}"
-    yield from _check_data(job, tokenizer, limit)
-
-
-def _check_data(job: RLJob, tokenizer: object, limit: int) -> Iterator[str]:
+def _check_files(job: RLJob, search_path: Path) -> Iterator[str]:
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
-    from rl_core.data.tokenizer import Tokenizer
+    from rl_core.runner.limits import sequence_limit
 
-    data = job.spec.data
+    data, tokenizer, limit = job.spec.data, None, NO_LIMIT
+    if not job.spec.model.path.startswith(HUB_SCHEME):
+        opened, problems = _open_model(job.spec.model.path)
+        yield from problems
+        if opened is not None:
+            tokenizer, config = opened
+            try:
+                limit = sequence_limit(job.spec, config)
+            except RLJobError as error:
+                yield f"spec.model.path: {error}"
     for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
         if reference is None or reference.startswith(HUB_SCHEME):
             continue
-        try:
-            if isinstance(tokenizer, Tokenizer):
-                load_prompts(reference, data, tokenizer, field=field, task_name=job.spec.env.type, max_seq_len=limit)
-            else:
-                read_rows(reference, field=field)
-        except RLJobError as error:
-            yield from (f"spec.{field}: {line.removeprefix(f'{field}: ')}" for line in str(error).splitlines())
+        read: Callable[..., object]
+        if tokenizer is None:
+            read = partial(read_rows, reference)
+        else:
+            task = job.spec.env.type
+            read = partial(load_prompts, reference, data, tokenizer, task_name=task, max_seq_len=limit)
+        yield from _bad_rows(field, read)
+
+
+def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
+    """Return (tokenizer, content of config.json) of a model folder, None where one is missing, and what is wrong with it."""
+    from rl_core.data.tokenizer import Tokenizer
+    from rl_core.plan.model_facts import stored_shapes
+
+    folder, opened, problems = Path(path), None, []
+    if not (folder / "config.json").is_file():
+        return None, [f"spec.model.path: must be a folder with config.json, got {folder}, check the path"]
+    try:
+        opened = Tokenizer.from_folder(folder), json.loads((folder / "config.json").read_text())
+    except RLJobError as error:
+        problems.append(f"spec.model.path: {error}")
+    except ValueError as error:
+        problems.append(f"spec.model.path: config.json must be valid JSON, got {error}, save the model again")
+    try:
+        if not stored_shapes(folder):
+            problems.append(
+                f"spec.model.path: must hold safetensors weights, got none in {folder}, save the model with save_pretrained"
+            )
+    except ConfigError as error:
+        problems.append(f"spec.model.path: {error}")
+    return opened, problems
+
+
+def _bad_rows(field: str, read: Callable[..., object]) -> Iterator[str]:
+    """Yield why `read(field=...)` refuses the rows of a data reference, a line each."""
+    try:
+        read(field=field)
+    except RLJobError as error:
+        yield from (f"spec.{field}: {line.removeprefix(field).lstrip(': ')}" for line in str(error).splitlines())
 
 
 def _check_user_code(job: RLJob, search_path: Path) -> Iterator[str]:

@@ -20,7 +20,7 @@ def write(folder, name, text):
         ({"algorithm": {"promptsPerStep": 3}, "actor": {"replicas": 2}}, ["promptsPerStep", "data-parallel size 2"]),
         ({"rollout": {"minReplicas": 5}}, ["minReplicas must not exceed replicas 2"]),
         ({"model": {"path": "/nowhere"}}, ["spec.model.path", "/nowhere"]),
-        ({"data": {"train": "/nowhere.jsonl"}}, ["data.train must be an existing file"]),
+        ({"data": {"train": "/nowhere.jsonl"}}, ["data.train: must be an existing file"]),
         ({"env": {"type": "reward", "reward": "reward:absent"}}, ["reward:absent"]),
         ({"env": {"type": "reward", "reward": "no_such_module:f"}}, ["no_such_module"]),
         ({"env": {"type": "mathh"}}, ["mathh", "math"]),

@@ -77,5 +77,38 @@ def test_an_estimator_of_the_user_is_tried_before_a_run(tmp_path):
     with pytest.raises(JobProblems) as error:
         validate_file(file, ["algorithm.name=mine:absent", "algorithm.loss.name=no_such_module:f"])
     name, loss = error.value.problems
-    assert name.startswith("spec.algorithm.name: ") and "mine:absent" in name and "AttributeError" in name
-    assert loss.startswith("spec.algorithm.loss.name: ") and "No module named 'no_such_module'" in loss
+    assert (
+        name.startswith("spec.algorithm.name: ") and "got 'mine:absent': mine has no 'absent'; it defines fine" in name
+    )
+    assert loss.startswith("spec.algorithm.loss.name: ") and "got 'no_such_module', which was not found" in loss
+
+
+def test_files_are_looked_at_although_the_schema_is_broken(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n{oops\n')
+    spec = "{model: {path: .}, data: {train: train.jsonl, validation: none.jsonl}, algorithm: {steps: -1}}"
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    steps, tokenizer, weights, row, validation = error.value.problems
+    assert steps.startswith("spec.algorithm.steps: must be greater than or equal to 1, got -1")
+    assert tokenizer.startswith("spec.model.path: ") and "tokenizer" in tokenizer
+    assert weights.startswith("spec.model.path: must hold safetensors weights")
+    assert row.startswith("spec.data.train: ") and "train.jsonl:2:" in row
+    assert validation.startswith("spec.data.validation: must be an existing file")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "[]",
+        "{model: 3, data: {train: 4}}",
+        "{model: {path: []}, data: x}",
+        "{actor: {volumeMounts: [{}]}, model: {path: x}}",
+    ],
+)
+def test_of_a_document_of_another_shape_the_schema_alone_is_told(tmp_path, spec):
+    (tmp_path / "job.yaml").write_text((JOB % "a").replace("{}", spec))
+    with pytest.raises(JobProblems) as error:
+        validate_file(tmp_path / "job.yaml", [])
+    assert not [line for line in error.value.problems if "config.json" in line or "existing file" in line]
