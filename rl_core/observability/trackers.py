@@ -6,13 +6,13 @@ Called by the runner once per step. A tracker that raises is disabled with a war
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.settings import TrackerSpec
+from rl_core.observability.append import AppendFile
 
 logger = logging.getLogger(__name__)
 Metrics = Mapping[str, Any]
@@ -32,11 +32,15 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object per step, flushed line by line; a number that is not finite becomes null."""
+    """One JSON object per step; a number that is not finite becomes null.
+
+    Lines that find no room on the disk are written with the next one that does: the run may outlast a full disk.
+    """
 
     def __init__(self, path: Path) -> None:
         """Append to `path`."""
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._path, self._file = path, AppendFile(path)
+        self._unwritten = b""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Do nothing: the output folder holds job.yaml."""
@@ -44,14 +48,21 @@ class JsonlTracker:
     def log(self, step: int, metrics: Metrics) -> None:
         """Write one line."""
         line = {"step": step} | {key: _plain(value) for key, value in metrics.items()}
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
+        data = self._unwritten + json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        try:
+            self._file.append(data)
+        except OSError as error:
+            logger.warning("%s could not be written, its lines are kept for later: %s", self._path, error)
+            self._unwritten = data
+        else:
+            self._unwritten = b""
 
     def finish(self, status: str) -> None:
-        """Close the file."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Write what is left and close the file."""
+        try:
+            self._file.append(self._unwritten, sync=True)
+        finally:
+            self._file.close()
 
 
 def _plain(value: Any) -> Any:

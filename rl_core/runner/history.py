@@ -6,12 +6,12 @@ Afterwards both tell the history of the present weights only; the cut lines are 
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rl_core.checkpoint.files import write_failure
+from rl_core.observability.append import AppendFile
 
 
 class LedgerFile:
@@ -21,7 +21,7 @@ class LedgerFile:
         """Append to `path`; `attempt` is given each write and may try it again."""
         self._path = path
         self._attempt = attempt
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = AppendFile(path)
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write the lines of one step in one piece. Raises InfrastructureError when the storage refuses; nothing is written then."""
@@ -29,20 +29,14 @@ class LedgerFile:
         self._attempt(lambda: self._append(data))
 
     def _append(self, data: bytes) -> None:
-        end = os.fstat(self._file).st_size
         try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(self._file, left) :]
-            os.fsync(self._file)
+            self._file.append(data, sync=True)
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._file, end)
             raise write_failure("the ledger of trained groups", self._path, error) from error
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        self._file.close()
 
 
 def cut_back(path: Path, step: int) -> int:

@@ -1,8 +1,11 @@
 """Trackers: JSONL and TensorBoard hold what was logged; one that raises never harms the run."""
 
+import errno
 import json
+import os
 
 from rl_core.api.settings import TrackerSpec
+from rl_core.observability import append as appending
 from rl_core.observability.trackers import JsonlTracker, TensorBoardTracker, Trackers
 
 
@@ -11,6 +14,30 @@ def test_jsonl_holds_one_object_per_step_and_no_nan(tmp_path):
     tracker.log(1, {"reward/mean": 0.5, "train/kl": float("nan")})
     tracker.finish("Finished")
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "reward/mean": 0.5, "train/kl": None}
+
+
+def test_lines_that_find_no_room_are_written_whole_when_there_is(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "metrics.jsonl"
+    trackers, written, refused = Trackers([JsonlTracker(path)]), os.write, [False]
+
+    def write(file, data):
+        if not refused[0]:
+            return written(file, data)
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(file, data[:20])
+
+    monkeypatch.setattr(appending.os, "write", write)
+    trackers.log(1, {})
+    refused[0] = True
+    for step in (2, 3):
+        trackers.log(step, {"reward/mean": 0.5})
+    assert path.read_text() == '{"step":1}\n' and caplog.text.count("kept for later") == 2
+    refused[0] = False
+    for step in (4, 5):
+        trackers.log(step, {})
+    trackers.finish("Finished")
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
 def test_tensorboard_reads_back_the_scalars(tmp_path):

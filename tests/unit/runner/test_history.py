@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.api.errors import StorageFull
-from rl_core.runner import history
+from rl_core.observability import append as appending
 from rl_core.runner.history import LedgerFile, cut_back
 
 
@@ -60,7 +60,7 @@ def test_a_step_that_finds_no_room_leaves_no_torn_line_and_is_written_when_there
 
     written = os.write
     ledger = LedgerFile(path, attempt=attempt)
-    monkeypatch.setattr(history.os, "write", write)
+    monkeypatch.setattr(appending.os, "write", write)
     ledger.write([{"step": 1}])
     ledger.write([{"step": 2, "group_id": "0-1"}, {"step": 2, "group_id": "0-2"}])
     ledger.close()
