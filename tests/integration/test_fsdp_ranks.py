@@ -61,6 +61,9 @@ def pair(folder, model, alone):
         scenario(name, make_spec(model, **changes), TRAIN_AND_LOOK, world_size=2)
         for name, changes in {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE}.items()
     ]
+    # A step cut short by the runner may leave a rank without groups: it computes and reduces along with the others.
+    lopsided = scenario("full of rank 0", make_spec(model, **FULL), TRAIN_AND_LOOK, world_size=2)
+    scenarios.append(lopsided | {"groups": [[0, 1, 2, 3], []]})
     many = {"actor__microBatchTokens": 32}
     scenarios += [
         scenario(f"{name} of many", make_spec(model, model__dtype=dtype, **many), verbs, world_size=2, groups=8)
@@ -107,6 +110,12 @@ def test_two_ranks_train_like_one(alone, pair, name):
         # Adam divides by the gradient's own size, so a gradient that is zero up to rounding moves weights by rounding x lr.
         assert pair[0][name]["weights"][tensor] == pytest.approx(values, abs=2e-5), tensor
     assert pair[0][name]["counts"] == pair[1][name]["counts"] == alone[name]["counts"]
+
+
+def test_a_rank_without_groups_trains_the_others_rows_along_with_them(alone, pair):
+    for one, two in zip(alone["full"]["metrics"], pair[0]["full of rank 0"]["metrics"], strict=True):
+        assert close(one, two, relative=1e-5, absolute=1e-6) == {}
+    assert pair[1]["full of rank 0"]["counts"] == alone["full"]["counts"]
 
 
 def test_half_precision_trains_nearly_the_same_loss(alone, pair):
