@@ -1,16 +1,8 @@
-"""`math`: one turn, scored against `metadata["ground_truth"]`.
-
-The verifier's time limits count CPU time of this process and not seconds on the clock: whether an answer counts as
-unparsable is a property of the answer, never of a loaded machine. Limits need signals, hence the main thread (env
-children run there); in another thread the step's own deadline is the only bound.
-"""
+"""`math`: one turn, scored against `metadata["ground_truth"]`."""
 
 import logging
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from decimal import Context, Decimal, localcontext
 from typing import Any, Literal
 
@@ -19,6 +11,7 @@ from pydantic import Field
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, single_turn_return
+from rl_core.envs.cpu_time import CpuLimitReached, cpu_limit
 from rl_core.envs.metrics import math_metrics
 
 Verdict = tuple[bool, str | None]
@@ -135,29 +128,6 @@ def _last_number(text: str) -> tuple[Decimal, str] | None:
     over, _, under = matches[-1].replace(",", "").partition("/")
     value = Decimal(over) / Decimal(under) if under else Decimal(over)
     return (value, matches[-1]) if value.is_finite() else None
-
-
-class CpuLimitReached(BaseException):
-    """The CPU time of one verification is used up; not an Exception, so that library code does not swallow it."""
-
-
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuLimitReached inside the block after `seconds` of CPU time; without effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_signal: int, _frame: Any) -> None:
-        raise CpuLimitReached
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
 
 
 class MathVerify:

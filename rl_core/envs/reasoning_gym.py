@@ -8,11 +8,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
 from rl_core.api.errors import ConfigError, RolloutDataFailure
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.api.user_code import describe
 from rl_core.data.reasoning_gym import Scorer, scorer, task_names
 from rl_core.envs.base import EnvConfig, Log, last_assistant_text, parse_config, single_turn_return
+from rl_core.envs.cpu_time import CpuLimitReached, cpu_limit
 
 
 class ReasoningGymConfig(EnvConfig):
@@ -22,6 +25,8 @@ class ReasoningGymConfig(EnvConfig):
     """The answer is the text inside the last <tag>...</tag>, without one it is missing; null = the whole completion."""
     min_score: float | None = None
     """Scores below it become 0 (some tasks give a little for any text); null = the task's score as it is."""
+    cpu_seconds: float = Field(5.0, gt=0)
+    """CPU time for scoring one answer; beyond it the answer counts as missing (some tasks evaluate what is written)."""
 
 
 class ReasoningGymEnvironment(EnvironmentInterface):
@@ -60,7 +65,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
                 f"{sorted(metadata or {})}; take the prompts from reasoning-gym://TASK?size=N"
             )
         try:
-            score = _scored(scorer(problem["task"], problem.get("config")), answer, problem["entry"])
+            score = self._scored(scorer(problem["task"], problem.get("config")), answer, problem["entry"])
         except ConfigError as error:
             raise RolloutDataFailure(f"environment reasoning_gym, row {row}: {error}") from error
         except Exception as error:  # 100 scorers of a library
@@ -70,18 +75,18 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         least = self.config.min_score
         return 0.0 if least is not None and score < least else score
 
+    def _scored(self, score: Scorer, answer: str | None, entry: dict[str, Any]) -> float:
+        """Return the score of `answer`. One that the scorer fails on counts as missing, where the entry itself is sound.
 
-def _scored(score: Scorer, answer: str | None, entry: dict[str, Any]) -> float:
-    """Return the score of `answer`. One that the scorer fails on counts as missing, where the entry itself is sound.
-
-    Some scorers read the answer as a number or a map and raise for other text: that is a wrong answer. An entry whose own
-    answer cannot be scored either raises.
-    """
-    try:
-        return float(score(answer, entry))
-    except Exception:  # noqa: BLE001 - 100 scorers of a library
-        score(entry.get("answer"), entry)
-        return float(score(None, entry))
+        Some scorers read the answer as a number or a map and raise for other text, or compute for ever what it says: that is a
+        wrong answer. An entry whose own answer cannot be scored either raises.
+        """
+        try:
+            with cpu_limit(self.config.cpu_seconds):
+                return float(score(answer, entry))
+        except (CpuLimitReached, Exception):  # noqa: BLE001 - 100 scorers of a library
+            score(entry.get("answer"), entry)
+            return float(score(None, entry))
 
 
 def _problem(metadata: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.api.errors import ConfigError, RolloutDataFailure
-from rl_core.envs.math import CpuLimitReached, MathEnvironment, compare_numeric, cpu_limit, final_answer
+from rl_core.envs.cpu_time import CpuLimitReached, cpu_limit
+from rl_core.envs.math import MathEnvironment, compare_numeric, final_answer
 
 
 def log(completion):

@@ -60,6 +60,13 @@ def test_text_that_a_scorer_cannot_read_is_a_wrong_answer(env, task, text):
     assert reward(env, text, entry["metadata"]) == 0.0
 
 
+@pytest.mark.parametrize("task", ["countdown", "n_queens", "polynomial_multiplication"])
+def test_an_answer_that_takes_for_ever_to_compute_counts_as_missing(task):
+    env = ReasoningGymEnvironment({"cpuSeconds": 0.2})
+    entry = make_entries(task, 1, 1, {})[0]
+    assert reward(env, "9**9**9**9", entry["metadata"]) < 0.1
+
+
 def test_an_entry_that_cannot_be_scored_is_a_data_failure(env):
     damaged = {"task": "chain_sum", "entry": {"question": "?"}}
     with pytest.raises(RolloutDataFailure, match="row 0: the scorer of chain_sum failed on '2': KeyError"):
