@@ -8,10 +8,10 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
-from rl_core.checkpoint.files import write_failure
+from rl_core.checkpoint.files import write_failure, write_file
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
 from rl_core.runner.changes import differences
-from rl_core.runner.history import cut_back, now_text, write_json
+from rl_core.runner.history import cut_back, now_text
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
 
@@ -151,7 +151,8 @@ class Checkpoints:
 
     def _write_state(self, staging: Path, state: dict[str, Any]) -> None:
         try:
-            write_json(staging / STATE_FILE, state | {"mathematics": mathematics(self._spec)})
+            whole = state | {"mathematics": mathematics(self._spec)}
+            write_file(staging / STATE_FILE, json.dumps(whole, indent=1).encode())
         except OSError as error:
             raise write_failure("the runner's part of a checkpoint", staging, error) from error
 

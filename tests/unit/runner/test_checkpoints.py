@@ -1,6 +1,7 @@
 """Resuming: files and checkpoints tell the history of the present weights, and nothing of another one."""
 
 import json
+import os
 
 import pytest
 
@@ -129,6 +130,16 @@ def test_the_manifest_tells_the_version_and_the_digest_of_the_weights(spec, outp
     checkpoints = Checkpoints(spec, output=output, epoch=0)
     checkpoints.save(3, Actor(), {"step": 3}, version=4, weights_digest="d", reward=None)
     assert checkpoints.store.latest().manifest.versions == {"policy": 4, "digest": "d"}
+
+
+def test_what_the_runner_adds_to_a_checkpoint_is_on_the_disk_before_it_is_published(spec, output, monkeypatch):
+    """Retention deletes older ones right after: a power cut must not take the new one's state with it."""
+    synced, plain = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: plain(descriptor) or synced.add(os.fstat(descriptor).st_ino))
+    saved(spec, output, 2)
+    published = output / "checkpoints/step-00000002"
+    for path in (published / "runner.json", published / "manifest.json", published, published.parent):
+        assert path.stat().st_ino in synced, path
 
 
 def resume_as(spec, output, **changes):
