@@ -5,6 +5,8 @@ import json
 import pytest
 from harness import assert_trained_once
 
+from rl_core.cli.local_control import connect
+
 
 def kill_mid_run(run, *, step, **match):
     run.start()
@@ -146,6 +148,23 @@ def test_a_full_disk_costs_no_step_and_no_older_checkpoint_and_is_told(start, sm
     for path in complete:
         manifest = json.loads((path / "manifest.json").read_text())
         assert all((path / name).stat().st_size == file["bytes"] for name, file in manifest["files"].items())
+
+
+def test_a_full_output_folder_holds_the_run_until_there_is_room(start, small_disk):
+    """What is left holds the start; ledger and metrics use it up, and the last checkpoint and the model find no room at all."""
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes((4 << 20) - (400 << 10)))
+    checkpoints = {"everySteps": 1000, "path": str(small_disk / "saved")}
+    run = start(algorithm={"steps": 60}, rollout={"replicas": 1}, checkpoint=checkpoints)
+    run.output = small_disk / "out"
+    run.start()
+    run.at_step(1)
+    runner = connect(run.output)  # no status.json can be written either
+    run.until(lambda: ((runner.status() or {}).get("checkpoint") or {}).get("error"), "a write that is refused")
+    filler.unlink()
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=60, groups=4)
+    assert run.status()["epoch"] == 0 and (run.output / "model/model.safetensors").is_file()
 
 
 def test_a_stall_is_found_named_and_acted_on(start, tmp_path, tiny):
