@@ -220,11 +220,7 @@ class RemoteEnvironment(EnvironmentInterface):
 
     async def _call(self, address: str, rows: list[_Row]) -> None:
         try:
-            payload = [row.payload for row in rows]
-            with self._waiting_for(address):
-                answers = await self._connect(address).call("step_rows", payload, timeout=self.answer_seconds)
-            if len(answers) != len(rows):
-                raise RolloutDataFailure(f"step_rows must answer {len(rows)} rows, got {len(answers)}")
+            answers = await self._answers(address, rows)
         except asyncio.CancelledError:
             self._settle(rows, [_closed(address)] * len(rows))
             raise
@@ -240,6 +236,26 @@ class RemoteEnvironment(EnvironmentInterface):
             pod.calls -= 1
             pod.rows -= len(rows)
             self._start_call(address)
+
+    async def _answers(self, address: str, rows: Sequence[_Row]) -> list[Any]:
+        """Return an answer or a failure per row; rows that do not fit into one message together travel apart."""
+        try:
+            payload = [row.payload for row in rows]
+            with self._waiting_for(address):
+                answers = await self._connect(address).call("step_rows", payload, timeout=self.answer_seconds)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, RLJobError):  # of the far side; what is left could not be sent
+                raise
+            if len(rows) == 1:
+                return [RolloutDataFailure(f"sample {rows[0].key} cannot be sent to an env worker: {error}")]
+            half = len(rows) // 2
+            first, second = await asyncio.gather(
+                self._answers(address, rows[:half]), self._answers(address, rows[half:])
+            )
+            return [*first, *second]
+        if len(answers) != len(rows):
+            raise RolloutDataFailure(f"step_rows must answer {len(rows)} rows, got {len(answers)}")
+        return list(answers)
 
     @staticmethod
     def _settle(rows: Sequence[_Row], answers: Sequence[Any]) -> None:

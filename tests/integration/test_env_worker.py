@@ -169,3 +169,24 @@ async def test_rollouts_get_scores_masks_and_typed_failures_over_rpc(worker, fol
     finally:
         remote.close()
         server.close()
+
+
+async def test_rows_whose_columns_do_not_fit_into_one_message_are_scored_all_the_same(worker, folder):
+    (folder / "large.py").write_text(
+        "def score(prompts, completions, tests):\n    return [float(len(test)) for test in tests]\n"
+    )
+    env = worker({"type": "reward", "reward": "large:score"})
+    server = RpcServer("tcp://127.0.0.1:0", {"step_rows": env.step_rows})
+    server.start()
+    remote = RemoteEnvironment([server.address])
+    sizes = [2_000_000 + n for n in range(40)]
+
+    async def ask(size):
+        log = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+        return (await remote.step([log], [{"tests": "x" * size}], keys=[f"g_{size}"])).rewards
+
+    try:
+        assert await asyncio.gather(*map(ask, sizes)) == [[float(size)] for size in sizes]
+    finally:
+        remote.close()
+        server.close()

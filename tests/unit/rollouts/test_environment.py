@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rl_core.api.errors import (
+    ConfigError,
     DeadlineExceeded,
     InfrastructureError,
     RemoteError,
@@ -20,9 +21,10 @@ LOG = [{"role": "assistant", "content": "text", "token_ids": object()}]
 
 
 class Pods:
-    """Connections to pods by address; each remembers its calls. `answer(row)` makes a row's answer."""
+    """Connections to pods by address; each remembers its calls. `answer(row)` makes a row's answer, `send(keys)` may refuse."""
 
-    def __init__(self, *addresses, answer=None, error=None, hold=None):
+    def __init__(self, *addresses, answer=None, error=None, hold=None, send=None):
+        self.send = send or (lambda keys: None)
         self.live, self.calls, self.error, self.hold = list(addresses), {a: [] for a in addresses}, error, hold
         self.answer = answer or (lambda row: self.plain(row))
 
@@ -45,6 +47,7 @@ class Pods:
         class Client:
             async def call(self, method, rows, timeout=None):
                 assert method == "step_rows" and timeout
+                pods.send([row["key"] for row in rows])
                 pods.calls[address].append([row["key"] for row in rows])
                 if pods.hold is not None:
                     await pods.hold.wait()
@@ -152,6 +155,7 @@ async def test_a_pod_lost_between_steps_fails_its_samples_as_infrastructure_and_
         (OSError("socket"), InfrastructureError),
         (DeadlineExceeded("slow"), RolloutTimeout),
         (RemoteError("bug"), RolloutDataFailure),
+        (ConfigError("of the far side"), InfrastructureError),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
@@ -160,6 +164,25 @@ async def test_a_failed_call_is_typed_for_every_row(error, kind):
     environment = pods.environment()
     results = await asyncio.gather(*[step(environment, f"s{i}") for i in range(2)], return_exceptions=True)
     assert [type(result) for result in results] == [kind, kind] and results[0].__cause__ is error
+    assert environment._pods["a"].rows == 0
+
+
+async def test_rows_too_large_for_one_message_travel_apart_and_one_that_never_fits_is_bad_data():
+    def send(keys):
+        if len(keys) > 2 or "huge" in keys:
+            raise ValueError("header must have at most 4 bytes")
+
+    pods = Pods("a", send=send)
+    environment = pods.environment()
+    keys = ["s0", "s1", "huge", "s3", "s4", "s5"]
+    results = await asyncio.gather(*[step(environment, key) for key in keys], return_exceptions=True)
+    assert sorted(key for call in pods.calls["a"] for key in call) == ["s0", "s1", "s3", "s4", "s5"]
+    assert [
+        key if isinstance(r, Exception) else r.observations[0]["content"] for key, r in zip(keys, results, strict=True)
+    ] == keys
+    failures = [result for result in results if isinstance(result, Exception)]
+    assert [type(failure) for failure in failures] == [RolloutDataFailure]
+    assert "sample huge cannot be sent to an env worker: header must have" in str(failures[0])
     assert environment._pods["a"].rows == 0
 
 
