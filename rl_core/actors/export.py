@@ -19,6 +19,9 @@ from rl_core.actors.hf import INDEX, SINGLE
 from rl_core.checkpoint.files import sync_folder, write_failure, write_file
 
 MAX_SHARD_BYTES = 5 * 10**9
+SYNC_BYTES = 256 * 1024 * 1024
+"""Written between two syncs: the other ranks stand in the collective of the next tensor meanwhile, whose deadline a sync of a whole shard to
+slow storage would miss."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
 
@@ -76,14 +79,23 @@ def _write_weights(staging: Path, plans: Sequence[TensorPlan], tensors: Iterator
         file_name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with (staging / file_name).open("wb") as file:
             _write_header(file, shard)
+            waiting = 0
             for plan in shard:
                 _write_tensor(file, plan, *next(tensors))
-            file.flush()
-            os.fsync(file.fileno())
+                waiting += plan.nbytes
+                if waiting >= SYNC_BYTES:
+                    _sync(file)
+                    waiting = 0
+            _sync(file)
         weight_map |= dict.fromkeys((plan.name for plan in shard), file_name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(plan.nbytes for plan in plans)}, "weight_map": weight_map}
         write_file(staging / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _shards(plans: Sequence[TensorPlan]) -> Iterator[list[TensorPlan]]:

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import shutil
+from itertools import pairwise
 
 import actor_samples
 import pytest
@@ -208,6 +210,24 @@ def test_a_large_model_is_cut_into_files_with_an_index(model_folder, tmp_path, m
     again = load(target)
     for name, tensor in hf.stored_tensors(model).items():
         assert torch.equal(tensor, hf.stored_tensors(again)[name])
+
+
+def test_a_shard_goes_to_the_disk_in_parts_while_it_is_written(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "SYNC_BYTES", 4096)
+    sizes, plain = {}, os.fsync
+
+    def fsync(descriptor):
+        plain(descriptor)
+        found = os.fstat(descriptor)
+        sizes.setdefault(found.st_ino, []).append(found.st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    model = load(model_folder)
+    target = export_model(model, model_folder, tmp_path / "target")
+    steps = sizes[(target / hf.SINGLE).stat().st_ino]
+    largest = max(tensor.nbytes for tensor in hf.stored_tensors(model).values())
+    assert all(after - before <= 4096 + largest for before, after in pairwise(steps))
+    assert steps[-1] == (target / hf.SINGLE).stat().st_size > 3 * (4096 + largest)
 
 
 def test_an_export_replaces_the_old_folder_whole(model_folder, tmp_path):
