@@ -142,8 +142,9 @@ class StatusBoard:
             if self._phase in UNWATCHED:
                 self._stall.reset()
             short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
-            working = [m.name for m in members if m.state == "serving"]
-            stall = self._stall.report(progress, self._waits(members), missing_pods=short, present=working)
+            stall = self._stall.report(
+                progress, self._waits(members), missing_pods=short, present=self._waited_for(members)
+            )
             if progress != self._progress_told:
                 self._progress_told, self._facts["lastProgress"] = progress, now_text()
             facts = dict(self._facts)
@@ -198,6 +199,11 @@ class StatusBoard:
             "lag": max(lag, 0),
         }
 
+    def _waited_for(self, members: list[Any]) -> list[str]:
+        """Return the rollouts that the loop counts on: those that serve, while it is short of them those that do not."""
+        here = [m for m in members if m.role == "rollout" and m.state not in LEAVING]
+        return [m.name for m in here if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
+
     def _waits(self, members: list[Any]) -> list[Wait]:
         """Return the waits-for graph: members' declared waits and the runner's own phase."""
         edges = [
@@ -215,6 +221,7 @@ class StatusBoard:
             Phase.VALIDATING: "rollout",
             Phase.TRAINING: "actor",
             Phase.SYNCING: "rollout",
+            Phase.DEGRADED: "rollout",
         }.get(self._phase)
         if on is not None:
             edges.append(

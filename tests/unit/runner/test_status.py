@@ -2,9 +2,13 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.workers.member import MemberState
+
+SOON = {"stall": {"seconds": 10.0}}
 
 
 def member(name, *, state="serving", version=0, wait=None, progress=None):
@@ -99,15 +103,20 @@ def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
     assert told.snapshot()["lastProgress"] > first
 
 
-def test_a_stall_names_the_serving_rollout_that_waits_for_nobody(monkeypatch):
+@pytest.mark.parametrize(("phase", "blamed"), [(Phase.GENERATING, "rollout:1"), (Phase.DEGRADED, "rollout:2")])
+def test_a_stall_names_the_rollout_that_waits_for_nobody_and_is_counted_on(monkeypatch, phase, blamed):
     clock = SimpleNamespace(now=0.0)
     idle = {"what": "prompts", "on": "channel:prompts", "since_seconds": 9.0}
-    members = [member("rollout:0", wait=idle), member("rollout:1"), member("rollout:2", state="ready")]
-    told = board(members, failurePolicy={"stall": {"seconds": 10.0}})
+    others = [member("rollout:1")] if phase is Phase.GENERATING else []
+    here = [member("actor:0", state="ready"), member("env:0", state="ready"), member("rollout:0", wait=idle), *others]
+    leaving = [member("rollout:3", state="draining"), member("rollout:4", state="drained")]
+    told = board([*here, *leaving, member("rollout:2", state="updating")], rollout={"replicas": 1}, failurePolicy=SOON)
     monkeypatch.setattr(told._stall, "clock", lambda: clock.now)
-    with told.during(Phase.GENERATING):
+    with told.during(phase):
         told.snapshot()
         clock.now = 1e6
         stall = told.snapshot()["stall"]
     assert stall["reason"] == "WaitingForRollout"
-    assert "rollout:1 declares none" in stall["message"] and "rollout:2" not in stall["message"]
+    assert [
+        name for name in (f"rollout:{rank}" for rank in range(5)) if f"{name} declares none" in stall["message"]
+    ] == [blamed]
