@@ -111,10 +111,7 @@ def _over_ranks(ranks: Ranks, stats: dict[str, Stat]) -> dict[str, Stat]:
         for (name, stat), total, count in zip(stats.items(), totals, counts, strict=True)
     }
     parts = [
-        {
-            name: Stat(kind, torch.tensor(total, dtype=torch.float64), torch.tensor(count))
-            for name, (kind, total, count) in part.items()
-        }
+        {name: Stat(kind, *torch.tensor(numbers, dtype=torch.float64)) for name, (kind, *numbers) in part.items()}
         for part in ranks.gather(held)
     ]
     return merge_stats(parts)

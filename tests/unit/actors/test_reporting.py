@@ -58,6 +58,12 @@ def test_statistics_of_several_devices_are_summed_over_ranks():
     assert found == [1.5, 3.0, 0.5, 4.0]
 
 
+def test_counts_beyond_single_precision_are_counted_exactly():
+    many = 2.0**24 + 1
+    report = report_of(ratio_mean=Stat("mean", torch.tensor(many, dtype=torch.float64), torch.tensor(2**24 + 1)))
+    assert report.finish(TwoAlike(), tokens=8, seconds=1.0)["actor/ratio_mean"] == 1.0
+
+
 @pytest.mark.parametrize(("ratio", "kl", "ends"), [(1.4, None, True), (1.6, 0.2, False), (1.6, 0.05, True)])
 def test_either_bound_ends_the_step(ratio, kl, ends):
     report = report_of(ratio_mean=here("mean", 6.0, 4.0), approx_kl=here("mean", 0.4, 4.0))
