@@ -120,6 +120,11 @@ class RLJobSpec(Spec):
             )
 
     @rule
+    def _kl_is_measured(self) -> Iterator[str]:
+        if self.failure_policy.kl_blow_up is not None and self.algorithm.loss.name == "reinforce":
+            yield "failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip"
+
+    @rule
     def _sampling_is_exact(self) -> Iterator[str]:
         sampling = self.rollout.sampling
         truncated = sampling.top_p < 1 or sampling.top_k is not None

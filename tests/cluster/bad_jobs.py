@@ -128,6 +128,15 @@ CASES = {
         '["maxPolicyKl"] needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip',
         SAME,
     ),
+    "blow-up-of-a-kl-without-ratio": (
+        {
+            "algorithm": {"loss": {"name": "reinforce"}},
+            "failurePolicy": {"klBlowUp": {"above": 1.0, "action": "FailJob"}},
+        },
+        "spec.failurePolicy.klBlowUp",
+        "failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
+        SAME,
+    ),
     "kl-in-rewards-of-a-sequence": (
         {"algorithm": {"name": "grpo", "rewardKlCoefficient": 0.1}},
         "spec.algorithm.rewardKlCoefficient",

@@ -350,6 +350,13 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="algorithm.optimizerStepsPerBatch",
         ),
     ),
+    "RLJobSpec._kl_is_measured": (
+        Twin(
+            holds="$algorithm.loss.name != 'reinforce' || !self.?failurePolicy.?klBlowUp.hasValue()",
+            refusal="failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
+            field="failurePolicy.klBlowUp",
+        ),
+    ),
     "RLJobSpec._sampling_is_exact": (
         Twin(
             holds=(
