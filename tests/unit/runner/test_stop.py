@@ -166,9 +166,10 @@ def no_pause(monkeypatch):
 
 
 def test_a_finished_run_waits_for_room_and_saves_what_it_came_to():
-    loop = Full(refusals=3)
+    loop, phases = Full(refusals=3), []
+    loop.steering.asked = SimpleNamespace(wait=lambda seconds: phases.append(loop.board.phase))
     loop.finish(resumable=False)
-    assert loop.saved == [3] and loop.actor.called == ["export"]
+    assert loop.saved == [3] and loop.actor.called == ["export"] and phases == [Phase.CHECKPOINTING] * 3
     assert "No space left" in loop.board.told["checkpoint"]["error"], "told while it waited"
 
 
