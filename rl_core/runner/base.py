@@ -440,7 +440,7 @@ class Runner:
                 if self.stopping or left <= 0:
                     raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
                 self._tell_refused(error, f"what was trained waits in memory for room, {left:.0f} s more")
-            with self.board.during(Phase.CHECKPOINTING):  # between two phases the run would seem to start
+            with self.board.during(Phase.CHECKPOINTING):
                 self.steering.asked.wait(min(ROOM_PAUSE, left))
             if self._failure is not None:
                 raise self._failure

@@ -30,9 +30,12 @@ class ReasoningRunner(Runner):
             if self.step == 0 and self.spec.validation.before_training and self.validation is not None:
                 self._log(self.evaluate())
             self.take_changes()
-            while self.step < self.spec.algorithm.steps:
-                self.run_step()
-                self.take_changes()
+            with self.board.during(
+                Phase.GENERATING
+            ):  # also between two phases: nothing starts there, and a hang is a stall
+                while self.step < self.spec.algorithm.steps:
+                    self.run_step()
+                    self.take_changes()
         except Stopped as stop:
             status = self.ended_early()
             logger.info("stopping after step %s: %s", self.step, stop)
@@ -108,6 +111,10 @@ class ReasoningRunner(Runner):
 
     def acknowledge(self) -> StepState:
         """Write the step's groups to the ledger as trained; the step is final from here on."""
+        with self.board.during(Phase.TRAINING):  # which is not left half done
+            return self._acknowledge()
+
+    def _acknowledge(self) -> StepState:
         taken = self.intake.close()
         lines = [
             {

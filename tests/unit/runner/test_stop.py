@@ -11,6 +11,7 @@ from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull
 from rl_core.api.job import RLJobSpec
 from rl_core.runner import base
 from rl_core.runner.base import RESUMABLE, Runner, Stopped
+from rl_core.runner.reasoning import ReasoningRunner
 from rl_core.runner.status import Phase
 from rl_core.runner.steering import Steering, StopKind
 from rl_core.runner.streaks import Streaks
@@ -230,3 +231,45 @@ def test_a_trained_step_whose_ledger_finds_no_room_is_not_left_as_if_it_were_unf
     with loop.board.during(Phase.STARTING), pytest.raises(ConfigError, match="ledger could not be written"):
         loop.write_with_patience(append)
     assert len(refusals) == 2
+
+
+class Program(ReasoningRunner, Loop):
+    """The GRPO program from the step on that the loop has; notes the phase in which each part runs."""
+
+    def __init__(self):
+        Loop.__init__(self)
+        self.phases, self.validation, self.ledger_file, self.version, self.epoch = {}, None, None, 3, 0
+        self.accuracy, self.job = [], self.spec
+        self.trackers = SimpleNamespace(log_config=lambda config: None)
+        taken = SimpleNamespace(step=self.step + 1, version=3, admitted={})
+        self.intake = SimpleNamespace(close=lambda: self.note("close", taken), acknowledge=lambda step: [])
+
+    def note(self, part, value=None):
+        self.phases[part] = self.board.phase
+        return value
+
+    def init_workers(self):
+        self.note("init")
+
+    def run_step(self):
+        self.note("between")
+        self.acknowledge()
+        self.step = 10
+
+    def take_changes(self):
+        self.note("changes")
+
+    def finish(self, *, resumable):
+        self.note("finish")
+
+
+def test_nothing_starts_between_two_phases_and_a_trained_step_is_not_left_half_written():
+    program = Program()
+    program.run()
+    assert program.phases == {
+        "init": Phase.STARTING,
+        "between": Phase.GENERATING,
+        "close": Phase.TRAINING,
+        "changes": Phase.GENERATING,
+        "finish": Phase.CHECKPOINTING,
+    }
