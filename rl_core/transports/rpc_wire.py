@@ -30,6 +30,8 @@ PROBE_SECONDS = 0.5
 """How often a server asks ZeroMQ whether its peers are still connected."""
 LOST_SECONDS = 1.0
 """How long a peer may be unreachable before a server gives it up."""
+MAX_TRACEBACK = 65_536
+"""Characters of a traceback that are sent; with its error's text it may be of any size."""
 RECEIPT_SECONDS = 0.2
 """A call that runs longer is confirmed to its caller, so that a DeadlineExceeded can tell whether it was received."""
 
@@ -65,11 +67,12 @@ def name_of(caller: dict[str, Any] | None) -> str:
 
 
 def pack_error(error: BaseException) -> dict[str, Any]:
-    """Return `error` as plain data: type, message, traceback, kind."""
+    """Return `error` as plain data: type, message, traceback, kind. Of any size it is cut: an error must always arrive."""
+    trace = "".join(traceback.format_exception(error))[:MAX_TRACEBACK]
     return {
         "type": type(error).__name__,
         "message": text_of(error),
-        "traceback": "".join(traceback.format_exception(error)).encode("utf-8", "replace").decode(),
+        "traceback": trace.encode("utf-8", "replace").decode(),
         "kind": _kind_of(error),
     }
 

@@ -51,6 +51,8 @@ class Service:
     def raise_error(self, kind, text):
         if kind == "undecodable":  # half a character, as in the name of a file
             raise DataError(f"{text}\udcff")
+        if kind == "huge":  # more than a message may hold
+            raise ValueError(text * (70 << 20))
         kinds = {"data": DataError, "config": ConfigError, "value": ValueError, "exit": SystemExit, "mute": Mute}
         raise kinds[kind](text)
 

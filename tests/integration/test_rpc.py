@@ -71,11 +71,13 @@ class TestErrors:
         with pytest.raises(RemoteError, match="SystemExit"):
             client.call_sync("raise_error", "exit", "1")
 
-    def test_an_error_whose_text_cannot_be_made_or_sent_still_arrives(self, client):
+    def test_an_error_whose_text_cannot_be_made_or_sent_or_is_huge_still_arrives(self, client):
         with pytest.raises(RemoteError, match="raised Mute: .its text cannot be made: RuntimeError"):
             client.call_sync("raise_error", "mute", "")
         with pytest.raises(DataError, match=r"row \?"):
             client.call_sync("raise_error", "undecodable", "row ")
+        with pytest.raises(RemoteError, match=r"raised ValueError: xxx.* \(73400320 characters\)"):
+            client.call_sync("raise_error", "huge", "x")
 
     def test_unknown_and_private_methods_are_refused_by_name(self, client):
         with pytest.raises(ConfigError, match="no method 'nothing'; it serves add, add_async"):
