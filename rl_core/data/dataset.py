@@ -11,14 +11,12 @@ from rl_core.api.errors import ConfigError, DataError, shown
 from rl_core.api.records import DatumSpec
 from rl_core.api.settings import DataSpec
 from rl_core.data.source import Row, collect, read_rows
-from rl_core.data.tokenizer import Tokenizer
+from rl_core.data.tokenizer import Tokenizer, head_of
 from rl_core.transports import frames
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 ANSWERED_TASKS = frozenset({"math"})
 """Environments that can score no row without its answer."""
-HEAD_CHARACTERS = 16
-"""Characters per token of the limit beyond which a prompt is looked at by its head first: tokens take 400 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +150,7 @@ def _env_info(row: Row, data: DataSpec) -> dict[str, Any]:
 def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str, max_seq_len: int) -> list[Any]:
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str) and prompt:
-        ids = tokenizer(_bounded(prompt, tokenizer, max_seq_len))["input_ids"]
+        ids = tokenizer(head_of(prompt, tokenizer, max_seq_len))["input_ids"]
         return [{"role": "user", "content": prompt, "token_ids": np.asarray(ids, dtype=np.int64)}]
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
         # A parquet column gives every message all the keys that one of them has, as None.
@@ -183,7 +181,7 @@ def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer
     message holds the tokens too: joined, the messages' tokens are the conversation's in any case.
     """
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, template=data.chat_template)
-    whole = _bounded(whole, tokenizer, max_seq_len)
+    whole = head_of(whole, tokenizer, max_seq_len)
     ids, starts = tokenizer.encode_with_offsets(whole)
     ends = [0]
     for count in range(1, len(messages)):
@@ -197,13 +195,3 @@ def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer
         {"role": one["role"], "content": one["content"], "token_ids": np.asarray(ids[begin:end], dtype=np.int64)}
         for one, begin, end in zip(messages, borders, borders[1:], strict=False)
     ]
-
-
-def _bounded(text: str, tokenizer: Tokenizer, max_seq_len: int) -> str:
-    """Return `text`, or a head of it that is too long a prompt already: the tokens of all of it might not fit into memory."""
-    size = HEAD_CHARACTERS * max_seq_len
-    while size < len(text):
-        if len(tokenizer(text[:size])["input_ids"]) > 2 * max_seq_len:
-            return text[:size]
-        size *= 4
-    return text

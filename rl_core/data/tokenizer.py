@@ -5,7 +5,7 @@ transformers tokenizer interface that rljob uses, so that either can be passed t
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,24 @@ from rl_core.api.errors import ConfigError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MODEL_FILES = ("config.json", "generation_config.json")
 """What a rollout needs besides weights; sent by the runner at hello."""
+HEAD_CHARACTERS = 16
+"""Characters per token that is wanted beyond which a text is looked at by its head first: tokens take 400 bytes each."""
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the configuration and tokenizer files of a model folder that exist, by name."""
     names = [*TOKENIZER_FILES, *MODEL_FILES]
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def head_of(text: str, tokenizer: Callable[..., Mapping[str, Any]], max_tokens: int) -> str:
+    """Return `text`, or a head of it with more than twice `max_tokens` tokens: those of all of it might not fit into memory."""
+    size = HEAD_CHARACTERS * max_tokens
+    while size < len(text):
+        if len(tokenizer(text[:size])["input_ids"]) > 2 * max_tokens:
+            return text[:size]
+        size *= 4
+    return text
 
 
 def _token_text(entry: Any) -> str | None:

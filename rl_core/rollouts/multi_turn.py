@@ -24,8 +24,10 @@ from rl_core.api.errors import (
     GenerationUnavailable,
     RolloutConfigError,
     RolloutDataFailure,
+    text_of,
 )
 from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, PromptGroupRecord
+from rl_core.data.tokenizer import head_of
 from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
 from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, as_token_tensor, sample_seed
 from rl_core.rollouts.episode import Episode
@@ -162,7 +164,7 @@ class AsyncRolloutImpl:
         episode.add_reward(reward)
         room = self.max_seq_len - input_length - len(assistant["token_ids"])
         observation = returned.observations[0]
-        ids = self._tokenize(observation["content"])
+        ids = self._tokenize(observation["content"], room)
         episode.add_observation(observation, ids, room, terminated=bool(returned.terminateds[0]))
         episode.advance(returned.metadata[0], returned.next_stop_strings)
 
@@ -201,6 +203,11 @@ class AsyncRolloutImpl:
         versions = output["policy_versions"][0] if "policy_versions" in output else None
         if versions is None:
             versions = [(0, len(ids), self.policy_version)] if len(ids) else []
+        borders = [0, *(end for _, end, _ in versions)]
+        if [start for start, _, _ in versions] != borders[:-1] or borders[-1] != len(ids):
+            raise RolloutDataFailure(
+                f"policy_versions must cover the {len(ids)} generated tokens without a gap, got {versions}; this is a bug of the backend"
+            )
         return {
             "role": "assistant",
             "content": self.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
@@ -244,11 +251,11 @@ class AsyncRolloutImpl:
         if release is not None:
             release(episode.key)
 
-    def _tokenize(self, text: str) -> Tensor:
-        """Return the ids of `text` without special tokens; empty text gives empty int64."""
-        if not text:
+    def _tokenize(self, text: str, room: int) -> Tensor:
+        """Return the ids of `text` without special tokens, of a very long one more than `room` of them; empty text gives empty int64."""
+        if not text or room <= 0:
             return torch.zeros(0, dtype=torch.int64)
-        encoded = self.tokenizer(text, add_special_tokens=False)
+        encoded = self.tokenizer(head_of(text, self.tokenizer, room), add_special_tokens=False)
         return as_token_tensor(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded.input_ids)
 
     def _aggregate_rollout_metrics(
@@ -293,7 +300,7 @@ def _group_id(sample: Mapping[str, Any]) -> str:
 
 def _generation_failure(error: Exception, where: str) -> Exception:
     """Return the typed failure of a generation, with the sample's place in its text."""
-    text = f"generation failed for {where}: {type(error).__name__}: {error}"
+    text = f"generation failed for {where}: {type(error).__name__}: {text_of(error)}"
     if isinstance(error, DeadlineExceeded | RolloutConfigError):
         return type(error)(text)
     if classify_failure(error) is FailureKind.INFRASTRUCTURE:

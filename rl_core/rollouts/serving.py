@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ChannelClosed, DeadlineExceeded, RLJobError, text_of
 from rl_core.api.records import PromptGroupRecord
-from rl_core.rollouts.retry import classify_failure
+from rl_core.rollouts.retry import FailureKind, classify_failure
 
 if TYPE_CHECKING:
     from rl_core.channel import Channel, Delivery
@@ -219,11 +219,20 @@ class PromptServer:
             else:
                 await self._validation.put_async(scores(item, None, error=text), ack=delivery)
             return
-        if training:
-            record.lease_token = item["lease_token"]
-            await self._trajectories.put_async(record, ack=delivery)
-        else:
+        if not training:
             await self._validation.put_async(scores(item, record, error=None), ack=delivery)
+            return
+        record.lease_token = item["lease_token"]
+        try:
+            await self._trajectories.put_async(record, ack=delivery)
+        except (TypeError, ValueError) as error:
+            if isinstance(
+                error, RLJobError
+            ):  # of the channel; what is left is of the record, which no message can hold
+                raise
+            text = f"the record cannot be sent: {text_of(error)}"
+            await self._give_back(item["group_id"], item["lease_token"], FailureKind.DATA.value, text)
+            await delivery.ack_async()
 
 
 def scores(item: Mapping[str, Any], record: PromptGroupRecord | None, *, error: str | None) -> dict[str, Any]:

@@ -106,6 +106,25 @@ async def test_an_observation_is_cut_to_the_sequence_limit(fakes, max_seq_len, k
     assert completion.finish_reason == reason and completion.truncated == (reason == "seq_limit")
 
 
+async def test_of_an_observation_of_any_length_no_more_is_tokenised_than_there_is_room_for(fakes, monkeypatch):
+    asked, encode = [], fakes.Tokenizer.__call__
+    monkeypatch.setattr(
+        fakes.Tokenizer, "__call__", lambda self, text, **more: asked.append(len(text)) or encode(self, text, **more)
+    )
+    env = fakes.Env({"content": "|" + "a" * 1_000_000})
+    impl, _ = make(fakes, env=env, max_seq_len=20, turns=1)
+    (completion,) = (await impl.run_rollout(fakes.sample())).completions
+    assert sum(len(message["token_ids"]) for message in completion.message_log) == 20
+    assert max(asked) < 1000
+
+
+@pytest.mark.parametrize("versions", [[(0, 1, 3)], [(1, 2, 3)], [(0, 1, 3), (0, 2, 4)], [(0, 3, 3)]])
+async def test_versions_of_a_backend_that_leave_a_token_out_are_refused(fakes, versions):
+    impl, _ = make(fakes, script=[("hi", {"policy_versions": [versions]})])
+    with pytest.raises(RolloutDataFailure, match="policy_versions must cover the 2 generated tokens"):
+        await impl.run_rollout(fakes.sample())
+
+
 async def test_samples_share_nothing_with_each_other_or_the_input(fakes):
     class Vandal(fakes.Env):
         async def step(self, logs, metadata):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rl_core.api.errors import GenerationUnavailable, RolloutDataFailure, RolloutTimeout
+from rl_core.api.errors import ConfigError, GenerationUnavailable, RolloutDataFailure, RolloutTimeout
 from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
 from rl_core.rollouts.serving import PromptServer
@@ -189,6 +189,36 @@ async def test_a_failed_group_is_given_back_by_its_kind_and_acknowledged(harness
     await harness.settle()
     assert harness.given_back == [("g0", "t0", reason, f"{type(error).__name__}: {error}")]
     assert await harness.depth(harness.prompts) == 0 and await harness.depth(harness.trajectories) == 0
+
+
+async def test_a_record_that_no_message_can_hold_is_given_back_once_and_not_made_again(harness, monkeypatch):
+    async def put(record, **_):
+        raise ValueError("header must have at most 64 bytes, got 65")
+
+    monkeypatch.setattr(harness.trajectories, "put_async", put)
+    harness.start()
+    await harness.put(item(0))
+    await harness.settle()
+    told = "the record cannot be sent: header must have at most 64 bytes, got 65"
+    assert harness.given_back == [("g0", "t0", "data", told)] and harness.started == ["g0"]
+    assert await harness.depth(harness.prompts) == 0
+
+
+async def test_a_record_that_meets_a_missing_channel_server_goes_back_and_is_no_bad_data(harness, monkeypatch):
+    put, refusals = harness.trajectories.put_async, []
+
+    async def refuse_once(record, **more):
+        if not refusals:
+            refusals.append(record)
+            raise ConfigError("the channel server knows no such channel")
+        await put(record, **more)
+
+    monkeypatch.setattr(harness.trajectories, "put_async", refuse_once)
+    harness.start()
+    await harness.put(item(0))
+    await harness.settle()
+    assert harness.given_back == [] and harness.started == ["g0", "g0"]
+    assert await harness.depth(harness.trajectories) == 1
 
 
 async def test_validation_answers_scores_or_the_error(harness):
