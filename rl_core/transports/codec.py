@@ -8,7 +8,7 @@ at the sender with its path; what does not hold on receipt raises FrameError.
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from rl_core.api import identity as api_identity
 from rl_core.api import records as api_records
 from rl_core.api.errors import FrameError
+from rl_core.messages.registry import REGISTRY, register_record
 from rl_core.transports import dtypes
 
 TENSOR, TUPLE, RECORD, ARRAY, SCALAR, BYTES = 1, 2, 3, 4, 5, 6
@@ -25,44 +26,8 @@ LARGE_BYTES = 64 * 1024
 _INT64 = range(-(2**63), 2**63)
 _ATOMS = frozenset({str, float, bool, type(None)})
 
-Record = TypeVar("Record", bound=type)
 Frame = tuple[int, tuple[int, ...], memoryview]
 """(dtype code, shape, bytes) of one array."""
-
-
-class _Registry:
-    """Record types by wire name and back."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, type] = {}
-        self.by_type: dict[type, str] = {}
-
-    def add(self, cls: type, name: str) -> None:
-        known = self.by_name.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(
-                f"record name {name!r} is taken by {known.__module__}.{known.__qualname__}; pass another name"
-            )
-        self.by_name[name] = cls
-        self.by_type[cls] = name
-
-
-_registry = _Registry()
-
-
-def register_record(cls: Record, name: str | None = None) -> Record:
-    """Let instances of `cls` travel and return `cls` (usable as a decorator). `name` None = its qualified name.
-
-    `cls` is a dataclass, a NamedTuple, or has `wire_fields(self) -> dict` and `from_wire(cls, fields)`. With a class
-    attribute `wire_tolerant = True` unknown fields are ignored on receipt. Raises TypeError for other classes and
-    ValueError when the name belongs to another class.
-    """
-    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or hasattr(cls, "wire_fields")):
-        raise TypeError(
-            f"{cls!r} cannot be a record; make it a dataclass, a NamedTuple or give it wire_fields and from_wire"
-        )
-    _registry.add(cls, name or cls.__qualname__)
-    return cls
 
 
 class _Refused(Exception):
@@ -125,7 +90,7 @@ class Packing:
         return self._special(node, kind)
 
     def _special(self, node: Any, kind: type) -> Any:
-        name = _registry.by_type.get(kind)
+        name = REGISTRY.by_type.get(kind)
         if name is not None:
             return self._record(node, name)
         if kind is np.ndarray or kind is np.memmap:
@@ -267,7 +232,7 @@ class Unpacking:
         if len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not dict:
             raise FrameError("a record must be [name, fields]")
         name, fields = parts
-        cls = _registry.by_name.get(name)
+        cls = REGISTRY.by_name.get(name)
         if cls is None:
             raise FrameError(f"record {name!r} is not registered here; import the module that calls register_record")
         try:

@@ -17,8 +17,9 @@ import msgpack
 from crc32c import crc32c
 
 from rl_core.api.errors import FrameError
+from rl_core.messages.registry import register_record
 from rl_core.transports import dtypes
-from rl_core.transports.codec import TUPLE, Frame, Packing, Unpacking, register_record
+from rl_core.transports.codec import TUPLE, Frame, Packing, Unpacking
 
 __all__ = [
     "LIMITS",

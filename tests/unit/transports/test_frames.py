@@ -276,10 +276,10 @@ class TestRecords:
 
 
 def _forget(name):
-    from rl_core.transports import codec
+    from rl_core.messages.registry import REGISTRY
 
-    cls = codec._registry.by_name.pop(name)
-    del codec._registry.by_type[cls]
+    cls = REGISTRY.by_name.pop(name)
+    del REGISTRY.by_type[cls]
 
 
 @settings(max_examples=300)

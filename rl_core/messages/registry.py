@@ -1,0 +1,48 @@
+"""Which classes may travel, by their name on the wire. `record` makes one, `register_record` admits a class made elsewhere."""
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+Class = TypeVar("Class", bound=type)
+
+
+class _Registry:
+    """Record types by wire name and back."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, type] = {}
+        self.by_type: dict[type, str] = {}
+
+    def add(self, cls: type, name: str) -> None:
+        known = self.by_name.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"record name {name!r} is taken by {known.__module__}.{known.__qualname__}; pass another name"
+            )
+        self.by_name[name] = cls
+        self.by_type[cls] = name
+
+
+REGISTRY = _Registry()
+"""Filled at import, read by the codec."""
+
+
+def register_record(cls: Class, name: str | None = None) -> Class:
+    """Let instances of `cls` travel and return `cls` (usable as a decorator). `name` None = its qualified name.
+
+    `cls` is a dataclass, a NamedTuple, or has `wire_fields(self) -> dict` and `from_wire(cls, fields)`. With a class
+    attribute `wire_tolerant = True` unknown fields are ignored on receipt. Raises TypeError for other classes and
+    ValueError when the name belongs to another class.
+    """
+    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or hasattr(cls, "wire_fields")):
+        raise TypeError(
+            f"{cls!r} cannot be a record; make it a dataclass, a NamedTuple or give it wire_fields and from_wire"
+        )
+    REGISTRY.add(cls, name or cls.__qualname__)
+    return cls
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def record(cls: type[Any]) -> Any:
+    """Make `cls` a frozen, keyword-only, slotted dataclass that travels under its own name."""
+    return register_record(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))
