@@ -108,7 +108,7 @@ class RLJobSpec(Spec):
 
     @rule
     def _batch_divides(self) -> Iterator[str]:
-        ranks, prompts = self.actor.world_size, self.algorithm.prompts_per_step
+        ranks, prompts = self.actor.data_parallel, self.algorithm.prompts_per_step
         if prompts % ranks:
             yield (
                 f"algorithm.promptsPerStep must be divisible by the actor's data-parallel size {ranks}, got {prompts}; change promptsPerStep or actor.replicas"

@@ -109,8 +109,13 @@ class ActorSpec(RoleSpec):
 
     @property
     def world_size(self) -> int:
-        """Return the number of training processes, which all are data-parallel ranks."""
+        """Return the number of training processes."""
         return self.replicas * self.processes_per_pod
+
+    @property
+    def data_parallel(self) -> int:
+        """Return the number of data ranks: they receive groups, and a batch is cut over them. FSDP has no other ranks."""
+        return self.world_size
 
 
 class SamplingSpec(Spec):

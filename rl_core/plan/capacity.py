@@ -155,7 +155,7 @@ def _rollout_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
 
 def _micro_batch_tokens(job: RLJobSpec, facts: ModelFacts) -> int:
     """Return the tokens of a full micro-batch: the budget, or all rows of a rank where they are fewer."""
-    rows = job.algorithm.prompts_per_step * job.algorithm.group_size // job.actor.world_size
+    rows = job.algorithm.prompts_per_step * job.algorithm.group_size // job.actor.data_parallel
     longest = job.rollout.max_sequence_length or facts.max_length
     return min(job.actor.micro_batch_tokens, max(rows, 1) * longest)
 

@@ -121,7 +121,7 @@ class Runner:
             self.spec.algorithm,
             put_prompts=self._put_prompts,
             end_step=self._end_step,
-            data_ranks=self.spec.actor.world_size,
+            data_ranks=self.spec.actor.data_parallel,
         )
         self.intake.on_failure = self._fail
         self.membership = Membership(cluster, groups, deadline=self.spec.runtime.deadlines.wait_ready)
@@ -247,7 +247,7 @@ class Runner:
         put_all(self.prompts, items)
 
     def _end_step(self, step: int) -> None:
-        for _ in range(self.spec.actor.world_size):
+        for _ in range(self.spec.actor.data_parallel):
             self.trajectories.put({"end_of_step": step})
 
     def housekeep(self) -> None:

@@ -76,7 +76,7 @@ class ReasoningRunner(Runner):
     def generate(self) -> dict[str, float]:
         """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*` over all ranks."""
         with self.board.during(Phase.GENERATING), self.timers.measure("rollout"):
-            per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.world_size
+            per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.data_parallel
             limit = self.spec.runtime.deadlines.rollout
             seconds = PATIENCE if self.attendance.patient else limit
             receiving = self.actor.within(seconds).recv_batch(self.trajectories, per_rank, self.step + 1, seconds)
