@@ -102,7 +102,12 @@ class DynamicSamplingSpec(Spec):
     enabled: bool = False
     """Whether uninformative groups are replaced."""
     min_std: float = Field(0.0, ge=0)
-    """A group trains only when the deviation of its raw rewards is above this."""
+    """A group trains only when the deviation of its raw rewards is above this; needs enabled."""
+
+    @rule
+    def _bound_is_used(self) -> Iterator[str]:
+        if self.min_std and not self.enabled:
+            yield f"minStd needs enabled: true, got minStd {self.min_std:g} without it; set enabled or remove minStd"
 
 
 class OverlongSpec(Spec):
@@ -111,15 +116,29 @@ class OverlongSpec(Spec):
     filter: bool = False
     """True: cut completions train nothing and leave the statistics."""
     keep_in_baseline: bool = False
-    """With filter: keep their reward in the group's baseline."""
+    """Keep their reward in the group's baseline; needs filter."""
     buffer: int | None = Field(None, ge=1, lt=2**31)
     """Tokens before maxNewTokens in which a length penalty grows; null = no penalty."""
     penalty: float = Field(1.0, ge=0)
-    """Penalty at the full buffer."""
+    """Penalty at the full buffer; needs buffer."""
     penalty_cap: float | None = Field(None, ge=0)
-    """Largest penalty; null = unbounded."""
+    """Largest penalty; null = unbounded; needs buffer."""
     stop_properly_coefficient: float | None = Field(None, ge=0, le=1)
     """Factor on positive rewards of cut completions; null = off."""
+
+    @rule
+    def _baseline_is_used(self) -> Iterator[str]:
+        if self.keep_in_baseline and not self.filter:
+            yield "keepInBaseline needs filter: true, got filter false; set filter or remove keepInBaseline"
+
+    @rule
+    def _penalty_is_used(self) -> Iterator[str]:
+        if self.buffer is not None:
+            return
+        if self.penalty != 1.0:
+            yield f"penalty needs buffer, got penalty {self.penalty:g} without one; set buffer or remove penalty"
+        if self.penalty_cap is not None:
+            yield f"penaltyCap needs buffer, got penaltyCap {self.penalty_cap:g} without one; set buffer or remove penaltyCap"
 
 
 class RewardScaleSpec(Spec):

@@ -167,6 +167,30 @@ CASES = {
         "dualClip is honoured by ppo_clip only, got loss cispo; remove dualClip or choose ppo_clip",
         SAME,
     ),
+    "deviation-bound-of-disabled-sampling": (
+        {"algorithm": {"dynamicSampling": {"minStd": 0.25}}},
+        "spec.algorithm.dynamicSampling.minStd",
+        "minStd needs enabled: true, got minStd 0.25 without it; set enabled or remove minStd",
+        SAME,
+    ),
+    "baseline-of-unfiltered-completions": (
+        {"algorithm": {"overlong": {"keepInBaseline": True}}},
+        "spec.algorithm.overlong.keepInBaseline",
+        "keepInBaseline needs filter: true, got filter false; set filter or remove keepInBaseline",
+        SAME,
+    ),
+    "penalty-without-a-buffer": (
+        {"algorithm": {"overlong": {"penalty": 0.5}}},
+        "spec.algorithm.overlong.penalty",
+        "penalty needs buffer, got penalty 0.5 without one; set buffer or remove penalty",
+        SAME,
+    ),
+    "penalty-cap-without-a-buffer": (
+        {"algorithm": {"overlong": {"penaltyCap": 0.5}}},
+        "spec.algorithm.overlong.penaltyCap",
+        "penaltyCap needs buffer, got penaltyCap 0.5 without one; set buffer or remove penaltyCap",
+        SAME,
+    ),
     "reward-scale-upside-down": (
         {"algorithm": {"rewardScale": {"sourceMin": 1.5, "sourceMax": 0.5}}},
         "spec.algorithm.rewardScale.sourceMax",

@@ -99,6 +99,35 @@ TWINS: dict[str, tuple[Twin, ...]] = {
             field="low",
         ),
     ),
+    "DynamicSamplingSpec._bound_is_used": (
+        Twin(
+            holds="$enabled || $minStd == 0.0",
+            refusal="minStd needs enabled: true, got minStd %s without it; set enabled or remove minStd",
+            values=("$minStd",),
+            field="minStd",
+        ),
+    ),
+    "OverlongSpec._baseline_is_used": (
+        Twin(
+            holds="$filter || !$keepInBaseline",
+            refusal="keepInBaseline needs filter: true, got filter false; set filter or remove keepInBaseline",
+            field="keepInBaseline",
+        ),
+    ),
+    "OverlongSpec._penalty_is_used": (
+        Twin(
+            holds="has(self.buffer) || $penalty == 1.0",
+            refusal="penalty needs buffer, got penalty %s without one; set buffer or remove penalty",
+            values=("$penalty",),
+            field="penalty",
+        ),
+        Twin(
+            holds="has(self.buffer) || !has(self.penaltyCap)",
+            refusal="penaltyCap needs buffer, got penaltyCap %s without one; set buffer or remove penaltyCap",
+            values=("self.penaltyCap",),
+            field="penaltyCap",
+        ),
+    ),
     "RewardScaleSpec._range": (
         Twin(
             holds="self.sourceMax > self.sourceMin",

@@ -36,6 +36,14 @@ def test_zero_switches_off_what_null_does():
         assert spec.actor.grad_clip is None and spec.checkpoint.every_steps is None
 
 
+def test_a_job_that_writes_the_defaults_of_idle_settings_is_valid():
+    idle = {
+        "dynamicSampling": {"enabled": False, "minStd": 0.0},
+        "overlong": {"filter": False, "keepInBaseline": False, "buffer": None, "penalty": 1.0, "penaltyCap": None},
+    }
+    assert RLJobSpec.model_validate(GOOD["spec"] | {"algorithm": idle}) == RLJobSpec.model_validate(GOOD["spec"])
+
+
 def test_the_status_is_never_a_reason_to_refuse_a_job():
     job = RLJob.model_validate(GOOD | {"status": {"phase": "OfANewerOperator", "unknown": 1}})
     assert "status" not in job.model_dump(by_alias=True)
