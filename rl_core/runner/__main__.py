@@ -105,8 +105,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
         train=train,
         validation=validation,
     )
-    hub.on_joined = runner.membership.welcome
-    hub.on_lost = lambda member, reason: _lost(runner, member, reason)
+    hub.listen(joined=runner.membership.welcome, lost=lambda member, reason: _lost(runner, member, reason))
     hub.add_handlers({"admit": runner.intake.admit}, role="actor")
     hub.add_handlers({"give_back": runner.give_back}, role="rollout")
     hub.start()

@@ -4,9 +4,10 @@ RPC methods: `hello(report)`, `heartbeat(name, incarnation, report)`, `goodbye(n
 incarnation, code)`, and those the runner adds. Who may connect: curve.ALLOWED["hub"]; each role calls its own methods only.
 hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.
 
-`on_joined`, `on_ready`, `on_lost` run one after the other on a thread of their own: they may block without hurting the hub.
+What the runner does when a member comes or goes (`listen`) runs on a thread of its own, so that it may block without hurting the hub.
 """
 
+import functools
 import logging
 import queue
 import threading
@@ -38,7 +39,7 @@ _CALLERS = {
 
 
 class Hub:
-    """Knows every worker process of the job and tells the runner when one comes, is ready, or is gone."""
+    """Knows every worker process of the job and tells the runner when one comes or is gone."""
 
     def __init__(
         self,
@@ -64,9 +65,6 @@ class Hub:
         self.job = job
         self.keys = keys
         self.clock = clock
-        self.on_joined: Callable[[Member], None] = lambda member: None
-        self.on_ready: Callable[[Member], None] = lambda member: None
-        self.on_lost: Callable[[Member, str], None] = lambda member, reason: None
         self.started = False
         self._files = dict(files or {})
         self._job_dump = job.model_dump(mode="json", by_alias=True) if job is not None else None
@@ -83,6 +81,8 @@ class Hub:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._watchers: list[Callable[[Change], None]] = []
+        self._joined: list[Callable[[Member], object]] = []
+        self._lost: list[Callable[[Member, str], object]] = []
         self._queue: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         handlers = {
@@ -111,6 +111,22 @@ class Hub:
         """Serve methods of the runner (`admit`, `give_back`) on the hub's address, to the members of `role`."""
         self._callers[role] |= handlers.keys()
         self._server.add_handlers(handlers)
+
+    def listen(
+        self,
+        *,
+        joined: Callable[[Member], object] | None = None,
+        lost: Callable[[Member, str], object] | None = None,
+    ) -> None:
+        """Call `joined(member)` for every member that says hello and `lost(member, reason)` for every one that is gone.
+
+        All listeners run on one thread, change by change and in the order they were added; they may block. Raises RuntimeError
+        after `start`: a late listener would miss members.
+        """
+        if self.started:
+            raise RuntimeError("hub.listen must be called before hub.start; a late listener would miss members")
+        self._joined += [joined] if joined is not None else []
+        self._lost += [lost] if lost is not None else []
 
     def start(self) -> "Hub":
         """Listen and judge silence from here on. Raises ConfigError when the port is in use."""
@@ -220,28 +236,24 @@ class Hub:
     def _tell(self) -> None:
         while (change := self._queue.get()) is not None:
             member = change.member
-            try:
-                if change.kind == "joined":
-                    logger.info(
-                        "%s joined from pod %s (incarnation %s.%s)", member.name, member.pod, *member.incarnation
-                    )
-                    self.on_joined(member)
-                elif change.kind == "ready":
-                    self.on_ready(member)
-                else:
-                    drained = member.state is MemberState.DRAINED
-                    logger.log(
-                        logging.INFO if drained else logging.WARNING,
-                        "%s %s: %s",
-                        member.name,
-                        "has left" if drained else "is lost",
-                        change.reason,
-                    )
-                    self.on_lost(member, change.reason)
-            except RLJobError as error:
-                logger.error("the runner's %s callback for %s failed: %s", change.kind, member.name, error)
-            except Exception:  # a bug in a callback must not stop the later ones
-                logger.exception("the runner's %s callback for %s failed", change.kind, member.name)
+            if change.kind == "joined":
+                logger.info("%s joined from pod %s (incarnation %s.%s)", member.name, member.pod, *member.incarnation)
+                calls = [functools.partial(listener, member) for listener in self._joined]
+            else:
+                drained = member.state is MemberState.DRAINED
+                level, what = (logging.INFO, "has left") if drained else (logging.WARNING, "is lost")
+                logger.log(level, "%s %s: %s", member.name, what, change.reason)
+                calls = [functools.partial(listener, member, change.reason) for listener in self._lost]
+            for call in calls:
+                self._guarded(call, change)
+
+    def _guarded(self, call: Callable[[], object], change: Change) -> None:
+        try:
+            call()
+        except RLJobError as error:
+            logger.error("the runner's %s listener for %s failed: %s", change.kind, change.member.name, error)
+        except Exception:  # a bug in one listener must not stop the others
+            logger.exception("the runner's %s listener for %s failed", change.kind, change.member.name)
 
 
 def _bindable(address: str) -> str:

@@ -5,7 +5,7 @@
       +--refused                           +--child_ended (its supervisor saw it end)
 
 Every message of a member carries its incarnation; one older than the registered one is fenced. Changes that others must
-hear of (joined, ready, lost) collect in order and are taken by the hub.
+hear of (joined, lost) collect in order and are taken by the hub.
 """
 
 import time
@@ -21,7 +21,7 @@ from rl_core.workers.member import WIRE_VERSION, Member, MemberState
 class Change:
     """One thing that happened to a member."""
 
-    kind: Literal["joined", "ready", "lost"]
+    kind: Literal["joined", "lost"]
     member: Member
     reason: str = ""
 
@@ -49,8 +49,6 @@ class Membership:
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._changed_at: dict[str, int] = {}
-        self._announced: set[str] = set()
-        """Names whose `ready` was told since their hello."""
         self._changes: list[Change] = []
         self._last_sweep = clock()
 
@@ -85,7 +83,6 @@ class Membership:
                 else f"replaced by incarnation {_dotted(member)}"
             )
             self._lose(old, said)
-        self._announced.discard(member.name)
         self._put(member)
         self._changes.append(Change("joined", member))
         return {"accepted": True, "epoch": self.epoch, "view": self.view()}
@@ -120,9 +117,6 @@ class Membership:
             last_seen=self._clock(),
         )
         self._put(member)
-        if member.state.constructed and name not in self._announced:
-            self._announced.add(name)
-            self._changes.append(Change("ready", member))
         answer: dict[str, Any] = {"epoch": self.epoch}
         known = report.get("view_version", -1)
         if known != self.version:

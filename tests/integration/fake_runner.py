@@ -37,11 +37,11 @@ def main():
         with history.open("a") as file:
             file.write(json.dumps({"time": time.time(), "epoch": identity.epoch, **what}) + "\n")
 
-    hub.on_joined = lambda m: (
-        note(event="joined", name=m.name, incarnation=m.incarnation, pid=m.pid)
-        or (rollout.construct(m) if m.role == "rollout" else None)
+    hub.listen(
+        joined=lambda m: note(event="joined", name=m.name, incarnation=m.incarnation, pid=m.pid),
+        lost=lambda m, reason: note(event="lost", name=m.name, incarnation=m.incarnation, reason=reason),
     )
-    hub.on_lost = lambda m, reason: note(event="lost", name=m.name, incarnation=m.incarnation, reason=reason)
+    hub.listen(joined=lambda m: rollout.construct(m) if m.role == "rollout" else None)
     state = {"step": 0, "stop": False}
 
     def finish(_):

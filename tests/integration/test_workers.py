@@ -49,9 +49,9 @@ class Job:
             suspect_seconds=suspect_seconds,
             lost_seconds=lost_seconds,
         )
-        self.hub.on_joined = lambda member: self.note("joined", member, "")
-        self.hub.on_ready = lambda member: self.note("ready", member, "")
-        self.hub.on_lost = lambda member, reason: self.note("lost", member, reason)
+        self.hub.listen(
+            joined=lambda member: self.note("joined", member, ""), lost=lambda *change: self.note("lost", *change)
+        )
         self.hub.add_handlers({"echo": lambda value: value}, role="actor")
         self.cluster = Cluster(self.hub, sizes={"actor": 2, "rollout": 1})
         self.cluster.ready_deadline = 60
@@ -71,12 +71,12 @@ class Job:
             )
             return self._find(kind, name, incarnation)
 
-    def wait_heartbeat(self, name, *, state, after=0.0):
+    def wait_state(self, name, state, *, after=0.0):
         """Return when the hub heard of the member in this state, later than `after`, by the hub's clock."""
         deadline = time.monotonic() + 60
         while True:
             member = self.hub.get(name)
-            if member.state == state and member.last_seen > after:
+            if member is not None and member.state == state and member.last_seen > after:
                 return member.last_seen
             assert time.monotonic() < deadline, (member, self.events)
             time.sleep(0.02)
@@ -288,13 +288,13 @@ def test_an_extension_that_takes_its_time_to_be_imported_keeps_no_heartbeat_from
     job.open_hub(0, job=job_with_extensions("slow_extension"))
     job.start("rollout", 0, code=tmp_path)
     group = WorkerGroup.of(SAMPLE).launch(job.cluster, name="rollout")
-    job.hub.on_joined = lambda member: (job.note("joined", member, ""), group.construct(member))
+    job.hub.listen(joined=group.construct)
     job.hub.start()
     job.wait_for("joined", "rollout:0")
-    heard = job.wait_heartbeat("rollout:0", state="constructing")
-    job.wait_heartbeat("rollout:0", state="constructing", after=heard)
+    heard = job.wait_state("rollout:0", "constructing")
+    job.wait_state("rollout:0", "constructing", after=heard)
     (tmp_path / "gate").touch()
-    job.wait_for("ready", "rollout:0")
+    job.wait_state("rollout:0", "ready")
     assert group.add(1).wait(30) == [1]
 
 
@@ -304,9 +304,9 @@ def test_a_silent_worker_is_suspect_and_then_lost_and_its_call_fails_and_it_retu
     job.open_hub(0, suspect_seconds=2, lost_seconds=5)
     process = job.start("rollout", 0)
     group = WorkerGroup.of(SAMPLE).launch(job.cluster, name="rollout")
-    job.hub.on_joined = lambda member: (job.note("joined", member, ""), group.construct(member))
+    job.hub.listen(joined=group.construct)
     job.hub.start()
-    job.wait_for("ready", "rollout:0")
+    job.wait_state("rollout:0", "ready")
     pending = group.nap(600)
     process.send_signal(signal.SIGSTOP)
     assert "no heartbeat" in job.wait_for("lost", "rollout:0")
@@ -314,7 +314,7 @@ def test_a_silent_worker_is_suspect_and_then_lost_and_its_call_fails_and_it_retu
         pending.wait(30)
     job.events.clear()
     process.send_signal(signal.SIGCONT)
-    job.wait_for("ready", "rollout:0")
+    job.wait_state("rollout:0", "ready")
     assert group.add(1).wait(30) == [1] and group.made().wait(30)[0]["epochs"], (
         "the object was kept and told to drop its work"
     )
@@ -364,13 +364,10 @@ def test_an_old_incarnation_that_lives_on_is_fenced_and_ends_with_3(job):
 def test_a_rollout_survives_the_runner_keeps_its_object_and_joins_the_next_epoch_while_the_actor_ends(job):
     rollout, actor = job.start("rollout", 0), job.start("actor", 0)
     group = WorkerGroup.of(SAMPLE, 5)
-    job.hub.on_joined = lambda member: (
-        job.note("joined", member, ""),
-        member.role == "rollout" and group.construct(member),
-    )
+    job.hub.listen(joined=lambda member: member.role == "rollout" and group.construct(member))
     group.launch(job.cluster, name="rollout")
     job.hub.start()
-    job.wait_for("ready", "rollout:0")
+    job.wait_state("rollout:0", "ready")
     job.wait_for("joined", "actor:0")
     job.cluster.close()
     job.hub.close()
@@ -378,13 +375,10 @@ def test_a_rollout_survives_the_runner_keeps_its_object_and_joins_the_next_epoch
 
     wait_until(lambda: is_free(job.port))
     job.open_hub(epoch=1)
-    job.hub.on_joined = lambda member: (
-        job.note("joined", member, ""),
-        member.role == "rollout" and group.construct(member),
-    )
+    job.hub.listen(joined=lambda member: member.role == "rollout" and group.construct(member))
     group.launch(job.cluster, name="rollout")
     job.hub.start()
-    job.wait_for("ready", "rollout:0")
+    job.wait_state("rollout:0", "ready")
     made = group.made().wait(30)[0]
     assert made["pid"] == rollout.pid and made["made_at"] == (0, 2, 0) and 1 in made["epochs"]
     assert group.add(1).wait(30) == [6] and job.hub.refused()["older_epoch"] >= 1
