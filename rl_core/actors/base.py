@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors import intake, preparation
+from rl_core.actors import preparation
 from rl_core.actors.cancellation import Cancellation, StepCancelled
+from rl_core.actors.intake import GroupIntake, group_entry, rollout_metrics
 from rl_core.actors.objective import PolicyObjective
 from rl_core.actors.offload import Offloader
 from rl_core.actors.preparation import PreparedBatch
@@ -100,14 +101,32 @@ class Actor(Worker, ABC):
     ) -> dict[str, float]:
         """Take admitted groups from the channel until this rank holds `groups` (None: promptsPerStep / ranks); return `rollout/*`.
 
-        The runner admits each group before it counts; `{"end_of_step": step}` ends the wait early. Not collective.
+        The runner admits each group before it counts; its EndOfStep of `step` ends the wait early. Not collective.
         `seconds` bounds it (None: deadlines.rollout). Raises DeadlineExceeded naming how many are missing.
         """
         wanted = self.cfg.algorithm.prompts_per_step // self.ranks.size if groups is None else groups
         limit = self.cfg.runtime.deadlines.rollout if seconds is None else seconds
-        records = await intake.receive(self, input_channel, wanted, step, limit=limit)
+        intake = GroupIntake(
+            input_channel,
+            admit=self._admit,
+            progress=lambda: self.record_progress("groups"),
+            wanted=wanted,
+            step=step,
+            limit=limit,
+        )
+        with self.waiting("trajectories", "rollout"):
+            records = await intake.receive()
         await asyncio.to_thread(self.load_batch, records)
-        return intake.rollout_metrics(records)
+        return rollout_metrics(records)
+
+    async def _admit(self, records: list[PromptGroupRecord]) -> list[bool]:
+        """Return the runner's answers; outside a job nobody refuses."""
+        if self.stand_alone:
+            return [True] * len(records)
+        sampling = self.cfg.algorithm.dynamic_sampling
+        min_std = sampling.min_std if sampling.enabled else None
+        entries = [group_entry(record, min_std=min_std, rank=self.ranks.rank) for record in records]
+        return list(await self.hub_call("admit", entries))
 
     def load_batch(self, records: Iterable[PromptGroupRecord]) -> None:
         """Hold `records` as the step's groups of this rank; their order does not matter."""

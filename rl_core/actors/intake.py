@@ -1,19 +1,25 @@
-"""How a data rank comes by its groups: fetched ahead, each admitted by the runner before it counts (protocol.md 2)."""
+"""How a data rank comes by its groups: fetched ahead, each admitted by the runner before it counts (protocol.md 2).
+
+trajectories -> fetched -> fresh -> asked -> admitted, or dropped when the runner refuses
+"""
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rl_core.actors.preparation import group_entry
+import torch
+
+from rl_core.algorithms.filtering import informative_groups
 from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.api.records import PromptGroupRecord
+from rl_core.batching.collate import has_failed
+from rl_core.messages.groups import EndOfStep, GroupEntry
 from rl_core.observability.statistics import aggregate_rollout_metrics
 
-if TYPE_CHECKING:
-    from rl_core.actors.base import Actor
+Admit = Callable[[list[PromptGroupRecord]], Awaitable[list[bool]]]
 
 FETCHES = 16
 """Most records asked of the channel at once."""
@@ -21,45 +27,53 @@ REWARD = "total_reward/"
 """Prefix of a group's metrics that mean nothing without a reward."""
 
 
-async def receive(
-    actor: "Actor", channel: Any, wanted: int, step: int | None, *, limit: float
-) -> list[PromptGroupRecord]:
-    """Return `wanted` admitted records, or fewer when the runner ends the step early.
-
-    Refused records (of an older lease, stale, filtered, surplus) are dropped. Raises DeadlineExceeded after `limit` seconds.
-    """
-    reception = _Reception(actor, channel, wanted, step, limit)
-    try:
-        with actor.waiting("trajectories", "rollout"):
-            await reception.run()
-    finally:
-        await reception.close()
-    return reception.admitted
-
-
-class _Reception:
-    """One step's groups of one rank: fetched -> fresh -> asked -> admitted or dropped.
+class GroupIntake:
+    """Receives one step's groups of one rank.
 
     As many records are fetched at a time as are missing, never more, so that none is taken from another rank. The runner is
     asked about one lot at a time; what arrives meanwhile makes the next lot: groups that end together cost one or two calls.
     """
 
-    def __init__(self, actor: "Actor", channel: Any, wanted: int, step: int | None, limit: float) -> None:
+    def __init__(
+        self,
+        channel: Any,
+        *,
+        admit: Admit,
+        progress: Callable[[], None],
+        wanted: int,
+        step: int | None,
+        limit: float,
+    ) -> None:
+        """Take `wanted` records from `channel`, or fewer when it brings the EndOfStep of `step`; within `limit` seconds.
+
+        `admit` answers for each record whether it may train; `progress` is called for each that may.
+        """
         self.admitted: list[PromptGroupRecord] = []
-        self._actor, self._channel = actor, channel
+        self._channel, self._admit, self._progress = channel, admit, progress
         self._wanted, self._step = wanted, step
         self._limit, self._deadline = limit, time.monotonic() + limit
         self._fetches: list[asyncio.Task[Any]] = []
         self._fresh: list[PromptGroupRecord] = []
         self._asked: list[PromptGroupRecord] = []
-        self._answer: asyncio.Task[list[bool]] | None = None
+        self._answer: asyncio.Future[list[bool]] | None = None
         self._ended = False
+
+    async def receive(self) -> list[PromptGroupRecord]:
+        """Return the admitted records; refused ones (of an older lease, stale, filtered, surplus) are dropped.
+
+        Raises DeadlineExceeded when the time is up.
+        """
+        try:
+            await self._run()
+        finally:
+            await self._close()
+        return self.admitted
 
     @property
     def _held(self) -> int:
         return len(self.admitted) + len(self._asked) + len(self._fresh)
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Fetch and ask until the groups are there or the runner ends the step."""
         while self._answer or self._fresh or (len(self.admitted) < self._wanted and not self._ended):
             if not self._ended:
@@ -75,7 +89,7 @@ class _Reception:
             if not self._ended:
                 self._take()
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         """End what is under way; a record that came and was not looked at goes back, as does another rank's end of step."""
         fetches, self._fetches = self._fetches, []
         for task in (*fetches, *filter(None, [self._answer])):
@@ -98,31 +112,53 @@ class _Reception:
                     f"recv_batch must get {self._wanted} groups within deadlines.rollout {self._limit} s, got {self._held}; "
                     f"the rollouts are slow or gone: {error}"
                 ) from error
-            if not isinstance(item, dict):
+            if not isinstance(item, EndOfStep):
                 self._fresh.append(item)
-            elif item.get("end_of_step") == self._step:
+            elif item.step == self._step:
                 self._ended = True
                 break
             # else the end of an earlier step, in which this rank was complete already
 
     def _ask(self) -> None:
-        sampling, rank = self._actor.cfg.algorithm.dynamic_sampling, self._actor.ranks.rank
-        min_std = sampling.min_std if sampling.enabled else None
-        entries = [group_entry(record, min_std=min_std, rank=rank) for record in self._fresh]
         self._asked, self._fresh = self._fresh, []
-        self._answer = asyncio.ensure_future(_admit(self._actor, entries))
+        self._answer = asyncio.ensure_future(self._admit(self._asked))
 
     def _settle(self, answers: list[bool]) -> None:
         for record, taken in zip(self._asked, answers, strict=True):
             if taken:
                 self.admitted.append(record)
-                self._actor.record_progress("groups")
+                self._progress()
         self._asked, self._answer = [], None
 
 
-async def _admit(actor: "Actor", entries: list[dict[str, Any]]) -> list[bool]:
-    """Return the runner's answers; outside a job nobody refuses."""
-    return [True] * len(entries) if actor.stand_alone else await actor.hub_call("admit", entries)
+def group_entry(record: PromptGroupRecord, *, min_std: float | None, rank: int) -> GroupEntry:
+    """Return what the runner needs to admit a finished group: versions, tokens, raw rewards, informative or not.
+
+    `min_std` None: no group is replaced for its rewards, so none is looked at, and all count as informative.
+    """
+    versions = [version for completion in record.completions for version in completion.policy_versions]
+    return GroupEntry(
+        group_id=record.group_id,
+        token=record.lease_token,
+        v_min=min(versions, default=record.start_version),
+        v_max=max(versions, default=record.end_version),
+        rewards=tuple(float(completion.reward) for completion in record.completions),
+        tokens=sum(_generated(completion.message_log) for completion in record.completions),
+        informative=min_std is None or _is_informative(record, min_std),
+        rank=rank,
+    )
+
+
+def _is_informative(record: PromptGroupRecord, min_std: float) -> bool:
+    rewards = torch.tensor([completion.reward for completion in record.completions], dtype=torch.float32)
+    may_train = [not has_failed(completion) and completion.loss_multiplier != 0 for completion in record.completions]
+    valid = torch.tensor(may_train) & rewards.isfinite()
+    groups = torch.zeros(len(rewards), dtype=torch.int64)
+    return bool(informative_groups(rewards, groups, valid=valid, min_std=min_std).any())
+
+
+def _generated(log: Sequence[Any]) -> int:
+    return sum(len(message["generation_logprobs"]) for message in log if message.get("generation_logprobs") is not None)
 
 
 def rollout_metrics(records: Sequence[PromptGroupRecord]) -> dict[str, float]:

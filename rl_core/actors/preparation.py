@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages
-from rl_core.algorithms.filtering import informative_groups, overlong_filter, sequence_error_mask
+from rl_core.algorithms.filtering import overlong_filter, sequence_error_mask
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
 from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError
 from rl_core.api.records import PromptGroupRecord
-from rl_core.batching.collate import TrainingBatch, collate_groups, has_failed
+from rl_core.batching.collate import TrainingBatch, collate_groups
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -140,34 +139,3 @@ def _correct_mismatch(prepared: PreparedBatch, algorithm: AlgorithmSpec) -> None
 
 def _masked(batch: TrainingBatch, sample_mask: Tensor) -> TrainingBatch:
     return replace(batch, sample_mask=sample_mask, loss_mask=batch.loss_mask & sample_mask[:, None])
-
-
-def group_entry(record: PromptGroupRecord, *, min_std: float | None, rank: int) -> dict[str, Any]:
-    """Return what the runner needs to admit a finished group (protocol.md 2): versions, tokens, raw rewards, informative or not.
-
-    `min_std` None: no group is replaced for its rewards, so none is looked at, and all count as informative.
-    """
-    rewards = [float(completion.reward) for completion in record.completions]
-    versions = [version for completion in record.completions for version in completion.policy_versions]
-    return {
-        "group_id": record.group_id,
-        "lease_token": record.lease_token,
-        "v_min": min(versions, default=record.start_version),
-        "v_max": max(versions, default=record.end_version),
-        "tokens": sum(_generated(completion.message_log) for completion in record.completions),
-        "rewards": rewards,
-        "informative": min_std is None or _is_informative(record, min_std),
-        "rank": rank,
-    }
-
-
-def _is_informative(record: PromptGroupRecord, min_std: float) -> bool:
-    rewards = torch.tensor([completion.reward for completion in record.completions], dtype=torch.float32)
-    may_train = [not has_failed(completion) and completion.loss_multiplier != 0 for completion in record.completions]
-    valid = torch.tensor(may_train) & rewards.isfinite()
-    groups = torch.zeros(len(rewards), dtype=torch.int64)
-    return bool(informative_groups(rewards, groups, valid=valid, min_std=min_std).any())
-
-
-def _generated(log: Sequence[Any]) -> int:
-    return sum(len(message["generation_logprobs"]) for message in log if message.get("generation_logprobs") is not None)

@@ -16,6 +16,7 @@ from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, Sto
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.channel import Channel
 from rl_core.data.dataset import PromptDataset
+from rl_core.messages.groups import EndOfStep
 from rl_core.observability.trackers import Trackers
 from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import differences
@@ -248,7 +249,7 @@ class Runner:
 
     def _end_step(self, step: int) -> None:
         for _ in range(self.spec.actor.data_parallel):
-            self.trajectories.put({"end_of_step": step})
+            self.trajectories.put(EndOfStep(step=step))
 
     def housekeep(self) -> None:
         """Once a second, from a thread: requeue overdue leases and dead prompts, look at the channels and for actors that must go."""

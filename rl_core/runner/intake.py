@@ -9,7 +9,7 @@ loop waits for the actor. All ledger calls of a run go through here, under one l
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
 from rl_core.channel import Channel
+from rl_core.messages.groups import GroupEntry
 from rl_core.runner.ledger import GroupState, Lease, PromptLedger
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class StepState:
     target: int
     """Groups to train; falls when onDrop is shrink."""
     issued: int = 0
-    admitted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    admitted: dict[str, GroupEntry] = field(default_factory=dict)
     """Entries of the admitted groups by group id."""
     filtered: int = 0
     surplus: int = 0
@@ -127,39 +128,39 @@ class Intake:
 
     # --- calls from data ranks and rollouts --------------------------------------------------------------------------
 
-    def admit(self, entries: Sequence[Mapping[str, Any]]) -> list[bool]:
+    def admit(self, entries: Sequence[GroupEntry]) -> list[bool]:
         """Return for each finished group whether it may train in the open step (protocol.md 2).
 
         Refused: an old token, another version than the step's, a group without differing rewards under dynamic sampling, surplus.
         """
         with self._lock:
-            answers = [self._admit(dict(entry)) for entry in entries]
+            answers = [self._admit(entry) for entry in entries]
             self._refill()
             self._end_if_cut()
             return answers
 
-    def _admit(self, entry: dict[str, Any]) -> bool:
-        state, token, group_id = self._step, str(entry["lease_token"]), str(entry["group_id"])
+    def _admit(self, entry: GroupEntry) -> bool:
+        state, token, group_id = self._step, entry.token, entry.group_id
         if state is None or state.complete:
             if state is not None:
                 state.surplus += 1
             if self._ledger.outstanding().get(group_id) is GroupState.LEASED:  # of a step that was cut: for a later one
                 self._requeue(group_id, token, "stale")
             return False
-        if (entry["v_min"], entry["v_max"]) != (state.version, state.version):
+        if (entry.v_min, entry.v_max) != (state.version, state.version):
             state.stale += 1
             logger.warning(
                 "group %s: policy versions %s..%s, step wants %s",
                 group_id,
-                entry["v_min"],
-                entry["v_max"],
+                entry.v_min,
+                entry.v_max,
                 state.version,
             )
             self._requeue(group_id, token, "stale")
             return False
         if not self._ledger.complete(token, entry):
             return False
-        if self._algorithm.dynamic_sampling.enabled and not entry["informative"]:
+        if self._algorithm.dynamic_sampling.enabled and not entry.informative:
             state.filtered += 1
             self._ledger.discard([group_id], "filtered")
             return False
@@ -293,9 +294,9 @@ def put_all(channel: Channel, items: Sequence[Any]) -> None:
         channel.put_many(items[start : start + MESSAGE_ITEMS])
 
 
-def reward_metrics(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:
     """Return `reward/{mean,std,min,max}` over the finite raw rewards of admitted groups, float64."""
-    rewards = np.asarray([reward for entry in entries for reward in entry["rewards"]], dtype=np.float64)
+    rewards = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
     rewards = rewards[np.isfinite(rewards)]
     if not rewards.size:
         return {}

@@ -123,8 +123,8 @@ class ReasoningRunner(Runner):
                 "prompt_index": self.intake.ledger.dataset[index]["idx"],
                 "attempt": attempt,
                 "epoch": self.epoch,
-                "policy_version_min": taken.admitted[group_id]["v_min"],
-                "policy_version_max": taken.admitted[group_id]["v_max"],
+                "policy_version_min": taken.admitted[group_id].v_min,
+                "policy_version_max": taken.admitted[group_id].v_max,
             }
             for group_id, index, attempt in self.intake.acknowledge(taken.step)
         ]
@@ -142,9 +142,9 @@ class ReasoningRunner(Runner):
         self.board.set(step=self.step, policyVersion=self.version, reward=self.reward)
 
     def _rates(self, taken: StepState) -> dict[str, float]:
-        tokens = sum(int(entry["tokens"]) for entry in taken.admitted.values())
+        tokens = sum(entry.tokens for entry in taken.admitted.values())
         seconds = self.timers.seconds["time/step"]
-        ages = [taken.version - int(entry["v_min"]) for entry in taken.admitted.values()]
+        ages = [taken.version - entry.v_min for entry in taken.admitted.values()]
         devices = self.spec.actor.world_size + self.spec.rollout.replicas
         sampling = self.spec.algorithm.dynamic_sampling.enabled
         return {

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from rl_core.actors.fsdp.actor import FSDPActor
-from rl_core.actors.preparation import group_entry
+from rl_core.actors.intake import group_entry
 from rl_core.actors.shards import checksum
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
 from rl_core.api.records import Completion
+from rl_core.messages.groups import EndOfStep
 
 NOT_SUMS = ("time/", "perf/")
 
@@ -381,7 +382,7 @@ class GuardedActor(FSDPActor):
         assert method == "admit"
         (entries,) = args
         self.admitted = [*getattr(self, "admitted", []), *entries]
-        return [entry["group_id"] not in self.refused for entry in entries]
+        return [entry.group_id not in self.refused for entry in entries]
 
 
 @pytest.fixture
@@ -397,9 +398,9 @@ async def test_refused_groups_are_replaced_by_the_next_and_never_train(guarded):
     records[0].rollout_metrics = {"turns/mean": 2.0, "turns/max": 3, "name": "x", "turns/histogram": [1]}
     records[2].rollout_metrics = {"turns/mean": 4.0, "turns/max": 2, "total_turns": 3}
     records[3].rollout_metrics = {"total_turns": 2, "total_reward/mean": 0.0, "total_reward/histogram": []}
-    metrics = await guarded.recv_batch(Shelf([{"end_of_step": 4}, *records]), 3, 5)
+    metrics = await guarded.recv_batch(Shelf([EndOfStep(step=4), *records]), 3, 5)
     assert guarded.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
-    assert [entry["group_id"] for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
+    assert [entry.group_id for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
     assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0, "rollout/total_turns": 5.0}
 
 
@@ -412,12 +413,12 @@ async def test_outside_a_job_every_group_is_taken(make_spec):
 
 async def test_the_end_of_the_step_leaves_what_is_held(guarded):
     records = [actor_samples.make_record(group) for group in range(2)]
-    await guarded.recv_batch(Shelf([records[0], {"end_of_step": 5}, records[1]]), 3, 5)
+    await guarded.recv_batch(Shelf([records[0], EndOfStep(step=5), records[1]]), 3, 5)
     assert guarded.prepared.batch.group_texts == ["0-0"]
 
 
 async def test_a_rank_left_without_groups_still_trains_along(guarded):
-    await guarded.recv_batch(Shelf([{"end_of_step": 5}]), 3, 5)
+    await guarded.recv_batch(Shelf([EndOfStep(step=5)]), 3, 5)
     metrics = await asyncio.to_thread(lambda: (guarded.compute_advantages_and_returns(), guarded.run_training(5))[1])
     assert metrics["actor/empty_steps"] == 1
 
@@ -432,13 +433,13 @@ def test_an_entry_tells_the_runner_what_admission_needs():
     for index, completion in enumerate(record.completions):
         completion.policy_versions = (5, 5 + index)
     entry = group_entry(record, min_std=0.0, rank=1)
-    assert (entry["group_id"], entry["lease_token"], entry["rank"]) == ("0-3", "token-3", 1)
-    assert (entry["v_min"], entry["v_max"]) == (5, 8)
-    assert entry["tokens"] == sum(len(c.message_log[-1]["token_ids"]) for c in record.completions)
-    assert math.isnan(entry["rewards"][0]) and entry["informative"] is (len(set(entry["rewards"][1:])) > 1)
+    assert (entry.group_id, entry.token, entry.rank) == ("0-3", "token-3", 1)
+    assert (entry.v_min, entry.v_max) == (5, 8)
+    assert entry.tokens == sum(len(c.message_log[-1]["token_ids"]) for c in record.completions)
+    assert math.isnan(entry.rewards[0]) and entry.informative is (len(set(entry.rewards[1:])) > 1)
     for completion in record.completions:
         completion.reward = 1.0
-    assert group_entry(record, min_std=0.0, rank=1)["informative"] is False
+    assert group_entry(record, min_std=0.0, rank=1).informative is False
     record.completions[0].reward = 0.0  # its finish reason is an error: no training row comes of it
-    assert group_entry(record, min_std=0.0, rank=1)["informative"] is False
-    assert group_entry(record, min_std=None, rank=1)["informative"] is True
+    assert group_entry(record, min_std=0.0, rank=1).informative is False
+    assert group_entry(record, min_std=None, rank=1).informative is True

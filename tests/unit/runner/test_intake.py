@@ -4,6 +4,7 @@ import pytest
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, InfrastructureError, SamplingExhausted
+from rl_core.messages.groups import GroupEntry
 from rl_core.runner.intake import Intake, reward_metrics
 from rl_core.runner.ledger import PromptLedger
 
@@ -23,14 +24,16 @@ class Harness:
         self.intake.on_failure = self.failures.append
 
     def entry(self, item, *, version=0, informative=True, rewards=(0.0, 1.0)):
-        names = {"group_id": item["group_id"], "lease_token": item["lease_token"]}
-        return names | {
-            "v_min": version,
-            "v_max": version,
-            "tokens": 8,
-            "rewards": list(rewards),
-            "informative": informative,
-        }
+        return GroupEntry(
+            group_id=item["group_id"],
+            token=item["lease_token"],
+            v_min=version,
+            v_max=version,
+            tokens=8,
+            rewards=tuple(rewards),
+            informative=informative,
+            rank=0,
+        )
 
     def admit(self, *items, **kw):
         return self.intake.admit([self.entry(item, **kw) for item in items])
@@ -194,6 +197,7 @@ def test_an_unknown_token_of_an_earlier_run_is_ignored():
 
 
 def test_reward_metrics_leave_out_what_is_not_finite():
-    metrics = reward_metrics([{"rewards": [1.0, float("nan")]}, {"rewards": [0.0, 0.5]}])
+    h, item = Harness(), {"group_id": "0-0", "lease_token": "x.1.0-0"}
+    metrics = reward_metrics([h.entry(item, rewards=(1.0, float("nan"))), h.entry(item, rewards=(0.0, 0.5))])
     assert metrics["reward/mean"] == 0.5 and metrics["reward/max"] == 1.0
-    assert reward_metrics([{"rewards": [float("nan")]}]) == {}
+    assert reward_metrics([h.entry(item, rewards=(float("nan"),))]) == {}
