@@ -62,7 +62,7 @@ class ComponentPlacement:
     """
 
     def __init__(self, config: Mapping[str, Any], inventory: Inventory) -> None:
-        unknown = sorted(set(config) - _CONFIG_KEYS)
+        unknown = sorted(map(str, set(config) - _CONFIG_KEYS))
         if unknown:
             raise PlacementError(f"placement config must have keys of {sorted(_CONFIG_KEYS)}, got {', '.join(unknown)}")
         self.inventory = _with_groups(inventory, config.get("nodeGroups") or ())
@@ -126,9 +126,8 @@ class ComponentPlacement:
     def _parse(self, name: str, value: Any) -> Component:
         labels: tuple[str, ...] = (CLUSTER,)
         if isinstance(value, Mapping):
-            unknown = sorted(set(value) - {"node_group", "placement"})
-            if unknown or "placement" not in value:
-                raise PlacementError(f"a placement must have placement and may have node_group, got {sorted(value)}")
+            if not {"placement"} <= set(value) <= {"node_group", "placement"}:
+                raise PlacementError(f"a placement must have placement and may have node_group, got {list(value)}")
             written = value.get("node_group")
             labels = split_labels(None if written is None else as_text(written), default=CLUSTER)
             value = value["placement"]
@@ -160,16 +159,17 @@ def _strategy(labels: tuple[str, ...], units: Sequence[Unit], assigned: list[tup
     return NodePlacementStrategy([ranks[0] for ranks in assigned], labels)
 
 
-def _with_groups(inventory: Inventory, written: Sequence[NodeGroup | Mapping[str, Any]]) -> Inventory:
+def _with_groups(inventory: Inventory, written: Any) -> Inventory:
+    if not isinstance(written, list | tuple):
+        raise PlacementError(f"nodeGroups must be a list of node groups, got {written!r}; write `- label: NAME`")
     groups: list[NodeGroup] = []
     for item in written:
         if isinstance(item, NodeGroup):
             groups.append(item)
             continue
-        unknown = sorted(set(item) - set(_GROUP_KEYS))
-        if unknown or "label" not in item or "nodeRanks" not in item:
+        if not isinstance(item, Mapping) or not {"label", "nodeRanks"} <= set(item) <= set(_GROUP_KEYS):
             raise PlacementError(
-                f"a node group must have label and nodeRanks and keys of {list(_GROUP_KEYS)}, got {sorted(item)}"
+                f"a node group must have label and nodeRanks and keys of {list(_GROUP_KEYS)}, got {item!r}"
             )
         fields = {_GROUP_KEYS[key]: value for key, value in item.items()}
         fields["node_ranks"] = parse_ranks(item["nodeRanks"], len(inventory.nodes))

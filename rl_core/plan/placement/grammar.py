@@ -7,7 +7,11 @@ from typing import Any
 
 from rl_core.api.errors import PlacementError, PlacementRangeError
 
-_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
+_RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?", re.ASCII)
+MOST_RANKS = 65_536
+"""Ranks a map may number: 1,024 pods of 64 processes, the largest role of the schema."""
+_DIGITS = 20
+"""Digits that are read of a number: more only make it larger than any limit, and int() refuses texts of thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +109,30 @@ def _split(value: Any) -> Sequence[str]:
 
 
 def _range(text: str, total: int | None, part: str) -> list[int]:
-    """Return the ranks of N or A-B, checked against `total` unless it is None."""
+    """Return the ranks of N or A-B, checked against `total` (None: against MOST_RANKS) before any list is made."""
     match = _RANGE.fullmatch(text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+    first, last = (_number(match[1]), _number(match[2] or match[1])) if match else (0, -1)
     if last < first:
         raise PlacementError(f"Invalid rank format {text!r} in part {part!r}; write N or A-B with A <= B")
-    if total is not None and last >= total:
+    limit = MOST_RANKS if total is None else total
+    if last >= limit:
         raise PlacementRangeError(
-            f"part {part!r}: rank {last} is out of range [0, {total - 1}]; lower it or add resources"
+            f"part {part!r}: rank {last} is out of range [0, {limit - 1}]; lower it or add resources"
         )
     return list(range(first, last + 1))
 
 
+def _number(digits: str) -> int:
+    return int(digits.lstrip("0")[:_DIGITS] or "0")
+
+
 def _extend_ascending(taken: list[int], ranks: list[int], part: str) -> None:
-    repeated = sorted(set(taken) & set(ranks))
-    if repeated:
-        raise PlacementError(f"part {part!r}: Resource ranks must be unique, got {repeated} twice; remove them here")
-    if taken and ranks[0] < taken[-1]:
+    if taken and ranks[0] <= taken[-1]:
+        repeated = sorted(set(taken) & set(ranks))
+        if repeated:
+            raise PlacementError(
+                f"part {part!r}: Resource ranks must be unique, got {repeated} twice; remove them here"
+            )
         raise PlacementError(
             f"part {part!r}: Resource ranks must be in ascending order, got {ranks[0]} after {taken[-1]}"
         )

@@ -49,7 +49,7 @@ class NodeGroup:
     """True: the units are nodes, although they have accelerators."""
 
     def __post_init__(self) -> None:
-        if self.label in (CLUSTER, NODE) or not self.label or "," in self.label:
+        if not isinstance(self.label, str) or self.label in (CLUSTER, NODE, "") or "," in self.label:
             raise PlacementError(
                 f"node group label must not be empty, reserved ({CLUSTER}, {NODE}) or hold a comma, got {self.label!r}; rename it"
             )
@@ -61,9 +61,19 @@ class NodeGroup:
             raise PlacementError(
                 f"node group {self.label}: node_ranks must be given, each once, got {list(self.node_ranks)}"
             )
-        for item in self.env:
-            if len(item) != 1:
-                raise PlacementError(f"node group {self.label}: env items must be one-key maps, got {dict(item)}")
+        if not isinstance(self.env, list | tuple) or not all(map(_is_variable, self.env)):
+            raise PlacementError(
+                f"node group {self.label}: env items must be one-key maps of text, got {self.env!r}; write `- NAME: value`"
+            )
+
+
+def _is_variable(item: object) -> bool:
+    """Return whether an item of `env` is one name with its value."""
+    return (
+        isinstance(item, Mapping)
+        and len(item) == 1
+        and all(isinstance(text, str) for pair in item.items() for text in pair)
+    )
 
 
 @dataclass(frozen=True, slots=True)

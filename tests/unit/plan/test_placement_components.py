@@ -1,6 +1,8 @@
 """Components and modes: rules 6-9, derivation of modes, packed strategies, default layouts."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl_core.api.errors import PlacementError, PlacementRangeError
 from rl_core.plan.placement import (
@@ -204,3 +206,34 @@ def test_on_cpu_the_resources_are_process_slots():
     found = modes({"actor": "0-1", "rollout": "2-3:0-3"}, inventory=slots)
     assert found.mode is PlacementMode.DISAGGREGATED
     assert found.get_parallel("rollout").world == found.get_world_size("rollout") == 4
+
+
+texts = st.text(alphabet="0123456789-:, alctor", max_size=8)
+scalars = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | texts
+anything = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
+groups = st.lists(
+    st.fixed_dictionaries(
+        {"label": texts | scalars, "nodeRanks": texts | anything},
+        optional={"env": anything, "hardware": scalars, "ignoreHardware": scalars, "interpreter": scalars},
+    )
+    | anything,
+    max_size=2,
+)
+maps = st.dictionaries(
+    st.sampled_from(["actor", "rollout", "actor,rollout", "env"]) | texts,
+    texts | anything | st.fixed_dictionaries({"placement": texts | anything}, optional={"node_group": anything}),
+    max_size=3,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    written=maps | anything,
+    groups=groups | anything,
+    cls=st.sampled_from([ComponentPlacement, ModelParallelComponentPlacement]),
+)
+def test_whatever_is_written_is_placed_or_refused_by_rule(written, groups, cls):
+    try:
+        cls({"componentPlacement": written, "nodeGroups": groups}, EIGHT)
+    except PlacementError as error:
+        assert str(error)

@@ -126,3 +126,24 @@ def test_ranks_of_one_item_or_a_list():
         parse_ranks("3", 3)
     with pytest.raises(PlacementError, match="must be unique"):
         parse_ranks("0-2,2")
+
+
+@pytest.mark.parametrize("value", ["0:0-99999999999", "0:0-65536", "0-99999999999", "0:" + "9" * 6000, "9" * 6000])
+def test_a_rank_beyond_every_job_is_refused_before_a_list_is_made(value):
+    with pytest.raises(PlacementRangeError, match=r"out of range.*\(total 8\)$"):
+        parse_placement(value, 8)
+
+
+def test_a_rank_beyond_every_job_is_refused_where_the_number_of_ranks_is_not_known():
+    with pytest.raises(PlacementRangeError, match="out of range"):
+        parse_ranks("0-99999999999")
+
+
+@pytest.mark.parametrize("digit", ["\u0663", "\uff13", "\u096a"])
+def test_only_ascii_digits_are_numbers(digit):
+    with pytest.raises(PlacementError, match="Invalid rank format"):
+        parse_placement(digit, 8)
+
+
+def test_leading_zeros_change_no_rank():
+    assert parse_ranks("0" * 30 + "3") == [3]

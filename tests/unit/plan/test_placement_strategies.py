@@ -167,6 +167,12 @@ def test_inconsistent_inventory_is_refused(nodes, groups, words):
         Inventory(nodes, [NodeGroup(label, ranks, **more) for label, ranks, more in groups])
 
 
+@pytest.mark.parametrize("env", [("BAD",), (None,), (5,), ({"A": 1},), ({5: "a"},), {"A": "1"}, "A=1", None, 5])
+def test_environment_of_a_group_is_one_key_maps_of_text(env):
+    with pytest.raises(PlacementError, match=r"node group a: env items must be one-key maps of text, got .*; write"):
+        NodeGroup("a", [0], env=env)
+
+
 def test_group_that_ignores_hardware_may_share_nodes_with_one_that_does_not():
     inventory = Inventory(TWO_BY_FOUR.nodes, [NodeGroup("gpu", [0]), NodeGroup("cpu", [0, 1], ignore_hardware=True)])
     assert len(inventory.units("gpu")) == 4 and len(inventory.units("cpu")) == 2
