@@ -205,13 +205,14 @@ class Case:
     def __init__(self, shapes, receivers, *, host_token=None, in_place=True, checksums=True):
         import torch
 
+        from rl_core.messages.weights import ReceiverAddress
         from rl_core.weights.publisher import WeightPublisher
 
         self.shapes = shapes
         self.others = [
             Other("receiver", shapes=self.shapes, in_place=in_place, checksums=checksums) for _ in range(receivers)
         ]
-        self.receivers = [{"name": f"rollout:{i}", **other.about} for i, other in enumerate(self.others)]
+        self.receivers = [ReceiverAddress(name=f"rollout:{i}", **other.about) for i, other in enumerate(self.others)]
         spec = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
         self.publisher = WeightPublisher(spec, 0, host_token=host_token)
         self.state = {name: torch.randn(shape) for name, shape in self.shapes.items()}
@@ -232,9 +233,9 @@ class Case:
 def summary(reports, warm):
     """Return medians of the reports after `warm` runs, milliseconds and GB/s."""
     kept = reports[warm:]
-    nbytes = kept[0]["bytes"]
+    nbytes = kept[0].bytes
     middle = {
-        key: statistics.median(report[key] for report in kept)
+        key: statistics.median(getattr(report, key) for report in kept)
         for key in ("seconds", "copy_seconds", "sync_seconds", "apply_seconds", "pause_seconds")
     }
     return {

@@ -8,7 +8,6 @@ publisher) forms the next generation without the lost member. Names travel in a 
 import logging
 import threading
 import time
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,44 +15,12 @@ import torch
 import torch.distributed as dist
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
+from rl_core.messages.weights import GroupPlan
 
 logger = logging.getLogger(__name__)
 
 ABORTED = b"aborted"
 JOINED = b"joined"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPlan:
-    """Who forms a group, and where they meet."""
-
-    name: str
-    """What it is for, such as "weights"."""
-    epoch: int
-    """Epoch of the job; groups of different epochs never meet."""
-    generation: int
-    """Rises with each formation of the same name and epoch."""
-    members: tuple[str, ...]
-    """Names in rank order."""
-    backend: str
-    """gloo or nccl."""
-    host: str
-    """Where the store is."""
-    port: int
-
-    @property
-    def key(self) -> str:
-        """Prefix of this generation in the store."""
-        return f"{self.name}/{self.epoch}/{self.generation}"
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return plain data for a message."""
-        return asdict(self) | {"members": list(self.members)}
-
-    @classmethod
-    def from_wire(cls, data: dict[str, Any]) -> "GroupPlan":
-        """Return the plan of `to_wire`."""
-        return cls(**{**data, "members": tuple(data["members"])})
 
 
 class GroupStore:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
+from rl_core.messages.weights import ReceiverAnswer, WeightOffer, WeightTransfer
 from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import ReceiverState, WeightReceiver
 from rl_core.weights.target import WeightTarget
@@ -95,21 +96,21 @@ class RolloutWorkerBase(Worker):
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
-    async def weights_offer(self, offer: Mapping[str, Any]) -> dict[str, Any]:
+    async def weights_offer(self, offer: WeightOffer) -> ReceiverAnswer:
         """Answer the publisher's OFFER; READY means that nothing is served any more."""
         return await self._require_receiver().offer(offer)
 
-    async def weights_transfer(self, transfer: Mapping[str, Any]) -> dict[str, Any]:
+    async def weights_transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
         """Load and verify the offered version."""
         return await self._require_receiver().transfer(transfer)
 
-    async def weights_commit(self, version: int, digest: str) -> dict[str, Any]:
+    async def weights_commit(self, version: int, digest: str) -> ReceiverAnswer:
         """Serve the applied version."""
         return await self._require_receiver().commit(version, digest)
 
-    async def weights_abort(self, generation: int) -> dict[str, Any]:
+    async def weights_abort(self, generation: int) -> None:
         """Leave a transfer that a lost member blocks."""
-        return await self._require_receiver().abort(generation)
+        await self._require_receiver().abort(generation)
 
     @abstractmethod
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class Runner:
         self.ledger_file = LedgerFile(self.output / "ledger.jsonl", attempt=self.write_with_patience)
         address = next(answer for answer in self.await_result(self.actor.publisher_address()) if answer)
         published = self.await_result(self.actor.sync_model_to_rollout(self.version, [], 0), deadline)
-        self.sync.digest = published[0]["digest"]
+        self.sync.digest = published[0].digest
         self.membership.open(address, (self.prompts, self.trajectories, self.results))
         self.attendance.await_envs(deadline)
         self.await_rollouts()

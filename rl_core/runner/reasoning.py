@@ -12,6 +12,7 @@ from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.runner.base import RESUMABLE, Runner, RunSummary, StepTimers, Stopped
 from rl_core.runner.intake import StepState, reward_metrics
 from rl_core.runner.status import Phase
+from rl_core.runner.sync import sync_metrics
 from rl_core.runner.waiting import PATIENCE
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class ReasoningRunner(Runner):
         """Send the new version to the rollouts; generation resumes with it."""
         with self.board.during(Phase.SYNCING), self.timers.measure("sync"):
             report = self.sync.publish(self.version)
-        self.sync_metrics = report.metrics()
+        self.sync_metrics = sync_metrics(report)
         self.board.set(step=self.step, policyVersion=self.version, reward=self.reward)
 
     def _rates(self, taken: StepState) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WeightsDiverged
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.runner.membership import Membership
 from rl_core.workers.group import Cluster, WorkerGroup
 
@@ -15,32 +15,16 @@ PROBE_TOKENS = 4
 PROBE_PROMPT_LIMIT = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncReport:
-    """What one sync did."""
-
-    version: int
-    digest: str
-    acked: tuple[str, ...]
-    failed: dict[str, str]
-    seconds: float
-    bytes: int
-    transport: str
-    apply_seconds: float
-    """Longest time a receiver took to load and verify."""
-    pause_seconds: float
-    """Longest time a receiver did not generate."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return `weights/*`."""
-        return {
-            "weights/version": float(self.version),
-            "weights/publish_seconds": self.seconds,
-            "weights/apply_seconds": self.apply_seconds,
-            "weights/pause_seconds": self.pause_seconds,
-            "weights/bytes": float(self.bytes),
-            "weights/failed_receivers": float(len(self.failed)),
-        }
+def sync_metrics(report: PublishReport) -> dict[str, float]:
+    """Return `weights/*`."""
+    return {
+        "weights/version": float(report.version),
+        "weights/publish_seconds": report.seconds,
+        "weights/apply_seconds": report.apply_seconds,
+        "weights/pause_seconds": report.pause_seconds,
+        "weights/bytes": float(report.bytes),
+        "weights/failed_receivers": float(len(report.failed)),
+    }
 
 
 class WeightSync:
@@ -71,14 +55,11 @@ class WeightSync:
         """Return the names of the rollouts that acknowledged `version` in the last sync."""
         return self._acked[1] if self._acked[0] == version else frozenset()
 
-    def publish(self, version: int) -> SyncReport:
+    def publish(self, version: int) -> PublishReport:
         """Send `version` to every live rollout; the content check is due. Raises DeadlineExceeded below minReplicas."""
         self.confirm()
         with self._membership.sync_lock:
-            told = self._send(version)
-        told_keys = ("digest", "failed", "seconds", "bytes", "transport", "apply_seconds", "pause_seconds")
-        facts = {key: told[key] for key in told_keys}
-        report = SyncReport(version=version, acked=tuple(told["acked"]), **facts)
+            report = self._send(version)
         self.digest = report.digest
         self._acked = (version, frozenset(report.acked))
         if report.failed:
@@ -88,25 +69,25 @@ class WeightSync:
             self._due = (version, report.acked)
         return report
 
-    def _send(self, version: int) -> dict[str, Any]:
+    def _send(self, version: int) -> PublishReport:
         """Return the publisher's report; where too few acknowledge because rollouts were lost meanwhile, those left are asked again."""
         receivers = self._receivers()
         while True:
             wanted = min(self._spec.rollout.min_replicas, len(receivers))
             sending = self._actor.sync_model_to_rollout(version, receivers, wanted)
             try:
-                report: dict[str, Any] = sending.wait(self._spec.runtime.deadlines.weight_sync)[0]
+                report: PublishReport = sending.wait(self._spec.runtime.deadlines.weight_sync)[0]
                 return report
             except DeadlineExceeded:
                 asked, receivers = receivers, self._receivers()
-                left = {receiver["address"] for receiver in receivers}
-                if all(receiver["address"] in left for receiver in asked):
+                left = {receiver.address for receiver in receivers}
+                if all(receiver.address in left for receiver in asked):
                     raise
                 logger.warning("version %s: %s of %s rollouts are left to take it", version, len(left), len(asked))
 
-    def _receivers(self) -> list[dict[str, str]]:
+    def _receivers(self) -> list[ReceiverAddress]:
         return [
-            {"name": m.name, "address": m.address, "host_token": m.host_token}
+            ReceiverAddress(name=m.name, address=m.address, host_token=m.host_token)
             for m in self._cluster.members("rollout")
             if m.state in ("serving", "updating", "ready")
         ]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from rl_core.api.errors import InfrastructureError
-from rl_core.collective.group import GroupPlan, GroupStore, TensorGroup
+from rl_core.collective.group import GroupStore, TensorGroup
+from rl_core.messages.weights import GroupPlan, GroupSource, WeightTransfer
 from rl_core.weights.bucket import Bucket, Layout
-from rl_core.weights.delivery import Delivery
+from rl_core.weights.handshake import Handshake
 from rl_core.weights.host_copy import HostCopy
 
 NAME = "weights"
@@ -35,38 +36,36 @@ class GroupSender:
         self._telling: asyncio.Future[None] | None = None
         """The last abort under way; held, because the loop itself does not."""
 
-    async def send(self, copy: HostCopy, deliveries: Sequence[Delivery], timeout: float) -> None:
-        """Bring the READY `deliveries` to APPLIED; those that are READY still afterwards must be offered again."""
-        plan = self._plan_for(deliveries)
+    async def send(self, copy: HostCopy, handshakes: Sequence[Handshake], timeout: float) -> None:
+        """Bring the READY `handshakes` to APPLIED; those that are READY still afterwards must be offered again."""
+        plan = self._plan_for(handshakes)
         casting = asyncio.ensure_future(asyncio.to_thread(self._cast, plan, copy))
-        transfers: dict[asyncio.Future[Any], Delivery] = {}
-        for rank, delivery in enumerate(deliveries, start=1):
-            source = {"kind": "group", "plan": plan.to_wire(), "rank": rank}
-            message = {"digest": copy.manifest.digest, "source": source}
-            delivery.transport = self._backend
-            transfers[asyncio.ensure_future(delivery.transfer(message, timeout))] = delivery
+        transfers: dict[asyncio.Future[Any], Handshake] = {}
+        for rank, handshake in enumerate(handshakes, start=1):
+            message = WeightTransfer(digest=copy.manifest.digest, source=GroupSource(plan=plan, rank=rank))
+            transfers[asyncio.ensure_future(handshake.transfer(message, timeout))] = handshake
         pending: set[asyncio.Future[Any]] = {casting, *transfers}
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             reason = next((text for one in done if (text := self._broken(one, transfers))), "")
             if reason and self._plan is plan:
                 self._abort(plan, reason)
-                left = [delivery for task, delivery in transfers.items() if task in pending]
+                left = [handshake for task, handshake in transfers.items() if task in pending]
                 self._telling = asyncio.ensure_future(self._tell(plan, left))
 
-    def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Delivery]) -> str:
+    def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
         """Return why the group cannot go on after `done`, or ""."""
-        delivery = transfers.get(done)
-        if delivery is None:
+        handshake = transfers.get(done)
+        if handshake is None:
             error = done.exception()
             return f"{error}" if error is not None else ""
         done.result()
-        if delivery.applied or delivery.verification_failed:
+        if handshake.applied or handshake.verification_failed:
             return ""
-        return f"{delivery.name}: {delivery.reason}"
+        return f"{handshake.name}: {handshake.reason}"
 
-    def _plan_for(self, deliveries: Sequence[Delivery]) -> GroupPlan:
-        members = ("publisher", *(delivery.name for delivery in deliveries))
+    def _plan_for(self, handshakes: Sequence[Handshake]) -> GroupPlan:
+        members = ("publisher", *(handshake.name for handshake in handshakes))
         if self._plan is None or self._plan.members != members or self._group is None or self._group.poisoned:
             if self._store is None:
                 self._store = GroupStore(self._host)
@@ -92,9 +91,9 @@ class GroupSender:
             self._group.abort(reason)
         self._plan = self._group = None
 
-    async def _tell(self, plan: GroupPlan, deliveries: Sequence[Delivery]) -> None:
+    async def _tell(self, plan: GroupPlan, handshakes: Sequence[Handshake]) -> None:
         calls = [
-            delivery.client.call("weights_abort", plan.generation, timeout=ABORT_SECONDS) for delivery in deliveries
+            handshake.client.call("weights_abort", plan.generation, timeout=ABORT_SECONDS) for handshake in handshakes
         ]
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -131,11 +130,9 @@ class GroupReceiver:
         """Whether the last transfer ended with the group, not with this receiver."""
         return self._group is None or bool(self._group.poisoned)
 
-    def buckets(
-        self, source: Mapping[str, Any], layout: Layout, *, device: str
-    ) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def buckets(self, source: GroupSource, layout: Layout, *, device: str) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield the buckets as they come, each in memory of its own: an aborted broadcast may still write the last."""
-        group = self._join(GroupPlan.from_wire(source["plan"]), source["rank"])
+        group = self._join(source.plan, source.rank)
         for bucket in layout.buckets:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
             group.broadcast(buffer, timeout=self._timeout)

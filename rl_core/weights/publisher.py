@@ -11,12 +11,24 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.weights import (
+    PublishReport,
+    PullOffer,
+    PullRefusal,
+    PullRequest,
+    ReceiverAddress,
+    SharedSource,
+    StreamSource,
+    WeightOffer,
+    WeightSource,
+    WeightTransfer,
+)
 from rl_core.transports import shared_memory, sockets
 from rl_core.transports.bulk import BulkSender
 from rl_core.transports.curve import KeyRing
@@ -26,7 +38,7 @@ from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.delivery import Delivery, DeliveryState, Gate
+from rl_core.weights.handshake import Gate, Handshake, HandshakeState
 from rl_core.weights.host_copy import HostCopies, HostCopy
 
 if TYPE_CHECKING:
@@ -37,7 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOTHING = (-1, "")
-Message = dict[str, Any]
 
 
 class WeightPublisher:
@@ -98,15 +109,14 @@ class WeightPublisher:
         self,
         version: int,
         state: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
-        receivers: list[dict[str, str]],
+        receivers: Sequence[ReceiverAddress],
         min_acks: int,
         *,
         ties: Mapping[str, str] | None = None,
-    ) -> Message:
-        """Give `version` to `receivers` ({name, address, host_token}) and return the report once all are served or out.
+    ) -> PublishReport:
+        """Give `version` to `receivers` and return the report once all are served or out.
 
-        Report: {version, digest, acked: [name], failed: {name: reason}, seconds, bytes, transport, copy_seconds,
-        sync_seconds, apply_seconds, pause_seconds}. `ties` names tied tensors (alias -> name) where memory does not show
+        `ties` names tied tensors (alias -> name) where memory does not show
         them. Publishing a version again is harmless: who has it acknowledges without data.
         Raises DeadlineExceeded naming each missing receiver when fewer than `min_acks` acknowledge; ValueError when the
         version is older than the committed one or the tensors changed shape.
@@ -123,11 +133,11 @@ class WeightPublisher:
             copied = time.monotonic()
             if committed is not None and version == committed.manifest.version:
                 copy = self._same(copy, committed)
-            deliveries = [self._delivery(receiver) for receiver in receivers]
-            for delivery in deliveries:
-                self._start_offer(delivery, copy)
-            asyncio.run_coroutine_threadsafe(self._sync(copy, deliveries, min_acks), self._loop).result()
-            return self._report(copy, deliveries, min_acks, started=started, copied=copied)
+            handshakes = [self._handshake(receiver) for receiver in receivers]
+            for handshake in handshakes:
+                self._start_offer(handshake, copy)
+            asyncio.run_coroutine_threadsafe(self._sync(copy, handshakes, min_acks), self._loop).result()
+            return self._report(copy, handshakes, min_acks, started=started, copied=copied)
 
     def lost(self, name: str, reason: str) -> None:
         """Stop waiting for receiver `name`: the hub declared it dead."""
@@ -158,17 +168,17 @@ class WeightPublisher:
             )
         return committed
 
-    async def _sync(self, copy: HostCopy, deliveries: list[Delivery], min_acks: int) -> None:
-        """Bring the `deliveries`, whose offers are under way, as far as they get."""
+    async def _sync(self, copy: HostCopy, handshakes: list[Handshake], min_acks: int) -> None:
+        """Bring the `handshakes`, whose offers are under way, as far as they get."""
         self._copies.hold(copy, "sync")
         self._quiet.clear()
         try:
             gate = Gate(min_acks=min_acks, deadlines=self._deadlines, opened=lambda: self._commit(copy))
-            gate.watch(deliveries)
+            gate.watch(handshakes)
             if self._is_star:
-                await asyncio.gather(*(self._deliver(delivery, copy, gate) for delivery in deliveries))
+                await asyncio.gather(*(self._deliver(handshake, copy, gate) for handshake in handshakes))
             else:
-                await self._deliver_together(deliveries, copy, gate)
+                await self._deliver_together(handshakes, copy, gate)
         finally:
             self._quiet.set()
             self._copies.drop(copy, "sync")
@@ -179,57 +189,57 @@ class WeightPublisher:
         transport = self.cfg.weights.transport
         return transport == "zmq" or (transport == "auto" and self._device == "cpu")
 
-    def _delivery(self, receiver: dict[str, str]) -> Delivery:
-        return Delivery(
-            name=receiver["name"],
-            client=self._client(receiver["name"], receiver["address"]),
-            shares_host=receiver.get("host_token") == self._host_token,
+    def _handshake(self, receiver: ReceiverAddress) -> Handshake:
+        return Handshake(
+            name=receiver.name,
+            client=self._client(receiver.name, receiver.address),
+            shares_host=receiver.host_token == self._host_token,
         )
 
-    def _start_offer(self, delivery: Delivery, copy: HostCopy) -> None:
+    def _start_offer(self, handshake: Handshake, copy: HostCopy) -> None:
         """Send OFFER. In a star a receiver of this host is told where the data are and loads in the same exchange."""
-        offer, seconds = self._offer(copy), self._deadlines.ready_seconds
-        if self._is_star and delivery.shares_host and copy.segment is not None:
-            offer["source"] = self._source(copy, shares_host=True)
+        source, seconds = None, self._deadlines.ready_seconds
+        if self._is_star and handshake.shares_host and copy.segment is not None:
+            source = self._source(copy, shares_host=True)
             seconds += self._transfer_seconds(copy)
-        delivery.start(offer, seconds)
+        handshake.start(self._offer(copy, source), seconds)
 
-    async def _deliver(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
+    async def _deliver(self, handshake: Handshake, copy: HostCopy, gate: Gate) -> None:
         """Serve one receiver to the end, independently of the others."""
-        await delivery.offered()
-        await self._send_and_commit(delivery, copy, gate)
+        await handshake.offered()
+        await self._send_and_commit(handshake, copy, gate)
 
-    async def _deliver_together(self, deliveries: list[Delivery], copy: HostCopy, gate: Gate) -> None:
+    async def _deliver_together(self, handshakes: list[Handshake], copy: HostCopy, gate: Gate) -> None:
         """Hear all; move the bytes in one process group where the job or the devices say so; commit."""
-        await asyncio.gather(*(delivery.offered() for delivery in deliveries))
-        backend = self._backend([delivery.ready["device"] for delivery in deliveries if delivery.live])
+        await asyncio.gather(*(handshake.offered() for handshake in handshakes))
+        backend = self._backend([one.ready.device for one in handshakes if one.live and one.ready is not None])
         if backend is not None:
-            await self._send_in_group(backend, deliveries, copy)
-        await asyncio.gather(*(self._send_and_commit(delivery, copy, gate) for delivery in deliveries))
+            await self._send_in_group(backend, handshakes, copy)
+        await asyncio.gather(*(self._send_and_commit(handshake, copy, gate) for handshake in handshakes))
 
-    async def _send_and_commit(self, delivery: Delivery, copy: HostCopy, gate: Gate) -> None:
-        if delivery.live:
-            source = self._source(copy, shares_host=delivery.shares_host)
-            delivery.transport = source["kind"]
-            await delivery.transfer({"digest": copy.manifest.digest, "source": source}, self._transfer_seconds(copy))
-        if delivery.state is DeliveryState.APPLIED and await gate.wait():
-            await delivery.commit(copy.manifest.version, copy.manifest.digest, self._deadlines.commit_seconds)
+    async def _send_and_commit(self, handshake: Handshake, copy: HostCopy, gate: Gate) -> None:
+        if handshake.live:
+            source = self._source(copy, shares_host=handshake.shares_host)
+            transfer = WeightTransfer(digest=copy.manifest.digest, source=source)
+            await handshake.transfer(transfer, self._transfer_seconds(copy))
+        if handshake.state is HandshakeState.APPLIED and await gate.wait():
+            await handshake.commit(copy.manifest.version, copy.manifest.digest, self._deadlines.commit_seconds)
 
-    async def _send_in_group(self, backend: str, deliveries: list[Delivery], copy: HostCopy) -> None:
+    async def _send_in_group(self, backend: str, handshakes: list[Handshake], copy: HostCopy) -> None:
         """Broadcast to all that are READY, again in a smaller group whenever a member is lost."""
         sender = self._sender(backend)
-        for _ in range(len(deliveries) + 1):
-            ready = [delivery for delivery in deliveries if delivery.live]
+        for _ in range(len(handshakes) + 1):
+            ready = [handshake for handshake in handshakes if handshake.live]
             if not ready:
                 return
             await sender.send(copy, ready, self._transfer_seconds(copy))
-            again = [delivery for delivery in ready if delivery.live]
-            for delivery in again:
-                self._start_offer(delivery, copy)
-            await asyncio.gather(*(delivery.offered() for delivery in again))
-        for delivery in deliveries:
-            if delivery.live:
-                delivery.fail(f"the process group ended in every generation: {delivery.reason}")
+            again = [handshake for handshake in ready if handshake.live]
+            for handshake in again:
+                self._start_offer(handshake, copy)
+            await asyncio.gather(*(handshake.offered() for handshake in again))
+        for handshake in handshakes:
+            if handshake.live:
+                handshake.fail(f"the process group ended in every generation: {handshake.reason}")
 
     def _sender(self, backend: str) -> "GroupSender":
         if self._group is None:
@@ -255,28 +265,27 @@ class WeightPublisher:
             )
         return "gloo" if wanted == "gloo" else "nccl" if possible and devices else None
 
-    def _offer(self, copy: HostCopy) -> Message:
+    def _offer(self, copy: HostCopy, source: WeightSource | None) -> WeightOffer:
         manifest = copy.manifest
-        return {
-            "version": manifest.version,
-            "epoch": manifest.epoch,
-            "digest": manifest.digest,
-            "manifest": manifest.packed,
-            "bucket_bytes": self.cfg.weights.bucket_bytes,
-            "deadline": self._deadlines.total(manifest.total_bytes),
-        }
+        return WeightOffer(
+            digest=manifest.digest,
+            manifest=manifest.packed,
+            bucket_bytes=self.cfg.weights.bucket_bytes,
+            deadline=self._deadlines.total(manifest.total_bytes),
+            source=source,
+        )
 
-    def _source(self, copy: HostCopy, *, shares_host: bool) -> Message:
+    def _source(self, copy: HostCopy, *, shares_host: bool) -> WeightSource:
         if not (shares_host and copy.segment is not None):
             return self._stream(copy)
-        return {"kind": "shared", "segment": copy.segment, "nbytes": copy.layout.nbytes}
+        return SharedSource(segment=copy.segment, nbytes=copy.layout.nbytes)
 
-    def _stream(self, copy: HostCopy) -> Message:
+    def _stream(self, copy: HostCopy) -> StreamSource:
         encrypt = self.cfg.weights.encrypt
         if self._bulk is None:
             host, _ = sockets.split_address(self.address)
             self._bulk = BulkSender(f"tcp://{host}:0", self._keys if encrypt else None)
-        return {"kind": "stream", "ticket": self._bulk.offer([copy.memory], share=copy.share), "encrypted": encrypt}
+        return StreamSource(**self._bulk.offer([copy.memory], share=copy.share), encrypted=encrypt)
 
     def _client(self, name: str, address: str) -> RpcClient:
         client = self._clients.get(name)
@@ -296,35 +305,36 @@ class WeightPublisher:
         self._quiet.set()
 
     def _report(
-        self, copy: HostCopy, deliveries: list[Delivery], min_acks: int, *, started: float, copied: float
-    ) -> Message:
-        acked = [delivery for delivery in deliveries if delivery.state is DeliveryState.ACKED]
+        self, copy: HostCopy, handshakes: list[Handshake], min_acks: int, *, started: float, copied: float
+    ) -> PublishReport:
+        acked = [handshake for handshake in handshakes if handshake.state is HandshakeState.ACKED]
         if len(acked) < min_acks:
-            missing = "; ".join(delivery.describe() for delivery in deliveries if delivery not in acked)
+            missing = "; ".join(handshake.describe() for handshake in handshakes if handshake not in acked)
             raise DeadlineExceeded(
-                f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(deliveries)}"
+                f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(handshakes)}"
                 f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
             )
         now = time.monotonic()
-        kinds = {delivery.transport for delivery in deliveries if delivery.transport}
-        return {
-            "version": copy.manifest.version,
-            "digest": copy.manifest.digest,
-            "acked": [delivery.name for delivery in acked],
-            "failed": {delivery.name: delivery.describe() for delivery in deliveries if delivery not in acked},
-            "seconds": now - started,
-            "bytes": copy.manifest.total_bytes,
-            "transport": "+".join(sorted(kinds)) or "none",
-            "copy_seconds": copied - started,
-            "sync_seconds": now - copied,
-            "apply_seconds": max((delivery.ack.get("apply_seconds", 0.0) for delivery in acked), default=0.0),
-            "pause_seconds": max((delivery.ack.get("pause_seconds", 0.0) for delivery in acked), default=0.0),
-        }
+        kinds = {handshake.transport for handshake in handshakes if handshake.transport}
+        acks = [one.ack for one in acked if one.ack is not None]
+        return PublishReport(
+            version=copy.manifest.version,
+            digest=copy.manifest.digest,
+            acked=tuple(one.name for one in acked),
+            failed={one.name: one.describe() for one in handshakes if one not in acked},
+            seconds=now - started,
+            bytes=copy.manifest.total_bytes,
+            transport="+".join(sorted(kinds)) or "none",
+            copy_seconds=copied - started,
+            sync_seconds=now - copied,
+            apply_seconds=max((ack.apply_seconds for ack in acks), default=0.0),
+            pause_seconds=max((ack.pause_seconds for ack in acks), default=0.0),
+        )
 
     # --- late joiners, on the handler loop -------------------------------------------------------------------------
 
-    async def _pull(self, have: Message) -> Message:
-        """Answer OFFER with a source of the committed version, or NOTHING.
+    async def _pull(self, request: PullRequest) -> PullOffer | PullRefusal:
+        """Answer with a source of the committed version, or refuse.
 
         While a publish is under way it waits for its commit (30 s at most): on policy the version before is of no use.
         """
@@ -332,13 +342,15 @@ class WeightPublisher:
             await asyncio.wait_for(self._quiet.wait(), self._deadlines.ready_seconds)
         copy = self._committed
         if copy is None:
-            return {"answer": "NOTHING", "reason": "no version is committed yet"}
+            return PullRefusal(reason="no version is committed yet")
         ticket = secrets.token_hex(16)
         self._copies.hold(copy, ticket)
-        source = self._source(copy, shares_host=have["host_token"] == self._host_token)
+        source = self._source(copy, shares_host=request.host_token == self._host_token)
         expiry = self._loop.call_later(self._deadlines.total(copy.manifest.total_bytes), self._release, ticket)
         self._pulls[ticket] = (copy, expiry)
-        return {"answer": "OFFER", "ticket": ticket, "source": source, **self._offer(copy)}
+        manifest = copy.manifest
+        offer = self._offer(copy, source)
+        return PullOffer(ticket=ticket, version=manifest.version, epoch=manifest.epoch, offer=offer)
 
     async def _pulled(self, ticket: str) -> bool:
         """End a pull: its copy may be used again."""

@@ -18,6 +18,20 @@ from typing import Any
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.weights import (
+    PullOffer,
+    PullRequest,
+    ReceiverAck,
+    ReceiverAnswer,
+    ReceiverApplied,
+    ReceiverFailure,
+    ReceiverReady,
+    ReceiverRefusal,
+    SharedSource,
+    WeightOffer,
+    WeightSource,
+    WeightTransfer,
+)
 from rl_core.transports import shared_memory
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
@@ -37,7 +51,6 @@ GROUP_SECONDS = 60.0
 AT_ONCE_BYTES = 1 << 20
 """Models of this host up to this size are copied on the event loop: a hand-over to a thread takes as long."""
 STOPPED = "replaced by a newer offer, or its time was over"
-Answer = dict[str, Any]
 
 
 class ReceiverState(enum.Enum):
@@ -109,7 +122,7 @@ class WeightReceiver:
         if self._kernels is not None:
             self._kernels.result()
 
-    def handlers(self) -> dict[str, Callable[..., Awaitable[Answer]]]:
+    def handlers(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         """Return the RPC methods a worker must serve for its publisher."""
         return {
             "weights_offer": self.offer,
@@ -135,34 +148,34 @@ class WeightReceiver:
 
     # --- the handshake ---------------------------------------------------------------------------------------------
 
-    async def offer(self, offer: Mapping[str, Any]) -> Answer:
-        """Answer READY(have), ACK (this digest is served), APPLIED (it waits for COMMIT) or REFUSE(reason).
+    async def offer(self, offer: WeightOffer) -> ReceiverAnswer:
+        """Answer READY, ACK (this digest is served), APPLIED (it waits for COMMIT) or REFUSE.
 
-        `offer`: {digest, manifest (packed), bucket_bytes, deadline (seconds until its publisher has given up)}. READY means
-        paused: nothing is served any more. With `source` as well, a paused receiver loads at once and answers as `transfer`.
+        READY means paused: nothing is served any more. With a source in the offer a paused receiver loads at once and
+        answers as `transfer`.
         """
-        manifest = WeightManifest.unpack(offer["manifest"])
-        if manifest.digest != offer["digest"]:
-            return _refuse("the manifest does not have the digest of the offer")
+        manifest = WeightManifest.unpack(offer.manifest)
+        if manifest.digest != offer.digest:
+            return ReceiverRefusal(reason="the manifest does not have the digest of the offer")
         if manifest.epoch < self.epoch:
-            return _refuse(f"older_epoch: offered {manifest.epoch}, this receiver is at {self.epoch}")
+            return ReceiverRefusal(reason=f"older_epoch: offered {manifest.epoch}, this receiver is at {self.epoch}")
         self.set_epoch(manifest.epoch)
         problem = self._problem(manifest)
         if problem:
-            return _refuse(problem)
+            return ReceiverRefusal(reason=problem)
         if self.state is ReceiverState.SERVING and self.current()[1] == manifest.digest:
-            return {"answer": "ACK", "version": manifest.version, "digest": manifest.digest, "pause_seconds": 0.0}
+            return ReceiverAck(version=manifest.version, digest=manifest.digest)
         self._interrupt()  # a transfer under way is of a replaced offer, or of this one whose publisher starts again
         async with self._turn:
-            self._arm(float(offer["deadline"]))
+            self._arm(offer.deadline)
             self._pending = manifest
-            self._layout = layout = Layout.of(manifest.entries, int(offer["bucket_bytes"]))
+            self._layout = layout = Layout.of(manifest.entries, offer.bucket_bytes)
             answer = await self._accept(manifest)
-            if answer["answer"] != "READY" or "source" not in offer:
+            if not isinstance(answer, ReceiverReady) or offer.source is None:
                 return answer
-            return await self._load(manifest, layout, offer["source"])
+            return await self._load(manifest, layout, offer.source)
 
-    async def _accept(self, manifest: WeightManifest) -> Answer:
+    async def _accept(self, manifest: WeightManifest) -> ReceiverAnswer:
         if self._held is not None and self._held[2] == manifest.digest:
             self._enter(ReceiverState.APPLIED)
             return _applied(manifest, loaded=False)
@@ -175,8 +188,8 @@ class WeightReceiver:
             await self._target.prepare(self._deadlines.ready_seconds)
         except DeadlineExceeded as error:
             self._abandon(f"the engine did not stop: {error}")
-            return _refuse(f"requests in flight did not end: {error}")
-        return {"answer": "READY", "have": list(self.current()), "device": self._device}
+            return ReceiverRefusal(reason=f"requests in flight did not end: {error}")
+        return ReceiverReady(have=self.current(), device=self._device)
 
     def _problem(self, manifest: WeightManifest) -> str:
         newest = max((one for one in (self._version_held(), self._version_pending()) if one is not None), default=None)
@@ -193,26 +206,23 @@ class WeightReceiver:
     def _version_pending(self) -> tuple[int, int] | None:
         return (self._pending.epoch, self._pending.version) if self._pending is not None else None
 
-    async def transfer(self, transfer: Mapping[str, Any]) -> Answer:
-        """Load and verify the offered version; answer APPLIED(version, digest) or FAILED(names, reason).
-
-        `transfer`: {digest, source}; `source` says where the bytes are, see `sources`.
-        """
+    async def transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
+        """Load and verify the offered version; answer APPLIED or FAILED."""
         async with self._turn:
             manifest, layout = self._pending, self._layout
-            if manifest is None or layout is None or manifest.digest != transfer["digest"]:
-                return _failed([], f"digest {transfer['digest']} is not on offer here; offer it first")
+            if manifest is None or layout is None or manifest.digest != transfer.digest:
+                return _failed(f"digest {transfer.digest} is not on offer here; offer it first")
             if self.state is ReceiverState.APPLIED:
                 return _applied(manifest, loaded=False)
-            return await self._load(manifest, layout, transfer["source"])
+            return await self._load(manifest, layout, transfer.source)
 
-    async def _load(self, manifest: WeightManifest, layout: Layout, source: Mapping[str, Any]) -> Answer:
+    async def _load(self, manifest: WeightManifest, layout: Layout, source: WeightSource) -> ReceiverAnswer:
         destinations = self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}
         assembly = Assembly(
             manifest, layout, destinations=destinations, wanted=self._target.names_and_shapes(), check=self._go_on
         )
         started = time.monotonic()
-        at_once = isinstance(self._target, InPlaceTarget) and source["kind"] == "shared"
+        at_once = isinstance(self._target, InPlaceTarget) and isinstance(source, SharedSource)
         if at_once and manifest.total_bytes <= AT_ONCE_BYTES:
             reason = self._feed(assembly, source)
         else:
@@ -222,13 +232,13 @@ class WeightReceiver:
         if reason or self._stop.is_set():
             self._abandon(reason or STOPPED, touched=assembly.touched)
             aborted = not assembly.bad and self._sources.group_ended(source)
-            return {**_failed(assembly.bad, reason or STOPPED), "aborted": aborted}
+            return ReceiverFailure(names=tuple(assembly.bad), reason=reason or STOPPED, aborted=aborted)
         self._held, self._committed = (manifest.epoch, manifest.version, manifest.digest), False
         self._applied_seconds = time.monotonic() - started
         self._enter(ReceiverState.APPLIED)
         return _applied(manifest, loaded=True)
 
-    async def _feed_in_thread(self, assembly: Assembly, source: Mapping[str, Any]) -> str:
+    async def _feed_in_thread(self, assembly: Assembly, source: WeightSource) -> str:
         feeding = asyncio.get_running_loop().run_in_executor(self._thread, self._feed, assembly, source)
         try:
             return await asyncio.shield(feeding)
@@ -238,7 +248,7 @@ class WeightReceiver:
             self._abandon("the publisher gave the transfer up", touched=assembly.touched)
             raise
 
-    def _feed(self, assembly: Assembly, source: Mapping[str, Any]) -> str:
+    def _feed(self, assembly: Assembly, source: WeightSource) -> str:
         """Move the bytes and return "", or why that failed."""
         try:
             with self._sources.open(source, assembly) as tensors:
@@ -263,35 +273,28 @@ class WeightReceiver:
         self._stop.set()
         self._sources.interrupt()
 
-    async def commit(self, version: int, digest: str) -> Answer:
+    async def commit(self, version: int, digest: str) -> ReceiverAck | ReceiverRefusal:
         """Serve the applied version and answer ACK; REFUSE when it is not the one applied. Repeating it is harmless."""
         async with self._turn:
             if self.state is ReceiverState.SERVING and self.current() == (version, digest):
                 return self._acknowledge()
             if self.state is not ReceiverState.APPLIED or self._held is None or self._held[1:] != (version, digest):
-                return _refuse(f"version {version} is not applied here, the state is {self.state.value}")
+                return ReceiverRefusal(reason=f"version {version} is not applied here, the state is {self.state.value}")
             await self._target.resume(version, digest)
             self._committed = True
             self._forget_offer()
             self._enter(ReceiverState.SERVING)
             return self._acknowledge()
 
-    def _acknowledge(self) -> Answer:
+    def _acknowledge(self) -> ReceiverAck:
         paused, self._paused_at = self._paused_at, None
         pause = time.monotonic() - paused if paused is not None else 0.0
         version, digest = self.current()
-        return {
-            "answer": "ACK",
-            "version": version,
-            "digest": digest,
-            "pause_seconds": pause,
-            "apply_seconds": self._applied_seconds,
-        }
+        return ReceiverAck(version=version, digest=digest, pause_seconds=pause, apply_seconds=self._applied_seconds)
 
-    async def abort(self, generation: int) -> Answer:
+    async def abort(self, generation: int) -> None:
         """Leave the process group `generation`, so that a transfer blocked in it ends at once; it will be offered again."""
         self._sources.abort_group(self.epoch, generation, "the publisher ended it: a member was lost")
-        return {"answer": "ABORTED"}
 
     # --- late joiners ----------------------------------------------------------------------------------------------
 
@@ -304,32 +307,31 @@ class WeightReceiver:
         client = RpcClient(address, self._keys, self._identity, service="actor" if self._keys is not None else None)
         client.set_epoch(self.epoch)
         try:
-            answer: Answer = {}
+            answer: ReceiverAnswer | None = None
             for _ in range(2):
                 answer = await self._pull_once(client, timeout)
-                if answer["answer"] == "ACK":
+                if isinstance(answer, ReceiverAck):
                     return self.current()
-                if answer["answer"] == "REFUSE":
+                if isinstance(answer, ReceiverRefusal):
                     break
             raise InfrastructureError(f"weights could not be pulled from {address}: {answer}")
         finally:
             client.close()
 
-    async def _pull_once(self, client: RpcClient, timeout: float | None) -> Answer:
-        have = {"epoch": self.epoch, "digest": self.current()[1], "host_token": shared_memory.host_token()}
-        have["name"] = self._identity.name if self._identity is not None else "anonymous"
-        ticket: Answer = await client.call("weights_pull", have, timeout=timeout or self._deadlines.total(0))
-        if ticket["answer"] != "OFFER":
-            raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {ticket['reason']}")
+    async def _pull_once(self, client: RpcClient, timeout: float | None) -> ReceiverAnswer:
+        request = PullRequest(host_token=shared_memory.host_token())
+        pulled = await client.call("weights_pull", request, timeout=timeout or self._deadlines.total(0))
+        if not isinstance(pulled, PullOffer):
+            raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {pulled.reason}")
         try:
-            if ticket["epoch"] < self.epoch:
-                raise EpochFenced(f"publisher at {client.address} is of epoch {ticket['epoch']}, this is {self.epoch}")
-            answer = await self.offer(ticket)
-            if answer["answer"] == "APPLIED":
-                answer = await self.commit(ticket["version"], ticket["digest"])
+            if pulled.epoch < self.epoch:
+                raise EpochFenced(f"publisher at {client.address} is of epoch {pulled.epoch}, this is {self.epoch}")
+            answer = await self.offer(pulled.offer)
+            if isinstance(answer, ReceiverApplied):
+                return await self.commit(pulled.version, pulled.offer.digest)
             return answer
         finally:
-            await client.call("weights_pulled", ticket["ticket"], timeout=self._deadlines.commit_seconds)
+            await client.call("weights_pulled", pulled.ticket, timeout=self._deadlines.commit_seconds)
 
     # --- the end of a sync -----------------------------------------------------------------------------------------
 
@@ -395,19 +397,15 @@ def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
     return f"weights do not fit the model: {'; '.join(problems[:5])}{more}" if problems else ""
 
 
-def _applied(manifest: WeightManifest, *, loaded: bool) -> Answer:
+def _applied(manifest: WeightManifest, *, loaded: bool) -> ReceiverApplied:
     """`loaded`: whether bytes had to move for it."""
-    return {"answer": "APPLIED", "version": manifest.version, "digest": manifest.digest, "loaded": loaded}
+    return ReceiverApplied(version=manifest.version, digest=manifest.digest, loaded=loaded)
+
+
+def _failed(reason: str) -> ReceiverFailure:
+    return ReceiverFailure(names=(), reason=reason)
 
 
 def _shape_and_dtype(wanted: Any) -> tuple[tuple[int, ...], str | None]:
     """Return what a target says of a tensor: (shape, dtype), or the shape alone."""
     return wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, None)
-
-
-def _refuse(reason: str) -> Answer:
-    return {"answer": "REFUSE", "reason": reason}
-
-
-def _failed(names: list[str], reason: str) -> Answer:
-    return {"answer": "FAILED", "names": names, "reason": reason}

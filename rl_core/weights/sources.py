@@ -1,18 +1,15 @@
-"""Where a receiver's bytes come from: one opener per kind of source, all giving the verified tensors of a host copy.
-
-`source` is what the publisher wrote into OFFER or TRANSFER: {"kind": "shared", segment, nbytes} on one host, {"kind": "stream",
-ticket, encrypted} across hosts, {"kind": "group", plan, rank} in a process group.
-"""
+"""Where a receiver's bytes come from: one opener per kind of source, all giving the verified tensors of a version."""
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_core.api.errors import ConfigError
+from rl_core.messages.weights import GroupSource, SharedSource, StreamSource, WeightSource
 from rl_core.transports.bulk import BulkReceiver
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
@@ -38,32 +35,33 @@ class Sources:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._group: GroupReceiver | None = None
 
-    def open(
-        self, source: Mapping[str, Any], assembly: Assembly
-    ) -> AbstractContextManager[Iterator[tuple[str, "torch.Tensor"]]]:
+    def open(self, source: WeightSource, assembly: Assembly) -> AbstractContextManager[Tensors]:
         """Return the verified tensors of `source` inside a `with`. Raises ConfigError for an unknown kind."""
-        openers = {"shared": self._shared, "stream": self._stream, "group": self._collective}
-        opener = openers.get(source["kind"])
-        if opener is None:
-            raise ConfigError(f"source of weights must be one of {', '.join(openers)}, got {source['kind']!r}")
-        return opener(source, assembly)
+        if isinstance(source, SharedSource):
+            return self._shared(source, assembly)
+        if isinstance(source, StreamSource):
+            return self._stream(source, assembly)
+        if isinstance(source, GroupSource):
+            return self._collective(source, assembly)
+        raise ConfigError(f"source of weights must be shared, stream or group, got {type(source).__name__}")
 
     @contextlib.contextmanager
-    def _shared(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
-        view = self._segments.view(source["segment"], 0, source["nbytes"])
+    def _shared(self, source: SharedSource, assembly: Assembly) -> Iterator[Tensors]:
+        view = self._segments.view(source.segment, 0, source.nbytes)
         yield assembly.tensors([(0, np.frombuffer(view, np.uint8))])
 
     @contextlib.contextmanager
-    def _stream(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
-        keys = self._keys if source["encrypted"] else None
-        chunks = iter(BulkReceiver(source["ticket"], keys, timeout=SILENCE_SECONDS, wake=self._wake))
+    def _stream(self, source: StreamSource, assembly: Assembly) -> Iterator[Tensors]:
+        keys = self._keys if source.encrypted else None
+        ticket = {"address": source.address, "ticket": source.ticket, "key": source.key}
+        chunks = iter(BulkReceiver(ticket, keys, timeout=SILENCE_SECONDS, wake=self._wake))
         with contextlib.closing(chunks):
             yield assembly.tensors(_positioned(chunks))
 
     @contextlib.contextmanager
-    def _collective(self, source: Mapping[str, Any], assembly: Assembly) -> Iterator[Tensors]:
+    def _collective(self, source: GroupSource, assembly: Assembly) -> Iterator[Tensors]:
         group = self._group_receiver()
-        if source["plan"]["backend"] == "nccl":
+        if source.plan.backend == "nccl":
             yield assembly.device_tensors(group.buckets(source, assembly.layout, device=self._device))
         else:
             buckets = group.buckets(source, assembly.layout, device="cpu")
@@ -80,9 +78,9 @@ class Sources:
         """End the process group of that generation, so that a broadcast blocked in it fails at once."""
         self._group_receiver().abort(epoch, generation, reason)
 
-    def group_ended(self, source: Mapping[str, Any]) -> bool:
+    def group_ended(self, source: WeightSource) -> bool:
         """Return whether a transfer from `source` ended because its process group did."""
-        return source["kind"] == "group" and self._group_receiver().broken
+        return isinstance(source, GroupSource) and self._group_receiver().broken
 
     def interrupt(self) -> None:
         """End the wait for pieces, if there is one."""

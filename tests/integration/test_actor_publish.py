@@ -20,6 +20,7 @@ from actor_samples import make_model, make_record, make_spec
 
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.actors.shards import local_tensor
+from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.receiver import WeightReceiver
@@ -64,28 +65,28 @@ async def test_a_late_joiner_holds_the_trained_weights(actor):
     await asyncio.to_thread(train, actor, 1)
     report = await asyncio.to_thread(actor.sync_model_to_rollout, 1, [], 0)
     own = dict(actor.model.named_parameters())
-    assert report["bytes"] == sum(p.numel() for p in own.values()) * actor.dtype.itemsize
+    assert report.bytes == sum(p.numel() for p in own.values()) * actor.dtype.itemsize
     state = await asyncio.to_thread(actor.get_model_state_dict, True, True)
     engine = Engine({name: (tuple(t.shape), actor.cfg.model.dtype) for name, t in state.items()})
     receiver = WeightReceiver(actor.cfg, None, 0, engine)
     await receiver.pull(actor.publisher_address())
-    assert engine.serves == (1, report["digest"]) == receiver.current()
+    assert engine.serves == (1, report.digest) == receiver.current()
     for name, tensor in engine.weights.items():
         assert torch.equal(tensor, state[name].to(actor.dtype)), name
     assert set(state) - set(engine.weights) <= {"lm_head.weight"}
 
 
 def test_publishing_brings_offloaded_weights_in_and_takes_them_away_again(actor):
-    before = actor.sync_model_to_rollout(1, [], 0)["digest"]
+    before = actor.sync_model_to_rollout(1, [], 0).digest
     actor.offload_param_and_grad()
     assert all(local_tensor(p).untyped_storage().nbytes() == 0 for p in actor.model.parameters())
-    assert actor.sync_model_to_rollout(1, [], 0)["digest"] == before
+    assert actor.sync_model_to_rollout(1, [], 0).digest == before
     assert actor.is_weight_offloaded
 
 
 def test_the_version_is_the_global_step_unless_given(actor):
     train(actor, 6)
-    assert actor.sync_model_to_rollout()["version"] == 6
+    assert actor.sync_model_to_rollout().version == 6
 
 
 class ReceiverProcess:
@@ -101,8 +102,8 @@ class ReceiverProcess:
             [sys.executable, str(child), options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        self.about = {"name": name, **json.loads(self.process.stdout.readline())}
-        self.client = RpcClient(self.about["address"])
+        self.about = ReceiverAddress(name=name, **json.loads(self.process.stdout.readline()))
+        self.client = RpcClient(self.about.address)
 
     def end(self):
         self.client.close()
@@ -123,22 +124,23 @@ def test_a_receiver_lost_in_the_middle_of_a_sync_is_left_behind_and_the_others_s
     """A frozen process keeps its sockets: without the hub's word the sync would wait for its whole deadline."""
     frozen, healthy = receivers
     frozen.client.call_sync("set_trap", "freeze", timeout=120)
-    report = {}
+    reports = []
 
     def sync():
-        report.update(actor.sync_model_to_rollout(1, [receiver.about for receiver in receivers], 1))
+        reports.append(actor.sync_model_to_rollout(1, [receiver.about for receiver in receivers], 1))
 
     syncing = threading.Thread(target=sync)
     syncing.start()
     process = psutil.Process(frozen.process.pid)
     while process.status() != psutil.STATUS_STOPPED:
-        assert syncing.is_alive(), report  # the test's timeout bounds this loop
+        assert syncing.is_alive(), reports  # the test's timeout bounds this loop
         time.sleep(0.01)
     if end is not None:
         process.send_signal(end)
     asyncio.run(actor.receiver_lost("rollout:0", "the hub declared it dead"))
     syncing.join(120)
-    assert report["acked"] == ["rollout:1"] and list(report["failed"]) == ["rollout:0"]
-    assert "the hub declared it dead" in report["failed"]["rollout:0"] or end is not None
-    assert healthy.client.call_sync("probe", timeout=120)["current"] == [1, report["digest"]]
-    assert actor.sync_model_to_rollout(2, [healthy.about], 1)["acked"] == ["rollout:1"]
+    (report,) = reports
+    assert report.acked == ("rollout:1",) and list(report.failed) == ["rollout:0"]
+    assert "the hub declared it dead" in report.failed["rollout:0"] or end is not None
+    assert healthy.client.call_sync("probe", timeout=120)["current"] == [1, report.digest]
+    assert actor.sync_model_to_rollout(2, [healthy.about], 1).acked == ("rollout:1",)

@@ -13,6 +13,7 @@ import torch
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
+from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.hf.worker import HFRolloutWorker
@@ -121,7 +122,9 @@ class World:
         return asyncio.run_coroutine_threadsafe(coroutine, HandlerLoop.shared().loop).result(120)
 
     def publish(self, version: int, seed: int):
-        receivers = [{"name": "rollout:0", "address": self.server.address, "host_token": shared_memory.host_token()}]
+        receivers = [
+            ReceiverAddress(name="rollout:0", address=self.server.address, host_token=shared_memory.host_token())
+        ]
         return self.publisher.publish(
             version, random_state(seed), receivers, 1, ties={"lm_head.weight": "model.embed_tokens.weight"}
         )

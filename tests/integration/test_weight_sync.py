@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.identity import Identity
+from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.curve import KeyRing, generate_keys
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
@@ -45,12 +47,12 @@ class Receiver:
         self.name = name
 
     def wait(self):
-        self.about = {"name": self.name, **json.loads(self.process.stdout.readline())}
+        self.about = ReceiverAddress(name=self.name, **json.loads(self.process.stdout.readline()))
         return self
 
     @functools.cached_property
     def client(self):
-        return RpcClient(self.about["address"])
+        return RpcClient(self.about.address)
 
     def call(self, method, *args, **kwargs):
         return self.client.call_sync(method, *args, timeout=120, **kwargs)
@@ -119,11 +121,11 @@ def test_every_receiver_serves_exactly_what_was_published(receivers, transport):
         for version in (0, 1, 5):
             weights = model(version)
             report = source.publish(version, iter(weights.items()), about(receivers), 2)
-            assert report["acked"] == ["rollout:0", "rollout:1"] and report["failed"] == {}
-            assert report["bytes"] == sum(tensor.nbytes for tensor in weights.values())
-            assert report["transport"] == transport
+            assert report.acked == ("rollout:0", "rollout:1") and report.failed == {}
+            assert report.bytes == sum(tensor.nbytes for tensor in weights.values())
+            assert report.transport == transport
             assert all(serves(receiver, version, weights) for receiver in receivers)
-            assert [receiver.call("probe")["current"] for receiver in receivers] == [[version, report["digest"]]] * 2
+            assert [receiver.call("probe")["current"] for receiver in receivers] == [[version, report.digest]] * 2
 
 
 def test_tensors_of_another_type_are_cast_to_that_of_the_receiver(receivers, transport):
@@ -140,7 +142,7 @@ def test_a_repeated_offer_is_acknowledged_without_data(receivers, transport):
         first = source.publish(1, model(1), about(receivers), 2)
         loads = [receiver.call("probe")["loads"] for receiver in receivers]
         again = source.publish(1, model(1), about(receivers), 2)
-        assert again["digest"] == first["digest"] and again["acked"] == first["acked"] and again["transport"] == "none"
+        assert again.digest == first.digest and again.acked == first.acked and again.transport == "none"
         assert [receiver.call("probe")["loads"] for receiver in receivers] == loads
 
 
@@ -204,8 +206,8 @@ def test_an_engine_that_fails_is_out_and_the_other_serves(receivers, transport):
             report = source.publish(1, model(1), about(receivers), 1)
         finally:
             receivers[1].call("set_trap", "")
-        assert report["acked"] == ["rollout:0"]
-        assert "KeyError" in report["failed"]["rollout:1"]
+        assert report.acked == ("rollout:0",)
+        assert "KeyError" in report.failed["rollout:1"]
         assert serves(receivers[0], 1, model(1)) and not receivers[1].call("probe")["serving"]
 
 
@@ -225,7 +227,7 @@ def test_a_late_joiner_pulls_the_committed_version(receivers, elsewhere):
         report = source.publish(1, model(1), about(receivers[:1]), 1)
         for version in (2, 3):
             report = source.publish(version, model(version), about(receivers[:1]), 1)
-            assert receivers[1].call("pull", source.address, elsewhere=elsewhere) == [version, report["digest"]]
+            assert receivers[1].call("pull", source.address, elsewhere=elsewhere) == [version, report.digest]
             assert serves(receivers[1], version, model(version))
 
 
@@ -238,7 +240,7 @@ def test_a_pull_during_a_publish_gets_the_version_being_published(receivers):
         joiner.start()
         report = source.publish(2, model(2), about(receivers[:1]), 1)
         joiner.join(120)
-        assert pulled == [[2, report["digest"]]] and serves(receivers[1], 2, model(2))
+        assert pulled == [[2, report.digest]] and serves(receivers[1], 2, model(2))
 
 
 def test_training_goes_on_over_a_held_copy_and_the_segment_comes_back(receivers):
@@ -262,17 +264,17 @@ def test_a_receiver_killed_in_a_transfer_is_named_and_the_others_serve(receivers
     doomed = Receiver("rollout:9")
     with started(doomed), publisher(transport) as source:
         everybody = [*about(receivers), doomed.about]
-        assert len(source.publish(1, model(1), everybody, 3)["acked"]) == 3
+        assert len(source.publish(1, model(1), everybody, 3).acked) == 3
         doomed.call("set_trap", "die")
         report = source.publish(2, model(2), everybody, 2)
-        assert report["acked"] == ["rollout:0", "rollout:1"]
+        assert report.acked == ("rollout:0", "rollout:1")
         state = "offered with its data, not applied" if transport == "shared" else "ready, not applied"
-        assert state in report["failed"]["rollout:9"] and "WorkerLost" in report["failed"]["rollout:9"]
+        assert state in report.failed["rollout:9"] and "WorkerLost" in report.failed["rollout:9"]
         assert all(serves(receiver, 2, model(2)) for receiver in receivers)
 
 
 def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(receivers):
-    missing = {**receivers[1].about, "name": "rollout:9", "address": "tcp://127.0.0.1:9"}
+    missing = replace(receivers[1].about, name="rollout:9", address="tcp://127.0.0.1:9")
     brief = Deadlines(ready_seconds=0.5, transfer_seconds=2, commit_seconds=10, straggler_seconds=0.2)
     with publisher() as source:
         source._deadlines = brief
@@ -289,7 +291,7 @@ def test_too_few_acknowledgements_name_each_missing_receiver_with_its_state(rece
 
 
 def test_a_receiver_that_never_answers_does_not_keep_the_others_from_serving(receivers):
-    missing = {**receivers[1].about, "name": "rollout:9", "address": "tcp://127.0.0.1:9"}
+    missing = replace(receivers[1].about, name="rollout:9", address="tcp://127.0.0.1:9")
     with publisher() as source:
         publishing = threading.Thread(target=source.publish, args=(1, model(1), [*about(receivers), missing], 2))
         publishing.start()
@@ -303,7 +305,8 @@ def test_a_receiver_that_never_answers_does_not_keep_the_others_from_serving(rec
 def test_a_publisher_killed_before_commit_leaves_receivers_not_serving_until_the_next_epoch(receivers):
     command = [sys.executable, str(HERE / "weight_publisher_child.py"), str(next(epochs))]
     child = subprocess.run(
-        [*command, json.dumps(about(receivers)), json.dumps(SHAPES)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [*command, json.dumps([asdict(one) for one in about(receivers)]), json.dumps(SHAPES)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert child.returncode == -signal.SIGKILL
     for receiver in receivers:
@@ -334,10 +337,10 @@ def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
                 deadlines=QUICK,
                 host_token="elsewhere",
             )
-            client = RpcClient(receiver.about["address"], keys, identity, service="rollout")
+            client = RpcClient(receiver.about.address, keys, identity, service="rollout")
             try:
                 report = source.publish(version, model(version), [receiver.about], 1)
-                assert report["transport"] == "stream" and report["acked"] == ["rollout:0"]
+                assert report.transport == "stream" and report.acked == ("rollout:0",)
                 source.publish(version + 1, model(version + 1), [], 0)
                 assert client.call_sync("pull", source.address, elsewhere=True)[0] == version + 1
             finally:

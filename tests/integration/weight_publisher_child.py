@@ -7,7 +7,8 @@ import sys
 
 import torch
 
-from rl_core.weights.delivery import Delivery
+from rl_core.messages.weights import ReceiverAddress
+from rl_core.weights.handshake import Handshake
 from rl_core.weights.publisher import WeightPublisher
 
 SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
@@ -18,7 +19,8 @@ async def die(self, version, digest, timeout):
 
 
 if __name__ == "__main__":
-    Delivery.commit = die
+    Handshake.commit = die
     publisher = WeightPublisher(SPEC, int(sys.argv[1]))
-    receivers, shapes = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    receivers = [ReceiverAddress(**one) for one in json.loads(sys.argv[2])]
+    shapes = json.loads(sys.argv[3])
     publisher.publish(1, {name: torch.ones(shape) for name, shape in shapes.items()}, receivers, 1)

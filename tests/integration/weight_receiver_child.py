@@ -103,7 +103,7 @@ async def main():
 
     handlers = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, **receiver.handlers()}
     server = RpcServer("tcp://127.0.0.1:0", handlers, keys, identity).start()
-    about = {"address": server.address, "host_token": shared_memory.host_token(), "pid": os.getpid()}
+    about = {"address": server.address, "host_token": shared_memory.host_token()}
     print(json.dumps(about), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await receiver.close()

@@ -15,6 +15,7 @@ from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.shards import host_alias
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.transports.sockets import split_address
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class FSDPActor(FSDPModelManager, Actor):
     # Rollouts -------------------------------------------------------------------------------------------------------
 
     def sync_model_to_rollout(
-        self, version: int | None = None, receivers: Sequence[dict[str, str]] = (), min_acks: int = 0
-    ) -> dict[str, Any] | None:
+        self, version: int | None = None, receivers: Sequence[ReceiverAddress] = (), min_acks: int = 0
+    ) -> PublishReport | None:
         """Send the weights as `version` (None: the global step) to `receivers` and wait for their acknowledgements.
 
         Rank 0 returns the publisher's report, the others None: they only take part in gathering the tensors.
@@ -99,9 +100,9 @@ class FSDPActor(FSDPModelManager, Actor):
                 if self.publisher is None:
                     return None
                 ties = {name: source for name, source in self.sync_names if source is not None}
-                report = self.publisher.publish(version, tensors, list(receivers), min_acks, ties=ties)
-                self.set_policy_version(version, report["digest"])
-                return dict(report)
+                report = self.publisher.publish(version, tensors, receivers, min_acks, ties=ties)
+                self.set_policy_version(version, report.digest)
+                return report
             finally:
                 # The other ranks gather every tensor; leaving early would leave them waiting.
                 for _ in tensors:

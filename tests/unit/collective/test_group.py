@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
-from rl_core.collective.group import GroupPlan, GroupStore, TensorGroup
+from rl_core.collective.group import GroupStore, TensorGroup
+from rl_core.messages.weights import GroupPlan
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +34,6 @@ def form_in_threads(plan):
     for thread in threads:
         thread.join()
     return [groups[rank] for rank in range(len(plan.members))]
-
-
-def test_a_plan_travels_unchanged(store):
-    plan = plan_of(store, 1, "p", "a")
-    assert GroupPlan.from_wire(plan.to_wire()) == plan
 
 
 def test_members_get_the_roots_tensor_and_an_abort_ends_a_blocked_broadcast(store):

@@ -8,7 +8,8 @@ import pytest
 
 from rl_core.api.errors import DeadlineExceeded, WeightsDiverged, WorkerLost
 from rl_core.api.job import RLJobSpec
-from rl_core.runner.sync import WeightSync
+from rl_core.messages.weights import PublishReport
+from rl_core.runner.sync import WeightSync, sync_metrics
 
 
 class FakeResult:
@@ -23,20 +24,22 @@ class FakeActor:
     """Stands in for the actor group: acknowledges for every receiver, scores every sequence with -1."""
 
     def sync_model_to_rollout(self, version, receivers, min_acks):
-        names = [receiver["name"] for receiver in receivers]
+        names = [receiver.name for receiver in receivers]
         return FakeResult(
             [
-                {
-                    "version": version,
-                    "digest": "d",
-                    "acked": names,
-                    "failed": {},
-                    "seconds": 0.1,
-                    "bytes": 8,
-                    "transport": "shared",
-                    "apply_seconds": 0.05,
-                    "pause_seconds": 0.06,
-                }
+                PublishReport(
+                    version=version,
+                    digest="d",
+                    acked=tuple(names),
+                    failed={},
+                    seconds=0.1,
+                    bytes=8,
+                    transport="shared",
+                    copy_seconds=0.01,
+                    sync_seconds=0.09,
+                    apply_seconds=0.05,
+                    pause_seconds=0.06,
+                )
             ]
         )
 
@@ -78,7 +81,7 @@ def test_agreeing_rollouts_pass_and_are_counted_as_served():
     sync.confirm()
     assert report.acked == ("rollout:0", "rollout:1") and sync.acked_at(3) == {"rollout:0", "rollout:1"}
     assert sync.acked_at(2) == frozenset() and sync.digest == "d"
-    assert report.metrics() == {
+    assert sync_metrics(report) == {
         "weights/version": 3.0,
         "weights/publish_seconds": 0.1,
         "weights/apply_seconds": 0.05,
@@ -125,7 +128,7 @@ class LosingActor(FakeActor):
         self.cluster, self.lost, self.asked = cluster, lost, []
 
     def sync_model_to_rollout(self, version, receivers, min_acks):
-        names = [receiver["name"] for receiver in receivers]
+        names = [receiver.name for receiver in receivers]
         self.asked.append((names, min_acks))
         if set(names) & set(self.lost):
             for name in self.lost:

@@ -4,11 +4,22 @@ The publisher is played by hand, message by message, over a segment of this proc
 """
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl_core.api.errors import DeadlineExceeded
+from rl_core.messages.weights import (
+    ReceiverAck,
+    ReceiverApplied,
+    ReceiverFailure,
+    ReceiverReady,
+    ReceiverRefusal,
+    SharedSource,
+    WeightOffer,
+    WeightTransfer,
+)
 from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
@@ -56,15 +67,12 @@ class Wire:
         self.weights = {"a": torch.full((300,), fill), "b": torch.full((2, 2), fill)}
         self.copy = copies.write(self.weights, version=version, epoch=epoch)
         manifest = self.copy.manifest
-        self.offer = {
-            "digest": manifest.digest,
-            "manifest": manifest.packed,
-            "bucket_bytes": 1 << 20,
-            "deadline": deadline,
-        }
-        source = {"kind": "shared", "segment": self.copy.segment, "nbytes": self.copy.layout.nbytes}
-        self.transfer = {"digest": manifest.digest, "source": source}
-        self.full_offer = {**self.offer, "source": source}
+        self.offer = WeightOffer(
+            digest=manifest.digest, manifest=manifest.packed, bucket_bytes=1 << 20, deadline=deadline
+        )
+        source = SharedSource(segment=self.copy.segment, nbytes=self.copy.layout.nbytes)
+        self.transfer = WeightTransfer(digest=manifest.digest, source=source)
+        self.full_offer = replace(self.offer, source=source)
         self.commit = (version, manifest.digest)
 
 
@@ -89,24 +97,24 @@ async def receiver(engine):
 
 async def sync(receiver, wire):
     answers = [await receiver.offer(wire.offer)]
-    if answers[-1]["answer"] == "READY":
+    if isinstance(answers[-1], ReceiverReady):
         answers.append(await receiver.transfer(wire.transfer))
-    if answers[-1]["answer"] == "APPLIED":
+    if isinstance(answers[-1], ReceiverApplied):
         answers.append(await receiver.commit(*wire.commit))
-    return [answer["answer"] for answer in answers]
+    return [type(answer) for answer in answers]
 
 
 async def test_a_version_is_served_after_commit_and_not_before(receiver, engine, copies):
     assert receiver.current() == (-1, "")
     first, second = Wire(copies, 3), Wire(copies, 4)
-    assert await sync(receiver, first) == ["READY", "APPLIED", "ACK"]
+    assert await sync(receiver, first) == [ReceiverReady, ReceiverApplied, ReceiverAck]
     assert receiver.current() == first.commit and torch.equal(engine.weights["a"], first.weights["a"])
     assert engine.calls == ["prepare", "load 3", "resume 3"]
-    assert (await receiver.offer(second.offer))["have"] == list(first.commit)
+    assert (await receiver.offer(second.offer)).have == first.commit
     assert receiver.state is ReceiverState.READY and engine.calls[-1] == "prepare"
     await receiver.transfer(second.transfer)
     assert receiver.state is ReceiverState.APPLIED and receiver.current() == (-1, "")
-    assert (await receiver.commit(*second.commit))["pause_seconds"] > 0
+    assert (await receiver.commit(*second.commit)).pause_seconds > 0
     assert receiver.state is ReceiverState.SERVING and receiver.current() == second.commit
 
 
@@ -115,13 +123,13 @@ async def test_an_offer_that_says_where_the_data_are_is_applied_after_the_pause_
 ):
     first, second = Wire(copies, 3), Wire(copies, 4)
     answer = await receiver.offer(first.full_offer)
-    assert (answer["answer"], answer["loaded"], answer["digest"]) == ("APPLIED", True, first.commit[1])
+    assert answer == ReceiverApplied(version=3, digest=first.commit[1], loaded=True)
     assert engine.calls == ["prepare", "load 3"] and receiver.current() == (-1, "")
-    assert (await receiver.commit(*first.commit))["answer"] == "ACK" and receiver.current() == first.commit
-    assert (await receiver.offer(first.full_offer))["answer"] == "ACK"
+    assert isinstance(await receiver.commit(*first.commit), ReceiverAck) and receiver.current() == first.commit
+    assert isinstance(await receiver.offer(first.full_offer), ReceiverAck)
     await receiver.offer(second.full_offer)
     again = await receiver.offer(second.full_offer)
-    assert (again["answer"], again["loaded"]) == ("APPLIED", False)  # proven: the data need not move twice
+    assert isinstance(again, ReceiverApplied) and not again.loaded  # proven: the data need not move twice
     assert engine.calls.count("load 4") == 1
 
 
@@ -132,15 +140,15 @@ async def test_a_wrong_checksum_in_an_offer_with_its_data_names_the_tensor(recei
     wire = Wire(copies, 4)
     wire.copy.memory[wire.copy.layout.starts[1]] ^= 1
     answer = await receiver.offer(wire.full_offer)
-    assert (answer["answer"], answer["names"]) == ("FAILED", ["b"])
+    assert isinstance(answer, ReceiverFailure) and answer.names == ("b",)
     assert receiver.state is ReceiverState.DIRTY and receiver.current() == (-1, "")
-    assert (await receiver.commit(*wire.commit))["answer"] == "REFUSE"
+    assert isinstance(await receiver.commit(*wire.commit), ReceiverRefusal)
 
 
 async def test_an_engine_that_cannot_pause_is_not_written(receiver, engine, copies):
     engine.slow = True
     answer = await receiver.offer(Wire(copies, 4).full_offer)
-    assert answer["answer"] == "REFUSE" and engine.calls == ["prepare"]
+    assert isinstance(answer, ReceiverRefusal) and engine.calls == ["prepare"]
     assert not engine.weights["a"].any()
 
 
@@ -158,11 +166,11 @@ async def test_an_offer_replaced_while_the_engine_stops_is_not_loaded(receiver, 
         receiver.set_epoch(2)
     engine.stopped.set()
     answer = await offering
-    assert answer["answer"] == "FAILED" and "replaced by a newer offer" in answer["reason"]
+    assert isinstance(answer, ReceiverFailure) and "replaced by a newer offer" in answer.reason
     assert not engine.weights["a"].any()
     if newer == "offer":
-        assert (await replacing)["answer"] == "READY"
-        assert (await receiver.transfer(new.transfer))["answer"] == "APPLIED"
+        assert isinstance(await replacing, ReceiverReady)
+        assert isinstance(await receiver.transfer(new.transfer), ReceiverApplied)
     else:
         assert receiver.state is ReceiverState.UNVERSIONED
 
@@ -171,8 +179,8 @@ async def test_repeated_messages_change_nothing(receiver, engine, copies):
     wire = Wire(copies, 3)
     await sync(receiver, wire)
     calls = list(engine.calls)
-    assert await sync(receiver, wire) == ["ACK"]
-    assert (await receiver.commit(*wire.commit))["answer"] == "ACK"
+    assert await sync(receiver, wire) == [ReceiverAck]
+    assert isinstance(await receiver.commit(*wire.commit), ReceiverAck)
     assert engine.calls == calls
 
 
@@ -180,50 +188,50 @@ async def test_a_transfer_repeated_after_a_lost_answer_moves_no_data(receiver, e
     wire = Wire(copies, 3)
     await receiver.offer(wire.offer)
     await receiver.transfer(wire.transfer)
-    assert (await receiver.transfer(wire.transfer))["answer"] == "APPLIED"
-    assert await sync(receiver, wire) == ["APPLIED", "ACK"]
+    assert isinstance(await receiver.transfer(wire.transfer), ReceiverApplied)
+    assert await sync(receiver, wire) == [ReceiverApplied, ReceiverAck]
     assert engine.calls.count("load 3") == 1
 
 
 async def test_versions_may_be_skipped_but_never_go_back_inside_an_epoch(receiver, copies):
     await sync(receiver, Wire(copies, 3))
-    assert await sync(receiver, Wire(copies, 9)) == ["READY", "APPLIED", "ACK"]
+    assert await sync(receiver, Wire(copies, 9)) == [ReceiverReady, ReceiverApplied, ReceiverAck]
     refusal = await receiver.offer(Wire(copies, 8).offer)
-    assert refusal["answer"] == "REFUSE" and "this receiver is at 9" in refusal["reason"]
+    assert isinstance(refusal, ReceiverRefusal) and "this receiver is at 9" in refusal.reason
     assert receiver.state is ReceiverState.SERVING
     other = await receiver.offer(Wire(copies, 9, value=1.0).offer)
-    assert other["answer"] == "REFUSE" and "raise the version" in other["reason"]
+    assert isinstance(other, ReceiverRefusal) and "raise the version" in other.reason
 
 
 async def test_the_first_offer_of_a_newer_epoch_is_accepted_whatever_its_version(receiver, copies):
     await sync(receiver, Wire(copies, 9))
-    assert await sync(receiver, Wire(copies, 2, epoch=5)) == ["READY", "APPLIED", "ACK"]
+    assert await sync(receiver, Wire(copies, 2, epoch=5)) == [ReceiverReady, ReceiverApplied, ReceiverAck]
     assert receiver.epoch == 5 and receiver.current()[0] == 2
     refusal = await receiver.offer(Wire(copies, 30, epoch=4).offer)
-    assert refusal == {"answer": "REFUSE", "reason": "older_epoch: offered 4, this receiver is at 5"}
+    assert refusal == ReceiverRefusal(reason="older_epoch: offered 4, this receiver is at 5")
 
 
 async def test_a_commit_of_what_was_not_applied_is_refused(receiver, copies):
     wire = Wire(copies, 3)
-    assert (await receiver.commit(*wire.commit))["answer"] == "REFUSE"
+    assert isinstance(await receiver.commit(*wire.commit), ReceiverRefusal)
     await receiver.offer(wire.offer)
-    assert (await receiver.commit(*wire.commit))["answer"] == "REFUSE"
+    assert isinstance(await receiver.commit(*wire.commit), ReceiverRefusal)
     await receiver.transfer(wire.transfer)
-    assert (await receiver.commit(3, "another digest"))["answer"] == "REFUSE"
+    assert isinstance(await receiver.commit(3, "another digest"), ReceiverRefusal)
     assert receiver.current() == (-1, "")
 
 
 async def test_a_transfer_that_was_not_offered_fails(receiver, copies):
     answer = await receiver.transfer(Wire(copies, 3).transfer)
-    assert answer["answer"] == "FAILED" and "offer it first" in answer["reason"]
+    assert isinstance(answer, ReceiverFailure) and "offer it first" in answer.reason
 
 
 async def test_a_newer_offer_replaces_an_uncommitted_one(receiver, copies):
     old, new = Wire(copies, 3), Wire(copies, 4)
     await receiver.offer(old.offer)
     await receiver.transfer(old.transfer)
-    assert await sync(receiver, new) == ["READY", "APPLIED", "ACK"]
-    assert (await receiver.commit(*old.commit))["answer"] == "REFUSE"
+    assert await sync(receiver, new) == [ReceiverReady, ReceiverApplied, ReceiverAck]
+    assert isinstance(await receiver.commit(*old.commit), ReceiverRefusal)
     assert receiver.current() == new.commit
 
 
@@ -235,7 +243,10 @@ async def test_a_silent_publisher_before_the_data_leaves_the_old_version_intact_
     await receiver.offer(new.offer)
     await until(lambda: receiver.state is ReceiverState.PAUSED)
     assert receiver.current() == old.commit and engine.calls[-1] == "prepare"
-    assert await sync(receiver, old) == ["APPLIED", "ACK"]  # proven still: no data is needed to serve it again
+    assert await sync(receiver, old) == [
+        ReceiverApplied,
+        ReceiverAck,
+    ]  # proven still: no data is needed to serve it again
 
 
 async def test_a_silent_publisher_before_commit_leaves_the_receiver_without_a_version(receiver, engine, copies):
@@ -245,8 +256,8 @@ async def test_a_silent_publisher_before_commit_leaves_the_receiver_without_a_ve
     await receiver.transfer(new.transfer)
     await until(lambda: receiver.state is ReceiverState.DIRTY)
     assert receiver.current() == (-1, "") and "resume 4" not in engine.calls
-    assert (await receiver.commit(*new.commit))["answer"] == "REFUSE"
-    assert await sync(receiver, Wire(copies, 1, epoch=2)) == ["READY", "APPLIED", "ACK"]
+    assert isinstance(await receiver.commit(*new.commit), ReceiverRefusal)
+    assert await sync(receiver, Wire(copies, 1, epoch=2)) == [ReceiverReady, ReceiverApplied, ReceiverAck]
 
 
 async def test_a_wrong_checksum_names_the_tensor_and_leaves_no_version(receiver, copies):
@@ -255,9 +266,9 @@ async def test_a_wrong_checksum_names_the_tensor_and_leaves_no_version(receiver,
     wire.copy.memory[wire.copy.layout.starts[1]] ^= 1
     await receiver.offer(wire.offer)
     answer = await receiver.transfer(wire.transfer)
-    assert (answer["answer"], answer["names"]) == ("FAILED", ["b"])
+    assert isinstance(answer, ReceiverFailure) and answer.names == ("b",)
     assert receiver.state is ReceiverState.DIRTY and receiver.current() == (-1, "")
-    assert await sync(receiver, Wire(copies, 5)) == ["READY", "APPLIED", "ACK"]
+    assert await sync(receiver, Wire(copies, 5)) == [ReceiverReady, ReceiverApplied, ReceiverAck]
 
 
 async def test_an_engine_that_does_not_take_every_tensor_fails(receiver, engine, copies):
@@ -265,31 +276,31 @@ async def test_an_engine_that_does_not_take_every_tensor_fails(receiver, engine,
     wire = Wire(copies, 4)
     await receiver.offer(wire.offer)
     answer = await receiver.transfer(wire.transfer)
-    assert answer["answer"] == "FAILED" and "must take every tensor, it left 'b'" in answer["reason"]
+    assert isinstance(answer, ReceiverFailure) and "must take every tensor, it left 'b'" in answer.reason
 
 
 async def test_an_engine_that_cannot_pause_refuses(receiver, engine, copies):
     engine.slow = True
     answer = await receiver.offer(Wire(copies, 4).offer)
-    assert answer["answer"] == "REFUSE" and "rows 3 and 4 still run" in answer["reason"]
+    assert isinstance(answer, ReceiverRefusal) and "rows 3 and 4 still run" in answer.reason
     engine.slow = False
-    assert await sync(receiver, Wire(copies, 5)) == ["READY", "APPLIED", "ACK"]
+    assert await sync(receiver, Wire(copies, 5)) == [ReceiverReady, ReceiverApplied, ReceiverAck]
 
 
 async def test_a_vanished_segment_is_a_failure_that_says_so(receiver, copies):
     wire = Wire(copies, 4)
-    wire.transfer["source"]["segment"] = "rljob-unit-1-1"
+    gone = replace(wire.transfer.source, segment="rljob-unit-1-1")
     await receiver.offer(wire.offer)
-    answer = await receiver.transfer(wire.transfer)
-    assert answer["answer"] == "FAILED" and "cannot be opened" in answer["reason"]
+    answer = await receiver.transfer(replace(wire.transfer, source=gone))
+    assert isinstance(answer, ReceiverFailure) and "cannot be opened" in answer.reason
     assert receiver.state is ReceiverState.UNVERSIONED  # nothing was touched
 
 
 async def test_an_unknown_source_is_refused(receiver, copies):
     wire = Wire(copies, 4)
     await receiver.offer(wire.offer)
-    answer = await receiver.transfer({**wire.transfer, "source": {"kind": "pigeon"}})
-    assert answer["answer"] == "FAILED" and "must be one of shared, stream, group" in answer["reason"]
+    answer = await receiver.transfer(replace(wire.transfer, source="pigeon"))
+    assert isinstance(answer, ReceiverFailure) and "must be shared, stream or group, got str" in answer.reason
 
 
 async def test_states_are_told_in_order(engine, copies):

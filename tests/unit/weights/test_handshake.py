@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.delivery import Gate
+from rl_core.weights.handshake import Gate
 
 
-class FakeDelivery:
+class FakeHandshake:
     """Where one receiver stands."""
 
     def __init__(self):
@@ -28,9 +28,9 @@ def gate_of(count, min_acks, straggler_seconds=60.0):
         deadlines=Deadlines(straggler_seconds=straggler_seconds),
         opened=lambda: opened.append(True),
     )
-    gate.deliveries = [FakeDelivery() for _ in range(count)]
+    gate.handshakes = [FakeHandshake() for _ in range(count)]
     gate.look()
-    return gate, gate.deliveries, opened
+    return gate, gate.handshakes, opened
 
 
 def decided(gate):
@@ -64,14 +64,14 @@ async def test_too_few_do_not_commit():
 
 
 async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
-    gate, deliveries, opened = gate_of(3, 2, straggler_seconds=0.01)
-    deliveries[0].apply()
+    gate, handshakes, opened = gate_of(3, 2, straggler_seconds=0.01)
+    handshakes[0].apply()
     gate.look()
     await asyncio.sleep(0.03)
     assert not decided(gate)  # one is not enough, however long it waits
-    deliveries[1].apply()
+    handshakes[1].apply()
     gate.look()
-    assert await gate.wait() and opened == [True] and deliveries[2].live
+    assert await gate.wait() and opened == [True] and handshakes[2].live
 
 
 @pytest.mark.parametrize(("min_acks", "committed"), [(0, True), (1, False)])

@@ -1,7 +1,7 @@
 """One receiver's part in one sync, and the gate all of them pass before anybody serves the new version.
 
-`Delivery` talks OFFER -> TRANSFER -> COMMIT with one receiver, or OFFER -> COMMIT where the offer says where the data are;
-`Gate` decides when the version is committed. Both live on the publisher's event loop; a delivery that fails concerns nobody
+`Handshake` talks OFFER -> TRANSFER -> COMMIT with one receiver, or OFFER -> COMMIT where the offer says where the data are;
+`Gate` decides when the version is committed. Both live on the publisher's event loop; a handshake that fails concerns nobody
 else.
 """
 
@@ -12,14 +12,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rl_core.api.errors import RLJobError
+from rl_core.messages.weights import (
+    ReceiverAck,
+    ReceiverAnswer,
+    ReceiverApplied,
+    ReceiverFailure,
+    ReceiverReady,
+    ReceiverRefusal,
+    WeightOffer,
+    WeightSource,
+    WeightTransfer,
+)
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.rpc_call import CallFuture
 from rl_core.weights.deadlines import Deadlines
 
-Message = dict[str, Any]
 
-
-class DeliveryState(enum.Enum):
+class HandshakeState(enum.Enum):
     """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED, or LOADING -> APPLIED ...; FAILED ends it anywhere."""
 
     OFFERED = "offered, not ready"
@@ -31,113 +40,114 @@ class DeliveryState(enum.Enum):
     FAILED = "failed"
 
 
-class Delivery:
+class Handshake:
     """The conversation with the receiver `name`."""
 
     def __init__(self, *, name: str, client: RpcClient, shares_host: bool) -> None:
         self.name, self.client, self.shares_host = name, client, shares_host
-        self.state = DeliveryState.OFFERED
+        self.state = HandshakeState.OFFERED
         self.reason = ""
         """Why it failed."""
         self.verification_failed = False
         """Whether it got all bytes and some were wrong; a collective goes on then."""
         self.transport = ""
         """What carried the bytes: shared, stream, gloo, nccl; "" = no bytes were needed."""
-        self.ready: Message = {}
-        """Its READY answer."""
-        self.ack: Message = {}
-        """Its ACK answer; {} when it had the version already."""
+        self.ready: ReceiverReady | None = None
+        """Its READY answer, once it gave one."""
+        self.ack: ReceiverAck | None = None
+        """Its ACK answer to COMMIT; None before it, and when it had the version already."""
         self.changed: Callable[[], None] = lambda: None
         """Called at each change of state, on the loop."""
         self._since = time.monotonic()
-        self._offered: tuple[CallFuture, Message | None] | None = None
+        self._offered: tuple[CallFuture, WeightSource | None] | None = None
         """The offer under way and its source."""
 
     @property
     def applied(self) -> bool:
         """Whether the version is proven in the receiver's memory."""
-        return self.state in (DeliveryState.APPLIED, DeliveryState.COMMITTING, DeliveryState.ACKED)
+        return self.state in (HandshakeState.APPLIED, HandshakeState.COMMITTING, HandshakeState.ACKED)
 
     @property
     def live(self) -> bool:
         """Whether it may still apply the version."""
-        return self.state in (DeliveryState.OFFERED, DeliveryState.LOADING, DeliveryState.READY)
+        return self.state in (HandshakeState.OFFERED, HandshakeState.LOADING, HandshakeState.READY)
 
     def describe(self) -> str:
         """Return name, state and age of the state, and why it failed."""
         text = f"{self.name} {self.state.value} for {time.monotonic() - self._since:.1f} s"
         return f"{text} ({self.reason})" if self.reason else text
 
-    def start(self, offer: Message, timeout: float) -> None:
+    def start(self, offer: WeightOffer, timeout: float) -> None:
         """Send OFFER, from any thread; `offered` hears the answer."""
-        source = offer.get("source")
-        if source is not None:
-            self.state = DeliveryState.LOADING
-        self._offered = (self.client.call_future("weights_offer", offer, timeout=timeout), source)
+        if offer.source is not None:
+            self.state = HandshakeState.LOADING
+        self._offered = (self.client.call_future("weights_offer", offer, timeout=timeout), offer.source)
 
     async def offered(self) -> None:
         """Bring the receiver to READY; to APPLIED when the offer has a source; further when it has the version."""
         if self._offered is None:
             raise AssertionError("bug: the offer must be started before its answer is awaited")
         sent, source = self._offered
-        answer = await self._heard(asyncio.wrap_future(sent))
-        if answer is None:
-            return
-        if answer["answer"] == "READY":
+        answer = await self._heard(asyncio.wrap_future(sent), ReceiverAnswer)
+        if isinstance(answer, ReceiverReady):
             self.ready = answer
-            self._enter(DeliveryState.READY)
-        elif answer["answer"] == "ACK":
-            self._enter(DeliveryState.ACKED)
-        elif answer["answer"] == "REFUSE":
-            self.fail(f"refused: {answer['reason']}")
-        else:
+            self._enter(HandshakeState.READY)
+        elif isinstance(answer, ReceiverAck):
+            self._enter(HandshakeState.ACKED)
+        elif isinstance(answer, ReceiverRefusal):
+            self.fail(f"refused: {answer.reason}")
+        elif answer is not None:
             self._take_applied(answer, source)
 
-    async def transfer(self, transfer: Message, timeout: float) -> None:
+    async def transfer(self, transfer: WeightTransfer, timeout: float) -> None:
         """Bring the receiver from READY to APPLIED."""
-        answer = await self._heard(self.client.call("weights_transfer", transfer, timeout=timeout))
+        self.transport = transfer.source.kind
+        call = self.client.call("weights_transfer", transfer, timeout=timeout)
+        answer = await self._heard(call, ReceiverApplied | ReceiverFailure)
         if answer is not None:
-            self._take_applied(answer, transfer["source"])
+            self._take_applied(answer, transfer.source)
 
-    def _take_applied(self, answer: Message, source: Message | None) -> None:
-        if answer["answer"] == "APPLIED":
-            if source is not None and answer["loaded"]:
-                self.transport = self.transport or source["kind"]
-            self._enter(DeliveryState.APPLIED)
-        elif answer.get("aborted"):
-            self.reason = answer["reason"]  # READY still: the group ended, it will be offered again
+    def _take_applied(self, answer: ReceiverApplied | ReceiverFailure, source: WeightSource | None) -> None:
+        if isinstance(answer, ReceiverApplied):
+            if source is not None and answer.loaded:
+                self.transport = source.kind
+            self._enter(HandshakeState.APPLIED)
+        elif answer.aborted:
+            self.reason = answer.reason  # READY still: the group ended, it will be offered again
         else:
-            names = ", ".join(answer["names"][:5])
+            names = ", ".join(answer.names[:5])
             self.verification_failed = bool(names)
-            self.fail(f"verification failed: {names}: {answer['reason']}" if names else answer["reason"])
+            self.fail(f"verification failed: {names}: {answer.reason}" if names else answer.reason)
 
     async def commit(self, version: int, digest: str, timeout: float) -> None:
         """Bring the receiver from APPLIED to ACKED."""
-        self._enter(DeliveryState.COMMITTING)
-        answer = await self._heard(self.client.call("weights_commit", version, digest, timeout=timeout))
-        if answer is None:
-            return
-        if answer["answer"] == "ACK":
+        self._enter(HandshakeState.COMMITTING)
+        call = self.client.call("weights_commit", version, digest, timeout=timeout)
+        answer = await self._heard(call, ReceiverAck | ReceiverRefusal)
+        if isinstance(answer, ReceiverAck):
             self.ack = answer
-            self._enter(DeliveryState.ACKED)
-        else:
-            self.fail(f"commit refused: {answer['reason']}")
+            self._enter(HandshakeState.ACKED)
+        elif answer is not None:
+            self.fail(f"commit refused: {answer.reason}")
 
     def fail(self, reason: str) -> None:
         """End the conversation: the receiver is out of this sync."""
         self.reason = f"{self.state.value}: {reason}"
-        self._enter(DeliveryState.FAILED)
+        self._enter(HandshakeState.FAILED)
 
-    async def _heard(self, call: Awaitable[Any]) -> Message | None:
-        """Return the answer; None when there will be none, which ends the conversation."""
+    async def _heard(self, call: Awaitable[Any], expected: Any) -> Any:
+        """Return the answer, one of the types `expected`; None when there will be none, which ends the conversation."""
         try:
-            answer: Message = await call
+            answer = await call
         except RLJobError as error:
             self.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             return None
+        if not isinstance(answer, expected):
+            self.fail(f"it answered with {type(answer).__name__}, which is no answer to that")
+            return None
         return answer
 
-    def _enter(self, state: DeliveryState) -> None:
+    def _enter(self, state: HandshakeState) -> None:
         self.state = state
         self._since = time.monotonic()
         self.changed()
@@ -150,16 +160,16 @@ class Gate:
     """
 
     def __init__(self, *, min_acks: int, deadlines: Deadlines, opened: Callable[[], None]) -> None:
-        self.deliveries: Sequence[Delivery] = ()
+        self.handshakes: Sequence[Handshake] = ()
         self._min_acks, self._deadlines, self._opened = min_acks, deadlines, opened
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._grace: asyncio.TimerHandle | None = None
 
-    def watch(self, deliveries: "Sequence[Delivery]") -> None:
-        """Decide over `deliveries`, and look whenever one of them changes."""
-        self.deliveries = deliveries
-        for delivery in deliveries:
-            delivery.changed = self.look
+    def watch(self, handshakes: "Sequence[Handshake]") -> None:
+        """Decide over `handshakes`, and look whenever one of them changes."""
+        self.handshakes = handshakes
+        for handshake in handshakes:
+            handshake.changed = self.look
         self.look()
 
     async def wait(self) -> bool:
@@ -167,11 +177,11 @@ class Gate:
         return await asyncio.shield(self._decision)
 
     def look(self) -> None:
-        """Decide if it can be decided; called whenever a delivery changes."""
+        """Decide if it can be decided; called whenever a handshake changes."""
         if self._decision.done():
             return
-        applied = sum(delivery.applied for delivery in self.deliveries)
-        if not any(delivery.live for delivery in self.deliveries):
+        applied = sum(handshake.applied for handshake in self.handshakes)
+        if not any(handshake.live for handshake in self.handshakes):
             self._decide(applied >= self._min_acks)
         elif self._grace is None and applied >= max(1, self._min_acks):
             wait = self._deadlines.straggler_seconds

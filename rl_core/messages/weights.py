@@ -1,0 +1,225 @@
+"""A sync of the weights: what publisher, receivers and runner say to each other (trainers.md 9, protocol.md 8).
+
+runner    -> actor      sync_model_to_rollout(version, [ReceiverAddress], min_acks) -> PublishReport on rank 0
+publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure
+publisher -> receiver   weights_transfer(WeightTransfer) -> ReceiverApplied | ReceiverFailure
+publisher -> receiver   weights_commit(version, digest) -> ReceiverAck | ReceiverRefusal
+publisher -> receiver   weights_abort(generation): leave a process group that lost a member
+receiver  -> publisher  weights_pull(PullRequest) -> PullOffer | PullRefusal, then weights_pulled(ticket)
+"""
+
+from typing import ClassVar
+
+from rl_core.messages.registry import record
+
+# --- between the runner and the actor -----------------------------------------------------------------------------------
+
+
+@record
+class ReceiverAddress:
+    """A rollout that is to get a version."""
+
+    name: str
+    address: str
+    """Where its RPC is served."""
+    host_token: str
+    """Equal on processes that share memory."""
+
+
+@record
+class PublishReport:
+    """What one sync did."""
+
+    version: int
+    digest: str
+    """Digest of the version's manifest."""
+    acked: tuple[str, ...]
+    """Receivers that serve the version."""
+    failed: dict[str, str]
+    """Receiver -> last state and reason of those that do not."""
+    seconds: float
+    """The whole publish."""
+    bytes: int
+    """Size of the version; what travels to each receiver that does not have it."""
+    transport: str
+    """What carried the bytes: shared, stream, gloo, nccl, joined by "+"; "none" when nobody needed any."""
+    copy_seconds: float
+    """Gathering the weights and copying them to host memory."""
+    sync_seconds: float
+    """From OFFER to the last ACK."""
+    apply_seconds: float
+    """Longest time a receiver took to load and verify."""
+    pause_seconds: float
+    """Longest time a receiver served nothing."""
+
+
+# --- where the bytes are ------------------------------------------------------------------------------------------------
+
+
+@record
+class GroupPlan:
+    """Who forms a process group, and where they meet."""
+
+    name: str
+    """What it is for, such as "weights"."""
+    epoch: int
+    """Epoch of the job; groups of different epochs never meet."""
+    generation: int
+    """Rises with each formation of the same name and epoch."""
+    members: tuple[str, ...]
+    """Names in rank order."""
+    backend: str
+    """gloo or nccl."""
+    host: str
+    """Where the store is."""
+    port: int
+
+    @property
+    def key(self) -> str:
+        """Prefix of this generation in the store."""
+        return f"{self.name}/{self.epoch}/{self.generation}"
+
+
+@record
+class SharedSource:
+    """A segment of shared memory that holds all buckets; for receivers of the publisher's host."""
+
+    kind: ClassVar[str] = "shared"
+    segment: str
+    nbytes: int
+
+
+@record
+class StreamSource:
+    """A bulk stream of all buckets, good for one receiver."""
+
+    kind: ClassVar[str] = "stream"
+    address: str
+    ticket: bytes
+    key: bytes
+    """Key of the tags that authenticate each chunk."""
+    encrypted: bool
+    """Whether the stream is secret as well (CURVE)."""
+
+
+@record
+class GroupSource:
+    """Broadcasts of the buckets, one after the other, in a process group."""
+
+    plan: GroupPlan
+    rank: int
+    """The receiver's place in it."""
+
+    @property
+    def kind(self) -> str:
+        """The backend."""
+        return self.plan.backend
+
+
+WeightSource = SharedSource | StreamSource | GroupSource
+
+# --- the handshake ------------------------------------------------------------------------------------------------------
+
+
+@record
+class WeightOffer:
+    """OFFER: a version exists."""
+
+    digest: str
+    """Digest of the manifest; it proves version, epoch, names and contents."""
+    manifest: bytes
+    """`WeightManifest.packed`."""
+    bucket_bytes: int
+    """Size by which the tensors are cut into buckets."""
+    deadline: float
+    """Seconds until the publisher has given this sync up."""
+    source: WeightSource | None = None
+    """Where the data are already; None = they come with a transfer, after READY."""
+
+
+@record
+class WeightTransfer:
+    """TRANSFER: the offered data are here."""
+
+    digest: str
+    source: WeightSource
+
+
+@record
+class ReceiverReady:
+    """READY: the receiver serves nothing any more and waits for the data."""
+
+    have: tuple[int, str]
+    """Version and digest that it holds; (-1, "") for none."""
+    device: str
+    """UUID of the device of its weights, or "cpu"."""
+
+
+@record
+class ReceiverApplied:
+    """APPLIED: the version is loaded and proven, not served yet."""
+
+    version: int
+    digest: str
+    loaded: bool
+    """Whether bytes had to move for it."""
+
+
+@record
+class ReceiverAck:
+    """ACK: the version is served."""
+
+    version: int
+    digest: str
+    pause_seconds: float = 0.0
+    """How long nothing was served; 0 when it was served already."""
+    apply_seconds: float = 0.0
+    """How long loading and verifying took."""
+
+
+@record
+class ReceiverRefusal:
+    """REFUSE: the receiver does not take the version, or does not have it to commit."""
+
+    reason: str
+
+
+@record
+class ReceiverFailure:
+    """FAILED: the data did not arrive or are not what the manifest says."""
+
+    names: tuple[str, ...]
+    """Tensors whose checksum differs; empty when it failed otherwise."""
+    reason: str
+    aborted: bool = False
+    """Whether only the process group ended, so that the version may be offered again."""
+
+
+ReceiverAnswer = ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure
+
+# --- late joiners -------------------------------------------------------------------------------------------------------
+
+
+@record
+class PullRequest:
+    """PULL: a receiver asks for the committed version."""
+
+    host_token: str
+    """Equal to the publisher's when the two share memory."""
+
+
+@record
+class PullOffer:
+    """The committed version, held for the receiver until it returns `ticket`."""
+
+    ticket: str
+    version: int
+    epoch: int
+    offer: WeightOffer
+
+
+@record
+class PullRefusal:
+    """There is no version to give."""
+
+    reason: str
