@@ -19,6 +19,7 @@ from rl_core.api.identity import Identity
 from rl_core.channel import payload
 from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import ChannelOptions, Delivered, Put, Take
+from rl_core.messages.rpc import PackedError
 from rl_core.transports import rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.links import SharedMemory
@@ -413,7 +414,7 @@ class ChannelServer:
         self._core(channel).done_producing(self._clock(), call.peer)
         call.reply(None)
 
-    def _close(self, call: IncomingCall, channel: str, key: Any, error: dict[str, Any] | None) -> None:
+    def _close(self, call: IncomingCall, channel: str, key: Any, error: PackedError | None) -> None:
         rebuilt = rpc_wire.rebuild_error(error, method="close", peer=call.peer.name) if error is not None else None
         self._core(channel).close(self._clock(), key, rebuilt)
         call.reply(None)
@@ -437,8 +438,13 @@ class ChannelServer:
         }
 
     def _lose(self, name: str, incarnation: tuple[Any, ...] | None) -> int:
-        peers = [peer for peer in self._rpc.peers() if peer.name == name and peer.caller is not None]
-        lost = [peer for peer in peers if incarnation is None or tuple(peer.caller["incarnation"]) <= incarnation]  # type: ignore[index]
+        lost = [
+            peer
+            for peer in self._rpc.peers()
+            if peer.caller is not None
+            and peer.name == name
+            and (incarnation is None or peer.caller.incarnation <= incarnation)
+        ]
         for peer in lost:
             self._release(peer)
         return len(lost)
@@ -452,7 +458,7 @@ class ChannelServer:
             old is not None
             and old is not peer
             and old.caller is not None
-            and tuple(old.caller["incarnation"]) < tuple(peer.caller["incarnation"])
+            and old.caller.incarnation < peer.caller.incarnation
         ):
             self._release(old)
         self._members[peer.name] = peer

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
 from rl_core.api.errors import ConfigError
+from rl_core.messages.rpc import Caller
 from rl_core.transports.rpc_wire import STREAM_WINDOW, _caller
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Job(Protocol):
     """One request as the runner sees it, implemented by `rpc_server.IncomingCall`. Any thread may call it."""
 
-    caller: dict[str, Any] | None
+    caller: Caller | None
     cancelled: bool
     method: str
     streams: bool

@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, FrameError, InfrastructureError, WorkerLost
 from rl_core.api.identity import Identity
+from rl_core.messages.rpc import Caller, Hello, Welcome
 from rl_core.transports import frames, rpc_wire, shared_memory, sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
@@ -73,7 +74,7 @@ class Connection:
         self._io = IoThread.shared()
         self._lock = threading.RLock()
         self._state = _State.WAITING
-        self._server: dict[str, Any] | None = None
+        self._server: Caller | None = None
         self._instance: bytes | None = None
         self._refusal = ""
         self._lost_at: float | None = None
@@ -381,26 +382,26 @@ class Connection:
     def _greet(self) -> None:
         self._state, self._lost_at = _State.GREETING, None
         shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
-        hello = {
-            "identity": rpc_wire.describe(self._identity),
-            "token": shared.token.show() if shared is not None else None,
-            "pending": list(self._sent),
-        }
+        hello = Hello(
+            caller=Caller.of(self._identity),
+            memory=shared.token.proof if shared is not None else None,
+            pending=tuple(self._sent),
+        )
         self.send("hello", hello)
 
-    def _welcome(self, welcome: dict[str, Any]) -> None:
-        self._server, self._refusal = welcome["identity"], ""
-        replaced = self._instance is not None and self._instance != welcome["instance"]
-        self._instance = welcome["instance"]
-        if not welcome["known"]:
+    def _welcome(self, welcome: Welcome) -> None:
+        self._server, self._refusal = welcome.caller, ""
+        replaced = self._instance is not None and self._instance != welcome.instance
+        self._instance = welcome.instance
+        if not welcome.known:
             self.link.lost()
-        can_read = self._share_memory and shared_memory.readable(welcome["token"])
-        self.link.lends = can_read and welcome["readable"] is True
+        can_read = self._share_memory and shared_memory.readable(welcome.memory)
+        self.link.lends = can_read and welcome.readable is True
         self._state = _State.READY
         self.send("attach", can_read)
-        self._resume(set(welcome["running"]), set(welcome["finished"]), replaced)
+        self._resume(set(welcome.running), set(welcome.finished), replaced)
         if self._on_welcome is not None:
-            self._io.call_soon(self._on_welcome, welcome["known"] is True)
+            self._io.call_soon(self._on_welcome, welcome.known is True)
         self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:

@@ -17,6 +17,7 @@ import zmq
 
 from rl_core.api.errors import ConfigError, EpochFenced, FrameError
 from rl_core.api.identity import Identity
+from rl_core.messages.rpc import Caller, Hello, Welcome
 from rl_core.transports import curve, frames, rpc_wire, shared_memory, sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
@@ -47,8 +48,8 @@ class Peer:
 
     def __init__(self, server: "RpcServer", routing_id: bytes) -> None:
         self.routing_id = routing_id
-        self.caller: dict[str, Any] | None = None
-        """Described identity; None while anonymous."""
+        self.caller: Caller | None = None
+        """None while anonymous."""
         self.welcome = False
         self.link = Link(functools.partial(server._send, self, "release"), server.counters)
         self.calls: dict[int, IncomingCall] = {}
@@ -286,41 +287,42 @@ class RpcServer:
             peer.link.lends = self._share_memory and frames.read_body(header, parts[2:]) is True
 
     def _hello(self, peer: Peer, role: str | None, hello: Any) -> None:
-        if type(hello) is not dict or type(hello.get("pending")) is not list:
-            raise FrameError("hello must be a map with the pending ids")
-        caller = hello.get("identity")
-        if role is not None and (caller is None or not _same_role(caller, role)):
-            why = f"the key is that of role {role}, the message says {caller and caller['role']}"
-            self._send(peer, "refused", why)
+        if not isinstance(hello, Hello) or not isinstance(hello.caller, Caller | None):
+            raise FrameError(f"hello must be a Hello, got {type(hello).__name__}")
+        refusal = self._refusal(role, hello.caller)
+        if refusal:
+            self._send(peer, "refused", refusal)
             return
-        if caller is not None and self._identity is not None and caller["uid"] != self._identity.uid:
-            self._send(
-                peer,
-                "refused",
-                f"this is job {self._identity.job} ({self._identity.uid}), not {caller['job']} ({caller['uid']})",
-            )
-            return
-        self._peers[peer.routing_id] = peer
+        shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
         if peer.welcome:
-            for number in peer.calls.keys() - set(hello["pending"]):  # given up while the connection was lost
+            for number in peer.calls.keys() - set(hello.pending):  # given up while the connection was lost
                 self._cancel(peer, number)
         else:
             peer.finished = self._forgotten.pop(peer.routing_id, peer.finished)
-        shared = SharedMemory.shared(self._identity.uid if self._identity else "") if self._share_memory else None
-        answer = {
-            "identity": rpc_wire.describe(self._identity),
-            "instance": self._instance,
-            "known": peer.welcome,
-            "token": shared.token.show() if shared is not None else None,
-            "readable": shared is not None and shared_memory.readable(hello.get("token")),
-            "running": [number for number in hello["pending"] if number in peer.calls],
-            "finished": [number for number in hello["pending"] if number in peer.finished],
-        }
-        peer.caller, peer.welcome = caller, True
+        answer = Welcome(
+            caller=Caller.of(self._identity),
+            instance=self._instance,
+            known=peer.welcome,
+            memory=shared.token.proof if shared is not None else None,
+            readable=shared is not None and shared_memory.readable(hello.memory),
+            running=tuple(number for number in hello.pending if number in peer.calls),
+            finished=tuple(number for number in hello.pending if number in peer.finished),
+        )
+        self._peers[peer.routing_id] = peer
+        peer.caller, peer.welcome = hello.caller, True
         self._send(peer, "welcome", answer)
         if self._on_peer is not None:
             self._on_peer(peer)
         self._start_probe()
+
+    def _refusal(self, role: str | None, caller: Caller | None) -> str:
+        """Return why a connection of `caller`, whose key is that of `role` (None = no keys), is refused; "" if it is not."""
+        if role is not None and (caller is None or not _same_role(caller, role)):
+            return f"the key is that of role {role}, the message says {caller and caller.role}"
+        if caller is not None and self._identity is not None and caller.uid != self._identity.uid:
+            own = self._identity
+            return f"this is job {own.job} ({own.uid}), not {caller.job} ({caller.uid})"
+        return ""
 
     def _call(self, peer: Peer, header: FrameHeader, parts: list[Any]) -> None:
         number = header.request_id
@@ -352,7 +354,7 @@ class RpcServer:
             return ConfigError(
                 f"{self._name} has no method {call.method!r}; it serves {', '.join(sorted(self._handlers))}"
             )
-        role = call.caller["role"] if call.caller else ""
+        role = call.caller.role if call.caller else ""
         if self._allowed is not None and call.method not in self._allowed.get(role, frozenset()):
             self.counters["refused_methods"] += 1
             return ConfigError(f"role {role or 'anonymous'} may not call {call.method!r} of {self._name}")
@@ -480,5 +482,6 @@ def _public_methods(target: object) -> dict[str, Handler]:
     return {name: getattr(target, name) for name in names if callable(getattr(type(target), name))}
 
 
-def _same_role(caller: dict[str, Any], role: str) -> bool:
-    return caller["role"] in (role, "supervisor")
+def _same_role(caller: Caller, role: str) -> bool:
+    """Return whether the owner of a key may say it is `caller`: a supervisor has the key of its pod's role."""
+    return caller.role in (role, "supervisor")

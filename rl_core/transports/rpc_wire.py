@@ -5,18 +5,9 @@ import contextvars
 import math
 import threading
 import traceback
-from typing import Any
 
-from rl_core.api.errors import (
-    ConfigError,
-    DataError,
-    InfrastructureError,
-    RemoteError,
-    RLJobError,
-    error_types,
-    text_of,
-)
-from rl_core.api.identity import Identity
+from rl_core.api.errors import RemoteError, RLJobError, error_types, text_of
+from rl_core.messages.rpc import Caller, PackedError
 
 MAX_CALLS = 64
 """Requests in flight per connection, but for those that wait for others' requests; more wait at the client inside their timeout."""
@@ -35,62 +26,37 @@ MAX_TRACEBACK = 65_536
 RECEIPT_SECONDS = 0.2
 """A call that runs longer is confirmed to its caller, so that a DeadlineExceeded can tell whether it was received."""
 
-_caller: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("rljob_rpc_caller", default=None)
+_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("rljob_rpc_caller", default=None)
 
 
-def current_caller() -> dict[str, Any] | None:
-    """Return who called the running handler: {job, uid, epoch, role, group, rank, incarnation}; None if anonymous.
+def current_caller() -> Caller | None:
+    """Return who called the running handler; None if anonymous.
 
     With keys, `role` was proven by the caller's key; a supervisor, which shares its pod's key, keeps "supervisor".
     """
     return _caller.get()
 
 
-def describe(identity: Identity | None) -> dict[str, Any] | None:
-    """Return what a connection tells about its process; None for anonymous ones."""
-    if identity is None:
-        return None
-    return {
-        "job": identity.job,
-        "uid": identity.uid,
-        "epoch": identity.epoch,
-        "role": identity.role,
-        "group": identity.group,
-        "rank": identity.rank,
-        "incarnation": identity.incarnation,
-    }
+def name_of(caller: Caller | None) -> str:
+    """Return `group:rank`, or "anonymous"."""
+    return caller.name if caller is not None else "anonymous"
 
 
-def name_of(caller: dict[str, Any] | None) -> str:
-    """Return `group:rank` of a described identity, or "anonymous"."""
-    return f"{caller['group']}:{caller['rank']}" if caller else "anonymous"
-
-
-def pack_error(error: BaseException) -> dict[str, Any]:
-    """Return `error` as plain data: type, message, traceback, kind. Of any size it is cut: an error must always arrive."""
+def pack_error(error: BaseException) -> PackedError:
+    """Return `error` as a record. Of any size it is cut: an error must always arrive."""
     trace = "".join(traceback.format_exception(error))[:MAX_TRACEBACK]
-    return {
-        "type": type(error).__name__,
-        "message": text_of(error),
-        "traceback": trace.encode("utf-8", "replace").decode(),
-        "kind": _kind_of(error),
-    }
+    return PackedError(
+        type=type(error).__name__, message=text_of(error), traceback=trace.encode("utf-8", "replace").decode()
+    )
 
 
-def _kind_of(error: BaseException) -> str:
-    for kind, cls in (("config", ConfigError), ("data", DataError), ("infrastructure", InfrastructureError)):
-        if isinstance(error, cls):
-            return kind
-    return "deadline" if isinstance(error, TimeoutError) else "remote"
-
-
-def rebuild_error(packed: dict[str, Any], *, method: str, peer: str) -> RLJobError:
+def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
     """Return the error of `pack_error` as its own type if that is public, else as RemoteError with the traceback."""
-    cls = error_types().get(packed["type"])
+    cls = error_types().get(packed.type)
     if cls is None:
-        return RemoteError(f"{method} at {peer} raised {packed['type']}: {packed['message']}\n{packed['traceback']}")
-    error = cls(packed["message"])
-    error.add_note(f"raised by {method} at {peer}:\n{packed['traceback']}")
+        return RemoteError(f"{method} at {peer} raised {packed.type}: {packed.message}\n{packed.traceback}")
+    error = cls(packed.message)
+    error.add_note(f"raised by {method} at {peer}:\n{packed.traceback}")
     return error
 
 

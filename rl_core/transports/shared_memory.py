@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.api.errors import FrameError
+from rl_core.messages.rpc import MemoryProof
 from rl_core.transports.frames import Placement
 
 logger = logging.getLogger(__name__)
@@ -315,9 +316,10 @@ class Token:
         os.write(self._descriptor, self._secret)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
-    def show(self) -> list[Any]:
-        """Return what a peer needs for `readable`: file name and digest."""
-        return [self._path.name, blake2b(self._secret).digest()]
+    @property
+    def proof(self) -> MemoryProof:
+        """Return what a peer needs for `readable`."""
+        return MemoryProof(file=self._path.name, digest=blake2b(self._secret).digest())
 
     def close(self) -> None:
         """Delete the file and its lock."""
@@ -325,13 +327,12 @@ class Token:
         os.close(self._descriptor)
 
 
-def readable(shown: Any, *, directory: Path = DIRECTORY) -> bool:
-    """Return whether the peer that showed [file name, digest] has its segments where this process can read them."""
+def readable(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
+    """Return whether the peer that showed `proof` has its segments where this process can read them."""
     try:
-        name, digest = shown
-        if not re.fullmatch(r"rljob-[a-z0-9]+-\d+-token", name):
+        if proof is None or not re.fullmatch(r"rljob-[a-z0-9]+-\d+-token", proof.file):
             return False
-        return bool(blake2b((directory / name).read_bytes()).digest() == digest)
+        return bool(blake2b((directory / proof.file).read_bytes()).digest() == proof.digest)
     except (OSError, TypeError, ValueError):
         return False
 

@@ -183,8 +183,8 @@ class Hub:
 
     async def _hello(self, report: dict[str, Any]) -> dict[str, Any]:
         caller = current_caller()
-        if caller is not None and caller["role"] != report.get("role"):
-            raise ConfigError(f"a process of role {caller['role']} must not say hello as {report.get('role')!r}")
+        if caller is not None and caller.role != report.get("role"):
+            raise ConfigError(f"a process of role {caller.role} must not say hello as {report.get('role')!r}")
         with self._lock:
             answer = self._membership.hello(report)
         self._spread()

@@ -10,6 +10,7 @@ from rl_core.api.errors import (
     DataError,
 )
 from rl_core.api.identity import Identity
+from rl_core.messages.rpc import Hello
 from rl_core.transports import frames
 from rl_core.transports.rpc import current_caller
 
@@ -132,8 +133,8 @@ class RawPeer:
             if message.kind in kinds:
                 return message
 
-    def hello(self, described=None):
-        self.send("hello", {"identity": described, "token": None, "pending": []})
+    def hello(self, caller=None, pending=()):
+        self.send("hello", Hello(caller=caller, memory=None, pending=pending))
         return self.receive("welcome", "refused")
 
     def close(self):

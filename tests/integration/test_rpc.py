@@ -14,6 +14,7 @@ from rl_core.api.errors import (
     RemoteError,
 )
 from rl_core.launch.ports import free_ports
+from rl_core.messages.rpc import Caller, Hello
 from rl_core.transports import rpc_wire
 from rl_core.transports.rpc import RpcClient, RpcServer
 
@@ -273,23 +274,23 @@ class TestAtMostOnce:
         assert service.started.wait(60)
         raw.send("call", [[0], {}], 6, method="echo")
         raw.receive("reply")
-        raw.send("hello", {"identity": None, "token": None, "pending": [5, 6, 7]})
-        welcome = raw.receive("welcome").obj
-        assert welcome["running"] == [5] and welcome["finished"] == [6]
+        welcome = raw.hello(pending=(5, 6, 7)).obj
+        assert welcome.running == (5,) and welcome.finished == (6,)
 
 
 class TestHostileMessages:
     @pytest.mark.parametrize(
         ("kind", "body"),
         [
-            ("hello", {"identity": {"role": "env"}, "token": None, "pending": []}),
-            ("hello", {"identity": "me", "token": None, "pending": []}),
-            ("hello", {"identity": None, "token": None, "pending": [{}]}),
+            ("hello", {"caller": None, "memory": None, "pending": ()}),
+            ("hello", Hello(caller="me", memory=None, pending=())),
+            ("hello", Hello(caller=None, memory=None, pending=({},))),
+            ("hello", Hello(caller=None, memory=5, pending=5)),
             ("release", 5),
             ("release", [["one"]]),
             ("attach", None),
         ],
-        ids=["no uid", "no map", "no ids", "no list", "no pair", "nothing"],
+        ids=["no hello", "no caller", "no ids", "no list of ids", "no list", "no pair", "nothing"],
     )
     def test_a_frame_of_another_meaning_keeps_nobody_from_being_heard(self, service, kind, body):
         server = RpcServer("tcp://127.0.0.1:0", service, identity=identity("runner")).start()
@@ -307,7 +308,7 @@ class TestHostileMessages:
         for parts in ([b""], [b"garbage"], [b"\x01\x93"], [b"\x02abc"], [b"x"] * 50):
             raw.socket.send_multipart(parts)
         raw.send("call", "not arguments", 1, method="echo")
-        assert raw.receive("error").obj["type"] == "FrameError"
+        assert raw.receive("error").obj.type == "FrameError"
         raw.send("hello", "nonsense")
         raw.send("credit", "nonsense", 99)
         raw.send("release", [["rljob-x-1-2", 5]])
@@ -356,15 +357,9 @@ class TestCallers:
     def test_a_handler_learns_its_caller(self, service):
         server = RpcServer("tcp://127.0.0.1:0", service, identity=identity("runner")).start()
         client = RpcClient(server.address, identity=identity("rollout", rank=3, attempt=2))
-        assert client.call_sync("who") == {
-            "job": "j",
-            "uid": "u1",
-            "epoch": 0,
-            "role": "rollout",
-            "group": "rollout",
-            "rank": 3,
-            "incarnation": (2, 0),
-        }
+        assert client.call_sync("who") == Caller(
+            job="j", uid="u1", epoch=0, role="rollout", group="rollout", rank=3, incarnation=(2, 0)
+        )
         assert client.peer.startswith("runner:0 at tcp://")
         client.close()
         server.close()

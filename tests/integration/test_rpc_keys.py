@@ -34,7 +34,7 @@ class TestCurve:
     def test_allowed_roles_connect_and_their_role_is_proven(self, hub, keys):
         client = RpcClient(hub.address, keys("rollout"), identity("rollout"), service="hub")
         assert client.call_sync("add", 1, 2) == 3
-        assert client.call_sync("who")["role"] == "rollout"
+        assert client.call_sync("who").role == "rollout"
         client.close()
 
     def test_a_role_that_is_not_listed_is_refused_and_counted(self, env, keys):
@@ -74,7 +74,7 @@ class TestCurve:
 
     def test_a_supervisor_uses_the_key_of_its_pod(self, hub, keys):
         client = RpcClient(hub.address, keys("env"), identity("supervisor"), service="hub")
-        assert client.call_sync("who")["role"] == "supervisor"
+        assert client.call_sync("who").role == "supervisor"
         client.close()
 
     def test_the_server_must_have_the_key_of_its_service(self, env, keys):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl_core.api.errors import FrameError
+from rl_core.messages.rpc import MemoryProof
 from rl_core.transports import frames, shared_memory
 from rl_core.transports.shared_memory import SegmentReader, SegmentStore, Token, host_token, readable, remove_orphans
 
@@ -202,15 +203,16 @@ class TestReading:
 class TestTokens:
     def test_who_reads_the_file_may_be_lent_to(self, tmp_path):
         token = Token("job", directory=tmp_path)
-        assert readable(token.show(), directory=tmp_path)
-        assert not readable(token.show(), directory=tmp_path / "elsewhere")
-        assert not readable([token.show()[0], b"0" * 64], directory=tmp_path)
+        assert readable(token.proof, directory=tmp_path)
+        assert not readable(token.proof, directory=tmp_path / "elsewhere")
+        assert not readable(MemoryProof(file=token.proof.file, digest=b"0" * 64), directory=tmp_path)
         token.close()
-        assert not readable(token.show(), directory=tmp_path)
+        assert not readable(token.proof, directory=tmp_path)
 
-    @pytest.mark.parametrize("shown", [None, [], ["../x", b""], [1, 2], "ab"])
-    def test_nonsense_is_not_readable(self, shown, tmp_path):
-        assert not readable(shown, directory=tmp_path)
+    @pytest.mark.parametrize("file", ["../x", "rljob-a-1-2", 1, None])
+    def test_nonsense_is_not_readable(self, file, tmp_path):
+        assert not readable(None, directory=tmp_path)
+        assert not readable(MemoryProof(file=file, digest=b""), directory=tmp_path)
 
     def test_the_host_token_is_equal_for_all_and_stays(self, tmp_path):
         first = host_token(directory=tmp_path)
