@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rl_core.envs.pool import EnvPool
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class BackgroundPool:
             self._stop_loop()
             raise
 
-    async def step_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def step_rows(self, rows: list[EnvRow]) -> list[EnvAnswer | EnvFailure]:
         """Return the pool's answers; cancelling the wait gives the rows up."""
         return await asyncio.wrap_future(self._submit(self.pool.step_rows(rows)))
 

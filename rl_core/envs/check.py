@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.envs.process import EnvProcess, EnvSource
+from rl_core.envs.process import EnvProcess
+from rl_core.envs.source import env_source
+from rl_core.messages.envs import EnvSource
 
 
 def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadline: float | None = None) -> list[str]:
@@ -15,7 +17,7 @@ def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadlin
     """
     seconds = spec.runtime.deadlines.env_reset if deadline is None else deadline
     try:
-        source = EnvSource.from_spec(
+        source = env_source(
             spec.env,
             seed=spec.algorithm.seed,
             extensions=spec.extensions,

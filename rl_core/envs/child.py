@@ -1,10 +1,9 @@
 """The process that runs an environment's code: `python -m rl_core.envs.child FD`, started by `process.EnvProcess`.
 
-Protocol over the socket FD, one request at a time: first {type, options, ...} of `process.EnvSource`, answered by
-{ready: True} or {error}; then {rows: [{messages, metadata}]}, answered by {rows: [...]} or {error: {type, message}}. The
-environment's code runs in the main thread (libraries use signals); what it prints goes to the worker's log. The process
-ends with the stream, and is killed by the kernel when its worker dies. A copy that user code forks and that comes back from
-it ends where the environment's code does: a second answer on the stream would be taken for that of the next request.
+Protocol over the socket FD, one request at a time: the records of `messages.envs`. The environment's code runs in the main
+thread (libraries use signals); what it prints goes to the worker's log. The process ends with the stream, and is killed by
+the kernel when its worker dies. A copy that user code forks and that comes back from it ends where the environment's code
+does: a second answer on the stream would be taken for that of the next request.
 """
 
 import asyncio
@@ -21,8 +20,9 @@ from typing import Any
 from rl_core.api.errors import ConfigError, RLJobError, error_types, text_of
 from rl_core.api.user_code import describe, load_extensions
 from rl_core.envs import wire
+from rl_core.envs.answers import answers_of
 from rl_core.envs.registry import make_env
-from rl_core.envs.rows import rows_of, with_weights
+from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSource
 from rl_core.workers.processes import die_with_parent
 
 MAX_TRACEBACKS = 20
@@ -42,17 +42,15 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # what cannot be printed is no reason to fail
     first = os.getpid()
     try:
-        start = wire.receive_blocking(sock)
+        source: EnvSource = wire.receive_blocking(sock)
         try:
-            server = Server(start)
+            server = Server(source)
             end_copy(first)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - building runs user code
             end_copy(first, error)
-            sock.sendall(
-                wire.pack({"error": {"type": "ConfigError", "message": _why_not_built(error, start["label"])}})
-            )
+            sock.sendall(wire.pack(EnvFailure(type="ConfigError", message=_why_not_built(error, source.label))))
             return 2
-        sock.sendall(wire.pack({"ready": True}))
+        sock.sendall(wire.pack(EnvReady(pid=first)))
         while True:
             sock.sendall(server.answer(wire.receive_blocking(sock)))
     except (EOFError, ConnectionError):
@@ -79,35 +77,33 @@ def _why_not_built(error: BaseException, label: str) -> str:
 class Server:
     """One environment and the calls to it."""
 
-    def __init__(self, start: dict[str, Any]) -> None:
-        sys.path[:0] = start["search_path"]
-        limits = start["limits"]
-        if limits.get("memory_bytes"):
-            resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"],) * 2)
-        self._cpu_seconds: int | None = limits.get("cpu_seconds")
-        self._name: str = start["label"]
+    def __init__(self, source: EnvSource) -> None:
+        sys.path[:0] = source.search_path
+        if source.memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)
+        self._cpu_seconds = source.cpu_seconds
+        self._name = source.label
         self._pid = os.getpid()
         self._tracebacks = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        load_extensions(start["extensions"])
-        self._env = make_env(start["type"], start["options"])
+        load_extensions(source.extensions)
+        self._env = make_env(source.type, source.options)
         if callable(getattr(self._env, "seed", None)):
-            self._env.seed(start["seed"])
+            self._env.seed(source.seed)
 
-    def answer(self, request: dict[str, Any]) -> bytes:
-        """Return the packed answer to one request; whatever the environment does wrong becomes an error in it."""
+    def answer(self, rows: list[EnvRow]) -> bytes:
+        """Return the packed answer to the rows of one request; whatever the environment does wrong becomes an error in it."""
         self._limit_cpu()
         try:
-            rows = request["rows"]
-            result = self._env.step([row["messages"] for row in rows], [row["metadata"] for row in rows])
+            result = self._env.step([row.messages for row in rows], [row.metadata for row in rows])
             if inspect.isawaitable(result):
                 result = self._wait(result)
             end_copy(self._pid)
-            answers = rows_of(result, len(rows), what=self._name)
-            return wire.pack({"rows": with_weights(answers, getattr(self._env, "reward_weights", None))})
+            weights = getattr(self._env, "reward_weights", None)
+            return wire.pack(answers_of(result, len(rows), what=self._name, reward_weights=weights))
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and its sys.exit() is a data failure
             end_copy(self._pid, error)
-            return wire.pack({"error": self._describe(error)})
+            return wire.pack(self._failure(error))
 
     def _wait(self, awaitable: Any) -> Any:
         if self._loop is None:
@@ -124,15 +120,15 @@ class Server:
             soft = int(usage.ru_utime + usage.ru_stime) + self._cpu_seconds + 1
             resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
-    def _describe(self, error: BaseException) -> dict[str, str]:
+    def _failure(self, error: BaseException) -> EnvFailure:
         if isinstance(error, RLJobError):
             public = next(one for one in type(error).__mro__ if one.__name__ in error_types())
-            return {"type": public.__name__, "message": text_of(error)}
+            return EnvFailure(type=public.__name__, message=text_of(error))
         if self._tracebacks < MAX_TRACEBACKS:
             self._tracebacks += 1
-            told = "".join(traceback.format_exception(error, limit=-50))
-            logger.error("%s raised:\n%s", self._name, told[:TRACEBACK_CHARACTERS])
-        return {"type": "RolloutDataFailure", "message": f"{self._name} raised {describe(error)}; correct it"}
+            text = "".join(traceback.format_exception(error, limit=-50))
+            logger.error("%s raised:\n%s", self._name, text[:TRACEBACK_CHARACTERS])
+        return EnvFailure(type="RolloutDataFailure", message=f"{self._name} raised {describe(error)}; correct it")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from rl_core.api.errors import (
     RolloutTimeout,
     error_types,
 )
-from rl_core.envs.process import EnvProcess, EnvSource
-from rl_core.envs.waiting import REMEMBERED, Row, Suspects, WaitingRow, pop_batch
+from rl_core.envs.process import EnvProcess
+from rl_core.envs.waiting import REMEMBERED, Suspects, WaitingRow, pop_batch
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSource
 
 MAX_BATCH = 256
 """Rows of one call of user code."""
@@ -126,8 +127,8 @@ class EnvPool:
         queued = len(self._shared) + sum(len(slot.own) for slot in self._slots)
         return {"processes": processes, "queued": queued, "counters": dict(self.counters)}
 
-    async def step_rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Return one answer per row, in order; a row's failure is {"error": {type, message}} and fails no other row."""
+    async def step_rows(self, rows: Iterable[EnvRow]) -> list[EnvAnswer | EnvFailure]:
+        """Return one answer per row, in order; a row's failure fails no other row."""
         waiting = [self._waiting(row) for row in rows]
         if not waiting:
             return []
@@ -143,16 +144,8 @@ class EnvPool:
                 entry.answer.cancel()  # a caller that gave up leaves no row behind; answered rows are not touched
         return [entry.answer.result() for entry in waiting]
 
-    def _waiting(self, row: Row) -> WaitingRow:
-        key = row.get("key") or ""
-        messages = [{"role": m["role"], "content": m["content"]} for m in row["messages"]]
-        return WaitingRow(
-            payload={"messages": messages, "metadata": row.get("metadata")},
-            key=key,
-            task=row.get("task_name"),
-            alone=key in self._suspects,
-            answer=asyncio.get_running_loop().create_future(),
-        )
+    def _waiting(self, row: EnvRow) -> WaitingRow:
+        return WaitingRow(row=row, alone=row.key in self._suspects, answer=asyncio.get_running_loop().create_future())
 
     def _enqueue(self, rows: Iterable[WaitingRow]) -> None:
         for row in rows:
@@ -214,7 +207,7 @@ class EnvPool:
         assert process is not None, "bug: a slot without a process calls"
         self.counters["calls"] += 1
         try:
-            answer = await process.call([row.payload for row in batch], deadline=self._step_deadline)
+            answer = await process.call([waiting.row for waiting in batch], deadline=self._step_deadline)
         except RolloutTimeout as error:
             self._timeouts_in_a_row += 1
             self._broke(slot, batch, "timeouts", str(error), self._suspects.timed_out)
@@ -230,21 +223,20 @@ class EnvPool:
             )
         else:
             self._timeouts_in_a_row = 0
-            if "error" in answer:
-                kind = error_types().get(answer["error"]["type"], RolloutDataFailure)
-                self._failed(batch, kind, answer["error"]["message"])
+            if isinstance(answer, EnvFailure):
+                self._failed(batch, error_types().get(answer.type, RolloutDataFailure), answer.message)
             else:
-                self._succeeded(slot, batch, answer["rows"])
+                self._succeeded(slot, batch, answer)
         finally:
             slot.busy_since = None
             if not process.alive:
                 await self._end_process(slot)
 
-    def _succeeded(self, slot: _Slot, batch: list[WaitingRow], answers: list[Row]) -> None:
+    def _succeeded(self, slot: _Slot, batch: list[WaitingRow], answers: list[EnvAnswer]) -> None:
         for row, answer in zip(batch, answers, strict=True):
             self._suspects.clear(row.key)
             self._sticky.pop(row.key, None)
-            if row.key and not answer["terminated"]:
+            if row.key and not answer.terminated:
                 self._sticky[row.key] = (slot, slot.starts)
                 if len(self._sticky) > REMEMBERED:
                     self._sticky.popitem(last=False)

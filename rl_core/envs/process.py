@@ -8,14 +8,11 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError, RolloutTimeout
-from rl_core.api.roles import EnvSpec
 from rl_core.envs import wire
-from rl_core.envs.base import parse_config
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSource
 from rl_core.workers import processes
 
 HIDDEN_ENV = ("RLJOB_CURVE_DIR", "RLJOB_EVENTS_FD", "RLJOB_CONFIG", "RLJOB_HUB", "RLJOB_CHANNEL")
@@ -24,53 +21,6 @@ LAST_WORDS_SECONDS = 1.0
 """How long an answer may still be read after the process that sent it has ended."""
 
 logger = logging.getLogger(__name__)
-
-
-class LimitsSpec(Spec):
-    """`env.options.limits`, for every type of environment."""
-
-    memory_bytes: int | None = None
-    """Address space of one process; beyond it user code gets MemoryError. null = unlimited."""
-    cpu_seconds: int | None = None
-    """CPU time of one step; beyond it the process is killed. null = only the deadline on the clock."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvSource:
-    """What a child needs to build the environment."""
-
-    type: str
-    """Registered name or `module:Class`."""
-    label: str
-    """How errors call it: `reward score:fn`, `environment math`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    limits: dict[str, Any] = field(default_factory=dict)
-    """Fields of LimitsSpec."""
-    seed: int = 0
-    """Given to the environment's `seed` after it is built."""
-    extensions: list[str] = field(default_factory=list)
-    """`spec.extensions`."""
-    search_path: list[str] = field(default_factory=list)
-    """Folders put in front of `sys.path`: where user code lies."""
-
-    @classmethod
-    def from_spec(
-        cls, spec: EnvSpec, *, seed: int = 0, extensions: list[str] | None = None, search_path: list[str] | None = None
-    ) -> Self:
-        """Return the source of a job's `spec.env`. Raises ConfigError for bad `limits`."""
-        options = dict(spec.options)
-        limits = parse_config(LimitsSpec, options.pop("limits", None), where="env.options.limits")
-        if spec.reward is not None:
-            options["reward"] = spec.reward
-        return cls(
-            type=spec.type,
-            label=f"reward {spec.reward}" if spec.reward is not None else f"environment {spec.type}",
-            options=options,
-            limits=limits.model_dump(exclude_none=True),
-            seed=seed,
-            extensions=list(extensions or ()),
-            search_path=[str(folder) for folder in search_path or ()],
-        )
 
 
 class EnvProcess:
@@ -114,7 +64,11 @@ class EnvProcess:
         """
         child = await cls._spawn(source.label)
         try:
-            answer = await child._exchange(asdict(source), deadline)
+            answer = await child._exchange(source, deadline)
+            if isinstance(answer, EnvFailure):
+                raise ConfigError(answer.message)
+            if not isinstance(answer, EnvReady):
+                raise InfrastructureError(child._foreign_answer(answer))
         except TimeoutError as error:
             await child.kill()
             raise DeadlineExceeded(
@@ -124,9 +78,6 @@ class EnvProcess:
         except BaseException:
             await child.kill()
             raise
-        if "error" in answer:
-            await child.kill()
-            raise ConfigError(str(answer["error"]["message"]))
         return child
 
     @classmethod
@@ -148,16 +99,20 @@ class EnvProcess:
         reader, writer = await asyncio.open_connection(sock=near)
         return cls(process, reader, writer, label)
 
-    async def call(self, rows: list[dict[str, Any]], *, deadline: float) -> dict[str, Any]:
-        """Return the child's answer, {rows} or {error}.
+    async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
+        """Return the child's answers, one per row, or its one failure for all of them.
 
         Past the deadline the child is killed and RolloutTimeout raised; a child that ends raises InfrastructureError.
         """
         try:
-            answer = await self._exchange({"rows": rows}, deadline)
-            if "error" not in answer and len(answer["rows"]) != len(rows):
+            answer = await self._exchange(rows, deadline)
+            if isinstance(answer, EnvFailure):
+                return answer
+            if not isinstance(answer, list) or not all(isinstance(one, EnvAnswer) for one in answer):
+                raise InfrastructureError(self._foreign_answer(answer))
+            if len(answer) != len(rows):
                 raise InfrastructureError(
-                    f"{self._label}: process {self.pid} answered {len(answer['rows'])} rows, asked for {len(rows)}; "
+                    f"{self._label}: process {self.pid} answered {len(answer)} rows, asked for {len(rows)}; "
                     "something else writes to its connection"
                 )
             return answer
@@ -171,7 +126,13 @@ class EnvProcess:
             await self.kill()
             raise
 
-    async def _exchange(self, message: Any, deadline: float) -> dict[str, Any]:
+    def _foreign_answer(self, answer: Any) -> str:
+        return (
+            f"{self._label}: process {self.pid} answered with {type(answer).__name__}, which is no answer to what it "
+            "was asked; something else writes to its connection"
+        )
+
+    async def _exchange(self, message: Any, deadline: float) -> Any:
         packed = wire.pack(message)
         answer = asyncio.create_task(self._send_and_receive(packed))
         try:
@@ -193,11 +154,10 @@ class EnvProcess:
             with suppress(asyncio.CancelledError, Exception):
                 await answer
 
-    async def _send_and_receive(self, packed: bytes) -> dict[str, Any]:
+    async def _send_and_receive(self, packed: bytes) -> Any:
         self._writer.write(packed)
         await self._writer.drain()
-        answer: dict[str, Any] = await wire.receive(self._reader)
-        return answer
+        return await wire.receive(self._reader)
 
     async def _obituary(self) -> str:
         await asyncio.wait({self._ended}, timeout=LAST_WORDS_SECONDS)

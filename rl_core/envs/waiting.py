@@ -3,9 +3,9 @@
 import asyncio
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
-from typing import Any
 
 from rl_core.api.errors import InfrastructureError, RLJobError, RolloutDataFailure, RolloutTimeout
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 
 REMEMBERED = 65_536
 """Samples remembered per pool; the oldest is forgotten first."""
@@ -13,40 +13,34 @@ TIMEOUTS_OF_A_SAMPLE = 2
 DEATHS_OF_A_SAMPLE = 3
 """At this number of failures of its own a sample is bad data; a process may also die of something else once or twice."""
 
-Row = dict[str, Any]
-
-
-def error_row(error: BaseException) -> Row:
-    """Return the row that stands for a failure."""
-    return {"error": {"type": type(error).__name__, "message": str(error)}}
-
 
 @dataclass(eq=False, slots=True)
 class WaitingRow:
     """A row and the future of its answer: WAITING -> in a call -> (WAITING alone -> in a call) -> answered."""
 
-    payload: Row
-    """{messages, metadata}, as the child gets it."""
-    key: str
-    """Sample id; "" where the caller gave none."""
-    task: str | None
+    row: EnvRow
     alone: bool
     """Under suspicion: not to be called together with other rows."""
-    answer: asyncio.Future[Row]
+    answer: asyncio.Future[EnvAnswer | EnvFailure]
+
+    @property
+    def key(self) -> str:
+        """Return the sample id."""
+        return self.row.key
 
     @property
     def open(self) -> bool:
         """Return whether somebody still waits for the answer."""
         return not self.answer.done()
 
-    def resolve(self, row: Row) -> None:
+    def resolve(self, answer: EnvAnswer | EnvFailure) -> None:
         """Answer the row, unless it is answered or given up."""
         if self.open:
-            self.answer.set_result(row)
+            self.answer.set_result(answer)
 
     def fail(self, kind: type[RLJobError], message: str) -> None:
         """Answer the row with an error; the caller knows which sample it sent."""
-        self.resolve(error_row(kind(message)))
+        self.resolve(EnvFailure(type=kind.__name__, message=message))
 
 
 def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:
@@ -54,7 +48,7 @@ def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:
     batch: list[WaitingRow] = []
     while queue and len(batch) < limit:
         head = queue[0]
-        if head.open and batch and (head.alone or batch[0].alone or head.task != batch[0].task):
+        if head.open and batch and (head.alone or batch[0].alone or head.row.task_name != batch[0].row.task_name):
             break
         queue.popleft()
         if head.open:

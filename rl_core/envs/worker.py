@@ -12,7 +12,8 @@ from rl_core.api.roles import EnvSpec
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.envs.background import BackgroundPool
 from rl_core.envs.pool import EnvPool
-from rl_core.envs.process import EnvSource
+from rl_core.envs.source import env_source
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 from rl_core.observability import events
 from rl_core.workers.worker import Worker
 
@@ -39,7 +40,7 @@ class TextEnvWorker(Worker):
             deadlines if deadlines is not None else (spec.runtime.deadlines if spec is not None else DeadlinesSpec())
         )
         bounds = bounds if isinstance(bounds, DeadlinesSpec) else DeadlinesSpec.model_validate(dict(bounds))
-        source = EnvSource.from_spec(
+        source = env_source(
             env,
             seed=spec.algorithm.seed if spec is not None else 0,
             extensions=spec.extensions if spec is not None else None,
@@ -53,13 +54,8 @@ class TextEnvWorker(Worker):
         )
         self._pool: BackgroundPool | None = BackgroundPool(pool)
 
-    async def step_rows(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return one answer per row, in order, as plain values; rows fail separately and never with a made-up reward.
-
-        Row: {key: sample id, messages: [{role, content}], metadata, task_name}. Answer: {observation, metadata,
-        stop_strings, reward (number, map or None = not applicable), terminated, answer}, or {error: {type, message}}
-        with a type of rl_core.api.errors.
-        """
+    async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
+        """Return one answer per row, in order; rows fail separately and never with a made-up reward."""
         if self._pool is None:
             raise InfrastructureError("the env worker is closed; call another")
         answers = await self._pool.step_rows(list(rows))

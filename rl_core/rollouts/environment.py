@@ -24,6 +24,7 @@ from rl_core.api.errors import (
     error_types,
 )
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 
 ANSWER_MARGIN_S = 40.0
 """Seconds an env worker gets beyond two steps (`envs.pool` tries a row at most twice and may start a process between), so
@@ -45,9 +46,13 @@ class EnvClient(Protocol):
 class _Row:
     """One step that waits for its call: what is sent, and who waits."""
 
-    key: str
-    payload: dict[str, Any]
-    answer: asyncio.Future[Any]
+    sent: EnvRow
+    answer: asyncio.Future[EnvAnswer]
+
+    @property
+    def key(self) -> str:
+        """Return the sample id."""
+        return self.sent.key
 
 
 @dataclass(slots=True)
@@ -113,19 +118,19 @@ class RemoteEnvironment(EnvironmentInterface):
         names = keys or [f"log-{id(log)}" for log in message_log_batch]
         tasks = task_names or [None] * count
         rows = [
-            self._enqueue(name, {"key": name, "messages": _plain(log), "metadata": metadata, "task_name": task})
+            self._enqueue(EnvRow(key=name, messages=_plain(log), metadata=metadata, task_name=task))
             for name, log, metadata, task in zip(names, message_log_batch, metadata_batch, tasks, strict=True)
         ]
         answers = await asyncio.gather(*rows)
         for answer in answers:
-            self.reward_weights |= answer.get("reward_weights") or {}
+            self.reward_weights |= answer.reward_weights or {}
         return EnvironmentReturn(
-            observations=[answer["observation"] for answer in answers],
-            metadata=[answer["metadata"] for answer in answers],
-            next_stop_strings=[answer.get("stop_strings") for answer in answers],
-            rewards=_columns([answer["reward"] for answer in answers]),
-            terminateds=[bool(answer["terminated"]) for answer in answers],
-            answers=[answer.get("answer") for answer in answers],
+            observations=[answer.observation for answer in answers],
+            metadata=[answer.metadata for answer in answers],
+            next_stop_strings=[answer.stop_strings for answer in answers],
+            rewards=_columns([answer.reward for answer in answers]),
+            terminateds=[answer.terminated for answer in answers],
+            answers=[answer.answer for answer in answers],
         )
 
     def release(self, key: str) -> None:
@@ -157,11 +162,11 @@ class RemoteEnvironment(EnvironmentInterface):
             self._clients[address] = _rpc_client(address, self._keys)
         return self._clients[address]
 
-    def _enqueue(self, key: str, payload: dict[str, Any]) -> asyncio.Future[Any]:
+    def _enqueue(self, sent: EnvRow) -> asyncio.Future[EnvAnswer]:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._send)
-        row = _Row(key, payload, loop.create_future())
+        row = _Row(sent, loop.create_future())
         self._waiting.append(row)
         return row.answer
 
@@ -240,9 +245,10 @@ class RemoteEnvironment(EnvironmentInterface):
     async def _answers(self, address: str, rows: Sequence[_Row]) -> list[Any]:
         """Return an answer or a failure per row; rows that do not fit into one message together travel apart."""
         try:
-            payload = [row.payload for row in rows]
             with self._waiting_for(address):
-                answers = await self._connect(address).call("step_rows", payload, timeout=self.answer_seconds)
+                answers = await self._connect(address).call(
+                    "step_rows", [row.sent for row in rows], timeout=self.answer_seconds
+                )
         except (TypeError, ValueError) as error:
             if isinstance(error, RLJobError):  # of the far side; what is left could not be sent
                 raise
@@ -264,8 +270,8 @@ class RemoteEnvironment(EnvironmentInterface):
                 continue
             if isinstance(answer, BaseException):
                 row.answer.set_exception(answer)
-            elif "error" in answer:
-                row.answer.set_exception(_row_failure(row.key, answer["error"]))
+            elif isinstance(answer, EnvFailure):
+                row.answer.set_exception(_row_failure(row.key, answer))
             else:
                 row.answer.set_result(answer)
 
@@ -288,9 +294,9 @@ def _columns(rewards: list[Any]) -> Any:
     return {name: [reward.get(name) for reward in maps] for name in dict.fromkeys(n for m in maps for n in m)}
 
 
-def _row_failure(key: str, error: Mapping[str, str]) -> RLJobError:
-    kind = error_types().get(error["type"], RolloutDataFailure)
-    text = f"environment step of sample {key}: {error['message']}"
+def _row_failure(key: str, failure: EnvFailure) -> RLJobError:
+    kind = error_types().get(failure.type, RolloutDataFailure)
+    text = f"environment step of sample {key}: {failure.message}"
     if issubclass(kind, DeadlineExceeded):
         return RolloutTimeout(text)
     return kind(text)

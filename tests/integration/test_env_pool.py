@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.roles import EnvSpec
 from rl_core.envs.pool import EnvPool
-from rl_core.envs.process import EnvSource
+from rl_core.envs.source import env_source
+from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 
 STEP_SECONDS = 2.0
 """Deadline of a step where user code hangs; elsewhere none is met."""
@@ -49,7 +51,8 @@ def answer(completion):
     if completion.startswith("fork"): return fork(completion)
     if completion == "huge error": raise ValueError("x" * (80 << 20))
     if completion == "huge score": return "x" * (80 << 20)
-    if completion == "forge": os.write(int(sys.argv[1]), wire.pack({"rows": []}))
+    if completion == "forge": os.write(int(sys.argv[1]), wire.pack([]))
+    if completion == "forge a number": os.write(int(sys.argv[1]), wire.pack(1))
     if completion == "memory": return float(len(bytearray(1 << 32)))
     if completion == "orphan":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
@@ -137,7 +140,7 @@ class Running:
     async def ask(self, *completions, key="s", **metadata):
         rows = [row(f"{key}{n}", text, metadata) for n, text in enumerate(completions)]
         answers = await self.pool.step_rows(rows)
-        return [a["error"]["type"] if "error" in a else a["reward"] for a in answers], answers
+        return [a.type if isinstance(a, EnvFailure) else a.reward for a in answers], answers
 
     @property
     def pids(self):
@@ -146,7 +149,7 @@ class Running:
 
 def row(key, completion, metadata=None):
     messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": completion}]
-    return {"key": key, "messages": messages, "metadata": metadata or {}, "task_name": None}
+    return EnvRow(key=key, messages=messages, metadata=metadata or {}, task_name=None)
 
 
 @pytest.fixture
@@ -157,7 +160,7 @@ async def start(folder):
         reward="user_code:score", *, processes=1, events=None, step_deadline=60.0, start_deadline=120.0, **fields
     ):
         spec = EnvSpec(**({"type": "reward", "reward": reward} | fields)) if reward else EnvSpec(**fields)
-        source = EnvSource.from_spec(spec, seed=11, search_path=[str(folder)])
+        source = env_source(spec, seed=11, search_path=[str(folder)])
         pool = EnvPool(
             source, processes=processes, step_deadline=step_deadline, start_deadline=start_deadline, on_event=events
         )
@@ -188,14 +191,14 @@ async def test_good_rows_are_scored_and_none_masks(start):
     running = await start()
     rewards, answers = await running.ask("fine", "none", "fine", answer="x")
     assert rewards == [1.0, None, 1.0]
-    assert answers[0] == {
-        "observation": {"role": "environment", "content": ""},
-        "metadata": {"answer": "x"},
-        "stop_strings": None,
-        "reward": 1.0,
-        "terminated": True,
-        "answer": None,
-    }
+    assert answers[0] == EnvAnswer(
+        observation={"role": "environment", "content": ""},
+        metadata={"answer": "x"},
+        stop_strings=None,
+        reward=1.0,
+        terminated=True,
+        answer=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ async def test_a_failing_row_is_a_data_failure_and_its_siblings_are_scored(start
     running = await start()
     rewards, answers = await running.ask("fine", trouble, "fine")
     assert rewards == [1.0, "RolloutDataFailure", 1.0]
-    message = answers[1]["error"]["message"]
+    message = answers[1].message
     assert "user_code:score" in message and cause in message
     assert running.pool.status()["processes"][0]["starts"] == 1
 
@@ -228,16 +231,20 @@ async def test_a_copy_that_user_code_forks_ends_and_answers_nothing(start):
     assert running.pool.status()["processes"][0]["starts"] == 1
 
 
-async def test_an_answer_of_another_number_of_rows_is_infrastructure_and_the_process_is_replaced(start):
+@pytest.mark.parametrize(
+    ("forged", "cause"),
+    [("forge", "answered 0 rows, asked for 1"), ("forge a number", "answered with int, which is no answer")],
+)
+async def test_an_answer_that_is_not_one_per_row_is_infrastructure_and_the_process_is_replaced(start, forged, cause):
     running = await start()
-    rewards, answers = await running.ask("forge")
-    assert rewards == ["InfrastructureError"] and "answered 0 rows, asked for 1" in answers[0]["error"]["message"]
+    rewards, answers = await running.ask(forged)
+    assert rewards == ["InfrastructureError"] and cause in answers[0].message
     assert (await running.ask("fine"))[0] == [1.0]
 
 
 async def test_an_error_of_a_type_of_the_users_own_counts_as_the_public_one_it_is(start):
     _, answers = await (await start(None, type="user_code:Away", options={"turns": 1})).ask("x")
-    assert answers[0]["error"] == {"type": "GymTransportError", "message": "the judge is away"}
+    assert answers[0] == EnvFailure(type="GymTransportError", message="the judge is away")
 
 
 async def test_a_class_that_ends_its_process_instead_of_being_built_is_a_config_error(start):
@@ -250,11 +257,11 @@ async def test_a_hanging_row_times_out_then_is_bad_data_and_its_siblings_are_sco
     first = running.pids[0]
     rewards, answers = await running.ask("fine", "hang", "fine")
     assert rewards == [1.0, "RolloutTimeout", 1.0]
-    assert "runtime.deadlines.envStep = 2 s" in answers[1]["error"]["message"]
+    assert "runtime.deadlines.envStep = 2 s" in answers[1].message
     assert gone(first)
     rewards, answers = await running.ask("fine", "hang", "fine")
     assert rewards == [1.0, "RolloutDataFailure", 1.0]
-    assert "2 times with this sample" in answers[1]["error"]["message"]
+    assert "2 times with this sample" in answers[1].message
 
 
 async def test_an_environment_that_always_hangs_is_not_tried_with_every_row(start):
@@ -262,7 +269,7 @@ async def test_an_environment_that_always_hangs_is_not_tried_with_every_row(star
     rewards, answers = await running.ask(*["hang"] * 12)
     assert rewards == ["RolloutTimeout"] * 12
     assert running.pool.counters["timeouts"] == 3
-    assert "so did the 2 calls before it" in answers[-1]["error"]["message"]
+    assert "so did the 2 calls before it" in answers[-1].message
     assert (await running.ask("fine", key="other"))[0] == [1.0]
 
 
@@ -273,7 +280,7 @@ async def test_a_row_that_ends_its_process_is_infrastructure_and_its_siblings_ar
     running = await start(processes=2)
     rewards, answers = await running.ask("fine", "fine", trouble, "fine")
     assert rewards == [1.0, 1.0, "InfrastructureError", 1.0]
-    assert how in answers[2]["error"]["message"]
+    assert how in answers[2].message
     assert (await running.ask("fine"))[0] == [1.0]
 
 
@@ -333,30 +340,30 @@ async def test_a_user_class_keeps_its_state_in_metadata_and_a_sample_stays_in_it
     pids = []
     for turn in (1, 2, 3):
         answers = await running.pool.step_rows(rows)
-        assert [a["observation"]["content"] for a in answers] == [f"turn {turn} seed 11"] * 4
-        assert [a["reward"] for a in answers] == [{"turns": float(turn), "flat": None}] * 4
-        assert [a["stop_strings"] for a in answers] == [["stop"]] * 4
-        assert [a["terminated"] for a in answers] == [turn == 3] * 4
-        pids.append([a["metadata"]["pid"] for a in answers])
-        rows = [{**r, "metadata": a["metadata"]} for r, a in zip(rows, answers, strict=True)]
+        assert [a.observation["content"] for a in answers] == [f"turn {turn} seed 11"] * 4
+        assert [a.reward for a in answers] == [{"turns": float(turn), "flat": None}] * 4
+        assert [a.stop_strings for a in answers] == [["stop"]] * 4
+        assert [a.terminated for a in answers] == [turn == 3] * 4
+        pids.append([a.metadata["pid"] for a in answers])
+        rows = [replace(r, metadata=a.metadata) for r, a in zip(rows, answers, strict=True)]
     assert pids[0] == pids[1] == pids[2]
 
 
 async def test_rewards_by_name_come_with_the_weights_of_the_class(start):
     running = await start(None, type="user_code:Weighted", options={"turns": 1})
     _, answers = await running.ask("x", turn=0)
-    assert answers[0]["reward"] == {"turns": 1.0, "flat": None}
-    assert answers[0]["reward_weights"] == {"turns": 0.5, "flat": 2.0}
+    assert answers[0].reward == {"turns": 1.0, "flat": None}
+    assert answers[0].reward_weights == {"turns": 0.5, "flat": 2.0}
 
 
 async def test_metadata_that_cannot_travel_is_a_data_failure_with_its_path(start):
     running = await start(None, type="user_code:Unsendable", options={"turns": 1})
     _, answers = await running.ask("x")
-    assert answers[0]["error"]["type"] == "RolloutDataFailure"
-    assert "set at rows[0].metadata.seen" in answers[0]["error"]["message"]
+    assert answers[0].type == "RolloutDataFailure"
+    assert "set at [0].metadata.seen" in answers[0].message
     _, answers = await running.ask("x", value={1, 2})
-    assert answers[0]["error"]["type"] == "RolloutDataFailure"
-    assert "metadata cannot travel" in answers[0]["error"]["message"]
+    assert answers[0].type == "RolloutDataFailure"
+    assert "metadata cannot travel" in answers[0].message
 
 
 async def test_what_user_code_started_dies_with_it(start):
@@ -385,7 +392,7 @@ async def test_a_caller_that_gives_up_leaves_no_row_behind(start):
 async def test_limits_bound_memory_and_cpu_of_a_step(start):
     running = await start(options={"limits": {"memoryBytes": 3 << 30, "cpuSeconds": 1}}, step_deadline=STEP_SECONDS)
     rewards, answers = await running.ask("memory")
-    assert rewards == ["RolloutDataFailure"] and "MemoryError" in answers[0]["error"]["message"]
+    assert rewards == ["RolloutDataFailure"] and "MemoryError" in answers[0].message
     rewards, answers = await running.ask("spin", key="c")
     assert rewards[0] in (
         "InfrastructureError",
@@ -412,7 +419,7 @@ async def test_rows_fail_as_infrastructure_when_no_process_can_be_started_again(
     await wait_until(lambda: running.pids == [None])
     rewards, answers = await running.ask("fine")
     assert rewards == ["InfrastructureError"]
-    assert "the disk went away" in answers[0]["error"]["message"]
+    assert "the disk went away" in answers[0].message
 
 
 async def test_closing_answers_the_rows_that_wait(start):

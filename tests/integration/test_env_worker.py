@@ -14,6 +14,7 @@ from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.envs.check import check_env
 from rl_core.envs.worker import TextEnvWorker
+from rl_core.messages.envs import EnvRow
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.transports.rpc import RpcServer
 
@@ -29,7 +30,7 @@ sys.stdin.read()
 
 def row(key, completion, metadata):
     messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": completion}]
-    return {"key": key, "messages": messages, "metadata": metadata, "task_name": "math"}
+    return EnvRow(key=key, messages=messages, metadata=metadata, task_name="math")
 
 
 @pytest.fixture
@@ -62,11 +63,11 @@ def worker(folder):
 async def test_math_rows_are_scored_in_child_processes(worker):
     math = worker({"type": "math", "processes": 2})
     answers = await math.step_rows([row(f"k{n}", str(n), {"ground_truth": "3"}) for n in range(8)])
-    assert [a["reward"] for a in answers] == [float(n == 3) for n in range(8)]
-    assert answers[3]["answer"] == "3"
+    assert [a.reward for a in answers] == [float(n == 3) for n in range(8)]
+    assert answers[3].answer == "3"
     answers = await math.step_rows([row("k", "3", {"ground_truth": "3"}), row("l", "3", {})])
-    assert answers[0]["reward"] == 1.0
-    assert answers[1]["error"]["type"] == "RolloutDataFailure"
+    assert answers[0].reward == 1.0
+    assert answers[1].type == "RolloutDataFailure"
     assert (await math.status())["counters"]["data_failures"] == 1
     assert await math.health()
 
@@ -74,7 +75,7 @@ async def test_math_rows_are_scored_in_child_processes(worker):
 async def test_user_rewards_come_from_the_folder_of_the_job(worker):
     env = worker({"type": "reward", "reward": "my_reward:score"})
     answers = await env.step_rows([row("k", "4", {"answer": "4"}), row("l", "5", {"answer": "4"})])
-    assert [a["reward"] for a in answers] == [1.0, 0.0]
+    assert [a.reward for a in answers] == [1.0, 0.0]
 
 
 async def test_a_closed_worker_refuses_and_has_no_processes(worker):

@@ -13,6 +13,7 @@ import torch
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
+from rl_core.messages.envs import EnvAnswer, EnvFailure
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.weights import DecoderWeights
@@ -68,17 +69,17 @@ class EnvPod:
 
     def answer(self, row):
         if self.fail is not None:
-            return {"error": {"type": self.fail, "message": "told to fail"}}
-        text = row["messages"][-1]["content"]
+            return EnvFailure(type=self.fail, message="told to fail")
+        text = row.messages[-1]["content"]
         reward = text.count("a") / max(1, len(text))
-        return {
-            "observation": {"role": "environment", "content": ""},
-            "metadata": None,
-            "stop_strings": None,
-            "reward": reward,
-            "terminated": True,
-            "answer": None,
-        }
+        return EnvAnswer(
+            observation={"role": "environment", "content": ""},
+            metadata=None,
+            stop_strings=None,
+            reward=reward,
+            terminated=True,
+            answer=None,
+        )
 
 
 class World:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.envs.rows import rows_of
+from rl_core.envs.answers import answers_of
 
 DOC = Path(__file__).parents[3] / "docs" / "writing-an-env.md"
 
@@ -26,10 +26,10 @@ def test_the_environment_of_the_docs_plays_to_the_end(blocks):
     exec(blocks[1], scope)
     env = scope["Guess"]({"turns": 2})
     logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": guess}] for guess in ("5", "7")]
-    rows = rows_of(env.step(logs, [{"answer": "7"}, {"answer": "7"}]), 2, what="guess")
-    assert [(r["reward"], r["terminated"], r["observation"]["content"]) for r in rows] == [
+    rows = answers_of(env.step(logs, [{"answer": "7"}, {"answer": "7"}]), 2, what="guess")
+    assert [(r.reward, r.terminated, r.observation["content"]) for r in rows] == [
         (0.0, False, "higher\n"),
         (1.0, True, ""),
     ]
-    rows = rows_of(env.step(logs[:1], [rows[0]["metadata"]]), 1, what="guess")
-    assert rows[0]["terminated"]
+    rows = answers_of(env.step(logs[:1], [rows[0].metadata]), 1, what="guess")
+    assert rows[0].terminated

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.envs.waiting import Suspects, WaitingRow, pop_batch
+from rl_core.messages.envs import EnvRow
 
 
 def waiting(loop, key="k", task=None, alone=False, open_=True):
-    row = WaitingRow(payload={}, key=key, task=task, alone=alone, answer=loop.create_future())
+    sent = EnvRow(key=key, messages=[], metadata=None, task_name=task)
+    row = WaitingRow(row=sent, alone=alone, answer=loop.create_future())
     if not open_:
         row.answer.cancel()
     return row
@@ -39,7 +41,7 @@ def test_batches_take_each_open_row_once_in_order_and_never_mix_tasks_or_suspect
     assert [row for batch in batches for row in batch] == [row for row in made if row.open]
     for batch in batches:
         assert len(batch) <= limit
-        assert len({row.task for row in batch}) == 1
+        assert len({row.row.task_name for row in batch}) == 1
         assert len(batch) == 1 or not any(row.alone for row in batch)
 
 
@@ -53,7 +55,7 @@ def verdicts(loop, suspects, event, times, key="k"):
     for _ in range(times):
         row = waiting(loop, key=key)
         getattr(suspects, event)(row, "it happened")
-        found.append(row.answer.result()["error"]["type"])
+        found.append(row.answer.result().type)
     return found
 
 

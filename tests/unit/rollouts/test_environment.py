@@ -13,6 +13,7 @@ from rl_core.api.errors import (
     RolloutTimeout,
     WorkerLost,
 )
+from rl_core.messages.envs import EnvAnswer, EnvFailure
 from rl_core.rollouts.base import RemoteEnvironment
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from rl_core.rollouts.scoring import one_reward
@@ -30,16 +31,9 @@ class Pods:
 
     @staticmethod
     def plain(row, **changes):
-        observation = {"role": "environment", "content": row["key"]}
-        return {
-            "observation": observation,
-            "metadata": row["metadata"],
-            "stop_strings": None,
-            "reward": 1.0,
-            "terminated": True,
-            "answer": None,
-            **changes,
-        }
+        observation = {"role": "environment", "content": row.key}
+        fields = {"metadata": row.metadata, "stop_strings": None, "reward": 1.0, "terminated": True, "answer": None}
+        return EnvAnswer(observation=observation, **fields | changes)
 
     def connect(self, address):
         pods = self
@@ -47,8 +41,8 @@ class Pods:
         class Client:
             async def call(self, method, rows, timeout=None):
                 assert method == "step_rows" and timeout
-                pods.send([row["key"] for row in rows])
-                pods.calls[address].append([row["key"] for row in rows])
+                pods.send([row.key for row in rows])
+                pods.calls[address].append([row.key for row in rows])
                 if pods.hold is not None:
                     await pods.hold.wait()
                 if pods.error is not None:
@@ -119,7 +113,7 @@ async def test_only_role_and_content_travel():
     seen = []
     pods = Pods("a", answer=lambda row: seen.append(row) or Pods.plain(row))
     await step(pods.environment(), "s")
-    assert seen[0]["messages"] == [{"role": "assistant", "content": "text"}]
+    assert seen[0].messages == [{"role": "assistant", "content": "text"}]
 
 
 async def test_new_samples_go_where_least_is_in_flight_and_stay_there():
@@ -197,7 +191,7 @@ async def test_rows_too_large_for_one_message_travel_apart_and_one_that_never_fi
 )
 async def test_rows_fail_apart_from_each_other(name, kind):
     def answer(row):
-        return {"error": {"type": name, "message": "why"}} if row["key"] == "bad" else Pods.plain(row)
+        return EnvFailure(type=name, message="why") if row.key == "bad" else Pods.plain(row)
 
     environment = Pods("a", answer=answer).environment()
     good, bad = await asyncio.gather(step(environment, "good"), step(environment, "bad"), return_exceptions=True)

@@ -8,7 +8,8 @@ import pytest
 from rl_core.api.errors import RolloutDataFailure
 from rl_core.api.records import EnvironmentReturn
 from rl_core.envs import base
-from rl_core.envs.rows import rows_of
+from rl_core.envs.answers import answers_of
+from rl_core.messages.envs import EnvAnswer
 
 GOOD = {
     "observations": [{"role": "environment", "content": "go on"}, {"role": "tool", "content": ""}],
@@ -25,31 +26,31 @@ def returned(**changes):
 
 
 def test_rows_hold_plain_values_in_order():
-    assert rows_of(returned(), 2, what="environment e") == [
-        {
-            "observation": {"role": "environment", "content": "go on"},
-            "metadata": {"turn": 1},
-            "stop_strings": None,
-            "reward": 0.5,
-            "terminated": False,
-            "answer": None,
-        },
-        {
-            "observation": {"role": "tool", "content": ""},
-            "metadata": None,
-            "stop_strings": None,
-            "reward": None,
-            "terminated": True,
-            "answer": None,
-        },
+    assert answers_of(returned(), 2, what="environment e") == [
+        EnvAnswer(
+            observation={"role": "environment", "content": "go on"},
+            metadata={"turn": 1},
+            stop_strings=None,
+            reward=0.5,
+            terminated=False,
+            answer=None,
+        ),
+        EnvAnswer(
+            observation={"role": "tool", "content": ""},
+            metadata=None,
+            stop_strings=None,
+            reward=None,
+            terminated=True,
+            answer=None,
+        ),
     ]
 
 
 def test_arrays_tuples_and_named_rewards_are_taken():
-    rows = rows_of(tuple(returned(rewards=np.array([1, 2]), terminateds=np.array([True, False]))), 2, what="e")
-    assert [(row["reward"], row["terminated"]) for row in rows] == [(1.0, True), (2.0, False)]
-    rows = rows_of(returned(rewards={"style": np.array([1, 2]), "right": [0, None]}), 2, what="e")
-    assert [row["reward"] for row in rows] == [{"style": 1.0, "right": 0.0}, {"style": 2.0, "right": None}]
+    rows = answers_of(tuple(returned(rewards=np.array([1, 2]), terminateds=np.array([True, False]))), 2, what="e")
+    assert [(row.reward, row.terminated) for row in rows] == [(1.0, True), (2.0, False)]
+    rows = answers_of(returned(rewards={"style": np.array([1, 2]), "right": [0, None]}), 2, what="e")
+    assert [row.reward for row in rows] == [{"style": 1.0, "right": 0.0}, {"style": 2.0, "right": None}]
 
 
 @pytest.mark.parametrize(
@@ -76,15 +77,15 @@ def test_arrays_tuples_and_named_rewards_are_taken():
 )
 def test_a_wrong_return_is_a_data_failure_naming_environment_field_and_row(result, text):
     with pytest.raises(RolloutDataFailure, match=text) as failure:
-        rows_of(result, 2, what="environment e")
+        answers_of(result, 2, what="environment e")
     assert str(failure.value).startswith("environment e")
 
 
 def test_flags_may_be_numbers_or_arrays_of_no_dimension():
     flags = [np.bool_(True), 0]
-    assert [row["terminated"] for row in rows_of(returned(terminateds=flags), 2, what="e")] == [True, False]
+    assert [row.terminated for row in answers_of(returned(terminateds=flags), 2, what="e")] == [True, False]
     flags = [np.array(False), 1.0]
-    assert [row["terminated"] for row in rows_of(returned(terminateds=flags), 2, what="e")] == [False, True]
+    assert [row.terminated for row in answers_of(returned(terminateds=flags), 2, what="e")] == [False, True]
 
 
 def test_arrays_are_numpy_without_torch_and_tensors_with_it(monkeypatch):

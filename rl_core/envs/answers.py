@@ -1,23 +1,22 @@
-"""Rows of the env workers' RPC from what an environment returned, as plain values.
-
-A row: {observation: {role, content}, metadata, stop_strings, reward, terminated, answer}; `reward` is a number, a dict
-name -> number, or None (not applicable). A row with a dict has `reward_weights` too, where the environment has them.
-"""
+"""The answers of the env workers' RPC from what an environment returned, in columns, by row and checked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.api.errors import RolloutDataFailure, shown
 from rl_core.envs.scores import check_scores
+from rl_core.messages.envs import EnvAnswer
 
 FIELDS = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
-Row = dict[str, Any]
 
 
-def rows_of(result: Any, rows: int, *, what: str) -> list[Row]:
-    """Return `rows` rows of an EnvironmentReturn (or a tuple of its six fields).
+def answers_of(
+    result: Any, rows: int, *, what: str, reward_weights: Mapping[str, float] | None = None
+) -> list[EnvAnswer]:
+    """Return the answers to `rows` rows from an EnvironmentReturn (or a tuple of its six fields).
 
-    Raises RolloutDataFailure naming `what`, the field and the row where a length, a type or a number is wrong.
+    `reward_weights` go with rewards by name. Raises RolloutDataFailure naming `what`, the field and the row where a
+    length, a type or a number is wrong.
     """
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
     columns: dict[str, list[Any]] = {
@@ -38,17 +37,10 @@ def rows_of(result: Any, rows: int, *, what: str) -> list[Row]:
         ],
         "answer": _column(answers, rows, "answers", what, optional=True),
     }
-    return [{name: column[row] for name, column in columns.items()} for row in range(rows)]
-
-
-def with_weights(rows: list[Row], weights: Mapping[str, float] | None) -> list[Row]:
-    """Return `rows`, those with rewards by name together with the environment's `weights` to sum them with."""
-    if weights is not None:
-        plain = {str(name): float(weight) for name, weight in weights.items()}
-        for row in rows:
-            if isinstance(row["reward"], Mapping):
-                row["reward_weights"] = plain
-    return rows
+    if reward_weights is not None:
+        weights = {str(name): float(weight) for name, weight in reward_weights.items()}
+        columns["reward_weights"] = [weights if isinstance(reward, dict) else None for reward in columns["reward"]]
+    return [EnvAnswer(**{name: column[row] for name, column in columns.items()}) for row in range(rows)]
 
 
 def _fields(result: Any, what: str) -> Sequence[Any]:

@@ -1,0 +1,35 @@
+"""What builds a job's environment in a child process, from `spec.env`."""
+
+from rl_core.api.base import Spec
+from rl_core.api.roles import EnvSpec
+from rl_core.envs.base import parse_config
+from rl_core.messages.envs import EnvSource
+
+
+class LimitsSpec(Spec):
+    """`env.options.limits`, for every type of environment."""
+
+    memory_bytes: int | None = None
+    """Address space of one process; beyond it user code gets MemoryError. null = unlimited."""
+    cpu_seconds: int | None = None
+    """CPU time of one step; beyond it the process is killed. null = only the deadline on the clock."""
+
+
+def env_source(
+    spec: EnvSpec, *, seed: int = 0, extensions: list[str] | None = None, search_path: list[str] | None = None
+) -> EnvSource:
+    """Return the source of a job's `spec.env`. Raises ConfigError for bad `limits`."""
+    options = dict(spec.options)
+    limits = parse_config(LimitsSpec, options.pop("limits", None), where="env.options.limits")
+    if spec.reward is not None:
+        options["reward"] = spec.reward
+    return EnvSource(
+        type=spec.type,
+        label=f"reward {spec.reward}" if spec.reward is not None else f"environment {spec.type}",
+        options=options,
+        memory_bytes=limits.memory_bytes,
+        cpu_seconds=limits.cpu_seconds,
+        seed=seed,
+        extensions=list(extensions or ()),
+        search_path=[str(folder) for folder in search_path or ()],
+    )

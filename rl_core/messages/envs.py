@@ -1,0 +1,82 @@
+"""An environment's step between rollout, env worker and the worker's child processes.
+
+rollout -> env worker   step_rows([EnvRow]) -> [EnvAnswer | EnvFailure], one per row, in order
+env worker -> child     EnvSource, answered by EnvReady or EnvFailure; then [EnvRow], answered by [EnvAnswer] or one EnvFailure
+
+The messages, metadata, options and answers inside are the user's own and stay plain values.
+"""
+
+from typing import Any
+
+from rl_core.messages.registry import record
+
+
+@record
+class EnvRow:
+    """One sample that the environment is to answer."""
+
+    key: str
+    """Sample id: rows of a key go to the process that served it before. "" = the row belongs to no sample."""
+    messages: list[dict[str, str]]
+    """The message log so far, {role, content} each."""
+    metadata: dict[str, Any] | None
+    """The environment's own state of the episode, or the sample's columns at its first step."""
+    task_name: str | None
+    """Rows of different tasks are never scored in one call of user code."""
+
+
+@record
+class EnvAnswer:
+    """What the environment said to one row."""
+
+    observation: dict[str, str]
+    """The message that goes on the log, {role, content}."""
+    metadata: dict[str, Any] | None
+    stop_strings: list[str] | None
+    """Stops of the next turn; None = the task's."""
+    reward: float | dict[str, float | None] | None
+    """A number, or numbers by name; None = not applicable, which masks the sample."""
+    terminated: bool
+    """Whether the episode is over."""
+    answer: Any
+    """What the environment read out of the completion, for logs."""
+    reward_weights: dict[str, float] | None = None
+    """Weights to sum rewards by name with, where the environment has them."""
+
+
+@record
+class EnvFailure:
+    """Why a row, a call or the building of an environment failed."""
+
+    type: str
+    """Name of a class of `rl_core.api.errors`."""
+    message: str
+
+
+@record
+class EnvSource:
+    """What a child process needs to build the environment."""
+
+    type: str
+    """Registered name or `module:Class`."""
+    label: str
+    """How errors call it: `reward score:fn`, `environment math`."""
+    options: dict[str, Any]
+    """`env.options` without `limits`, checked by the environment's own model."""
+    memory_bytes: int | None
+    """Address space of the process; None = unlimited."""
+    cpu_seconds: int | None
+    """CPU time of one step; None = unlimited."""
+    seed: int
+    """Given to the environment's `seed` after it is built."""
+    extensions: list[str]
+    """`spec.extensions`."""
+    search_path: list[str]
+    """Folders put in front of `sys.path`: where user code lies."""
+
+
+@record
+class EnvReady:
+    """The child has built its environment."""
+
+    pid: int
