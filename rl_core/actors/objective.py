@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from rl_core.algorithms.aggregation import LossNormalizers, aggregate
-from rl_core.algorithms.binding import option_names
 from rl_core.algorithms.kl import kl_loss
 from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
-from rl_core.algorithms.registry import resolve
+from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import ConfigError
 

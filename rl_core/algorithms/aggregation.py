@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_bool, require_choice, require_same_shape
+from rl_core.algorithms.arguments import require_bool, require_choice, require_same_shape
 from rl_core.algorithms.stats import Stat, finish_stats, merge_stats
 
 __all__ = [

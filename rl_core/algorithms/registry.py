@@ -1,14 +1,18 @@
 """Names of advantages, losses and rewards, and the functions behind them. Imports no torch.
 
-Built-ins are held as `module:attribute` text and imported when first resolved. Users add their own with `register`, or
-write `package.module:function` where a job asks for a name. Calling conventions by kind:
+Built-ins are held as `module:function` text and imported when first resolved; a built-in estimator or loss is a plain function
+of tensors, whose parameters are filled from the fields of the inputs that have their name. Users add their own with `register`,
+or write `package.module:function` where a job asks for a name. Calling conventions by kind:
 
 - advantage: `fn(inputs: AdvantageInputs, **options) -> AdvantageResult`
 - loss: `fn(inputs: LossInputs, **options) -> LossResult`
 - reward: `fn(prompts, completions, **columns) -> list[float | None]`
 """
 
-from collections.abc import Callable, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -17,35 +21,52 @@ from rl_core.api.user_code import import_reference
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ADVANTAGES = "rl_core.algorithms.advantages.registered"
-_LOSSES = "rl_core.algorithms.losses.registered"
-_REWARDS = "rl_core.algorithms.rewards"
+INPUTS = {
+    "advantage": "rl_core.algorithms.advantages.types:AdvantageInputs",
+    "loss": "rl_core.algorithms.losses.types:LossInputs",
+}
+"""Kind -> the dataclass its functions are called with; a kind that is not here is called as its functions are written."""
 
-_BUILTIN: dict[str, dict[str, str]] = {
+
+@dataclass(frozen=True, slots=True)
+class _Builtin:
+    """A plain function below `rl_core.algorithms` and how it is called with inputs."""
+
+    path: str
+    """`module:function`."""
+    fixed: tuple[tuple[str, Any], ...] = ()
+    """Parameters that the name sets for good."""
+    nullable: frozenset[str] = frozenset()
+    """Parameters without a default that may be None in the inputs."""
+
+
+_BUILTIN: dict[str, dict[str, _Builtin]] = {
     "advantage": {
-        "grpo": f"{_ADVANTAGES}:grpo",
-        "dr_grpo": f"{_ADVANTAGES}:dr_grpo",
-        "rloo": f"{_ADVANTAGES}:rloo",
-        "reinforce_plus_plus": f"{_ADVANTAGES}:reinforce_plus_plus",
-        "reinforce_plus_plus_baseline": f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
-        "gae": f"{_ADVANTAGES}:gae",
-        "embodied_gae": f"{_ADVANTAGES}:embodied_gae",
-        "gdpo": f"{_ADVANTAGES}:gdpo",
-        "opd": f"{_ADVANTAGES}:opd",
-        "raw": f"{_ADVANTAGES}:raw",
+        "grpo": _Builtin("advantages.group_relative:grpo_advantages"),
+        "dr_grpo": _Builtin("advantages.group_relative:grpo_advantages", fixed=(("scale", "none"),)),
+        "rloo": _Builtin("advantages.group_relative:rloo_advantages"),
+        "raw": _Builtin("advantages.group_relative:raw_advantages"),
+        "reinforce_plus_plus": _Builtin("advantages.reinforce:reinforce_plus_plus_advantages"),
+        "reinforce_plus_plus_baseline": _Builtin(
+            "advantages.reinforce:reinforce_plus_plus_advantages", fixed=(("baseline", "group_mean"),)
+        ),
+        "gae": _Builtin("advantages.gae:gae_advantages", nullable=frozenset({"values"})),
+        "embodied_gae": _Builtin("advantages.embodied:embodied_gae_advantages"),
+        "gdpo": _Builtin("advantages.gdpo:gdpo_advantages"),
+        "opd": _Builtin("advantages.distillation:opd_advantages"),
     },
     "loss": {
-        "ppo_clip": f"{_LOSSES}:ppo_clip",
-        "cispo": f"{_LOSSES}:cispo",
-        "gspo": f"{_LOSSES}:gspo",
-        "reinforce": f"{_LOSSES}:reinforce",
-        "decoupled_ppo": f"{_LOSSES}:decoupled_ppo",
-        "opd": f"{_LOSSES}:reinforce",
+        "ppo_clip": _Builtin("losses.policy:ppo_clip_loss"),
+        "cispo": _Builtin("losses.policy:cispo_loss"),
+        "gspo": _Builtin("losses.policy:gspo_loss"),
+        "reinforce": _Builtin("losses.policy:reinforce_loss"),
+        "opd": _Builtin("losses.policy:reinforce_loss"),
+        "decoupled_ppo": _Builtin("losses.decoupled:decoupled_ppo_loss"),
     },
     "reward": {
-        "math": f"{_REWARDS}:math_rewards",
-        "exact": f"{_REWARDS}:exact_rewards",
-        "format": f"{_REWARDS}:format_rewards",
+        "math": _Builtin("rewards:math_rewards"),
+        "exact": _Builtin("rewards:exact_rewards"),
+        "format": _Builtin("rewards:format_rewards"),
     },
 }
 _BUILTIN_ALIASES: dict[str, dict[str, str]] = {
@@ -54,7 +75,7 @@ _BUILTIN_ALIASES: dict[str, dict[str, str]] = {
     "reward": {},
 }
 
-_known: dict[str, dict[str, str | Callable[..., Any]]] = {kind: dict(found) for kind, found in _BUILTIN.items()}
+_known: dict[str, dict[str, _Builtin | Callable[..., Any]]] = {kind: dict(found) for kind, found in _BUILTIN.items()}
 _aliases: dict[str, dict[str, str]] = {kind: dict(found) for kind, found in _BUILTIN_ALIASES.items()}
 
 
@@ -97,10 +118,12 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     if canonical not in table:
         raise ValueError(f"{kind} must be one of {', '.join(names(kind))} or a 'package.module:function', got {name!r}")
     found = table[canonical]
-    if isinstance(found, str):
-        module, attribute = found.split(":")
-        found = table[canonical] = getattr(import_module(module), attribute)
-    return found
+    return _load(kind, found) if isinstance(found, _Builtin) else found
+
+
+def builtin(kind: str, name: str) -> Callable[..., Any]:
+    """Return the built-in function `name`, also where a registered one has taken its name. Raises KeyError for any other."""
+    return _load(kind, _BUILTIN[kind][name])
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -108,7 +131,71 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(sorted(_table(kind)))
 
 
-def _table(kind: str) -> dict[str, str | Callable[..., Any]]:
+def option_names(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Return the option names of a resolved function of inputs, and whether it takes any further ones."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in named), anything
+
+
+def require_options(kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the options that the resolved `function` does not take."""
+    accepted, anything = option_names(function)
+    unknown = sorted(set(options) - accepted)
+    if unknown and not anything:
+        known = ", ".join(sorted(accepted)) or "none"
+        raise ValueError(f"{kind} {name!r} must get known options ({known}), got {', '.join(unknown)}; remove them")
+
+
+@functools.cache
+def _load(kind: str, builtin: _Builtin) -> Callable[..., Any]:
+    """Return a built-in function in the convention of its kind, the same object each time."""
+    function: Callable[..., Any] = _import(f"rl_core.algorithms.{builtin.path}")
+    if kind not in INPUTS:
+        return function
+    return _of_inputs(function, _import(INPUTS[kind]), fixed=dict(builtin.fixed), nullable=builtin.nullable)
+
+
+def _import(path: str) -> Any:
+    module, attribute = path.split(":")
+    return getattr(import_module(module), attribute)
+
+
+def _of_inputs(
+    function: Callable[..., Any], inputs_type: type, *, fixed: Mapping[str, Any], nullable: frozenset[str]
+) -> Callable[..., Any]:
+    """Return `function` as `fn(inputs, **options)`.
+
+    Parameters named like a field of the dataclass `inputs_type` are filled from it, those in `fixed` are set for good
+    and the others stay options. A field that `function` needs (no default, not in `nullable`) and that is None in
+    `inputs` is a ValueError naming it.
+    """
+    parameters = inspect.signature(function).parameters
+    filled = [field.name for field in fields(inputs_type) if field.name in parameters and field.name not in fixed]
+    needed = {name for name in filled if parameters[name].default is inspect.Parameter.empty} - nullable
+
+    @functools.wraps(function)
+    def of_inputs(inputs: Any, **options: Any) -> Any:
+        given = {name: getattr(inputs, name) for name in filled}
+        missing = sorted(name for name in needed if given[name] is None)
+        if missing:
+            raise ValueError(
+                f"{function.__name__} needs {', '.join(missing)} in {inputs_type.__name__}, got None; fill it"
+            )
+        return function(**given, **fixed, **options)
+
+    options = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        if name not in filled and name not in fixed
+    ]
+    first = inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=inputs_type)
+    of_inputs.__signature__ = inspect.Signature([first, *options])  # type: ignore[attr-defined]
+    return of_inputs
+
+
+def _table(kind: str) -> dict[str, _Builtin | Callable[..., Any]]:
     if kind not in _known:
         raise ValueError(f"kind must be one of {', '.join(sorted(_known))}, got {kind!r}")
     return _known[kind]

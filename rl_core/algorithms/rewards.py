@@ -112,7 +112,7 @@ def shape_overlong(
     `lengths` [B] are all trainable tokens of each completion. Beyond `max_length` the penalty goes on growing, up to
     `cap` when given. Source: Yu et al., "DAPO" (2025), section 3.4. Raises ValueError for buffer <= 0.
     """
-    from rl_core.algorithms.checks import require_same_shape  # torch stays out of env processes
+    from rl_core.algorithms.arguments import require_same_shape  # torch stays out of env processes
 
     if buffer <= 0:
         raise ValueError(f"buffer must be at least 1 token, got {buffer}")
@@ -129,7 +129,7 @@ def shape_stop_properly(rewards: Tensor, truncated: Tensor, *, coefficient: floa
 
     Negative rewards stay: shrinking them would reward truncation. ValueError for a coefficient outside [0, 1].
     """
-    from rl_core.algorithms.checks import require_bool, require_same_shape  # torch stays out of env processes
+    from rl_core.algorithms.arguments import require_bool, require_same_shape  # torch stays out of env processes
 
     if not 0 <= coefficient <= 1:
         raise ValueError(f"coefficient must be in [0, 1], got {coefficient}")

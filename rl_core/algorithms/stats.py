@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_choice
+from rl_core.algorithms.arguments import require_choice
 
 StatKind = Literal["mean", "sum", "max", "min"]
 _KINDS = ("mean", "sum", "max", "min")

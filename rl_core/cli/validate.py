@@ -152,7 +152,7 @@ def _bad_rows(field: str, read: Callable[..., object]) -> Iterator[str]:
 
 
 def _check_user_code(job: RLJob, search_path: Path) -> Iterator[str]:
-    from rl_core.algorithms.check import check_functions
+    from rl_core.algorithms.user_functions import check_functions
     from rl_core.envs.check import check_env
 
     yield from check_env(job.spec, search_path=str(search_path))

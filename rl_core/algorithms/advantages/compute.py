@@ -13,16 +13,18 @@ from rl_core.algorithms.advantages.groups import (
     reward_metrics,
     token_metrics,
 )
-from rl_core.algorithms.advantages.registered import SELF_WHITENING
 from rl_core.algorithms.advantages.types import AdvantageInputs, AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import clip_advantages, this_rank_alone
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
-from rl_core.algorithms.binding import option_names, require_options
-from rl_core.algorithms.checks import require_bool, require_rows
-from rl_core.algorithms.registry import resolve
+from rl_core.algorithms.arguments import require_bool, require_rows
+from rl_core.algorithms.registry import builtin, option_names, require_options, resolve
 from rl_core.algorithms.stats import Stat
 from rl_core.api.errors import ConfigError, DataError
 
+SELF_WHITENING = frozenset(
+    builtin("advantage", name) for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+)
+"""Estimators that whiten themselves; whitening their result again would be a second time."""
 TOKEN_METRICS = frozenset(f"{name}/{kind}" for name in ("advantages", "returns") for kind in ("mean", "max", "min"))
 """Made here for every estimator, over what trains."""
 

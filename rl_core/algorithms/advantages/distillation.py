@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.types import AdvantageResult
-from rl_core.algorithms.checks import require_bool, require_float32, require_same_shape
+from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 
 
 def opd_advantages(teacher_log_probs: Tensor, log_probs: Tensor, mask: Tensor) -> AdvantageResult:

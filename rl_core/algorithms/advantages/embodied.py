@@ -10,7 +10,7 @@ from rl_core.algorithms.advantages.gae import check_discounts
 from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.recurrence import decayed_suffix_sums
 from rl_core.algorithms.advantages.types import AdvantageResult
-from rl_core.algorithms.checks import require_bool, require_choice, require_float32
+from rl_core.algorithms.arguments import require_bool, require_choice, require_float32
 
 LEVELS = ("chunk", "action")
 LOG_PROB_LEVELS = ("token", "action", "chunk")

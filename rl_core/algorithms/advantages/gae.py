@@ -6,7 +6,7 @@ from torch import Tensor
 from rl_core.algorithms.advantages.groups import token_metrics
 from rl_core.algorithms.advantages.recurrence import decayed_suffix_sums, next_trainable
 from rl_core.algorithms.advantages.types import AdvantageResult
-from rl_core.algorithms.checks import require_float32, require_rows, require_same_shape, require_token_mask
+from rl_core.algorithms.arguments import require_float32, require_rows, require_same_shape, require_token_mask
 
 
 def gae_advantages(

@@ -9,7 +9,7 @@ from rl_core.algorithms.advantages.group_relative import grpo_advantages, spread
 from rl_core.algorithms.advantages.groups import per_row, token_metrics
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten
-from rl_core.algorithms.checks import require_bool, require_rows
+from rl_core.algorithms.arguments import require_bool, require_rows
 from rl_core.algorithms.stats import Stat
 
 _GROUP_METRICS = ("groups/total", "groups/degenerate", "rows/total", "rows/invalid")

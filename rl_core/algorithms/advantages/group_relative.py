@@ -13,7 +13,7 @@ from rl_core.algorithms.advantages.groups import (
     token_metrics,
 )
 from rl_core.algorithms.advantages.types import AdvantageResult
-from rl_core.algorithms.checks import require_bool, require_choice, require_rows
+from rl_core.algorithms.arguments import require_bool, require_choice, require_rows
 
 BASELINES = ("group_mean", "leave_one_out")
 SCALES = ("group_std", "none")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_bool, require_int64, require_rows
+from rl_core.algorithms.arguments import require_bool, require_int64, require_rows
 from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat, sum_stat
 
 

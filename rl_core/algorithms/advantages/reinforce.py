@@ -16,7 +16,7 @@ from rl_core.algorithms.advantages.groups import (
 )
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
-from rl_core.algorithms.checks import require_choice, require_rows, require_same_shape, require_token_mask
+from rl_core.algorithms.arguments import require_choice, require_rows, require_same_shape, require_token_mask
 from rl_core.algorithms.kl import kl_penalty
 from rl_core.algorithms.stats import Stat, mean_stat
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.advantages.types import Reduce
-from rl_core.algorithms.checks import require_bool, require_float32, require_same_shape
+from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 
 _SMALLEST_VARIANCE = 1e-8
 

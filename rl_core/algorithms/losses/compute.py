@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from rl_core.algorithms.binding import require_options
 from rl_core.algorithms.losses.types import LossInputs, LossResult
-from rl_core.algorithms.registry import resolve
+from rl_core.algorithms.registry import require_options, resolve
 from rl_core.api.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.aggregation import LossNormalizers
-from rl_core.algorithms.checks import require_same_shape
+from rl_core.algorithms.arguments import require_same_shape
 from rl_core.algorithms.losses.ratio import (
     check_clip,
     clamp_log_ratio,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_bool, require_choice, require_float32, require_same_shape
+from rl_core.algorithms.arguments import require_bool, require_choice, require_float32, require_same_shape
 from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat, sum_stat
 
 DEFAULT_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_core.algorithms.checks import require_bool, require_float32, require_same_shape
+from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
 from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat
 
 

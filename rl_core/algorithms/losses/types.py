@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.aggregation import LossNormalizers, aggregate
-from rl_core.algorithms.checks import require_float32, require_same_shape
+from rl_core.algorithms.arguments import require_float32, require_same_shape
 from rl_core.algorithms.stats import Stat
 
 

@@ -8,7 +8,7 @@ import torch
 from rl_core.algorithms import Stat, compute_advantages, names, register, resolve
 from rl_core.algorithms import registry as registry_module
 from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
-from rl_core.algorithms.advantages.registered import SELF_WHITENING
+from rl_core.algorithms.advantages.compute import SELF_WHITENING
 from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
 from rl_core.api.algorithm import (
     ADVANTAGE_ALIASES,
@@ -109,6 +109,15 @@ def test_registered_function_is_called_under_its_name_and_aliases():
     assert compute_advantages("half", inputs, factor=2.0).advantages.tolist() == [[4.0, 4.0]]
     with pytest.raises(ValueError, match="got volume"):
         compute_advantages("half", inputs, volume=11)
+
+
+def test_a_function_that_takes_the_name_of_a_whitening_estimator_is_whitened_when_asked():
+    @register("advantage", "gdpo", overwrite=True)
+    def mine(inputs):
+        return AdvantageResult(inputs.mask.float() * torch.tensor([1.0, 3.0]))
+
+    found = compute_advantages("gdpo", AdvantageInputs(mask=MASK), whiten=True).advantages
+    assert found.sum().abs() < 1e-6 and found.std() > 0.5
 
 
 def test_taken_name_needs_overwrite():

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from rl_core.algorithms.binding import option_names
-from rl_core.algorithms.registry import resolve
+from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
 
 SECONDS = 120.0

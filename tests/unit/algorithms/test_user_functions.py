@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_core.algorithms.check import check_functions
+from rl_core.algorithms.user_functions import check_functions
 from rl_core.api.algorithm import AlgorithmSpec
 
 CODE = """
