@@ -208,8 +208,7 @@ class Actor(Worker, ABC):
         columns, started = prepared.columns(), time.perf_counter()
         number = self.global_step + 1 if step is None else step
         batch, report = prepared.batch, StepReport(self.counts)
-        # The deviation over a rank's own rows does not add up to the step's; the runner reports that of all rewards.
-        report.add({name: stat for name, stat in prepared.metrics.items() if name != "rewards/std"})
+        report.add(prepared.metrics)
         try:
             with self.ranks.guard("training"):
                 texts, groups, lengths = batch.group_texts, batch.group_ids.tolist(), batch.lengths.tolist()

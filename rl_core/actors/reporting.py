@@ -9,7 +9,7 @@ import torch
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.algorithms.stats import Stat, finish_stats, merge_stats, read_scalars
+from rl_core.algorithms.stats import Stat, finish_stats, merge_stats, read_stats
 from rl_core.api.errors import ConfigError
 
 UNPREFIXED = ("perf/", "time/")
@@ -104,14 +104,8 @@ class StepReport:
 def _over_ranks(ranks: Ranks, stats: dict[str, Stat]) -> dict[str, Stat]:
     if ranks.size == 1:
         return stats
-    # Those of rewards and advantages lie on the CPU, those of the loss on the rank's device.
-    totals, counts = (read_scalars([getattr(stat, part) for stat in stats.values()]) for part in ("total", "count"))
-    held = {
-        name: [stat.kind, total, count]
-        for (name, stat), total, count in zip(stats.items(), totals, counts, strict=True)
-    }
     parts = [
         {name: Stat(kind, *torch.tensor(numbers, dtype=torch.float64)) for name, (kind, *numbers) in part.items()}
-        for part in ranks.gather(held)
+        for part in ranks.gather(read_stats(stats))
     ]
     return merge_stats(parts)

@@ -3,17 +3,18 @@
 Every loss and advantage reports Stats; the actor merges them over micro-batches, then ranks, and forms ratios last.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_choice
 
-StatKind = Literal["mean", "sum", "max", "min"]
-_KINDS = ("mean", "sum", "max", "min")
+StatKind = Literal["mean", "std", "sum", "max", "min"]
+_KINDS = ("mean", "std", "sum", "max", "min")
 EXTREMES = ("max", "min")
 """Kinds that mean nothing without data."""
 
@@ -23,10 +24,12 @@ class Stat:
     """One metric: `float(stat)` finishes it. `total` and `count` are kept as float64 0-d tensors without gradient."""
 
     kind: StatKind
-    """mean = total / count; sum, max and min = total."""
+    """mean = total / count; std = the sample deviation; sum, max and min = total."""
     total: Tensor
     count: Tensor
     """How many values went in; a max or min of none is dropped when merged."""
+    squares: Tensor | None = None
+    """Sum of the squared values; of kind std only."""
 
     def __post_init__(self) -> None:
         require_choice("Stat.kind", self.kind, _KINDS)
@@ -34,9 +37,16 @@ class Stat:
         count = torch.as_tensor(self.count, dtype=torch.float64, device=total.device).detach().reshape(())
         object.__setattr__(self, "total", total)
         object.__setattr__(self, "count", count)
+        if self.squares is not None:
+            squares = torch.as_tensor(self.squares, dtype=torch.float64, device=total.device).detach().reshape(())
+            object.__setattr__(self, "squares", squares)
 
     def __float__(self) -> float:
-        return _finish(self.kind, float(self.total), float(self.count))
+        return _finish(self.kind, *(float(part) for part in self.parts()))
+
+    def parts(self) -> list[Tensor]:
+        """Return total, count and, where there are any, squares: what the other end makes `Stat(kind, *parts)` of."""
+        return [self.total, self.count] if self.squares is None else [self.total, self.count, self.squares]
 
 
 def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
@@ -54,14 +64,17 @@ def merge_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
 
 def finish_stats(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Return the finished numbers by name, with one transfer per device; a max or min without data is left out."""
-    totals = read_scalars([stat.total for stat in stats.values()])
-    counts = read_scalars([stat.count for stat in stats.values()])
-    finished = zip(stats.items(), totals, counts, strict=True)
     return {
-        name: _finish(stat.kind, total, count)
-        for (name, stat), total, count in finished
-        if count > 0 or stat.kind not in EXTREMES
+        name: _finish(kind, *parts)
+        for name, (kind, *parts) in read_stats(stats).items()
+        if parts[1] > 0 or kind not in EXTREMES
     }
+
+
+def read_stats(stats: Mapping[str, Stat]) -> dict[str, tuple[Any, ...]]:
+    """Return name -> (kind, total, count[, squares]) as numbers, with one transfer per device."""
+    numbers = iter(read_scalars([part for stat in stats.values() for part in stat.parts()]))
+    return {name: (stat.kind, *(next(numbers) for _ in stat.parts())) for name, stat in stats.items()}
 
 
 def read_scalars(scalars: list[Tensor]) -> list[float]:
@@ -78,6 +91,12 @@ def mean_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat
     """Return the mean of `values` where `mask`; `count` is the number of true entries, when it is known already."""
     total = torch.where(mask, values.detach(), 0).sum(dtype=torch.float64)
     return Stat("mean", total, mask.sum() if count is None else count)
+
+
+def std_stat(values: Tensor, mask: Tensor, count: Tensor | None = None) -> Stat:
+    """Return the sample deviation of `values` where `mask`, exact over any number of parts; 0 for a single value."""
+    kept = torch.where(mask, values.detach(), 0).double()
+    return Stat("std", kept.sum(), mask.sum() if count is None else count, kept.square().sum())
 
 
 def sum_stat(total: Tensor | float) -> Stat:
@@ -106,9 +125,11 @@ def extreme_stats(
     return {f"{prefix}{kind}": extreme_stat(kind, values, mask) for kind in kinds}  # type: ignore[arg-type]
 
 
-def _finish(kind: str, total: float, count: float) -> float:
+def _finish(kind: str, total: float, count: float, squares: float = 0.0) -> float:
     if kind == "mean":
         return total / count if count else 0.0
+    if kind == "std":
+        return math.sqrt(max(squares - total * total / max(count, 1.0), 0.0) / max(count - 1.0, 1.0))
     return total
 
 
@@ -120,9 +141,11 @@ def _merge(name: str, stats: list[Stat]) -> Stat:
     if len(stats) == 1:
         return stats[0]
     device = stats[0].total.device
-    totals = torch.stack([stat.total.to(device) for stat in stats])
+    totals, *sums = (
+        torch.stack([part.to(device) for part in parts]) for parts in zip(*(s.parts() for s in stats), strict=True)
+    )
     total = totals.max() if kind == "max" else totals.min() if kind == "min" else totals.sum()
-    return Stat(kind, total, torch.stack([stat.count.to(device) for stat in stats]).sum())
+    return Stat(kind, total, *(part.sum() for part in sums))
 
 
 def _without_empty_extremes(stats: dict[str, Stat]) -> dict[str, Stat]:

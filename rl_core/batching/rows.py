@@ -36,7 +36,7 @@ def read_row(log: Sequence[Mapping[str, Any]], record: PromptGroupRecord, *, nam
     """Return the concatenated tokens of `log`, a completion of `record`; `name` is for errors.
 
     Token fields may be torch tensors, numpy arrays or lists. Raises DataError when a message lacks `token_ids`, a field does
-    not have one entry per token, or the log is shorter than the prompt.
+    not have one entry per token, versions do not cover all tokens, or the log is shorter than the prompt.
     """
     prompt_length = sum(len(_field(message, "token_ids", f"the prompt of {name}")) for message in record.prompt)
     parts = [_read_message(message, record, f"sample {name}, message {index}") for index, message in enumerate(log)]
@@ -71,10 +71,25 @@ def _read_message(message: Mapping[str, Any], record: PromptGroupRecord, where: 
     mask = np.ones(count, np.bool_)
     if message.get("token_loss_mask") is not None:
         mask = _per_token(message["token_loss_mask"], count, np.float32, "token_loss_mask", where) != 0
-    versions = np.full(count, record.start_version, np.int64)
-    for start, end, version in message.get("policy_versions") or ():
-        versions[start:end] = version
+    versions = _versions(message, count, record.start_version, where)
     return token_ids, mask, np.where(mask, log_probs, np.float32(0)), np.where(mask, versions, -1)
+
+
+def _versions(message: Mapping[str, Any], count: int, default: int, where: str) -> NDArray[np.int64]:
+    """Return the policy version of each of `count` tokens; a message without ranges is of version `default`."""
+    ranges = message.get("policy_versions")
+    if ranges is None:
+        return np.full(count, default, np.int64)
+    versions, covered = np.empty(count, np.int64), 0
+    for start, end, version in ranges:
+        if start != covered or not start <= end <= count:
+            break
+        versions[start:end], covered = version, end
+    if covered != count:
+        raise DataError(
+            f"{where}: policy_versions must cover its {count} tokens by ranges without gap or overlap, got {list(ranges)}"
+        )
+    return versions
 
 
 def _field(message: Mapping[str, Any], key: str, where: str) -> Any:

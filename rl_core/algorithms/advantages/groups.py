@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_int64, require_rows
-from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat, sum_stat
+from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat, std_stat, sum_stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,12 @@ def checked_group_ids(group_ids: Tensor) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor, valid: Tensor) -> dict[str, Stat]:
-    """Return `rewards/{mean,max,min,std}` over valid rows and `rows/{total,invalid}`.
-
-    `rewards/std` is the sample deviation; merged over ranks it is the row-weighted mean of theirs.
-    """
+    """Return `rewards/{mean,max,min,std}` over valid rows and `rows/{total,invalid}`."""
     count = valid.sum()
-    mean = torch.where(valid, rewards, 0).sum() / count.clamp(min=1)
-    squares = torch.where(valid, (rewards - mean) ** 2, 0).sum()
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
     return {
         "rewards/mean": mean_stat(rewards, valid, count),
         **extreme_stats(rewards, valid, prefix="rewards/"),
-        "rewards/std": Stat("mean", std * count, count),
+        "rewards/std": std_stat(rewards, valid, count),
         "rows/total": sum_stat(rewards.shape[0]),
         "rows/invalid": sum_stat((~valid).sum()),
     }

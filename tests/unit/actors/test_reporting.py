@@ -1,5 +1,6 @@
 """A step's report: what lies on several devices becomes one number over ranks, and a bound nobody can check is refused."""
 
+import statistics
 from dataclasses import dataclass
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from rl_core.actors.reporting import StepReport
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.algorithms.stats import Stat
+from rl_core.algorithms.stats import Stat, read_stats, std_stat
 from rl_core.api.errors import ConfigError
 
 
@@ -56,6 +57,20 @@ def test_statistics_of_several_devices_are_summed_over_ranks():
     metrics = report.finish(TwoAlike(), tokens=8, seconds=1.0)
     found = [metrics[f"actor/{name}"] for name in ("ratio_mean", "ratio_max", "rewards/mean", "rows/total")]
     assert found == [1.5, 3.0, 0.5, 4.0]
+
+
+def test_the_deviation_over_ranks_is_that_of_all_values_together():
+    class TwoRanks:
+        size = 2
+
+        def gather(self, structure):
+            other = read_stats({"rewards/std": std_stat(torch.tensor([4.0, 9.0]), torch.tensor([True, True]))})
+            return [structure, other]
+
+    report = StepReport(OptimizerCounts())
+    report.add({"rewards/std": std_stat(torch.tensor([0.0, 1.0, 7.0]), torch.tensor([True, True, False]))})
+    metrics = report.finish(TwoRanks(), tokens=8, seconds=1.0)
+    assert metrics["actor/rewards/std"] == pytest.approx(statistics.stdev([0.0, 1.0, 4.0, 9.0]))
 
 
 def test_counts_beyond_single_precision_are_counted_exactly():

@@ -152,3 +152,17 @@ def test_taken_rows_keep_their_order_and_codes():
     taken = batch.take([2, 0])
     assert taken.input_ids[:, 3].tolist() == [6, 4] and taken.group_ids.tolist() == [1, 0]
     assert taken.sample_ids == ["0-8_g0", "0-7_g0"] and len(taken) == 2 and taken.group_texts == batch.group_texts
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[], [(0, 1, 6)], [(0, 1, 6), (2, 3, 6)], [(0, 2, 6), (1, 3, 7)], [(0, 4, 6)]],
+    ids=["none", "short", "gap", "overlap", "beyond"],
+)
+def test_versions_that_do_not_cover_the_tokens_are_refused_not_guessed(ranges):
+    with pytest.raises(DataError, match="0-7_g0, message 1: policy_versions must cover its 3 tokens"):
+        collate([group([answer(4, 5, 6, policy_versions=ranges)], start_version=9)])
+
+
+def test_a_message_without_version_ranges_is_of_the_version_its_group_began_with():
+    assert collate([group([answer(4, 5)], start_version=9)]).versions.tolist() == [[-1, -1, -1, 9, 9]]
