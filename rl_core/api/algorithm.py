@@ -1,99 +1,42 @@
 """`spec.algorithm`: what is optimised, on how many prompts, and how samples are filtered."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import FUNCTION, Pattern, listed
+from rl_core.api.bounds import listed
+from rl_core.api.cel import Cel, literal
+from rl_core.api.loss import Aggregation, ImportanceSpec, LossSpec, one_of_or_function
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw")
 ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus"}
 """Other spellings a job may use -> the name."""
-LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce")
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Advantages that compare the samples of one prompt and therefore need at least two."""
 PER_TOKEN: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 """Advantages with rewards per token, which whiten by themselves."""
 
 
-IMPORTANCE_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}
-"""Mode -> (low, high) where a job writes none; those of rl_core.algorithms.losses.importance, which needs torch."""
-CLIP = (0.2, 0.2)
-CLIPS = {"gspo": (3e-4, 4e-4)}
-"""Loss -> (clipLow, clipHigh) where a job writes none, CLIP for the others; those of rl_core.algorithms.losses.policy."""
+NEEDING_RECOMPUTE = (
+    "((has(self.importance) ? ['importance'] : []) + (has(self.sequenceErrorThreshold) ? ['sequenceErrorThreshold'] : [])"
+    " + ($allowTruncatedSampling ? ['allowTruncatedSampling'] : []))"
+)
+RATIO_BOUNDS = "((has(self.maxPolicyRatio) ? ['maxPolicyRatio'] : []) + (has(self.maxPolicyKl) ? ['maxPolicyKl'] : []))"
+OF_TOKENS = (
+    f"$name in {literal(sorted([*PER_TOKEN, *(a for a, name in ADVANTAGE_ALIASES.items() if name in PER_TOKEN)]))}"
+)
+"""CEL lists of the fields given that need something, and CEL of whether the estimator has rewards per token."""
 
 
 def _named(name: Any) -> Any:
     return ADVANTAGE_ALIASES.get(name, name) if isinstance(name, str) else name
 
 
-def _one_of(*names: str) -> Pattern:
-    return Pattern(
-        regex=f"{'|'.join(map(re.escape, names))}|{FUNCTION}",
-        rule=f"one of {', '.join(names)} or a function of yours as module:function",
-        way_out="correct the name",
-    )
-
-
-AdvantageName = Annotated[str, Field(max_length=253), BeforeValidator(_named), _one_of(*ADVANTAGES, *ADVANTAGE_ALIASES)]
-LossName = Annotated[str, Field(max_length=253), _one_of(*LOSSES)]
-
-
-class LossSpec(Spec):
-    """The policy loss and what is added to it (algorithms.md 5, 6)."""
-
-    name: LossName = "ppo_clip"
-    """Loss from the registry, or a function of yours as `module:function`."""
-    clip_low: float | None = Field(None, ge=0, le=1)
-    """The ratio is clipped below at 1 - clipLow; null = 0.2, and 0.0003 for gspo, whose ratio is a mean over the row."""
-    clip_high: float | None = Field(None, ge=0)
-    """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO); null = 0.2, 0.0004 for gspo."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss for negative advantages (dual-clip PPO); null = off. With ppo_clip and functions of yours that take `dual_clip`."""
-    aggregation: Aggregation | None = None
-    """How token losses become one number; null = token-mean, or seq-mean-token-sum-norm for dr_grpo."""
-    kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of KL(policy || reference) in the loss; 0 = no reference model is held."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
-    """Estimator of the KL term."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        """Return (low, high), the loss's defaults where none was written."""
-        low, high = CLIPS.get(self.name, CLIP)
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
-
-    @rule
-    def _dual_clip_needs_ppo(self) -> Iterator[str]:
-        if self.dual_clip is not None and self.name != "ppo_clip" and ":" not in self.name:
-            yield (f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
-
-
-class ImportanceSpec(Spec):
-    """Correction of the difference between rollout and trainer log-probabilities (algorithms.md 7)."""
-
-    mode: Literal["tis", "icepop", "seq-mask"] = "tis"
-    """How weights outside [low, high] are treated."""
-    level: Literal["token", "sequence"] = "token"
-    """Whether a weight is per token or per sequence."""
-    low: float | None = Field(None, ge=0)
-    """Lower bound; null = the mode's default."""
-    high: float | None = Field(None, gt=0)
-    """Upper bound; null = the mode's default."""
-
-    @rule
-    def _bounds(self) -> Iterator[str]:
-        default_low, default_high = IMPORTANCE_BOUNDS[self.mode]
-        low = default_low if self.low is None else self.low
-        high = default_high if self.high is None else self.high
-        if low > high:
-            yield f"low must be at most high, got {low:g} and {high:g} (mode {self.mode}); lower low or raise high"
+AdvantageName = Annotated[
+    str, Field(max_length=253), BeforeValidator(_named), one_of_or_function(*ADVANTAGES, *ADVANTAGE_ALIASES)
+]
 
 
 class DynamicSamplingSpec(Spec):
@@ -104,7 +47,14 @@ class DynamicSamplingSpec(Spec):
     min_std: float = Field(0.0, ge=0)
     """A group trains only when the deviation of its raw rewards is above this; needs enabled."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$enabled || $minStd == 0.0",
+            refusal="minStd needs enabled: true, got minStd %s without it; set enabled or remove minStd",
+            values=("$minStd",),
+            field="minStd",
+        )
+    )
     def _bound_is_used(self) -> Iterator[str]:
         if self.min_std and not self.enabled:
             yield f"minStd needs enabled: true, got minStd {self.min_std:g} without it; set enabled or remove minStd"
@@ -126,12 +76,31 @@ class OverlongSpec(Spec):
     stop_properly_coefficient: float | None = Field(None, ge=0, le=1)
     """Factor on positive rewards of cut completions; null = off."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$filter || !$keepInBaseline",
+            refusal="keepInBaseline needs filter: true, got filter false; set filter or remove keepInBaseline",
+            field="keepInBaseline",
+        )
+    )
     def _baseline_is_used(self) -> Iterator[str]:
         if self.keep_in_baseline and not self.filter:
             yield "keepInBaseline needs filter: true, got filter false; set filter or remove keepInBaseline"
 
-    @rule
+    @rule(
+        Cel(
+            holds="has(self.buffer) || $penalty == 1.0",
+            refusal="penalty needs buffer, got penalty %s without one; set buffer or remove penalty",
+            values=("$penalty",),
+            field="penalty",
+        ),
+        Cel(
+            holds="has(self.buffer) || !has(self.penaltyCap)",
+            refusal="penaltyCap needs buffer, got penaltyCap %s without one; set buffer or remove penaltyCap",
+            values=("self.penaltyCap",),
+            field="penaltyCap",
+        ),
+    )
     def _penalty_is_used(self) -> Iterator[str]:
         if self.buffer is not None:
             return
@@ -153,7 +122,14 @@ class RewardScaleSpec(Spec):
     target_max: float = 1.0
     """Scaled reward at sourceMax."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="self.sourceMax > self.sourceMin",
+            refusal="sourceMax must be greater than sourceMin, got %s and %s; swap or widen them",
+            values=("self.sourceMin", "self.sourceMax"),
+            field="sourceMax",
+        )
+    )
     def _range(self) -> Iterator[str]:
         if self.source_max <= self.source_min:
             yield (
@@ -229,7 +205,20 @@ class AlgorithmSpec(Spec):
         """Return whether the reference policy's log-probabilities enter, in the loss or in the rewards."""
         return self.loss.kl_coefficient > 0 or self.reward_kl_coefficient > 0
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"$rewardKlCoefficient == 0.0 || {OF_TOKENS}",
+            refusal="rewardKlCoefficient needs rewards per token, got %s; use loss.klCoefficient or reinforce_plus_plus",
+            values=("$name",),
+            field="rewardKlCoefficient",
+        ),
+        Cel(
+            holds="$rewardKlCoefficient == 0.0 || $loss.klCoefficient == 0.0",
+            refusal="rewardKlCoefficient must be 0 beside loss.klCoefficient, which counts the same KL, got %s and %s; remove one",
+            values=("$rewardKlCoefficient", "$loss.klCoefficient"),
+            field="rewardKlCoefficient",
+        ),
+    )
     def _kl_once(self) -> Iterator[str]:
         if self.reward_kl_coefficient > 0 and self.name not in PER_TOKEN:
             yield f"rewardKlCoefficient needs rewards per token, got {self.name}; use loss.klCoefficient or reinforce_plus_plus"
@@ -239,26 +228,66 @@ class AlgorithmSpec(Spec):
                 f"{self.loss.kl_coefficient:g}; remove one"
             )
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"$groupSize >= 2 || !($name in {literal(sorted(GROUP_RELATIVE))})",
+            refusal=(
+                "groupSize must be at least 2 for the group-relative advantage %s, got %d"
+                "; raise groupSize or use reinforce_plus_plus"
+            ),
+            values=("$name", "$groupSize"),
+            field="groupSize",
+        )
+    )
     def _group_size(self) -> Iterator[str]:
         if self.group_size < 2 and self.name in GROUP_RELATIVE:
             yield (
                 f"groupSize must be at least 2 for the group-relative advantage {self.name}, got {self.group_size}; raise groupSize or use reinforce_plus_plus"
             )
 
-    @rule
+    @rule(
+        Cel(
+            holds="!$dynamicSampling.enabled || $groupSize >= 2",
+            refusal=(
+                "dynamicSampling needs groupSize of at least 2, as one reward cannot differ, got 1"
+                "; raise groupSize or disable it"
+            ),
+            field="groupSize",
+        )
+    )
     def _dynamic_sampling_compares(self) -> Iterator[str]:
         if self.dynamic_sampling.enabled and self.group_size == 1:
             yield "dynamicSampling needs groupSize of at least 2, as one reward cannot differ, got 1; raise groupSize or disable it"
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"$loss.name != 'reinforce' || {RATIO_BOUNDS}.size() == 0",
+            refusal="%s needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
+            values=(RATIO_BOUNDS,),
+            field="loss.name",
+        )
+    )
     def _bounds_on_the_ratio(self) -> Iterator[str]:
         bounds = {"maxPolicyRatio": self.max_policy_ratio, "maxPolicyKl": self.max_policy_kl}
         unheard = [field for field, bound in bounds.items() if bound is not None]
         if unheard and self.loss.name == "reinforce":
             yield f"{listed(unheard)} needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip"
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"$recomputeLogProbs || {NEEDING_RECOMPUTE}.size() == 0",
+            refusal="%s needs recomputeLogProbs: true, got false; set it or remove the field",
+            values=(f"{NEEDING_RECOMPUTE}",),
+            field="recomputeLogProbs",
+        ),
+        Cel(
+            holds="!($allowTruncatedSampling && has(self.importance))",
+            refusal=(
+                "importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling"
+            ),
+            field="importance",
+        ),
+    )
     def _recompute(self) -> Iterator[str]:
         needs = {
             "importance": self.importance is not None,
@@ -271,7 +300,14 @@ class AlgorithmSpec(Spec):
         if self.allow_truncated_sampling and self.importance is not None:
             yield ("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"!($whiten && {OF_TOKENS})",
+            refusal="whiten must be false for %s, which already whitens, got true; remove it",
+            values=("$name",),
+            field="whiten",
+        )
+    )
     def _whiten_once(self) -> Iterator[str]:
         if self.whiten and self.name in PER_TOKEN:
             yield (f"whiten must be false for {self.name}, which already whitens, got true; remove it")

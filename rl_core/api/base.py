@@ -1,7 +1,7 @@
 """The base of every schema class: camelCase in YAML, snake_case in Python, unknown fields are errors, frozen.
 
-Rules over several fields are generators marked `@rule`; all rules of a class are checked together, so that a user sees every
-broken one at once.
+Rules over several fields are generators marked `@rule` with the CEL that says the same on the API server; all rules of a class are
+checked together, so that a user sees every broken one at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,15 +10,24 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.alias_generators import to_camel
 
+from rl_core.api.cel import Cel
+
 Rule = TypeVar("Rule", bound=Callable[[Any], Iterator[str]])
 STRING_LIMIT = 4096
 """Longest string without a bound of its own, in characters."""
 
 
-def rule(function: Rule) -> Rule:
-    """Mark a method of a Spec that yields one message per violation (field, rule, value got, way out)."""
-    function.is_rule = True  # type: ignore[attr-defined]
-    return function
+def rule(*cel: Cel) -> Callable[[Rule], Rule]:
+    """Mark a method of a Spec that yields one message per violation (field, rule, value got, way out).
+
+    `cel`: one CEL rule per message, in the same words. Without any the class cannot be part of the CRD.
+    """
+
+    def mark(function: Rule) -> Rule:
+        function.cel = cel  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 class Spec(BaseModel):
@@ -46,6 +55,4 @@ class Spec(BaseModel):
 
 
 def _rules_of(cls: type[Spec]) -> list[Callable[[Any], Iterator[str]]]:
-    return [
-        member for base in reversed(cls.__mro__) for member in vars(base).values() if getattr(member, "is_rule", False)
-    ]
+    return [member for base in reversed(cls.__mro__) for member in vars(base).values() if hasattr(member, "cel")]

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import listed
+from rl_core.api.cel import Cel
 
 RoleName = Literal["actor", "rollout", "env"]
 RuleAction = Literal["RestartPod", "RestartRole", "RestartJob", "FailJob", "Ignore"]
@@ -38,12 +39,30 @@ class FailureRule(Spec):
     count_towards_limit: bool = True
     """Whether a restart counts towards maxRestarts (rollout and env pods: towards their back-off)."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$exitCodes.size() + $podConditions.size() + $reasons.size() > 0 || has(self.messagePattern)",
+            refusal=(
+                "a rule must have one of exitCodes, podConditions, reasons, messagePattern, got 0"
+                "; give one, or remove the rule"
+            ),
+        )
+    )
     def _matches_something(self) -> Iterator[str]:
         if not (self.exit_codes or self.pod_conditions or self.reasons or self.message_pattern):
             yield "a rule must have one of exitCodes, podConditions, reasons, messagePattern, got 0; give one, or remove the rule"
 
-    @rule
+    @rule(
+        Cel(
+            holds="!(self.action in ['RestartPod', 'Ignore']) || ($roles.size() > 0 && !('actor' in $roles))",
+            refusal=(
+                "action %s is for roles rollout and env only, as the actor restarts as a gang, got roles %s"
+                "; name roles: [rollout, env] or use RestartJob"
+            ),
+            values=("self.action", "$roles"),
+            field="action",
+        )
+    )
     def _gang_restarts_whole(self) -> Iterator[str]:
         if self.action in ("RestartPod", "Ignore") and (not self.roles or "actor" in self.roles):
             yield f"action {self.action} is for roles rollout and env only, as the actor restarts as a gang, got roles {listed(self.roles)}; name roles: [rollout, env] or use RestartJob"

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import Name, Seconds
+from rl_core.api.cel import Cel
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.roles import ActorSpec, EnvSpec, RolloutSpec
 from rl_core.api.settings import (
@@ -56,6 +57,12 @@ NAME_REFUSAL = (
     "name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got %s; rename the job"
 )
 """Pod names are made of the job's and must fit in 63 characters."""
+
+
+RANKS = "($actor.replicas * $actor.processesPerPod)"
+ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
+PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
+"""CEL of the actor's data-parallel size, of the rows of a step, and of what they are divided into."""
 
 
 class RLJobSpec(Spec):
@@ -106,7 +113,26 @@ class RLJobSpec(Spec):
     scheduling: SchedulingSpec = SchedulingSpec()
     """How the cluster's scheduler sees the job. Cluster only."""
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"{RANKS} < 1 || $algorithm.promptsPerStep % {RANKS} == 0",
+            refusal=(
+                "algorithm.promptsPerStep must be divisible by the actor's data-parallel size %d, got %d"
+                "; change promptsPerStep or actor.replicas"
+            ),
+            values=(RANKS, "$algorithm.promptsPerStep"),
+            field="algorithm.promptsPerStep",
+        ),
+        Cel(
+            holds=f"{PARTS} < 1 || {ROWS} % {PARTS} == 0",
+            refusal=(
+                "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = %d, got %d"
+                "; change optimizerStepsPerBatch"
+            ),
+            values=(PARTS, ROWS),
+            field="algorithm.optimizerStepsPerBatch",
+        ),
+    )
     def _batch_divides(self) -> Iterator[str]:
         ranks, prompts = self.actor.data_parallel, self.algorithm.prompts_per_step
         if prompts % ranks:
@@ -119,12 +145,34 @@ class RLJobSpec(Spec):
                 f"algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = {parts}, got {rows}; change optimizerStepsPerBatch"
             )
 
-    @rule
+    @rule(
+        Cel(
+            holds="$algorithm.loss.name != 'reinforce' || !self.?failurePolicy.?klBlowUp.hasValue()",
+            refusal="failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
+            field="failurePolicy.klBlowUp",
+        )
+    )
     def _kl_is_measured(self) -> Iterator[str]:
         if self.failure_policy.kl_blow_up is not None and self.algorithm.loss.name == "reinforce":
             yield "failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip"
 
-    @rule
+    @rule(
+        Cel(
+            holds=(
+                "$algorithm.allowTruncatedSampling"
+                " || ($rollout.sampling.topP >= 1.0 && !self.?rollout.?sampling.?topK.hasValue())"
+            ),
+            refusal=(
+                "rollout.sampling.topP and topK bias the policy ratio, got topP %s, topK %s"
+                "; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
+            ),
+            values=(
+                "$rollout.sampling.topP",
+                "self.?rollout.?sampling.?topK.hasValue() ? string(self.rollout.sampling.topK) : 'null'",
+            ),
+            field="rollout.sampling",
+        )
+    )
     def _sampling_is_exact(self) -> Iterator[str]:
         sampling = self.rollout.sampling
         truncated = sampling.top_p < 1 or sampling.top_k is not None
@@ -133,7 +181,31 @@ class RLJobSpec(Spec):
                 f"rollout.sampling.topP and topK bias the policy ratio, got topP {sampling.top_p:g}, topK {'null' if sampling.top_k is None else sampling.top_k}; remove them or set algorithm.allowTruncatedSampling and recomputeLogProbs"
             )
 
-    @rule
+    @rule(
+        Cel(
+            holds=(
+                "!self.?rollout.?maxSequenceLength.hasValue()"
+                " || $rollout.sampling.maxNewTokens < self.rollout.maxSequenceLength"
+            ),
+            refusal=(
+                "rollout.sampling.maxNewTokens must be below rollout.maxSequenceLength %d, got %d; lower maxNewTokens"
+            ),
+            values=("self.rollout.maxSequenceLength", "$rollout.sampling.maxNewTokens"),
+            field="rollout.sampling",
+        ),
+        Cel(
+            holds=(
+                "!self.?rollout.?maxSequenceLength.hasValue()"
+                " || $actor.microBatchTokens >= self.rollout.maxSequenceLength"
+            ),
+            refusal=(
+                "actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength %d tokens, got %d"
+                "; raise it"
+            ),
+            values=("self.rollout.maxSequenceLength", "$actor.microBatchTokens"),
+            field="actor",
+        ),
+    )
     def _lengths_fit(self) -> Iterator[str]:
         limit, new = self.rollout.max_sequence_length, self.rollout.sampling.max_new_tokens
         if limit is not None and new >= limit:
@@ -145,7 +217,17 @@ class RLJobSpec(Spec):
                 f"actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength {limit} tokens, got {self.actor.micro_batch_tokens}; raise it"
             )
 
-    @rule
+    @rule(
+        *(
+            Cel(
+                holds=f"$rollout.batching != 'perGroup' || $rollout.maxBatch >= ${rows}",
+                refusal=f"rollout.maxBatch must hold the %d rows of {rows} with batching perGroup, got %d; raise maxBatch",
+                values=(f"${rows}", "$rollout.maxBatch"),
+                field="rollout.maxBatch",
+            )
+            for rows in ("algorithm.groupSize", "validation.samplesPerPrompt")
+        )
+    )
     def _groups_fit(self) -> Iterator[str]:
         limit, validation = self.rollout.max_batch, self.validation.samples_per_prompt
         for name, rows in (

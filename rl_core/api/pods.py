@@ -12,6 +12,7 @@ from pydantic import Field
 from rl_core.api.affinity import Affinity, Toleration, TopologySpread
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap, ShortName, listed
+from rl_core.api.cel import Cel, exactly_one_given, literal, no_keys, unique
 from rl_core.api.volumes import Volume, VolumeMount, exactly_one
 
 Image = Annotated[str, Field(min_length=1, max_length=512)]
@@ -47,6 +48,15 @@ PROTECTED_ENV = frozenset(
     ]
 )
 """Variables that identity and devices hang on. With NVIDIA_VISIBLE_DEVICES a container could see GPUs of others."""
+PROTECTED_VARIABLES = no_keys(
+    "env",
+    f"k.startsWith('RLJOB_') || k in {literal(sorted(PROTECTED_ENV))}",
+    "env must not set variables the launcher owns, got %s; remove them",
+)
+KNOWN_VOLUME = "has(self.volumes) && self.volumes.exists(v, v.name == m.name)"
+VOLUME_NAMES = "has(self.volumes) ? self.volumes.map(v, v.name) : []"
+MOUNTS_KNOWN = f"!has(c.volumeMounts) || c.volumeMounts.all(m, {KNOWN_VOLUME})"
+"""CEL of: the mount `m` names a volume of the role, the names there are, all mounts of the init container `c` do."""
 
 
 class ObjectName(Spec):
@@ -75,7 +85,7 @@ class EnvFrom(Spec):
     secret_ref: EnvSource | None = None
     """A Secret."""
 
-    @rule
+    @rule(exactly_one_given("an entry of envFrom", ("config_map_ref", "secret_ref")))
     def _one_source(self) -> Iterator[str]:
         yield from exactly_one(self, "an entry of envFrom", ("config_map_ref", "secret_ref"))
 
@@ -88,7 +98,17 @@ class Resources(Spec):
     limits: ResourceMap = {}
     """Upper bounds."""
 
-    @rule
+    @rule(
+        *(
+            Cel(
+                holds=f"!({literal(GPU_RESOURCE)} in ${field})",
+                refusal=f"resources.{field} must not name {GPU_RESOURCE}, got %s; set the role's gpus instead",
+                values=(f"string(self.{field}[{literal(GPU_RESOURCE)}])",),
+                field=field,
+            )
+            for field in ("requests", "limits")
+        )
+    )
     def _no_gpus(self) -> Iterator[str]:
         for field, values in (("requests", self.requests), ("limits", self.limits)):
             if GPU_RESOURCE in values:
@@ -107,13 +127,20 @@ class ResourceClaim(Spec):
     request: ShortName | None = None
     """Request inside the claim that the containers use; null = all."""
 
-    @rule
+    @rule(exactly_one_given("an entry of resourceClaims", ("resource_claim_name", "resource_claim_template_name")))
     def _one_source(self) -> Iterator[str]:
         yield from exactly_one(
             self, "an entry of resourceClaims", ("resource_claim_name", "resource_claim_template_name")
         )
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"self.name != {literal(OWN_CLAIM)}",
+            refusal=f"name must not be {OWN_CLAIM}, which is the claim of the role's gpus, got %s; rename it",
+            values=("self.name",),
+            field="name",
+        )
+    )
     def _name_is_free(self) -> Iterator[str]:
         if self.name == OWN_CLAIM:
             yield f"name must not be {OWN_CLAIM}, which is the claim of the role's gpus, got {self.name}; rename it"
@@ -161,7 +188,7 @@ class InitContainer(Spec):
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
     """Where it sees the role's volumes."""
 
-    @rule
+    @rule(PROTECTED_VARIABLES)
     def _protected(self) -> Iterator[str]:
         yield from protected_env(self.env)
 
@@ -220,29 +247,51 @@ class PodSpec(Spec):
     shm_size: Quantity | None = None
     """Size of /dev/shm (memory of the pod); null = what the launch plan needs."""
 
-    @rule
+    @rule(PROTECTED_VARIABLES)
     def _protected(self) -> Iterator[str]:
         yield from protected_env(self.env)
 
-    @rule
+    @rule(
+        Cel(
+            holds="!has(self.deviceClass) || $gpuAllocation == 'dra'",
+            refusal="deviceClass needs gpuAllocation dra, got %s; set gpuAllocation: dra or remove deviceClass",
+            values=("$gpuAllocation",),
+            field="deviceClass",
+        )
+    )
     def _device_class(self) -> Iterator[str]:
         if self.device_class is not None and self.gpu_allocation != "dra":
             yield f"deviceClass needs gpuAllocation dra, got {self.gpu_allocation}; set gpuAllocation: dra or remove deviceClass"
 
-    @rule
+    @rule(
+        no_keys(
+            "labels",
+            " || ".join(f"k.startsWith({literal(prefix)})" for prefix in OWNED_LABELS),
+            f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got %s; rename them",
+        )
+    )
     def _labels_are_free(self) -> Iterator[str]:
         taken = sorted(key for key in self.labels if key.startswith(OWNED_LABELS))
         if taken:
             yield f"labels must not start with {' or '.join(OWNED_LABELS)}, which the operator sets, got {listed(taken)}; rename them"
 
-    @rule
+    @rule(
+        no_keys(
+            "annotations",
+            " || ".join(f"k.startsWith({literal(prefix)})" for prefix in OWNED_ANNOTATIONS),
+            "annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got %s; remove them",
+        )
+    )
     def _annotations_are_free(self) -> Iterator[str]:
         taken = sorted(key for key in self.annotations if key.startswith(OWNED_ANNOTATIONS))
         if taken:
             yield f"annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got {listed(taken)}; remove them"
 
-    @rule
-    def _names_are_unique(self) -> Iterator[str]:
+    @rule(
+        *(unique(field, "name") for field in ("volumes", "initContainers", "resourceClaims")),
+        unique("volumeMounts", "mountPath"),
+    )
+    def _names_areunique(self) -> Iterator[str]:
         keyed = {
             "volumes": ("names", [volume.name for volume in self.volumes]),
             "initContainers": ("names", [container.name for container in self.init_containers]),
@@ -253,7 +302,20 @@ class PodSpec(Spec):
             if twice := [value for value in values if values.count(value) > 1]:
                 yield f"{field} must have unique {keys}, got {twice[0]} more than once; change one"
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"!has(self.volumeMounts) || self.volumeMounts.all(m, {KNOWN_VOLUME})",
+            refusal="volumeMounts must name a volume of the role, %s, got %s; add it to volumes or correct the name",
+            values=(VOLUME_NAMES, f"self.volumeMounts.filter(m, !({KNOWN_VOLUME})).map(m, m.name)"),
+            field="volumeMounts",
+        ),
+        Cel(
+            holds=f"!has(self.initContainers) || self.initContainers.all(c, {MOUNTS_KNOWN})",
+            refusal="volumeMounts of init containers must name a volume of the role, %s, got others in %s; add it to volumes or correct the name",
+            values=(VOLUME_NAMES, f"self.initContainers.filter(c, !({MOUNTS_KNOWN})).map(c, c.name)"),
+            field="initContainers",
+        ),
+    )
     def _mounts_name_volumes(self) -> Iterator[str]:
         known = [volume.name for volume in self.volumes]
         if unknown := [mount.name for mount in self.volume_mounts if mount.name not in known]:

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import Pattern, Port, none_for_zero
+from rl_core.api.cel import Cel
 from rl_core.api.pods import PodSpec
 
 Cidr = Annotated[
@@ -28,7 +29,14 @@ class RoleSpec(PodSpec):
     threads: int = Field(1, ge=1, le=256)
     """Compute threads per process (OMP_NUM_THREADS)."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$gpus == 0 || $gpuAllocation != 'dra' || has(self.deviceClass)",
+            refusal="gpuAllocation dra needs deviceClass, got gpus %d without one; name a DeviceClass of the cluster",
+            values=("$gpus",),
+            field="gpuAllocation",
+        )
+    )
     def _claimed_class(self) -> Iterator[str]:
         if self.gpus and self.gpu_allocation == "dra" and self.device_class is None:
             yield f"gpuAllocation dra needs deviceClass, got gpus {self.gpus} without one; name a DeviceClass of the cluster"
@@ -48,7 +56,16 @@ class ScheduleSpec(Spec):
     min_learning_rate_ratio: float | None = Field(None, ge=0, le=1)
     """Floor as a share of learningRate."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="!(has(self.warmupSteps) && has(self.warmupRatio))",
+            refusal="give warmupSteps or warmupRatio, not both; remove one",
+        ),
+        Cel(
+            holds="!(has(self.minLearningRate) && has(self.minLearningRateRatio))",
+            refusal="give minLearningRate or minLearningRateRatio, not both; remove one",
+        ),
+    )
     def _one_of(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             yield ("give warmupSteps or warmupRatio, not both; remove one")
@@ -70,7 +87,17 @@ class OptimizerSpec(Spec):
     schedule: ScheduleSpec = ScheduleSpec()
     """Learning-rate schedule."""
 
-    @rule
+    @rule(
+        Cel(
+            holds=(
+                "!has(self.schedule)"
+                " || !has(self.schedule.minLearningRate) || self.schedule.minLearningRate <= $learningRate"
+            ),
+            refusal="schedule.minLearningRate must not exceed learningRate %s, got %s; lower it",
+            values=("$learningRate", "self.schedule.minLearningRate"),
+            field="schedule.minLearningRate",
+        )
+    )
     def _floor(self) -> Iterator[str]:
         floor = self.schedule.min_learning_rate
         if floor is not None and floor > self.learning_rate:
@@ -157,7 +184,20 @@ class RolloutSpec(RoleSpec):
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$minReplicas <= $replicas",
+            refusal="minReplicas must not exceed replicas %d, got %d; lower minReplicas or raise replicas",
+            values=("$replicas", "$minReplicas"),
+            field="minReplicas",
+        ),
+        Cel(
+            holds="!has(self.maxReplicas) || self.maxReplicas >= $replicas",
+            refusal="maxReplicas must not be below replicas %d, got %d; raise maxReplicas",
+            values=("$replicas", "self.maxReplicas"),
+            field="maxReplicas",
+        ),
+    )
     def _bounds(self) -> Iterator[str]:
         if self.min_replicas > self.replicas:
             yield (
@@ -196,7 +236,16 @@ class EnvSpec(RoleSpec):
     egress: Annotated[list[EgressRule], Field(max_length=32)] = []
     """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="($type == 'reward') == has(self.reward)",
+            refusal=(
+                "reward must be given exactly when type is `reward`, got type %s and reward %s; set both or neither"
+            ),
+            values=("$type", "has(self.reward) ? self.reward : 'null'"),
+            field="reward",
+        )
+    )
     def _reward(self) -> Iterator[str]:
         if (self.type == "reward") != (self.reward is not None):
             yield (

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import Name, none_for_zero
+from rl_core.api.cel import Cel
 
 PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
@@ -55,7 +56,14 @@ class ValidationSpec(Spec):
     max_prompts: int | None = Field(None, ge=1, lt=2**31)
     """First so many prompts only; null = all."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$samplesPerPrompt == 1 || $temperature > 0.0",
+            refusal="samplesPerPrompt must be 1 with greedy validation, got %d; set temperature above 0",
+            values=("$samplesPerPrompt",),
+            field="samplesPerPrompt",
+        )
+    )
     def _greedy_once(self) -> Iterator[str]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
             yield (
@@ -134,7 +142,13 @@ class DeadlinesSpec(Spec):
     degraded: float = Field(900, gt=0)
     """Wait below minReplicas in a local run, and of a finished run whose storage is full for room."""
 
-    @rule
+    @rule(
+        Cel(
+            holds="$heartbeat < $suspect && $suspect < $lost",
+            refusal="heartbeat < suspect < lost must hold, got %s, %s, %s; raise the later ones",
+            values=("$heartbeat", "$suspect", "$lost"),
+        )
+    )
     def _order(self) -> Iterator[str]:
         if not self.heartbeat < self.suspect < self.lost:
             yield (

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import AnnotationMap, LabelMap, Name, Pattern, Quantity, ResourceMap, ShortName
+from rl_core.api.cel import Cel, exactly_one_given, literal
 
 FileMode = Annotated[int, Field(ge=0, le=0o777)]
 FilePath = Annotated[str, Field(min_length=1, max_length=253)]
@@ -125,7 +126,7 @@ class ProjectedSource(Spec):
     secret: ProjectedSecret | None = None
     """Files from a Secret."""
 
-    @rule
+    @rule(exactly_one_given("a source of a projected volume", ("config_map", "secret")))
     def _one_source(self) -> Iterator[str]:
         yield from exactly_one(self, "a source of a projected volume", ("config_map", "secret"))
 
@@ -212,12 +213,19 @@ class Volume(Spec):
     image: ImageVolume | None = None
     """Content of an OCI image."""
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"!self.name.startsWith({literal(OWN_PREFIX)})",
+            refusal=f"name must not begin with {OWN_PREFIX}, which the operator's own volumes do, got %s; rename it",
+            values=("self.name",),
+            field="name",
+        )
+    )
     def _name_is_free(self) -> Iterator[str]:
         if self.name.startswith(OWN_PREFIX):
             yield f"name must not begin with {OWN_PREFIX}, which the operator's own volumes do, got {self.name}; rename it"
 
-    @rule
+    @rule(exactly_one_given("a volume", VOLUME_KINDS))
     def _one_kind(self) -> Iterator[str]:
         yield from exactly_one(self, "a volume", VOLUME_KINDS)
 
@@ -234,7 +242,14 @@ class VolumeMount(Spec):
     read_only: bool = False
     """Mount without write access."""
 
-    @rule
+    @rule(
+        Cel(
+            holds=f"!self.mountPath.matches({literal(f'^{RESERVED_PATHS}$')})",
+            refusal="mountPath must not be in /etc/rljob, /dev, /proc or /sys, got %s; choose another folder",
+            values=("self.mountPath",),
+            field="mountPath",
+        )
+    )
     def _path_is_free(self) -> Iterator[str]:
         if re.fullmatch(RESERVED_PATHS, self.mount_path):
             yield f"mountPath must not be in /etc/rljob, /dev, /proc or /sys, got {self.mount_path}; choose another folder"

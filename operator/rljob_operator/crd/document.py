@@ -14,7 +14,6 @@ from rl_core.api.status import RLJobStatus
 from rljob_operator.crd.freeze import transition_rules
 from rljob_operator.crd.rules import Schema, cel_rule, rule_entry, rules_of
 from rljob_operator.crd.structural import structural
-from rljob_operator.crd.twins import TWINS
 
 GROUP, VERSION = API_VERSION.split("/")
 HEADER = (
@@ -116,11 +115,12 @@ def _validations(title: str) -> list[Schema]:
 
 
 def validations_of(model: type[BaseModel]) -> list[Schema]:
-    """Return the CEL rules on objects of a model. Raises ValueError when a `@rule` has no twin."""
-    missing = [rule for rule in rules_of(model) if rule not in TWINS]
-    if missing:
-        raise ValueError(f"every @rule must have a CEL twin in crd.twins, got none for {', '.join(missing)}; add it")
-    return [cel_rule(twin, model) for rule in rules_of(model) for twin in TWINS[rule]]
+    """Return the CEL rules on objects of a model. Raises ValueError when a `@rule` has no CEL."""
+    if missing := [name for name, cel in rules_of(model) if not cel]:
+        raise ValueError(
+            f"every @rule of the CRD must have CEL, got none for {', '.join(missing)}; write @rule(Cel(...))"
+        )
+    return [cel_rule(one, model) for _, cel in rules_of(model) for one in cel]
 
 
 def _subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:

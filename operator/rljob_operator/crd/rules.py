@@ -1,48 +1,29 @@
-"""CEL rules from the twins of the schema's `@rule` methods.
-
-Notation in an expression: `$name` or `$block.name` is a field with the model's default filled in. A field without a default, or whose
-default is null, is written `self.name` and guarded by `has(self.name)`. Messages take values by format, because the API server's cost
-estimate refuses to concatenate strings.
-"""
+"""Entries of x-kubernetes-validations from the CEL of the schema's `@rule` methods (rl_core.api.cel), defaults filled in."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rl_core.api.cel import Cel, literal
+
 Schema = dict[str, Any]
 PATH = re.compile(r"\$([a-zA-Z]+(?:\.[a-zA-Z]+(?![a-zA-Z(]))*)")
 """A field in the notation above; a name with an opening bracket is a method of it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Twin:
-    """One CEL rule that says what one message of a `@rule` method says."""
-
-    holds: str
-    """Expression that is true for a good object."""
-    refusal: str
-    """The message, with %s and %d for `values`."""
-    values: tuple[str, ...] = ()
-    """Expressions of the values in the message."""
-    field: str | None = None
-    """Field the refusal points at, below the object; None = the object."""
-
-
-def cel_rule(twin: Twin, model: type[BaseModel]) -> Schema:
-    """Return the twin as an entry of x-kubernetes-validations on objects of `model`."""
+def cel_rule(cel: Cel, model: type[BaseModel]) -> Schema:
+    """Return the rule as an entry of x-kubernetes-validations on objects of `model`."""
     return rule_entry(
-        holds=with_defaults(twin.holds, model),
-        refusal=twin.refusal,
-        values=tuple(with_defaults(value, model) for value in twin.values),
-        field=twin.field,
+        holds=with_defaults(cel.holds, model),
+        refusal=cel.refusal,
+        values=tuple(with_defaults(value, model) for value in cel.values),
+        field=cel.field,
     )
 
 
@@ -93,16 +74,9 @@ def field_at(path: str, model: type[BaseModel]) -> FieldInfo:
     raise ValueError(f"{model.__name__} must have the field {path} named in a CEL rule, got no {block}; correct it")
 
 
-def literal(value: Any) -> str:
-    """Return a Python value as a CEL literal."""
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return json.dumps(value)
-
-
-def rules_of(model: type[BaseModel]) -> Iterator[str]:
-    """Yield `Class.method` for each `@rule` that objects of `model` are checked by."""
+def rules_of(model: type[BaseModel]) -> Iterator[tuple[str, tuple[Cel, ...]]]:
+    """Yield (`Class.method`, its CEL) for each `@rule` that objects of `model` are checked by."""
     for base in reversed(model.__mro__):
         for name, member in vars(base).items():
-            if getattr(member, "is_rule", False):
-                yield f"{base.__name__}.{name}"
+            if hasattr(member, "cel"):
+                yield f"{base.__name__}.{name}", member.cel

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from rl_core.api import affinity, pods, volumes
 from rl_core.api.base import STRING_LIMIT
-from rljob_operator.crd.rules import Schema, literal, rule_entry
+from rl_core.api.cel import literal
+from rljob_operator.crd.rules import Schema, rule_entry
 
 Validations = Callable[[str], list[Schema]]
 """From the name of a model class to the CEL rules of its objects."""

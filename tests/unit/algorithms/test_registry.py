@@ -10,15 +10,8 @@ from rl_core.algorithms import registry as registry_module
 from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
 from rl_core.algorithms.advantages.compute import SELF_WHITENING
 from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
-from rl_core.api.algorithm import (
-    ADVANTAGE_ALIASES,
-    ADVANTAGES,
-    IMPORTANCE_BOUNDS,
-    LOSSES,
-    PER_TOKEN,
-    AlgorithmSpec,
-    LossSpec,
-)
+from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, PER_TOKEN, AlgorithmSpec
+from rl_core.api.loss import IMPORTANCE_BOUNDS, LOSSES, LossSpec
 
 MASK = torch.ones(1, 2, dtype=torch.bool)
 

@@ -1,21 +1,19 @@
-"""The generated definition: committed as generated, structural, bounded, and with a CEL twin for each rule of the schema."""
+"""The generated definition: committed as generated, structural, bounded, and with CEL for each rule of the schema."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rl_core.api.base import Spec, rule
+from rl_core.api.cel import Cel, literal
 from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
-from rl_core.api.status import RLJobStatus
 from rljob_operator.crd.__main__ import PATHS
 from rljob_operator.crd.document import COLUMNS, document, render, validations_of
 from rljob_operator.crd.freeze import FREE, TOLD, frozen_fields
-from rljob_operator.crd.rules import Twin, cel_rule, field_at, literal, rules_of
+from rljob_operator.crd.rules import cel_rule, field_at
 from rljob_operator.crd.structural import structural
-from rljob_operator.crd.twins import TWINS
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = document()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -94,37 +92,16 @@ def test_each_column_and_path_is_a_field_of_the_schema():
     assert {*scale.values()} <= {*paths}
 
 
-def test_each_rule_of_the_schema_has_a_twin_and_each_twin_a_rule():
-    told = set()
-    waiting = [RLJobSpec, RLJobStatus]
-    seen = set()
-    while waiting:
-        model = waiting.pop()
-        if model in seen:
-            continue
-        seen.add(model)
-        told |= set(rules_of(model))
-        text = " ".join(str(field.annotation) for field in model.model_fields.values())
-        waiting += [other for other in _specs() if re.search(rf"\b{other.__name__}\b", text)]
-    assert told == set(TWINS)
-
-
-def _specs(base=Spec):
-    for child in base.__subclasses__():
-        yield child
-        yield from _specs(child)
-
-
-def test_a_rule_without_a_twin_stops_the_generator():
+def test_a_rule_without_cel_stops_the_generator():
     class Lonely(Spec):
         size: int = 0
 
-        @rule
+        @rule()
         def _even(self):
             if self.size % 2:
                 yield "size must be even"
 
-    with pytest.raises(ValueError, match=r"must have a CEL twin in crd.twins, got none for Lonely._even"):
+    with pytest.raises(ValueError, match=r"must have CEL, got none for Lonely._even"):
         validations_of(Lonely)
 
 
@@ -154,8 +131,8 @@ def test_a_field_in_a_rule_gets_its_default_and_its_guard():
     class Outer(Spec):
         inner: Inner = Inner()
 
-    twin = Twin(holds="$inner.size > 0 && $inner.name.size() > 0", refusal="got %s", values=("$inner.size",))
-    assert cel_rule(twin, Outer) == {
+    cel = Cel(holds="$inner.size > 0 && $inner.name.size() > 0", refusal="got %s", values=("$inner.size",))
+    assert cel_rule(cel, Outer) == {
         "rule": "self.?inner.?size.orValue(3) > 0 && "
         r"(has(self.inner) && has(self.inner.name) ? self.inner.name : 'it\'s').size() > 0",
         "messageExpression": "'got %s'.format([self.?inner.?size.orValue(3)])",
@@ -163,7 +140,7 @@ def test_a_field_in_a_rule_gets_its_default_and_its_guard():
     with pytest.raises(
         ValueError, match="Outer must have the field inner.colour named in a CEL rule, got no inner|got no colour"
     ):
-        cel_rule(Twin(holds="$inner.colour", refusal=""), Outer)
+        cel_rule(Cel(holds="$inner.colour", refusal=""), Outer)
 
 
 @pytest.mark.parametrize(("value", "text"), [("a'b\\", r"'a\'b\\'"), (1.0, "1.0"), (True, "true"), (["a"], '["a"]')])

@@ -1,0 +1,65 @@
+"""The CEL that says on the API server what a `@rule` says in Python; it stands beside its rule, and the CRD's generator collects it.
+
+Notation in an expression: `$name` or `$block.name` is a field with the model's default filled in. A field without a default, or whose
+default is null, is written `self.name` and guarded by `has(self.name)`. Messages take values by format, because the API server's cost
+estimate refuses to concatenate strings. A test sends every rule's breach to a real API server and to pydantic.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cel:
+    """One CEL rule that says what one message of a `@rule` method says."""
+
+    holds: str
+    """Expression that is true for a good object."""
+    refusal: str
+    """The message, with %s and %d for `values`."""
+    values: tuple[str, ...] = ()
+    """Expressions of the values in the message."""
+    field: str | None = None
+    """Field the refusal points at, below the object; None = the object."""
+
+
+def literal(value: Any) -> str:
+    """Return a Python value as a CEL literal."""
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return json.dumps(value)
+
+
+def exactly_one_given(what: str, names: tuple[str, ...]) -> Cel:
+    """Return the rule that exactly one of the optional fields `names` is given."""
+    aliases = [to_camel(name) for name in names]
+    given = f"[{', '.join(f'has(self.{alias})' for alias in aliases)}].filter(given, given).size()"
+    return Cel(
+        holds=f"{given} == 1",
+        refusal=f"{what} must have exactly one of {', '.join(aliases)}, got %d; give one",
+        values=(given,),
+    )
+
+
+def no_keys(field: str, taken: str, refusal: str) -> Cel:
+    """Return the rule that the map `field` has no keys `k` for which the expression `taken` holds."""
+    return Cel(
+        holds=f"!has(self.{field}) || !self.{field}.exists(k, {taken})",
+        refusal=refusal,
+        values=(f"self.{field}.filter(k, {taken})",),
+        field=field,
+    )
+
+
+def unique(field: str, key: str) -> Cel:
+    """Return the rule that no two entries of the list `field` have the same `key`."""
+    alone = f"self.{field}.exists_one(other, other.{key} == one.{key})"
+    return Cel(
+        holds=f"!has(self.{field}) || self.{field}.all(one, {alone})",
+        refusal=f"{field} must have unique {key}s, got %s more than once; change one",
+        values=(f"self.{field}.filter(one, !{alone})[0].{key}",),
+        field=field,
+    )

@@ -1,0 +1,103 @@
+"""`spec.algorithm.loss` and `spec.algorithm.importance`: the policy loss, its clip, and the weights of its tokens."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_core.api.base import Spec, rule
+from rl_core.api.bounds import FUNCTION, Pattern
+from rl_core.api.cel import Cel, literal
+
+LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce")
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+IMPORTANCE_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}
+"""Mode -> (low, high) where a job writes none; those of rl_core.algorithms.losses.importance, which needs torch."""
+CLIP = (0.2, 0.2)
+CLIPS = {"gspo": (3e-4, 4e-4)}
+"""Loss -> (clipLow, clipHigh) where a job writes none, CLIP for the others; those of rl_core.algorithms.losses.policy."""
+LOWEST, HIGHEST = (
+    f"(has(self.{side}) ? self.{side} : {literal({mode: pair[index] for mode, pair in IMPORTANCE_BOUNDS.items()})}[$mode])"
+    for index, side in enumerate(("low", "high"))
+)
+"""CEL of the bounds in force."""
+
+
+def one_of_or_function(*names: str) -> Pattern:
+    """Return the pattern of a name that is one of `names` or a function of the user."""
+    return Pattern(
+        regex=f"{'|'.join(map(re.escape, names))}|{FUNCTION}",
+        rule=f"one of {', '.join(names)} or a function of yours as module:function",
+        way_out="correct the name",
+    )
+
+
+LossName = Annotated[str, Field(max_length=253), one_of_or_function(*LOSSES)]
+
+
+class LossSpec(Spec):
+    """The policy loss and what is added to it (algorithms.md 5, 6)."""
+
+    name: LossName = "ppo_clip"
+    """Loss from the registry, or a function of yours as `module:function`."""
+    clip_low: float | None = Field(None, ge=0, le=1)
+    """The ratio is clipped below at 1 - clipLow; null = 0.2, and 0.0003 for gspo, whose ratio is a mean over the row."""
+    clip_high: float | None = Field(None, ge=0)
+    """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO); null = 0.2, 0.0004 for gspo."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss for negative advantages (dual-clip PPO); null = off. With ppo_clip and functions of yours that take `dual_clip`."""
+    aggregation: Aggregation | None = None
+    """How token losses become one number; null = token-mean, or seq-mean-token-sum-norm for dr_grpo."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of KL(policy || reference) in the loss; 0 = no reference model is held."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
+    """Estimator of the KL term."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Return (low, high), the loss's defaults where none was written."""
+        low, high = CLIPS.get(self.name, CLIP)
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @rule(
+        Cel(
+            holds="!has(self.dualClip) || $name == 'ppo_clip' || $name.contains(':')",
+            refusal="dualClip is honoured by ppo_clip only, got loss %s; remove dualClip or choose ppo_clip",
+            values=("$name",),
+            field="dualClip",
+        )
+    )
+    def _dual_clip_needs_ppo(self) -> Iterator[str]:
+        if self.dual_clip is not None and self.name != "ppo_clip" and ":" not in self.name:
+            yield (f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
+
+
+class ImportanceSpec(Spec):
+    """Correction of the difference between rollout and trainer log-probabilities (algorithms.md 7)."""
+
+    mode: Literal["tis", "icepop", "seq-mask"] = "tis"
+    """How weights outside [low, high] are treated."""
+    level: Literal["token", "sequence"] = "token"
+    """Whether a weight is per token or per sequence."""
+    low: float | None = Field(None, ge=0)
+    """Lower bound; null = the mode's default."""
+    high: float | None = Field(None, gt=0)
+    """Upper bound; null = the mode's default."""
+
+    @rule(
+        Cel(
+            holds=f"{LOWEST} <= {HIGHEST}",
+            refusal="low must be at most high, got %s and %s (mode %s); lower low or raise high",
+            values=(LOWEST, HIGHEST, "$mode"),
+            field="low",
+        )
+    )
+    def _bounds(self) -> Iterator[str]:
+        default_low, default_high = IMPORTANCE_BOUNDS[self.mode]
+        low = default_low if self.low is None else self.low
+        high = default_high if self.high is None else self.high
+        if low > high:
+            yield f"low must be at most high, got {low:g} and {high:g} (mode {self.mode}); lower low or raise high"
