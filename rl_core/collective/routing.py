@@ -70,16 +70,25 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 def merge_batches(batches: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
     """Return the rows of `batches` one after the other; the inverse of `split_batch`.
 
-    `sizes`: expected rows of each part. Raises ValueError naming key, source, expected and found rows, or differing keys.
+    `sizes`: expected rows of each part; None = those of its first key, which all its keys must share. Raises ValueError
+    naming key, source, expected and found rows, or differing keys.
     """
     if not batches:
         raise ValueError("batches must hold at least one part, got none")
     if sizes is not None and len(sizes) != len(batches):
         raise ValueError(f"sizes must name one size per part, got {len(sizes)} for {len(batches)} parts")
-    return _merge(list(batches), sizes, "")
+    return _merge(list(batches), sizes or [_first_rows(part) for part in batches], "")
 
 
-def _merge(parts: list[Any], sizes: Sequence[int] | None, key: str) -> Any:
+def _first_rows(value: Any, key: str = "") -> int | None:
+    """Return the rows of the first tensor, array or list in `value`; None for a mapping that holds none."""
+    if not isinstance(value, Mapping):
+        return _rows(value, key)
+    found = (_first_rows(part, f"{key}.{name}".strip(".")) for name, part in value.items())
+    return next((rows for rows in found if rows is not None), None)
+
+
+def _merge(parts: list[Any], sizes: Sequence[int | None], key: str) -> Any:
     first = parts[0]
     if isinstance(first, Mapping):
         for source, part in enumerate(parts):
@@ -90,7 +99,7 @@ def _merge(parts: list[Any], sizes: Sequence[int] | None, key: str) -> Any:
         return {name: _merge([part[name] for part in parts], sizes, f"{key}.{name}".strip(".")) for name in first}
     for source, part in enumerate(parts):
         rows = _rows(part, key)
-        if sizes is not None and rows != sizes[source]:
+        if rows != sizes[source]:
             raise ValueError(f"{key or 'batch'} from source {source} must have {sizes[source]} rows, got {rows}")
     return _joiner(first)(parts)
 

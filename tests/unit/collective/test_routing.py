@@ -75,6 +75,8 @@ def test_errors_name_key_source_expected_and_found():
         split_batch({"a": [1, 2, 3], "extra": {"x": [1, 2]}}, [1, 2])
     with pytest.raises(ValueError, match="a from source 1 must have 2 rows, got 1"):
         merge_batches([{"a": [1]}, {"a": [2]}], [1, 2])
+    with pytest.raises(ValueError, match=r"extra\.x from source 1 must have 1 rows, got 2"):
+        merge_batches([{"a": [1, 2], "extra": {"x": [1, 2]}}, {"a": [3], "extra": {"x": [3, 4]}}])
     with pytest.raises(ValueError, match="from source 1 must have the keys"):
         merge_batches([{"a": [1]}, {"b": [2]}])
     with pytest.raises(ValueError, match="at least one part"):
