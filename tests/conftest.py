@@ -1,6 +1,15 @@
-"""What all tests share: property tests judge what is computed, not how long a busy machine took for it."""
+"""What all tests share: property tests judge what is computed, not how long a busy machine took for it; no test finds another's channels."""
+
+import sys
 
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+def pytest_runtest_setup():
+    """Forget the names of local channels, which are the process's: what an exception of an earlier test holds may still live."""
+    local = sys.modules.get("rl_core.channel.local")
+    if local is not None:
+        local._channels.clear()

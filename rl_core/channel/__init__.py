@@ -1,7 +1,7 @@
 """Keyed FIFO queues between processes: `Channel` and what it hands out. See `channel` for the face, `core` for the rules."""
 
-from rl_core.channel.channel import Channel, Stream
+from rl_core.channel.channel import Channel
 from rl_core.channel.delivery import AsyncHandle, Delivery
 from rl_core.channel.stats import ChannelStats, KeyStats
 
-__all__ = ["AsyncHandle", "Channel", "ChannelStats", "Delivery", "KeyStats", "Stream"]
+__all__ = ["AsyncHandle", "Channel", "ChannelStats", "Delivery", "KeyStats"]

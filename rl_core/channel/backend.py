@@ -3,12 +3,9 @@
 import concurrent.futures
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rl_core.channel.model import ChannelOptions, Key, TakeKind
-
-if TYPE_CHECKING:
-    from rl_core.channel.delivery import Delivery
 
 DEFAULT_KEY = "default_queue"
 DEFAULT_TIMEOUT = 600.0
@@ -38,7 +35,8 @@ class PutRequest:
     key: Key
     timeout: float
     nowait: bool = False
-    ack: "Delivery | None" = None
+    ack: Any = None
+    """A Delivery."""
 
 
 @dataclass(frozen=True, slots=True)

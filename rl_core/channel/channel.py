@@ -12,10 +12,11 @@ RuntimeError on an event-loop thread; their `_async` twins are coroutines. Handl
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.errors import ChannelClosed, ConfigError, ProducerLost
+from rl_core.api.errors import ConfigError
+from rl_core.channel import local as local_channels
 from rl_core.channel.backend import DEFAULT_KEY, DEFAULT_TIMEOUT, Backend, PutRequest, Taken, TakeRequest
 from rl_core.channel.delivery import AsyncHandle, Delivery, let_go, wait_async, wait_sync
 from rl_core.channel.model import ChannelOptions, Key
@@ -54,7 +55,7 @@ class Channel:
     ) -> "Channel":
         """Return the channel `name`, made with these options, or connected to if it exists with the same.
 
-        `local`: inside this process, by reference, not shared with others. Raises ValueError for bad options and
+        `local`: inside this process, by reference, for as long as a handle of it lives. Raises ValueError for bad options and
         ConfigError when the existing channel differs or a channel server per node would be needed.
         """
         if distributed or node_rank != 0:
@@ -66,9 +67,7 @@ class Channel:
             maxsize=maxsize, delivery=delivery, lease_seconds=lease_seconds, max_bytes=max_bytes, max_attempts=max_attempts  # type: ignore[arg-type]
         )  # fmt: skip
         if local:
-            from rl_core.channel.local import LocalBackend
-
-            return cls(name, LocalBackend(name, options), local=True)
+            return cls(name, local_channels.create(name, options), local=True)
         return cls(name, wait_sync(lambda: _client(client).create(name, options), "Channel.create"), local=False)
 
     @classmethod
@@ -81,10 +80,13 @@ class Channel:
     def connect(
         cls, name: str, worker: Any = None, timeout: float | None = None, *, client: "ChannelClient | None" = None
     ) -> "Channel":
-        """Return the channel `name`, waiting until somebody creates it. `worker` may bring its own `channel_client`.
+        """Return the channel `name`: a local one of this process, else the server's, waiting until somebody creates it.
 
-        Raises DeadlineExceeded after `timeout` (None = 600 s).
+        `worker` may bring its own `channel_client`. Raises DeadlineExceeded after `timeout` (None = 600 s).
         """
+        here = local_channels.find(name)
+        if here is not None and client is None:
+            return cls(name, here, local=True)
         client = client or getattr(worker, "channel_client", None)
         backend = wait_sync(lambda: _client(client).connect(name, _seconds(timeout)), "Channel.connect")
         return cls(name, backend, local=False)
@@ -94,6 +96,9 @@ class Channel:
         cls, name: str, timeout: float | None = None, *, client: "ChannelClient | None" = None
     ) -> "Channel":
         """Return `connect(name)` from a coroutine."""
+        here = local_channels.find(name)
+        if here is not None and client is None:
+            return cls(name, here, local=True)
         return cls(name, await wait_async(_client(client).connect(name, _seconds(timeout))), local=False)
 
     # --- putting ---
@@ -258,10 +263,6 @@ class Channel:
             raise ValueError(f"most must be at least 1 item, got {most}")
         return TakeRequest(key=key, kind="lease", timeout=_seconds(timeout), most=most)
 
-    def stream(self, key: Key = DEFAULT_KEY, lease: bool = False, timeout: float | None = None) -> "Stream":
-        """Return an iterator (sync and async) over items, or Deliveries with `lease`, to the end of the channel."""
-        return Stream(self, key, lease, timeout)
-
     def _batch(self, target: float, key: Key, timeout: float | None, allow_oversize: bool) -> TakeRequest:
         _check_weight("target_weight", target)
         return TakeRequest(
@@ -360,11 +361,14 @@ class Channel:
         ]
 
     def register_producer(self) -> None:
-        """Count this process as a producer; the channel closes when all registered ones are done. Fixed sets only."""
+        """Count one producer; the channel closes when as many are done as were registered. Fixed sets only.
+
+        A process that ends with producers of its own has lost them all.
+        """
         self._control("register")
 
     def done_producing(self) -> None:
-        """Tell that this process will put no more."""
+        """Tell that one producer of this process will put no more."""
         self._control("done")
 
     def close(self, key: Key | None = None, error: BaseException | None = None) -> None:
@@ -398,34 +402,6 @@ class Channel:
     def from_wire(cls, fields: dict[str, Any]) -> "Channel":
         """Return the handle, bound to this process's channel client."""
         return cls(fields["name"], _client(None).backend(fields["name"], fields["options"]), local=False)
-
-
-class Stream:
-    """Items of one key, one by one, to the end of the channel; a lost producer or a closing error is raised."""
-
-    def __init__(self, channel: Channel, key: Key, lease: bool, timeout: float | None) -> None:
-        self._channel, self._key, self._lease, self._timeout = channel, key, lease, timeout
-
-    def __iter__(self) -> Iterator[Any]:
-        take = self._channel.lease if self._lease else self._channel.get
-        while True:
-            try:
-                yield take(key=self._key, timeout=self._timeout)
-            except ProducerLost:
-                raise
-            except ChannelClosed:
-                return
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        take = self._channel.lease_async if self._lease else self._channel.get_async
-        while True:
-            try:
-                item = await take(key=self._key, timeout=self._timeout)
-            except ProducerLost:
-                raise
-            except ChannelClosed:
-                return
-            yield item
 
 
 register_record(ChannelOptions)

@@ -44,6 +44,9 @@ class ChannelClient:
         self.uplink = Uplink(self.rpc)
         self.receipts = _Receipts(self.rpc)
         self.leases = _Leases(self.rpc)
+        self._registrations: dict[str, list[int]] = {}
+        """Numbers of this process's producers by channel."""
+        self._numbers = itertools.count()
 
     def backend(self, name: str, options: ChannelOptions) -> "RemoteBackend":
         """Return the backend of a channel known to exist."""
@@ -61,6 +64,21 @@ class ChannelClient:
         return self.rpc.start_call(
             "connect", (name, timeout), {}, timeout=timeout + MARGIN, idempotent=True, waits=True, convert=convert
         )
+
+    def register(self, channel: str) -> "Future[None]":
+        """Count one more producer of this process."""
+        number = next(self._numbers)
+        self._registrations.setdefault(channel, []).append(number)
+        return self.rpc.start_call("register", (channel, number), {}, idempotent=True)
+
+    def done(self, channel: str) -> "Future[None]":
+        """Count one producer of this process less; without effect when there is none."""
+        registrations = self._registrations.get(channel)
+        if not registrations:
+            ended: Future[None] = Future()
+            ended.set_result(None)
+            return ended
+        return self.rpc.start_call("done", (channel, registrations.pop()), {}, idempotent=True)
 
     def set_epoch(self, epoch: int) -> None:
         """Send `epoch` from now on."""
@@ -90,6 +108,7 @@ class RemoteBackend:
     def put(self, request: PutRequest) -> "Future[None]":
         """Return a future that is done when the server has accepted the items."""
         encoded = [payload.encode(item) for item in request.items]
+        self.options.check_fits(self._name, [payload.nbytes(parts) for parts in encoded])
         shape = [[weight, len(parts)] for weight, parts in zip(request.weights, encoded, strict=True)]
         ack = request.ack
         target = Target(
@@ -152,6 +171,10 @@ class RemoteBackend:
 
     def control(self, verb: str, *args: Any) -> "Future[Any]":
         """Start one of the verbs of `backend.Backend`."""
+        if verb == "register":
+            return self._client.register(self._name)
+        if verb == "done":
+            return self._client.done(self._name)
         call = functools.partial(self._rpc.start_call, verb)
         if verb == "ack":
             self._client.leases.forget(args[0])

@@ -2,12 +2,12 @@
 
 `server` and `local` drive it: they call the verbs from one thread (or under one lock), pass the present time, and are told
 of results by callbacks. Payloads are opaque. Invariants: items of a key stand in the order of their first acceptance;
-while takes wait on a key its queue is empty; a take is one transaction, its items go back in order when it fails.
+while takes wait on a key its queue is empty; a take is one transaction, its items go back in order when it fails; a key
+that holds nothing is forgotten, so that no verb but `close` and `client_lost` walks the keys.
 """
 
 import heapq
 import itertools
-import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
 from rl_core.channel.model import ChannelOptions, Client, Delivered, Item, Key, KeyQueue, Put, Take
+from rl_core.channel.waiting import Waiting
 
 MANY_BYTES = 32 * 2**20
 """Most payload bytes that one take of several leases gets (one item always): its answer is one message."""
@@ -36,11 +37,14 @@ class ChannelCore:
         self.put_wait_seconds = 0.0
         self.bytes = 0
         self.dead: dict[str, Item] = {}
-        self.producers: dict[Client, str] = {}
-        """Registered producers that are alive and not done."""
+        self.producers: dict[tuple[Client, int], str] = {}
+        """Who is registered and not done, by client and number of the registration: a process may have several producers."""
         self._lost_producers: list[str] = []
         self._on_drop = on_drop
         self._keys: dict[Key, KeyQueue] = {}
+        self._waiting = Waiting()
+        self._short_of_bytes: dict[Key, KeyQueue] = {}
+        """Where puts wait, perhaps for bytes that are freed by another key."""
         self._out: dict[str, Delivered] = {}
         self._delayed: list[tuple[float, int, Item]] = []
         self._closed = False
@@ -52,17 +56,24 @@ class ChannelCore:
     # --- putting ---
 
     def put(self, now: float, put: Put, *, nowait: bool = False) -> None:
-        """Admit `put` in order: `on_room` when there is room, `on_error` on deadline or close. ChannelFull with `nowait`."""
+        """Admit `put` in order: `on_room` when there is room, `on_error` on deadline or close. ChannelFull with `nowait`.
+
+        Raises ValueError for what is larger than the whole channel.
+        """
+        self.options.check_fits(self.name, put.sizes)
         queue = self._queue(put.key)
         if self._is_closed(queue):
             put.on_error(self._refused(put.key, queue))
-        elif (problem := self._never_fits(put)) is not None:
-            put.on_error(ValueError(problem))
         elif nowait and (queue.puts or not self._has_room(queue, put.nbytes, len(put.sizes))):
             put.on_error(ChannelFull(f"channel {self.name!r} key {put.key!r} is full: {self._depth_text(queue)}"))
         else:
             queue.puts.append(put)
             self._pump(now, put.key, queue)
+            if put.waits:
+                self._waiting.add(put)
+                if self.options.max_bytes is not None:
+                    self._short_of_bytes[put.key] = queue
+        self._forget_idle(put.key, queue)
 
     def store(self, now: float, put: Put, contents: Iterable[tuple[Any, float]]) -> None:
         """Accept the (payload, weight) of each item of an admitted put. Raises ChannelClosed when the key was closed meanwhile."""
@@ -73,6 +84,7 @@ class ChannelCore:
         queue.reserved -= len(put.sizes)
         if self._is_closed(queue):
             self.bytes -= put.nbytes
+            self._pump_freed(now, put.key)
             raise self._refused(put.key, queue)
         for nbytes, (payload, weight) in zip(put.sizes, contents, strict=True):
             queue.items.append(Item(next(self._numbers), put.key, payload, nbytes, weight, now))
@@ -91,7 +103,7 @@ class ChannelCore:
             self.bytes -= put.nbytes
         else:
             queue.puts.remove(put)
-        self._pump_all(now)
+        self._pump_freed(now, put.key)
 
     # --- taking ---
 
@@ -104,6 +116,8 @@ class ChannelCore:
             self._withdraw(take, queue)
             take.on_error(ChannelEmpty(f"channel {self.name!r} key {take.key!r} is empty: {self._depth_text(queue)}"))
             self._pump(now, take.key, queue)
+        elif take.open:
+            self._waiting.add(take)
 
     def cancel_take(self, now: float, take: Take) -> None:
         """Forget a waiting take, or return what a finished one has not confirmed, to the head, uncounted."""
@@ -112,15 +126,17 @@ class ChannelCore:
             self._withdraw(take, queue)
         for delivered in list(take.delivered):
             self._return(now, delivered, lost=False)
-        self._pump_all(now)
+        self._pump_freed(now, take.key)
 
     def confirm(self, now: float, tokens: Iterable[str]) -> None:
         """Delete what `get` delivered: the consumer has it."""
+        keys = []
         for token in tokens:
             delivered = self._out.get(token)
             if delivered is not None and delivered.expires is None:
                 self._delete(delivered)
-        self._pump_all(now)
+                keys.append(delivered.item.key)
+        self._pump_freed(now, *keys)
 
     def ack(self, now: float, token: str) -> bool:
         """Delete a leased or dead item; False (counted) when the token is stale."""
@@ -132,7 +148,7 @@ class ChannelCore:
         if delivered is None:
             return False
         self._delete(delivered)
-        self._pump_all(now)
+        self._pump_freed(now, delivered.item.key)
         return True
 
     def nack(self, now: float, token: str, *, delay: float = 0.0, lost: bool = False) -> bool:
@@ -141,13 +157,14 @@ class ChannelCore:
         if dead is not None:
             dead.attempt = 1
             self.bytes += dead.nbytes
-            self._back(now, [dead], delay)
+            self._back(now, dead, delay)
+            self._pump_freed(now, dead.key)
             return True
         delivered = self._current(token)
         if delivered is None:
             return False
         self._return(now, delivered, lost=lost, delay=delay)
-        self._pump_all(now)
+        self._pump_freed(now, delivered.item.key)
         return True
 
     def extend(self, now: float, tokens: Iterable[str], seconds: float | None = None) -> list[str]:
@@ -165,15 +182,18 @@ class ChannelCore:
 
     # --- clients and the end ---
 
-    def register_producer(self, client: Client) -> None:
-        """Add a producer; the channel closes when all have finished. Raises ChannelClosed afterwards."""
+    def register_producer(self, client: Client, registration: int = 0) -> None:
+        """Add a producer; the channel closes when all have finished. Raises ChannelClosed afterwards.
+
+        `registration` is the client's own number of it: the same one twice, as a repeated message brings it, counts once.
+        """
         if self._closed:
             raise ChannelClosed(f"channel {self.name!r} is closed; no producer can join")
-        self.producers[client] = client.name
+        self.producers[client, registration] = client.name
 
-    def done_producing(self, now: float, client: Client) -> None:
+    def done_producing(self, now: float, client: Client, registration: int = 0) -> None:
         """Mark a producer as finished."""
-        if self.producers.pop(client, None) is not None:
+        if self.producers.pop((client, registration), None) is not None:
             self._close_if_done(now)
 
     def client_lost(self, now: float, client: Client) -> None:
@@ -186,8 +206,11 @@ class ChannelCore:
                 queue.puts.remove(put)
         for delivered in [delivered for delivered in self._out.values() if delivered.client is client]:
             self._return(now, delivered, lost=True)
-        if client in self.producers:
-            self._lost_producers.append(self.producers.pop(client))
+        lost = [producer for producer in self.producers if producer[0] is client]
+        for producer in lost:
+            del self.producers[producer]
+        if lost:
+            self._lost_producers.append(client.name)
             self._close_if_done(now)
         self._pump_all(now)
 
@@ -210,33 +233,40 @@ class ChannelCore:
 
     def tick(self, now: float) -> None:
         """Do what is due: expired leases, delayed returns, deadlines of waiting puts and takes."""
+        returned = []
         for delivered in [entry for entry in self._out.values() if entry.expires is not None and entry.expires <= now]:
             self.counters["expired"] += 1
             self._return(now, delivered, lost=True)
+            returned.append(delivered.item.key)
         while self._delayed and self._delayed[0][0] <= now:
             item = heapq.heappop(self._delayed)[2]
             queue = self._queue(item.key)
             queue.delayed -= 1
             queue.insert([item])
-        for key, queue in self._keys.items():
-            for put in [put for put in queue.puts if put.deadline <= now]:
-                put.open = False
-                queue.puts.remove(put)
-                put.on_error(DeadlineExceeded(self._waited("put on", key, queue, now - put.since)))
-            for take in [take for take in queue.takes if take.deadline <= now]:
-                self._withdraw(take, queue)
-                take.on_error(DeadlineExceeded(self._waited(f"{take.kind} from", key, queue, now - take.since)))
-        self._pump_all(now)
+            returned.append(item.key)
+        self._pump_freed(now, *returned)  # when all are back: the oldest goes out first
+        for operation in self._waiting.pop_overdue(now):
+            if operation.waits:  # else an error handed out before it has made room for this one
+                self._time_out(now, operation)
+
+    def _time_out(self, now: float, operation: Put | Take) -> None:
+        key, queue = operation.key, self._queue(operation.key)
+        if isinstance(operation, Put):
+            operation.open = False
+            queue.puts.remove(operation)
+            what = "put on"
+        else:
+            self._withdraw(operation, queue)
+            what = f"{operation.kind} from"
+        operation.on_error(DeadlineExceeded(self._waited(what, key, queue, now - operation.since)))
+        self._pump(now, key, queue)
 
     def next_due(self) -> float:
         """Return when `tick` has something to do; infinity = never as things stand."""
         due = [entry.expires for entry in self._out.values() if entry.expires is not None]
-        for queue in self._keys.values():
-            due.extend(put.deadline for put in queue.puts)
-            due.extend(take.deadline for take in queue.takes)
         if self._delayed:
             due.append(self._delayed[0][0])
-        return min(due, default=math.inf)
+        return min([*due, self._waiting.next_deadline()])
 
     # --- looking ---
 
@@ -255,7 +285,7 @@ class ChannelCore:
         return [(token, item) for token, item in self.dead.items() if item.key == key]
 
     def stats(self, now: float) -> dict[str, Any]:
-        """Return depth, bytes and age per key, and the counters; never payloads."""
+        """Return depth, bytes and age of each key in use, and the counters; never payloads."""
         keys = {
             key: {
                 "depth": len(queue.items),
@@ -271,7 +301,7 @@ class ChannelCore:
             "bytes": self.bytes,
             "leases": sum(entry.expires is not None for entry in self._out.values()),
             "dead_items": len(self.dead),
-            "producers": list(self.producers.values()),
+            "producers": list(dict.fromkeys(self.producers.values())),
             "closed": self._closed,
             "put_wait_seconds": self.put_wait_seconds,
             **{name: self.counters[name] for name in ("puts", "gets", "redelivered", "expired", "dead", "stale_acks")},
@@ -294,21 +324,18 @@ class ChannelCore:
             return False
         return options.max_bytes is None or self.bytes + nbytes <= options.max_bytes
 
-    def _never_fits(self, put: Put) -> str | None:
-        """Return why `put` is larger than the whole channel, None when it is not."""
-        options = self.options
-        if options.max_bytes is not None and put.nbytes > options.max_bytes:
-            return (
-                f"item has {put.nbytes} bytes, channel {self.name!r} holds at most {options.max_bytes}; raise max_bytes"
-            )
-        if options.maxsize and len(put.sizes) > options.maxsize:
-            return f"{len(put.sizes)} items are put together, a key of channel {self.name!r} holds {options.maxsize}; put fewer"
-        return None
+    def _pump_freed(self, now: float, *keys: Key) -> None:
+        """Move what waits on `keys`, where items or room came back, and puts of other keys that the freed bytes let in."""
+        for key in keys:
+            self._pump(now, key, self._queue(key))
+        for key, queue in list(self._short_of_bytes.items()):
+            self._pump(now, key, queue)
+            if not queue.puts and self._short_of_bytes.get(key) is queue:
+                del self._short_of_bytes[key]
 
     def _pump_all(self, now: float) -> None:
         for key, queue in list(self._keys.items()):
-            if queue.takes or queue.puts:
-                self._pump(now, key, queue)
+            self._pump(now, key, queue)
 
     def _pump(self, now: float, key: Key, queue: KeyQueue) -> None:
         """Let waiting puts in and waiting takes out until neither moves."""
@@ -320,6 +347,11 @@ class ChannelCore:
                 pass
         finally:
             queue.pumping = False
+        self._forget_idle(key, queue)
+
+    def _forget_idle(self, key: Key, queue: KeyQueue) -> None:
+        if queue.is_idle and self._keys.get(key) is queue:
+            del self._keys[key]
 
     def _let_in(self, queue: KeyQueue) -> bool:
         """Give waiting puts the room there is; return whether one got any."""
@@ -329,7 +361,7 @@ class ChannelCore:
             put.admitted = True
             queue.reserved += len(put.sizes)
             self.bytes += put.nbytes
-            put.on_room()
+            put.on_room(put)
             moved = True
         return moved
 
@@ -363,12 +395,12 @@ class ChannelCore:
             return bool(take.held)
         while queue.items:
             head = queue.items[0]
-            if take.weight + head.weight > take.target:
+            if not take.fits(head):
                 if take.allow_oversize and not take.held:
-                    take.held.append(queue.items.popleft())
+                    take.hold(queue.items.popleft())
                 return True
-            take.held.append(queue.items.popleft())
-            if take.weight >= take.target:
+            take.hold(queue.items.popleft())
+            if take.is_full:
                 return True
         return False
 
@@ -381,7 +413,7 @@ class ChannelCore:
             self.counters["gets"] += 1
         take.held = []
         take.open = False
-        take.on_items(list(take.delivered))
+        take.on_items(take, list(take.delivered))
 
     def _drained_for(self, client: Client, queue: KeyQueue, key: Key) -> bool:
         """Whether nothing can come back any more; what the asking client itself holds does not keep it waiting."""
@@ -421,16 +453,15 @@ class ChannelCore:
                 self.dead[delivered.token] = item
                 return
         self.counters["redelivered"] += 1
-        self._back(now, [item], delay)
+        self._back(now, item, delay)
 
-    def _back(self, now: float, items: list[Item], delay: float) -> None:
-        for item in items:
-            queue = self._queue(item.key)
-            if delay > 0:
-                queue.delayed += 1
-                heapq.heappush(self._delayed, (now + delay, item.number, item))
-            else:
-                queue.insert([item])
+    def _back(self, now: float, item: Item, delay: float) -> None:
+        queue = self._queue(item.key)
+        if delay > 0:
+            queue.delayed += 1
+            heapq.heappush(self._delayed, (now + delay, item.number, item))
+        else:
+            queue.insert([item])
 
     def _close_if_done(self, now: float) -> None:
         if not self.producers:
@@ -447,7 +478,7 @@ class ChannelCore:
 
     def _depth_text(self, queue: KeyQueue) -> str:
         out = sum(1 for entry in self._out.values())
-        producers = ", ".join(self.producers.values()) or "none registered"
+        producers = ", ".join(dict.fromkeys(self.producers.values())) or "none registered"
         return f"depth {len(queue.items)}, {self.bytes} bytes, {out} items with consumers, live producers: {producers}"
 
     def _waited(self, what: str, key: Key, queue: KeyQueue, seconds: float) -> str:

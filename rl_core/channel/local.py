@@ -4,11 +4,14 @@
 """
 
 import concurrent.futures
+import gc
+import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_core.api.errors import ChannelClosed
 from rl_core.channel.backend import PutRequest, Taken, TakeRequest
@@ -17,6 +20,30 @@ from rl_core.channel.model import ChannelOptions, Delivered, Put, Take
 from rl_core.transports.sockets import IoThread, Timer
 
 Future = concurrent.futures.Future
+Operation = TypeVar("Operation", Put, Take)
+
+_channels: "weakref.WeakValueDictionary[str, LocalBackend]" = weakref.WeakValueDictionary()
+"""The channels of this process by name. One lives as long as a handle of it or an operation on it does."""
+_naming = threading.Lock()
+"""Guards `_channels`: of two threads that create a name, one creates it and the other connects."""
+
+
+def create(name: str, options: ChannelOptions) -> "LocalBackend":
+    """Return the channel `name` of this process, new or existing. Raises ConfigError when it exists with other options."""
+    if name in _channels:
+        gc.collect()  # a channel that only a cycle holds, as a caught exception and its frame make one, has ended
+    with _naming:
+        channel = _channels.get(name)
+        if channel is None:
+            channel = _channels[name] = LocalBackend(name, options)
+    options.check_equal(name, channel.options)
+    return channel
+
+
+def find(name: str) -> "LocalBackend | None":
+    """Return the channel `name` of this process, None if there is none."""
+    with _naming:
+        return _channels.get(name)
 
 
 class _Process:
@@ -36,6 +63,9 @@ class LocalBackend:
         self._core = ChannelCore(name, options)
         self._clock = clock
         self._client = _Process()
+        self._registrations: list[int] = []
+        """Numbers of the producers that are not done."""
+        self._numbers = itertools.count()
         self._timer: Timer | None = None
         self._due = float("inf")
 
@@ -46,7 +76,7 @@ class LocalBackend:
         if ack is not None and not isinstance(ack.backend, LocalBackend):
             raise ValueError("ack must be a delivery of a local channel as the put is; acknowledge it by itself")
 
-        def store() -> None:
+        def store(put: Put) -> None:
             if _claim(future):
                 try:
                     self._core.store(self._clock(), put, zip(request.items, request.weights, strict=True))
@@ -67,7 +97,7 @@ class LocalBackend:
         with self._lock:
             self._core.put(now, put, nowait=request.nowait)
             self._arm()
-        self._on_cancel(future, lambda: self._core.cancel_put(self._clock(), put))
+        self._on_cancel(future, put, self._core.cancel_put)
         return future
 
     def take(self, request: TakeRequest) -> "Future[list[Taken]]":
@@ -75,7 +105,7 @@ class LocalBackend:
         future: Future[list[Taken]] = Future()
         now = self._clock()
 
-        def hand_over(delivered: list[Delivered]) -> None:
+        def hand_over(take: Take, delivered: list[Delivered]) -> None:
             if _claim(future):
                 future.set_result(
                     [
@@ -93,7 +123,7 @@ class LocalBackend:
         with self._lock:
             self._core.take(now, take, nowait=request.nowait)
             self._arm()
-        self._on_cancel(future, lambda: self._core.cancel_take(self._clock(), take))
+        self._on_cancel(future, take, self._core.cancel_take)
         return future
 
     def load(self, taken: Taken) -> Any:
@@ -141,20 +171,25 @@ class LocalBackend:
         if verb == "stats":
             return core.stats(now)
         if verb == "register":
-            return core.register_producer(self._client)
+            number = next(self._numbers)
+            core.register_producer(self._client, number)
+            return self._registrations.append(number)
         if verb == "done":
-            return core.done_producing(now, self._client)
+            return core.done_producing(now, self._client, self._registrations.pop()) if self._registrations else None
         if verb == "close":
             return core.close(now, *args)
         if verb == "dead":
             return [Taken(token, item.attempt, item.weight, item.payload) for token, item in core.dead_items(args[0])]
         raise ValueError(f"bug: channels have no verb {verb!r}")
 
-    def _on_cancel(self, future: "Future[Any]", undo: Callable[[], None]) -> None:
+    def _on_cancel(self, future: "Future[Any]", operation: Operation, undo: Callable[[float, Operation], None]) -> None:
+        """Undo `operation` when `future` is cancelled, which it can be only while the core has the operation waiting."""
+        waiting = weakref.ref(operation)
+
         def done(finished: "Future[Any]") -> None:
-            if finished.cancelled():
+            if finished.cancelled() and (found := waiting()) is not None:
                 with self._lock:
-                    undo()
+                    undo(self._clock(), found)
 
         future.add_done_callback(done)
 
@@ -165,7 +200,13 @@ class LocalBackend:
                 self._timer.cancel()
             self._due = due
             io = IoThread.shared()
-            self._timer = io.call_at(io.clock() + due - self._clock(), self._tick)
+            channel = weakref.ref(self)  # a deadline that was met keeps no channel alive until it would have passed
+
+            def tick() -> None:
+                if (found := channel()) is not None:
+                    found._tick()
+
+            self._timer = io.call_at(io.clock() + due - self._clock(), tick)
 
     def _tick(self) -> None:
         with self._lock:

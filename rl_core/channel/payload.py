@@ -59,6 +59,11 @@ def encode(item: Any) -> list[Any]:
     return frames.encode(item)
 
 
+def nbytes(parts: list[Any]) -> int:
+    """Return the bytes of an encoded item."""
+    return sum(memoryview(part).nbytes for part in parts)
+
+
 def split(shape: Sequence[Sequence[Any]], parts: list[Any]) -> list[tuple[list[Any], float]]:
     """Return (parts, weight) of each item from `shape` [(weight, number of parts)]. Raises FrameError when the numbers differ."""
     items, start = [], 0

@@ -34,7 +34,7 @@ _ELASTIC_METHODS = frozenset(
 )
 _ACTOR_METHODS = _ELASTIC_METHODS | {"register", "done"}
 ALLOWED_METHODS = {
-    "runner": _ACTOR_METHODS | {"close", "consumer_lost", "set_epoch", "server_stats"},
+    "runner": _ACTOR_METHODS | {"close", "consumer_lost", "server_stats"},
     "actor": _ACTOR_METHODS,
     **dict.fromkeys(("rollout", "env"), _ELASTIC_METHODS),
 }
@@ -95,10 +95,6 @@ class ChannelServer:
         """Stop serving; stored items are gone."""
         self._rpc.close()
         self._memory.store.release_holder(self)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Refuse clients of older epochs."""
-        self._rpc.set_epoch(epoch)
 
     def consumer_lost(self, name: str, incarnation: tuple[int, int] | None = None) -> int:
         """Return at once what the member `group:rank` holds (None = any incarnation) and tell how many connections that were."""
@@ -161,10 +157,7 @@ class ChannelServer:
             for _, waiting in self._awaited.pop(name, []):
                 waiting.on_cancel = None
                 waiting.reply(options)
-        elif core.options != options:
-            raise ConfigError(
-                f"channel {name!r} exists with {core.options}, asked for {options}; use equal options or connect"
-            )
+        options.check_equal(name, core.options)
         call.reply(core.options)
 
     def _connect(self, call: IncomingCall, name: str, timeout: float) -> None:
@@ -208,7 +201,7 @@ class ChannelServer:
         core, now = self._core(channel), self._clock()
         self._check_spares(call.peer, parts)
 
-        def store() -> None:
+        def store(put: Put) -> None:
             call.on_cancel = None
             self._take_over(call.peer, parts, parts)
             core.store(self._clock(), put, contents)
@@ -228,7 +221,7 @@ class ChannelServer:
         """
         core, now = self._core(channel), self._clock()
 
-        def grant() -> None:
+        def grant(put: Put) -> None:
             segments = [self._segment(call.peer, size) for item in sizes for size in item]
             ticket = next(self._numbers)
             self._tickets[ticket] = (core, put, call.peer, [part for part in segments if part is not None])
@@ -330,7 +323,7 @@ class ChannelServer:
         self._confirm_all(confirmed)
         core, now = self._core(channel), self._clock()
 
-        def hand_out(delivered: list[Delivered]) -> None:
+        def hand_out(take: Take, delivered: list[Delivered]) -> None:
             call.on_cancel = None
             undo = partial(self._take_back, call.peer, core, take)
             self._remember(call, undo)
@@ -406,12 +399,12 @@ class ChannelServer:
     def _stats(self, call: IncomingCall, channel: str) -> None:
         call.reply(self._core(channel).stats(self._clock()))
 
-    def _register(self, call: IncomingCall, channel: str) -> None:
-        self._core(channel).register_producer(call.peer)
+    def _register(self, call: IncomingCall, channel: str, registration: int) -> None:
+        self._core(channel).register_producer(call.peer, registration)
         call.reply(None)
 
-    def _done(self, call: IncomingCall, channel: str) -> None:
-        self._core(channel).done_producing(self._clock(), call.peer)
+    def _done(self, call: IncomingCall, channel: str, registration: int) -> None:
+        self._core(channel).done_producing(self._clock(), call.peer, registration)
         call.reply(None)
 
     def _close(self, call: IncomingCall, channel: str, key: Any, error: PackedError | None) -> None:
@@ -421,10 +414,6 @@ class ChannelServer:
 
     def _consumer_lost(self, call: IncomingCall, name: str, incarnation: Any = None) -> None:
         call.reply(self._lose(name, tuple(incarnation) if incarnation is not None else None))
-
-    def _set_epoch(self, call: IncomingCall, epoch: int) -> None:
-        self._rpc.set_epoch(epoch)
-        call.reply(None)
 
     def _server_stats(self, call: IncomingCall) -> None:
         call.reply(self._all_stats())

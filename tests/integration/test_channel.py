@@ -303,12 +303,14 @@ class TestLargeItems:
 
     def test_an_item_over_max_bytes_is_refused(self, connect):
         channel = Channel.create("b", max_bytes=MIB, client=connect())
-        with pytest.raises(Exception, match="holds at most 1048576"):
-            channel.put(np.zeros(MIB))
+        for async_op in (False, True):
+            with pytest.raises(ValueError, match="holds at most 1048576; raise max_bytes"):
+                channel.put(np.zeros(MIB), async_op=async_op)
+        assert channel.stats().bytes == 0
 
 
 class TestAsync:
-    async def test_coroutines_streams_and_deliveries(self, server):
+    async def test_coroutines_and_deliveries(self, server):
         client = await asyncio.to_thread(ChannelClient, server.address)
         channel = await Channel.create_async("a", client=client)
         getting = asyncio.create_task(channel.get_async())
@@ -318,10 +320,12 @@ class TestAsync:
             await channel.put_async(number)
         await channel.close_async()
         seen = []
-        async for delivery in channel.stream(lease=True):
-            async with delivery:
+        for _ in range(3):
+            async with await channel.lease_async() as delivery:
                 seen.append(delivery.item)
         assert seen == [0, 1, 2]
+        with pytest.raises(ChannelClosed):
+            await channel.get_async()
         client.close()
 
     @pytest.mark.parametrize("moment", ["waiting", "answered"])
@@ -421,11 +425,26 @@ class TestMembers:
         with pytest.raises(ProducerLost, match="actor:2"):
             channel.get(timeout=60)
 
-    def test_older_epochs_are_fenced(self, connect, server):
-        channel = Channel.create("c", client=connect(identity()))
-        server.set_epoch(1)
-        with pytest.raises(EpochFenced):
+    def test_a_process_may_have_several_producers(self, connect):
+        channel = Channel.create("c", client=connect(identity("actor")))
+        for _ in range(2):
+            channel.register_producer()
+        assert channel.stats().producers == ["actor:0"]
+        channel.done_producing()
+        channel.put("of the other")
+        channel.done_producing()
+        channel.done_producing()  # of nobody: without effect
+        assert channel.get() == "of the other"
+        with pytest.raises(ChannelClosed):
             channel.put(1)
+
+    def test_older_epochs_are_fenced(self):
+        server = ChannelServer("tcp://127.0.0.1:0", identity=identity("channel", epoch=1)).start()
+        client = ChannelClient(server.address, None, identity(epoch=0))
+        with pytest.raises(EpochFenced):
+            Channel.create("c", client=client)
+        client.close()
+        server.close()
 
 
 class TestTransportLosses:

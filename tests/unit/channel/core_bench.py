@@ -24,7 +24,7 @@ class Bench:
     def put(self, *items, key="k", weight=0.0, nbytes=1, client=None, timeout=600.0, nowait=False):
         outcome = []
 
-        def store():
+        def store(put):
             try:
                 self.core.store(self.now, put, [(item, weight) for item in items])
                 outcome.append("stored")
@@ -42,7 +42,7 @@ class Bench:
             client or self.process,
             key,
             kind,
-            outcome.append,
+            lambda take, delivered: outcome.append(delivered),
             outcome.append,
             self.now + timeout,
             self.now,

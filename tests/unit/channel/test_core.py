@@ -1,9 +1,14 @@
 """The rules of a channel, one by one, on an injected clock."""
 
+import weakref
+from fractions import Fraction
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
-from rl_core.channel.model import ChannelOptions, Put
+from rl_core.channel.model import ChannelOptions, Put, exact_sum
 from tests.unit.channel.core_bench import Bench, Process
 
 
@@ -85,7 +90,8 @@ class TestRoom:
         assert bench.core.depth("k") == 1
 
     def test_an_item_larger_than_the_channel_is_refused_at_once(self):
-        assert "raise max_bytes" in str(Bench(max_bytes=10).put("a", nbytes=11).result)
+        with pytest.raises(ValueError, match="item has 11 bytes, channel 'c' holds at most 10; raise max_bytes"):
+            Bench(max_bytes=10).put("a", nbytes=11)
 
     def test_items_put_together_wait_until_there_is_room_for_all_of_them(self):
         bench = Bench(maxsize=3)
@@ -99,8 +105,10 @@ class TestRoom:
         assert bench.core.bytes == 0
 
     def test_items_put_together_that_are_more_than_a_key_holds_are_refused_at_once(self):
-        assert "put fewer" in str(Bench(maxsize=2).put(1, 2, 3).result)
-        assert "raise max_bytes" in str(Bench(max_bytes=2).put(1, 2, 3).result)
+        with pytest.raises(ValueError, match="put fewer"):
+            Bench(maxsize=2).put(1, 2, 3)
+        with pytest.raises(ValueError, match="raise max_bytes"):
+            Bench(max_bytes=2).put(1, 2, 3)
 
     def test_cancelling_items_put_together_gives_all_their_room_up(self):
         bench = Bench(maxsize=2, max_bytes=9)
@@ -119,12 +127,93 @@ class TestRoom:
 
     def test_room_that_is_given_up_goes_to_the_next(self):
         bench = Bench(maxsize=1)
-        admitted = Put(bench.process, "k", (1,), lambda: None, lambda error: None, 1e9, bench.now)
+        admitted = Put(bench.process, "k", (1,), lambda put: None, lambda error: None, 1e9, bench.now)
         bench.core.put(bench.now, admitted)
         waiting = bench.put("b")
         assert not waiting.done, "reserved room is taken"
         bench.core.cancel_put(bench.now, admitted)
         assert waiting.done
+
+
+class TestKeys:
+    """A key in use is known; one that holds nothing costs nothing."""
+
+    def test_drained_keys_are_forgotten(self):
+        bench = Bench(maxsize=2, max_bytes=100)
+        for number in range(10_000):
+            bench.put(number, key=number)
+            assert bench.receive(key=number) == [number]
+        stats = bench.core.stats(bench.now)
+        assert stats["keys"] == {} and bench.core._keys == {} and bench.core.next_due() == float("inf")
+        assert (stats["puts"], stats["gets"], stats["bytes"]) == (10_000, 10_000, 0)
+
+    def test_a_key_whose_item_is_with_a_consumer_comes_back_with_it(self):
+        bench = Bench()
+        bench.put("a")
+        bench.put("b")
+        take = bench.take()
+        assert bench.receive() == ["b"] and bench.core._keys == {}
+        bench.core.cancel_take(bench.now, take.waiting)
+        assert bench.core.depth("k") == 1 and bench.receive() == ["a"]
+
+    def test_a_key_with_waiting_takes_or_reserved_room_stays(self):
+        bench = Bench(maxsize=1)
+        taken = bench.take(key="taken", timeout=50)
+        admitted = Put(bench.process, "room", (1,), lambda put: None, lambda error: None, 1e9, bench.now)
+        bench.core.put(bench.now, admitted)
+        bench.put("x", key="other")
+        bench.receive(key="other")
+        assert list(bench.core._keys) == ["taken", "room"] and bench.core.next_due() == bench.now + 50
+        bench.core.store(bench.now, admitted, [("y", 0.0)])
+        bench.put("z", key="taken")
+        assert taken.items == ["z"] and bench.receive(key="room") == ["y"] and bench.core._keys == {}
+
+    def test_a_closed_key_is_remembered(self):
+        bench = Bench()
+        bench.core.close(bench.now, "k")
+        assert isinstance(bench.put("x").result, ChannelClosed)
+        assert isinstance(bench.take().result, ChannelClosed)
+        assert list(bench.core._keys) == ["k"]
+
+    def test_bytes_freed_by_one_key_let_puts_of_others_in(self):
+        bench = Bench(max_bytes=10)
+        bench.put("a", key=1, nbytes=8)
+        waiting = [bench.put("b", key=2, nbytes=5), bench.put("c", key=3, nbytes=5), bench.put("d", key=4, nbytes=5)]
+        assert bench.receive(key=1) == ["a"]
+        assert [put.done for put in waiting] == [True, True, False]
+        assert bench.receive(key=3) == ["c"] and waiting[2].done
+
+
+class TestDeadlines:
+    def test_each_ends_at_its_own_whatever_the_order_of_asking(self):
+        bench = Bench(maxsize=1)
+        bench.put("x", key="full")
+        late, early = bench.take(key=1, timeout=9), bench.take(key=2, timeout=3)
+        middle = bench.put("y", key="full", timeout=6)
+        for seconds, ended in ((3, early), (3, middle), (3, late)):
+            assert bench.core.next_due() == bench.now + seconds and not ended.done
+            bench.pass_time(seconds)
+            assert isinstance(ended.result, DeadlineExceeded)
+        assert bench.core.next_due() == float("inf")
+
+    def test_what_ended_before_its_deadline_leaves_nothing_behind(self):
+        bench = Bench()
+        for number in range(1000):
+            take = bench.take(key=number, timeout=600)
+            if number % 2:
+                bench.put("x", key=number)
+            else:
+                bench.core.cancel_take(bench.now, take.waiting)
+        assert bench.core.next_due() == float("inf")
+
+    def test_a_put_that_waited_and_was_accepted_is_gone_at_once_with_its_payload(self):
+        bench = Bench(maxsize=1)
+        bench.put("first")
+        waiting = bench.put("second")
+        put = weakref.ref(waiting.waiting)
+        assert bench.receive() == ["first"] and waiting.done
+        del waiting
+        assert put() is None
 
 
 class TestSeveralAtATime:
@@ -171,6 +260,19 @@ class TestBatch:
     def test_or_that_one_item_when_oversize_is_allowed(self):
         bench, take = self.batch([9, 1], 8, allow_oversize=True)
         assert take.items == [0] and bench.core.depth("k") == 1
+
+    def test_weights_are_added_exactly(self):
+        assert self.batch([0.1] * 10, 1.0)[1].items == list(range(10))
+        assert self.batch([0.1, 0.2, 0.3], 0.6)[1].items == [0, 1, 2]
+        assert self.batch([1e16, 1.0, 1.0], 1e16 + 2)[1].items == [0, 1, 2]
+        assert self.batch([1e308, 1e308], 1.5e308)[1].items == [0]
+
+    @given(st.lists(st.floats(0, 1e300, allow_nan=False), max_size=12))
+    def test_the_exact_sum_is_that_of_fractions(self, numbers):
+        parts = ()
+        for number in numbers:
+            parts = exact_sum(parts, number)
+        assert sum(map(Fraction, parts)) == sum(map(Fraction, numbers))
 
     def test_oversize_does_not_apply_behind_a_taken_item(self):
         bench, take = self.batch([1, 9], 8, allow_oversize=True)
@@ -410,6 +512,24 @@ class TestEnds:
         assert type(waiting.result) is ChannelClosed
         with pytest.raises(ChannelClosed):
             bench.core.register_producer(producers[0])
+
+    def test_a_process_may_have_several_producers_and_each_ends_by_itself(self):
+        bench = Bench()
+        for number in (1, 2, 2):  # the same registration twice is one: its message was repeated
+            bench.core.register_producer(bench.process, number)
+        assert bench.core.stats(bench.now)["producers"] == ["actor:0"]
+        bench.core.done_producing(bench.now, bench.process, 1)
+        bench.core.done_producing(bench.now, bench.process, 1)
+        assert bench.put("of the other").result == "stored"
+        bench.core.done_producing(bench.now, bench.process, 2)
+        assert isinstance(bench.put("x").result, ChannelClosed)
+
+    def test_a_lost_process_has_lost_all_its_producers(self):
+        bench = Bench()
+        for number in range(2):
+            bench.core.register_producer(bench.process, number)
+        bench.core.client_lost(bench.now, bench.process)
+        assert isinstance(bench.take(client=Process("other")).result, ProducerLost)
 
     def test_a_lost_producer_is_named_when_nothing_more_can_come(self):
         bench = Bench()

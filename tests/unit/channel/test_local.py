@@ -225,18 +225,14 @@ class TestLeases:
 
 
 class TestEnds:
-    def test_a_stream_ends_with_the_channel(self, channel):
-        for number in range(3):
-            channel.put(number)
+    def test_what_is_stored_is_delivered_after_close_then_gets_end(self, channel):
+        channel.put(0)
         channel.close()
-        assert list(channel.stream()) == [0, 1, 2]
+        assert channel.get() == 0
         with pytest.raises(ChannelClosed):
             channel.put(4)
-
-    def test_a_leased_stream_gives_deliveries(self, channel):
-        channel.put("x")
-        channel.close()
-        assert [delivery.ack() for delivery in channel.stream(lease=True)] == [True]
+        with pytest.raises(ChannelClosed):
+            channel.get()
 
     def test_gets_raise_the_error_of_close(self, channel):
         channel.close(error=ConfigError("no more"))
@@ -244,10 +240,15 @@ class TestEnds:
             channel.get()
 
     def test_done_producing_closes(self, channel):
-        channel.register_producer()
+        for _ in range(2):
+            channel.register_producer()
+        channel.done_producing()
         channel.put(1)
         channel.done_producing()
-        assert list(channel.stream()) == [1]
+        channel.done_producing()  # of nobody: without effect
+        assert channel.get() == 1
+        with pytest.raises(ChannelClosed):
+            channel.put(2)
 
 
 class TestAsync:
@@ -283,16 +284,6 @@ class TestAsync:
         await asyncio.gather(batch, return_exceptions=True)
         assert await channel.get_async(timeout=5) == "a"
 
-    async def test_async_streams_and_deliveries(self, channel):
-        for number in range(3):
-            await channel.put_async(number)
-        await channel.close_async()
-        seen = []
-        async for delivery in channel.stream(lease=True):
-            async with delivery:
-                seen.append(delivery.item)
-        assert seen == [0, 1, 2]
-
     async def test_sync_faces_refuse_the_event_loop_and_do_nothing(self, channel):
         await channel.put_async("x")
         for face in (
@@ -313,6 +304,66 @@ class TestAsync:
 def test_a_local_channel_cannot_travel(channel):
     with pytest.raises(TypeError, match="local to this process"):
         frames.encode({"c": channel})
+
+
+class TestNames:
+    """A local channel has its name within the process, as a server's has within the job."""
+
+    def test_create_connects_to_its_equal_and_refuses_another(self):
+        first = Channel.create("named", maxsize=3, local=True)
+        again = Channel.create("named", maxsize=3, local=True)
+        first.put("x")
+        assert again.get() == "x"
+        with pytest.raises(ConfigError, match="channel 'named' exists with .*use equal options or connect"):
+            Channel.create("named", maxsize=4, local=True)
+
+    async def test_connect_finds_it(self):
+        first = Channel.create("named", maxsize=1, local=True)
+        await first.put_async("x")
+        found = await Channel.connect_async("named")
+        assert await found.get_async() == "x"
+        assert await asyncio.to_thread(lambda: Channel.connect("named").qsize()) == 0
+
+    def test_a_producer_registered_through_one_handle_is_done_through_another(self):
+        first, second = (Channel.create("named", local=True) for _ in range(2))
+        first.register_producer()
+        second.done_producing()
+        with pytest.raises(ChannelClosed):
+            first.put(1)
+
+    def test_it_lives_as_long_as_a_handle_or_an_operation_on_it(self):
+        first = Channel.create("named", maxsize=1, local=True)
+        waiting = first.get(async_op=True, timeout=60)
+        del first
+        Channel.connect("named").put("x")
+        assert waiting.wait(5) == "x"
+        del waiting
+        _collect()
+        assert Channel.create("named", maxsize=2, local=True).empty()
+
+    @pytest.mark.parametrize("end", ["served", "deadline", "cancelled"])
+    def test_no_operation_that_ended_keeps_it(self, end):
+        channel = Channel.create("named", maxsize=1, local=True)
+        if end == "deadline":
+            channel.put("x")
+            waiting = channel.put("y", async_op=True, timeout=0)
+            with pytest.raises(DeadlineExceeded):
+                waiting.wait(5)
+        else:
+            waiting = channel.get(async_op=True, timeout=600)
+        if end == "served":
+            channel.put("x")
+            assert waiting.wait() == "x"
+        del waiting, channel
+        for _ in range(2):  # what the I/O thread ran last is held until its next turn
+            IoThread.shared().run(lambda: None)
+        assert Channel.create("named", maxsize=2, local=True).empty()
+
+
+def test_an_item_larger_than_the_channel_is_refused_at_once_also_without_waiting():
+    channel = Channel.create("small", max_bytes=10, local=True)
+    with pytest.raises(ValueError, match="item has 11 bytes, channel 'small' holds at most 10; raise max_bytes"):
+        channel.put(b"x" * 11, async_op=True)
 
 
 def test_what_one_server_cannot_do_is_refused():
