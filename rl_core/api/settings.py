@@ -1,14 +1,17 @@
 """The smaller blocks of `spec`: model, data, weights, checkpoint, validation, runtime, failures, trackers."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Name, none_for_zero
-from rl_core.api.cel import Cel
+from rl_core.api.bounds import Name, Pattern, listed, none_for_zero
+from rl_core.api.cel import Cel, literal, no_keys
 
+ROLES = ("actor", "rollout", "env")
+"""Roles that have worker processes."""
 PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
 
@@ -71,11 +74,59 @@ class ValidationSpec(Spec):
             )
 
 
+COMPONENTS = r" *(actor|rollout|env) *(, *(actor|rollout|env) *)*"
+"""Keys of componentPlacement: roles that have processes, joined by commas where they share."""
+_RANKS = r"[0-9]+( *- *[0-9]+)?"
+_PART = rf"(all|{_RANKS})( *: *{_RANKS})?"
+PlacementMap = Annotated[
+    int | Annotated[str, Field(max_length=256)],
+    Pattern(
+        regex=rf" *{_PART}( *, *({_PART})?)* *",
+        rule="ranks[:processes], joined by commas, such as 0-3 or 4-7:0-1",
+        way_out="write it so, in quotes",
+    ),
+]
+"""Which resources a role's processes have (runtime.md 1, Grammar)."""
+
+
 class PlacementSpec(Spec):
     """Where processes run (runtime.md 1)."""
 
-    mode: Literal["disaggregated"] = "disaggregated"
-    """Roles have devices of their own."""
+    mode: Literal["disaggregated", "colocated", "hybrid"] = "disaggregated"
+    """disaggregated: roles have devices of their own. colocated and hybrid, which share them, are refused until a backend can."""
+    component_placement: Annotated[
+        dict[Annotated[str, Field(max_length=64)], PlacementMap], Field(max_length=len(ROLES))
+    ] = {}
+    """Accelerators (on CPU: processes) of each role, numbered over the roles named: `{actor: "0-3", rollout: "4-7"}`; {} = actor, rollout, env in turn."""
+
+    @rule(
+        Cel(
+            holds="$mode == 'disaggregated'",
+            refusal=(
+                "mode must be disaggregated, as no backend shares devices between roles yet, got %s"
+                "; write disaggregated and give each role its own gpus"
+            ),
+            values=("$mode",),
+            field="mode",
+        )
+    )
+    def _roles_share_nothing(self) -> Iterator[str]:
+        if self.mode != "disaggregated":
+            yield (
+                f"mode must be disaggregated, as no backend shares devices between roles yet, got {self.mode}; write disaggregated and give each role its own gpus"
+            )
+
+    @rule(
+        no_keys(
+            "componentPlacement",
+            f"!k.matches({literal(f'^({COMPONENTS})$')})",
+            f"componentPlacement must place {', '.join(ROLES)}, got %s; remove them",
+        )
+    )
+    def _components_have_processes(self) -> Iterator[str]:
+        unknown = [key for key in self.component_placement if not re.fullmatch(COMPONENTS, key)]
+        if unknown:
+            yield f"componentPlacement must place {', '.join(ROLES)}, got {listed(unknown)}; remove them"
 
 
 class WeightsSpec(Spec):

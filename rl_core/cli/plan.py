@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_core.cli.validate import prepare
+from rl_core.launch.local_plan import LOOPBACK
 from rl_core.plan.capacity import CapacityReport, ModelFacts, estimate
-from rl_core.plan.launch import LaunchPlan, build_launch_plan
+from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_plan
 
 GIB = 1024**3
 
@@ -17,27 +18,33 @@ GIB = 1024**3
 def show_plan(file: Path, settings: Sequence[str]) -> int:
     """Print processes and memory of a job; return 0."""
     job = prepare(file, settings)
-    plan = build_launch_plan(
-        job, name=job.metadata.name, namespace=job.metadata.namespace or "default", uid=job.metadata.uid or "plan"
+    meta = job.metadata
+    plan, local = (
+        build_launch_plan(job, name=meta.name, namespace=meta.namespace or "default", uid=meta.uid or "plan", host=host)
+        for host in (None, LOOPBACK)
     )
     console = Console()
-    console.print(process_table(plan))
+    console.print(process_table(plan, local))
     console.print(memory_table(estimate(job.spec, ModelFacts.from_config(job.spec.model.path))))
     console.print(f"digest {plan.digest}", style="dim")
     return 0
 
 
-def process_table(plan: LaunchPlan) -> Table:
-    """Return one row per process of the plan."""
-    table = Table("POD", "PROCESS", "RANK", "DEVICES", "THREADS", "MODULE", title=f"{len(plan.pods)} pods", box=SIMPLE)
-    for pod in plan.pods:
-        for container in pod.containers:
-            for process in container.processes:
-                devices = ",".join(process.visible_devices) or "cpu"
-                threads = process.env.get("OMP_NUM_THREADS", "")
-                command = " ".join(process.command).removeprefix("python -m ")
-                table.add_row(pod.name, process.name, str(process.rank), devices, threads, command)
+def process_table(plan: LaunchPlan, local: LaunchPlan) -> Table:
+    """Return one row per process: its devices as numbered in its pod by `plan`, and by `local` where one machine has all."""
+    table = Table("POD", "PROCESS", "RANK", "DEVICES", "LOCALLY", "THREADS", "MODULE", box=SIMPLE)
+    table.title = f"{len(plan.pods)} pods"
+    for pod, local_pod in zip(plan.pods, local.pods, strict=True):
+        for process, locally in zip(_processes(pod), _processes(local_pod), strict=True):
+            devices = (",".join(one.placement.visible_accelerators) or "cpu" for one in (process, locally))
+            threads = process.env.get("OMP_NUM_THREADS", "")
+            command = " ".join(process.command).removeprefix("python -m ")
+            table.add_row(pod.name, process.name, str(process.rank), *devices, threads, command)
     return table
+
+
+def _processes(pod: PodPlan) -> list[ProcessPlan]:
+    return [process for container in pod.containers for process in container.processes]
 
 
 def memory_table(report: CapacityReport) -> Table:

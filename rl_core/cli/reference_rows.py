@@ -67,7 +67,7 @@ def _type(node: Node, blocks: Mapping[str, Node]) -> str:
     """Return the type in words, with its bounds."""
     node = _resolved(node, blocks)
     if "anyOf" in node:
-        return "quantity"
+        return "quantity" if "quantity" in node.get("x-refusal", "") else "int or text"
     if "enum" in node or "const" in node:
         return " or ".join(f"`{value}`" for value in node.get("enum", [node.get("const")]))
     kind = node.get("type")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from rl_core.api.errors import ConfigError
-from rl_core.plan.launch import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, ProcessPlan
+from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, ProcessPlan
 
 Shape = Literal["containers", "processes", "pods"]
 SECOND_HEALTH_PORT = 7706

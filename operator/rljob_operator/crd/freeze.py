@@ -39,6 +39,7 @@ TOLD = (
 )
 """Fields with a rule of their own, which tells both values; the others are compared block by block, to keep the definition small."""
 SUSPENDED = "oldSelf.?suspend.orValue(false)"
+PLACED = "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, k.contains('{}'))"
 WAY_OUT = "while the job is not suspended, got {}; set suspend: true, then edit it"
 
 
@@ -70,7 +71,20 @@ def transition_rules() -> list[Schema]:
     )
     others = [path for path in frozen_fields() if path not in TOLD]
     blocks = groupby(others, key=lambda path: path.partition(".")[0])
-    return [fixed, *(_told(path) for path in TOLD), *(_block(block, list(paths)) for block, paths in blocks)]
+    told, placed = (_told(path) for path in TOLD), (_placed(role) for role in ("rollout", "env"))
+    return [fixed, *told, *placed, *(_block(block, list(paths)) for block, paths in blocks)]
+
+
+def _placed(role: str) -> Schema:
+    """Return the rule that a role whose pods a written placement numbers is not scaled."""
+    path = f"{role}.replicas"
+    new, old = (field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
+    return rule_entry(
+        holds=f"{SUSPENDED} || !({PLACED.format(role)}) || {new} == {old}",
+        refusal=f"{path} must stay %d while placement.componentPlacement numbers its pods, got %d; set suspend: true, then edit both",
+        values=(old, new),
+        field=path,
+    )
 
 
 def _told(path: str) -> Schema:

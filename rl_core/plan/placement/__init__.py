@@ -1,6 +1,6 @@
 """Placement: which process runs on which node with which accelerators (runtime.md 1). Pure and torch-free.
 
-`inventory` says what there is, `grammar` reads the map a user writes, `strategies` turn resources into Placements,
+`inventory` says what there is, `grammar` reads the map a user writes, `strategies` turn resources into Placements (`placement`),
 `component` binds components to strategies, `modes` checks and derives colocated and disaggregated layouts.
 """
 
@@ -8,12 +8,12 @@ from rl_core.plan.placement.component import ComponentPlacement, HybridComponent
 from rl_core.plan.placement.grammar import PlacementPart, parse_placement, parse_ranks
 from rl_core.plan.placement.inventory import Inventory, NodeGroup, NodeInfo, merge_env
 from rl_core.plan.placement.modes import ModelParallelComponentPlacement, PlacementMode
+from rl_core.plan.placement.placement import Placement
 from rl_core.plan.placement.rankmap import rank_map
 from rl_core.plan.placement.strategies import (
     FlexiblePlacementStrategy,
     NodePlacementStrategy,
     PackedPlacementStrategy,
-    Placement,
     PlacementStrategy,
 )
 

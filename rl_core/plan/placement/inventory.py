@@ -25,10 +25,19 @@ class NodeInfo:
     """Their type; None = not told."""
     hardware: tuple[str, ...] = ()
     """Type name of each further unit of hardware, such as ("robot", "robot", "camera")."""
+    first_accelerator: int = 0
+    """Number of its first accelerator: above 0 where the node is a share of one machine."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.accelerators < 0:
-            raise PlacementError(f"node rank and accelerators must be >= 0, got {self.rank} and {self.accelerators}")
+        if min(self.rank, self.accelerators, self.first_accelerator) < 0:
+            raise PlacementError(
+                f"node rank, accelerators and first_accelerator must be >= 0, got {self.rank}, {self.accelerators}, {self.first_accelerator}"
+            )
+
+    @property
+    def accelerator_numbers(self) -> range:
+        """Return the numbers its accelerators have on their machine."""
+        return range(self.first_accelerator, self.first_accelerator + self.accelerators)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Unit:
 
     node: NodeInfo
     local_rank: int
-    """Index among the units of its kind on the node; 0 for a node."""
+    """Index among the units of its kind on the machine; 0 for a node."""
     label: str
     """Label of the group it was reached through."""
     kind: str | None
@@ -164,7 +173,7 @@ class Inventory:
             raise PlacementError(
                 f"node group {label}: its nodes must have one accelerator type, got {', '.join(types)}; make a group per type"
             )
-        return tuple(Unit(node, index, label, ACCELERATOR) for node in nodes for index in range(node.accelerators))
+        return tuple(Unit(node, number, label, ACCELERATOR) for node in nodes for number in node.accelerator_numbers)
 
     def units_of(self, labels: Iterable[str]) -> tuple[Unit, ...]:
         """Return the units of several groups, in the order the groups are listed."""

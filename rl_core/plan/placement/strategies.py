@@ -3,41 +3,13 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from rl_core.api.errors import PlacementError, PlacementRangeError
-from rl_core.plan.placement.inventory import ACCELERATOR, CLUSTER, NODE, Inventory, NodeInfo, Unit
+from rl_core.plan.placement.inventory import ACCELERATOR, CLUSTER, NODE, Inventory, Unit
+from rl_core.plan.placement.placement import Placement
 
 Labels = str | Sequence[str] | None
 """One label, `a,b`, or a sequence of labels; None = the strategy's default group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where one process runs."""
-
-    rank: int
-    """Rank in its group of processes."""
-    cluster_node_rank: int
-    """Rank of its node in the inventory."""
-    placement_node_rank: int
-    """Index of its node among the nodes this group uses, in order of first use."""
-    local_rank: int
-    """Index among this group's processes on the node."""
-    local_world_size: int
-    """Number of this group's processes on the node."""
-    accelerator_type: str | None
-    """Type of the node's accelerators."""
-    visible_accelerators: list[str]
-    """Node-local numbers of the accelerators it may use, as text."""
-    local_accelerator_rank: int
-    """First visible accelerator; -1 if none."""
-    local_hardware_ranks: list[int]
-    """Node-local numbers of the units it was given; empty when it was given a node."""
-    node_group_label: str
-    """Group it was placed through."""
-    isolate_accelerator: bool
-    """Whether it sees its own accelerators only."""
 
 
 class PlacementStrategy(ABC):
@@ -177,40 +149,27 @@ def _check_one_node(process: int, ranks: Sequence[int], units: Sequence[Unit]) -
 def _place(chosen: Sequence[Sequence[Unit]], isolate: bool) -> list[Placement]:
     """Return the Placements of processes given their units, each process on one node."""
     node_of = [units[0].node.rank for units in chosen]
-    used = list(dict.fromkeys(node_of))
-    sizes = Counter(node_of)
-    seen: Counter[int] = Counter()
+    node_index = {node: index for index, node in enumerate(dict.fromkeys(node_of))}
+    sizes, seen = Counter(node_of), Counter[int]()
     placements = []
     for rank, units in enumerate(chosen):
         node, kind = units[0].node, units[0].kind
         own = [unit.local_rank for unit in units] if kind is not None else []
-        visible = own if isolate and kind == ACCELERATOR else list(range(node.accelerators))
-        placements.append(_placement(rank, node, units[0].label, own, visible, isolate, used, seen[node.rank], sizes))
+        visible = own if isolate and kind == ACCELERATOR else list(node.accelerator_numbers)
+        placements.append(
+            Placement(
+                rank=rank,
+                cluster_node_rank=node.rank,
+                placement_node_rank=node_index[node.rank],
+                local_rank=seen[node.rank],
+                local_world_size=sizes[node.rank],
+                accelerator_type=node.accelerator_type,
+                visible_accelerators=[str(number) for number in visible],
+                local_accelerator_rank=visible[0] if visible else -1,
+                local_hardware_ranks=own,
+                node_group_label=units[0].label,
+                isolate_accelerator=isolate,
+            )
+        )
         seen[node.rank] += 1
     return placements
-
-
-def _placement(
-    rank: int,
-    node: NodeInfo,
-    label: str,
-    own: list[int],
-    visible: list[int],
-    isolate: bool,
-    used: list[int],
-    local_rank: int,
-    sizes: Counter[int],
-) -> Placement:
-    return Placement(
-        rank=rank,
-        cluster_node_rank=node.rank,
-        placement_node_rank=used.index(node.rank),
-        local_rank=local_rank,
-        local_world_size=sizes[node.rank],
-        accelerator_type=node.accelerator_type,
-        visible_accelerators=[str(index) for index in visible],
-        local_accelerator_rank=visible[0] if visible else -1,
-        local_hardware_ranks=own,
-        node_group_label=label,
-        isolate_accelerator=isolate,
-    )

@@ -106,6 +106,20 @@ def test_scale_beyond_what_the_job_allows_is_refused(control_plane, stored):
     assert "maxReplicas must not be below replicas 3, got 2; raise maxReplicas" in answer.stderr
 
 
+def test_rollouts_that_a_placement_numbers_are_scaled_in_two_writes(control_plane, namespace):
+    document = with_spec(placement={"componentPlacement": {"actor": 0, "rollout": "1-2"}}, rollout={"replicas": 2})
+    control_plane.apply(document, namespace=namespace)
+    answer = control_plane.kubectl("scale", "rlj/job", "-n", namespace, "--replicas=3", check=False)
+    words = "rollout.replicas must stay 2 while placement.componentPlacement numbers its pods, got 3; set suspend: true, then edit both"
+    assert words in answer.stderr
+    edit(control_plane, namespace, env={"replicas": 2})
+    edit(control_plane, namespace, suspend=True)
+    placed = {"placement": {"componentPlacement": {"rollout": "1-3"}}, "rollout": {"replicas": 3}}
+    edit(control_plane, namespace, **placed)
+    kept = control_plane.get("rljob", "job", namespace=namespace)["spec"]
+    assert kept["placement"] == {"componentPlacement": {"actor": 0, "rollout": "1-3"}}
+
+
 def test_columns_tell_the_run_at_a_glance(control_plane, stored):
     status = {
         "phase": "Running",
@@ -173,6 +187,11 @@ def test_status_is_written_by_its_subresource_only(control_plane, namespace):
             {"actor": {"optimizer": {"weightDecay": 0.5}}},
             "spec.actor",
             "actor must stay as it is but for optimizer.learningRate, the pod fields while the job is not suspended, got a change; set suspend: true, then edit it",
+        ),
+        (
+            {"placement": {"componentPlacement": {"actor": 0, "rollout": 1}}},
+            "spec.placement",
+            "placement must stay as it is while the job is not suspended, got a change; set suspend: true, then edit it",
         ),
         (
             {"extensions": ["mine"]},

@@ -28,8 +28,13 @@ CLAIMED = {
             {"actor": {"gpus": 3, "processesPerPod": 2}, "algorithm": {"promptsPerStep": 32}},
             "multiple of processesPerPod 2, got 3",
         ),
+        ({"placement": {"mode": "hybrid"}}, "mode must be disaggregated"),
+        (
+            {"placement": {"componentPlacement": {"actor": 0, "rollout": "1-4"}}},
+            r"placement.componentPlacement: component rollout: part '1-4': rank 4 is out of range",
+        ),
     ],
-    ids=["type", "unknown", "rule", "plan"],
+    ids=["type", "unknown", "rule", "plan", "mode", "placement"],
 )
 def test_a_spec_that_is_not_understood_is_told_and_makes_no_pods(spec: dict[str, Any], words: str) -> None:
     world = World(make_job(**spec))

@@ -8,22 +8,37 @@ from hypothesis import strategies as st
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
+from rl_core.api.settings import PlacementSpec
 from rl_core.plan.colocated import colocate
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
 
 SHAPES = ("containers", "processes", "pods")
 
 
-def plan(actor=1, rollout=1, gpus=1, rollout_gpus=None, **more):
+def job(actor=1, rollout=1, gpus=1, rollout_gpus=None, **role):
     spec = {
         "model": {"path": "m"},
         "data": {"train": "t"},
-        "actor": {"replicas": actor, "gpus": gpus},
-        "rollout": {"replicas": rollout, "gpus": gpus if rollout_gpus is None else rollout_gpus},
+        "actor": {"replicas": actor, "gpus": gpus} | role,
+        "rollout": {"replicas": rollout, "gpus": gpus if rollout_gpus is None else rollout_gpus} | role,
         "algorithm": {"promptsPerStep": 24 * actor},
     }
     written = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "sums"}, "spec": spec}
-    return build_launch_plan(RLJob.model_validate(written), **({"name": "sums", "uid": "u", "epoch": 2} | more))
+    return RLJob.model_validate(written)
+
+
+def planned(written, **more):
+    return build_launch_plan(written, **({"name": "sums", "uid": "u", "epoch": 2} | more))
+
+
+def plan(*counts, **more):
+    return planned(job(*counts, **more))
+
+
+def colocated(written):
+    """Return the spec with the mode that the schema refuses until a backend runs it."""
+    mode = PlacementSpec.model_construct(mode="colocated", component_placement={})
+    return written.spec.model_copy(update={"placement": mode})
 
 
 def processes(found):
@@ -46,6 +61,21 @@ def test_every_process_is_there_once_with_its_identity_and_the_pair_shares_a_cla
         assert (pair[0] is pair[1]) == (shape != "pods")
     claims = [pod.claim for pod in after.pods if pod.claim is not None]
     assert all(claim.shared for claim in claims) and LaunchPlan.from_json(after.to_json()) == after
+
+
+DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
+
+
+@pytest.mark.parametrize(("role", "shape"), [(DRA, "containers"), ({}, "processes")], ids=["claims", "device plugin"])
+def test_the_plan_of_a_colocated_job_has_the_shape_that_its_allocation_can_share(role, shape):
+    written = job(2, 2, 4, **role)
+    assert planned(colocated(written)) == colocate(planned(written), shape=shape)
+
+
+def test_on_one_machine_actor_and_rollout_of_a_colocated_job_see_the_same_accelerators():
+    found = planned(colocated(job(2, 2, 2)), host="127.0.0.1")
+    seen = {name: process.visible_devices for name, (process, _) in processes(found).items()}
+    assert seen["actor-0"] == seen["rollout-0"] == ("0", "1") and seen["actor-1"] == seen["rollout-1"] == ("2", "3")
 
 
 def test_two_supervisors_of_a_pod_listen_on_different_ports():

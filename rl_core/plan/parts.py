@@ -1,0 +1,138 @@
+"""The parts of a launch plan: records from one process up to all pods of a job, to canonical JSON and back, byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from rl_core.plan.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """Ports of actor-0 (hub, channel, control), of gloo/NCCL rendezvous, of every supervisor (health), of env and rollout pods (rpc)."""
+
+    hub: int = 7700
+    channel: int = 7701
+    control: int = 7702
+    health: int = 7703
+    master: int = 7704
+    rpc: int = 7705
+    """Worker RPC on a cluster, where policies name it; free ports elsewhere."""
+
+
+class _Plan:
+    """What all parts of a plan can do: to canonical JSON and back, byte for byte."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """Return the plan as canonical JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the plan that `to_json` wrote."""
+        return cls._read(json.loads(text))
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuClaim(_Plan):
+    """Accelerators of a pod."""
+
+    count: int
+    type: str | None = None
+    """Device class; None = any."""
+    shared: bool = False
+    """Whether containers of the pod share the claim."""
+    name: str | None = None
+    """A claim that other pods share too; None = the pod has its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessPlan(_Plan):
+    """One process under a supervisor."""
+
+    name: str
+    """Unique inside the pod: runner, channel, actor-0, ..."""
+    group: str
+    rank: int
+    command: tuple[str, ...]
+    env: dict[str, str]
+    visible_devices: tuple[str, ...] = ()
+    ports: dict[str, int] = field(default_factory=dict)
+    restart: bool = False
+    """Whether the supervisor restarts it (rollout and env workers); otherwise its end ends the pod."""
+
+    @property
+    def placement(self) -> Placement:
+        """Return where it runs, which its environment tells; the runner and the channel server are alone on CPU."""
+        return Placement.from_env(self.env)
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "command": tuple(value["command"]), "visible_devices": tuple(value["visible_devices"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerPlan(_Plan):
+    """One container: one supervisor with its processes."""
+
+    name: str
+    image_role: str
+    processes: tuple[ProcessPlan, ...]
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "processes": tuple(ProcessPlan._read(process) for process in value["processes"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodPlan(_Plan):
+    """One pod, `<job>-<role>-<index>`."""
+
+    name: str
+    role: str
+    index: int
+    containers: tuple[ContainerPlan, ...]
+    node_group: str | None = None
+    claim: GpuClaim | None = None
+    shm_bytes: int = 0
+    """Size of /dev/shm the pod needs; 0 = the runtime's default."""
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        containers = tuple(ContainerPlan._read(container) for container in value["containers"])
+        claim = GpuClaim._read(value["claim"]) if value["claim"] else None
+        return cls(**{**value, "containers": containers, "claim": claim})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan(_Plan):
+    """All pods of a job under one epoch."""
+
+    job: str
+    namespace: str
+    uid: str
+    epoch: int
+    pods: tuple[PodPlan, ...]
+
+    @classmethod
+    def _read(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{**value, "pods": tuple(PodPlan._read(pod) for pod in value["pods"])})
+
+    def pods_of(self, role: str) -> tuple[PodPlan, ...]:
+        """Return the pods of one role, by index."""
+        return tuple(pod for pod in self.pods if pod.role == role)

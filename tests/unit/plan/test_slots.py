@@ -1,0 +1,263 @@
+"""Placement of a job's processes: typed, told by the environment, and a written block is honoured or refused by name."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rl_core.api.errors import ConfigError, PlacementError, PlacementRangeError
+from rl_core.api.job import RLJobSpec
+from rl_core.api.settings import PlacementSpec
+from rl_core.plan.launch import build_launch_plan
+from rl_core.plan.placement import Placement
+
+ROLES = ("actor", "rollout", "env")
+
+
+def spec(placement=None, **blocks):
+    written = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 24}} | blocks
+    if placement is not None:
+        written["placement"] = {"componentPlacement": placement}
+    return RLJobSpec.model_validate(written)
+
+
+GPUS = {
+    "actor": {"gpus": 4, "processesPerPod": 4},
+    "rollout": {"gpus": 2, "replicas": 2},
+}
+"""Four accelerators of one actor pod, four of two rollout pods."""
+
+
+def plan(of_spec, **more):
+    return build_launch_plan(of_spec, **({"name": "sums", "uid": "u"} | more))
+
+
+def workers(found, role):
+    return [p for pod in found.pods_of(role) for c in pod.containers for p in c.processes if p.group == role]
+
+
+def processes(found):
+    return [process for pod in found.pods for container in pod.containers for process in container.processes]
+
+
+def devices(found):
+    return {role: [",".join(p.visible_devices) for p in workers(found, role)] for role in ROLES}
+
+
+# --- the record and the environment ------------------------------------------------------------------------------------------
+
+
+@given(
+    data=st.data(), isolated=st.booleans(), kind=st.sampled_from([None, "GPU", "H200"]),
+    own=st.lists(st.integers(0, 15), max_size=4, unique=True), label=st.sampled_from(["cluster", "node", "west"]),
+)  # fmt: skip
+def test_a_placement_is_read_as_it_was_written(data, isolated, kind, own, label):
+    numbers = data.draw(st.tuples(*[st.integers(0, 99)] * 5))
+    placement = Placement(
+        **dict(zip(["rank", "cluster_node_rank", "placement_node_rank", "local_rank", "local_world_size"], numbers, strict=True)),
+        accelerator_type=kind, visible_accelerators=[str(n) for n in own], local_accelerator_rank=own[0] if own else -1,
+        local_hardware_ranks=own, node_group_label=label, isolate_accelerator=isolated,
+    )  # fmt: skip
+    assert Placement.from_env(placement.to_env()) == placement
+
+
+def test_a_process_that_nobody_placed_is_alone_without_accelerators():
+    alone = Placement.from_env({})
+    assert (alone.rank, alone.local_world_size, alone.local_accelerator_rank, alone.node_group_label) == (
+        0,
+        1,
+        -1,
+        "node",
+    )
+    assert alone.visible_accelerators == alone.local_hardware_ranks == [] and alone.accelerator_type is None
+
+
+@pytest.mark.parametrize(
+    "name", ["CLUSTER_NODE_RANK", "LOCAL_ACCELERATOR_RANK", "LOCAL_HARDWARE_RANKS", "ISOLATE_ACCELERATOR"]
+)
+def test_a_variable_that_is_no_number_is_named(name):
+    with pytest.raises(ConfigError, match=f"environment variable {name} must hold integers, got 'two'; start"):
+        Placement.from_env({name: "two"})
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["cluster", "one machine"])
+def test_every_process_of_a_plan_has_its_placement_and_sees_what_it_says(host):
+    found = plan(spec(**GPUS, env={"replicas": 2}), host=host)
+    for process in processes(found):
+        assert process.placement == Placement.from_env(process.env) and process.placement.rank == process.rank
+        assert tuple(process.placement.visible_accelerators) == process.visible_devices
+        assert process.env.get("CUDA_VISIBLE_DEVICES", "") == ",".join(process.visible_devices)
+    actor = workers(found, "actor")[3].placement
+    assert (actor.local_rank, actor.local_world_size, actor.local_hardware_ranks, actor.accelerator_type) == (
+        3,
+        4,
+        [3],
+        "GPU",
+    )
+    env = workers(found, "env")[1].placement
+    assert (env.placement_node_rank, env.local_accelerator_rank, env.node_group_label) == (1, -1, "node")
+
+
+def test_identity_variables_of_an_isolated_and_of_a_sharing_process():
+    place = {
+        "rank": 5, "cluster_node_rank": 1, "placement_node_rank": 1, "local_rank": 2, "local_world_size": 4, "accelerator_type": "GPU",
+        "node_group_label": "cluster",
+    }  # fmt: skip
+    alone = Placement(
+        **place,
+        visible_accelerators=["6"],
+        local_accelerator_rank=6,
+        local_hardware_ranks=[6],
+        isolate_accelerator=True,
+    )
+    assert alone.to_env() == {
+        "RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1", "CLUSTER_NODE_RANK": "1",
+        "NODE_LOCAL_RANK": "2", "NODE_LOCAL_WORLD_SIZE": "4", "LOCAL_ACCELERATOR_RANK": "6", "LOCAL_HARDWARE_RANKS": "6",
+        "VISIBLE_DEVICES": "6", "CUDA_VISIBLE_DEVICES": "6", "ACCELERATOR_TYPE": "GPU", "ISOLATE_ACCELERATOR": "1",
+        "NODE_GROUP_LABEL": "cluster",
+    }  # fmt: skip
+    sharing = Placement(
+        **place,
+        visible_accelerators=list("0123"),
+        local_accelerator_rank=0,
+        local_hardware_ranks=[3],
+        isolate_accelerator=False,
+    )
+    assert (sharing.to_env()["LOCAL_RANK"], sharing.to_env()["LOCAL_WORLD_SIZE"]) == ("3", "4")
+
+
+# --- a written block that the pods can honour ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"actor": "0-3", "rollout": "4-7"},
+        {"actor": "0-3:0-3", "rollout": "4-7:0-1"},
+        {"actor": "0-1,2-3", "rollout": " 4 - 7 , "},
+    ],
+)
+@pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["cluster", "one machine"])
+def test_a_block_that_says_what_the_pods_are_gives_the_same_plan(written, host):
+    assert plan(spec(written, **GPUS), host=host) == plan(spec(**GPUS), host=host)
+
+
+def test_the_written_order_decides_which_accelerators_of_one_machine_a_role_has():
+    swapped = {"rollout": "0-3", "actor": "4-7"}
+    found = plan(spec(swapped, **GPUS), host="127.0.0.1")
+    assert devices(found) == {"actor": ["4", "5", "6", "7"], "rollout": ["0,1", "2,3"], "env": [""]}
+    assert plan(spec(swapped, **GPUS)) == plan(spec(**GPUS)), "each pod of a cluster numbers its own"
+
+
+def test_on_cpu_the_resources_are_process_slots():
+    blocks = {"actor": {"processesPerPod": 2}, "rollout": {"replicas": 3}}
+    assert plan(spec({"actor": "0-1", "rollout": "2-4"}, **blocks)) == plan(spec(**blocks))
+    assert plan(spec({"actor": "0-1", "rollout": "2-4", "env": 5}, **blocks)) == plan(spec(**blocks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    replicas=st.integers(1, 3), per_pod=st.integers(1, 3), rollouts=st.integers(1, 4), share=st.integers(1, 3),
+    envs=st.integers(0, 2), first=st.permutations(ROLES),
+)  # fmt: skip
+def test_roles_one_after_the_other_in_any_order_are_honoured(replicas, per_pod, rollouts, share, envs, first):
+    blocks = {
+        "actor": {"replicas": replicas, "processesPerPod": per_pod, "gpus": per_pod},
+        "rollout": {"replicas": rollouts, "gpus": share},
+        "env": {"replicas": max(envs, 1), "gpus": int(envs > 0)},
+        "algorithm": {"promptsPerStep": replicas * per_pod},
+    }
+    sizes = {"actor": replicas * per_pod, "rollout": rollouts * share, "env": envs}
+    written, start = {}, 0
+    for role in first:
+        if sizes[role]:
+            written[role] = f"{start}-{start + sizes[role] - 1}"
+            start += sizes[role]
+    found = devices(plan(spec(written, **blocks), host="127.0.0.1"))
+    for role, ranks in written.items():
+        low, high = map(int, ranks.split("-"))
+        assert [int(d) for text in found[role] for d in text.split(",")] == list(range(low, high + 1))
+
+
+def test_pods_that_scaling_adds_leave_the_accelerators_of_others_as_they_are():
+    blocks = GPUS | {"env": {"gpus": 1}}
+    small, large = (plan(spec(**blocks), host="127.0.0.1", replicas={"rollout": n}) for n in (2, 4))
+    assert devices(small) == {"actor": ["0", "1", "2", "3"], "rollout": ["4,5", "6,7"], "env": ["8"]}
+    assert devices(large) == {"actor": ["0", "1", "2", "3"], "rollout": ["4,5", "6,7", "9,10", "11,12"], "env": ["8"]}
+    assert [pod.to_json() for pod in small.pods_of("env")] == [pod.to_json() for pod in large.pods_of("env")]
+
+
+# --- what cannot be honoured -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({"actor": "0-3", "rollout": "4-8"}, r"component rollout: part '4-8': rank 8 is out of range \[0, 7\]"),
+        ({"actor": "0-3"}, "'rollout' must be one of actor; add it"),
+        ({"actor,rollout": "0-3"}, "mode must be colocated for these sets, got disaggregated"),
+        ({"actor": "0-3", "rollout": "2-5"}, "disjoint"),
+        ({"actor": "0-2", "rollout": "4-7"}, r"component actor must be what its pods are \(4 processes with 1 accelerators each: actor.replicas 1, gpus 4, 4 processes per pod\), got \[\[0\], \[1\], \[2\]\]; write 0-3, or change the fields of actor"),
+        ({"actor": "0-3", "rollout": "4-5"}, r"component rollout must be .*got \[\[4, 5\]\]; write 4-7"),
+        ({"actor": "0-3:0-1", "rollout": "4-7"}, "component actor: 4 resources make 4 processes of 1, got 2 processes"),
+        ({"actor": "0-1,4-5", "rollout": "6-7"}, "component actor: resource ranks must be contiguous"),
+        ({"actor": "0-3", "rollout": "4-7", "env": "0"}, r"actor.gpus 4, rollout.gpus 2, env.gpus 0; give each gpus, or leave env out"),
+    ],
+)  # fmt: skip
+def test_a_block_that_the_pods_cannot_honour_is_refused_with_the_way_out(written, words):
+    with pytest.raises(PlacementError, match=rf"^placement.componentPlacement.*{words}"):
+        plan(spec(written, **GPUS))
+
+
+def test_env_on_accelerators_of_others_is_refused():
+    with pytest.raises(PlacementError, match=r"must give env resources of its own.*write ranks that no other role has"):
+        plan(spec({"actor": "0-3", "rollout": "4-7", "env": "0"}, **GPUS, env={"gpus": 1}))
+
+
+def test_range_errors_keep_their_type():
+    with pytest.raises(PlacementRangeError):
+        plan(spec({"actor": "0-3", "rollout": "4-99999999999"}, **GPUS))
+
+
+def test_accelerators_that_a_process_would_not_use_are_refused_where_a_block_numbers_them():
+    with pytest.raises(
+        PlacementError, match="2 processes with 2 accelerators each: actor.replicas 1, gpus 4, 2 processes per pod"
+    ):
+        plan(spec({"actor": "0-3", "rollout": "4-5"}, actor={"gpus": 4, "processesPerPod": 2}, rollout={"gpus": 2}))
+
+
+@pytest.mark.parametrize("mode", ["colocated", "hybrid"])
+def test_modes_that_no_backend_runs_are_refused_by_the_schema(mode):
+    with pytest.raises(
+        ValidationError, match=f"no backend shares devices between roles yet, got {mode}; write disaggregated"
+    ):
+        PlacementSpec(mode=mode)
+
+
+def test_the_plan_refuses_hybrid_itself():
+    hybrid = spec().model_copy(
+        update={"placement": PlacementSpec.model_construct(mode="hybrid", component_placement={})}
+    )
+    with pytest.raises(PlacementError, match=r"placement.mode hybrid cannot be honoured.*write mode: disaggregated"):
+        plan(hybrid)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0-3", " 0 - 3 : 0 - 1 ", "all", "all:0-1", "0-1,2,3:4-5", "0-1,", "0,,1", "2-5:0-1,8,9-10:3-6"]
+)
+def test_the_schema_takes_every_map_of_the_grammar(text):
+    assert PlacementSpec(component_placement={"actor": text}).component_placement == {"actor": text}
+
+
+@pytest.mark.parametrize("text", ["", "a", "0..3", "0:all", "-1", "0:", "0:1:2", "\u0663", True, None, 1.5, ["0-1"]])
+def test_the_schema_refuses_what_is_no_map(text):
+    with pytest.raises(ValidationError):
+        PlacementSpec(component_placement={"actor": text})
+
+
+def test_a_refused_map_says_what_a_map_is():
+    words = "must be ranks[:processes], joined by commas, such as 0-3 or 4-7:0-1, got 0..3; write it so, in quotes"
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        PlacementSpec(component_placement={"actor": "0..3"})
