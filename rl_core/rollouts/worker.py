@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
+from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAnswer, WeightOffer, WeightTransfer
 from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import ReceiverState, WeightReceiver
 from rl_core.weights.target import WeightTarget
-from rl_core.workers.member import MemberState
 from rl_core.workers.worker import Worker
 
 if TYPE_CHECKING:

@@ -209,9 +209,9 @@ class StatusBoard:
         edges = [
             Wait(
                 who=m.name,
-                on=str(m.wait["on"]),
-                what=str(m.wait["what"]),
-                since_seconds=float(m.wait.get("since_seconds", 0.0)),
+                on=m.wait.on,
+                what=m.wait.what,
+                since_seconds=m.wait.since_seconds,
             )
             for m in members
             if m.wait and m.state not in ("lost", "drained")

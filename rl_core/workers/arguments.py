@@ -2,25 +2,12 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError
+from rl_core.messages.calls import PackedSpec
 from rl_core.transports import frames
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSpec:
-    """A schema object on the wire."""
-
-    schema: str
-    """`module:Class` inside rl_core.api."""
-    fields: dict[str, Any]
-    """Its fields by alias."""
-
-
-frames.register_record(PackedSpec, "PackedSpec")
 
 
 def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -42,9 +29,8 @@ def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], d
 
 def _pack(value: Any) -> Any:
     if isinstance(value, Spec):
-        return PackedSpec(
-            f"{type(value).__module__}:{type(value).__qualname__}", value.model_dump(mode="json", by_alias=True)
-        )
+        schema = f"{type(value).__module__}:{type(value).__qualname__}"
+        return PackedSpec(schema=schema, json=value.model_dump_json(by_alias=True))
     return value
 
 
@@ -54,4 +40,4 @@ def _unpack(value: Any) -> Any:
     module, _, name = value.schema.partition(":")
     if not module.startswith("rl_core.api."):
         raise ConfigError(f"schema objects live in rl_core.api, got {value.schema}")
-    return getattr(importlib.import_module(module), name).model_validate(value.fields)
+    return getattr(importlib.import_module(module), name).model_validate_json(value.json)

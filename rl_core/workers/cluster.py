@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
+from rl_core.messages.calls import MethodResult, WorkerSpec
+from rl_core.messages.members import MemberState
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.rpc_wire import finite_seconds
 from rl_core.workers.hub import Hub
-from rl_core.workers.member import Member, MemberState
+from rl_core.workers.member import Member
 from rl_core.workers.membership import Change
-from rl_core.workers.result import Reply
 
 logger = logging.getLogger(__name__)
 
-ELASTIC_ROLES = frozenset({"rollout", "env"})
-"""Roles whose members come and go while a run goes on; the others are gangs of fixed size."""
 _WARN_AT = (0.1, 0.5)
 
 
@@ -29,7 +28,7 @@ class PendingCall:
     """One call to one member; implements `result.Call`."""
 
     def __init__(self, member_name: str, method: str, hub: Hub) -> None:
-        self.future: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+        self.future: concurrent.futures.Future[MethodResult] = concurrent.futures.Future()
         self._name = member_name
         self._method = method
         self._hub = hub
@@ -61,9 +60,7 @@ class PendingCall:
         told = [f"pod {member.pod}", waited, member.state.value]
         told += [f"{kind} {count:g}" for kind, count in member.progress.items()]
         if member.wait:
-            told.append(
-                f"waits for {member.wait['what']} on {member.wait['on']} since {member.wait['since_seconds']:.1f} s"
-            )
+            told.append(f"waits for {member.wait.what} on {member.wait.on} since {member.wait.since_seconds:.1f} s")
         told.append(f"last heartbeat {self._hub.clock() - member.last_seen:.1f} s ago")
         return f"{self._name} ({', '.join(told)})"
 
@@ -73,8 +70,7 @@ class PendingCall:
         elif (error := rpc.exception()) is not None:
             self.future.set_exception(_renamed(error, self._method))
         else:
-            answer = rpc.result()
-            self.future.set_result(Reply(answer["value"], answer["durations"]))
+            self.future.set_result(rpc.result())
 
 
 class Cluster:
@@ -153,11 +149,11 @@ class Cluster:
         """Begin a call; TypeError or ValueError when an argument cannot travel."""
         return self._submit(member_name, method, "execute", method, list(args), dict(kwargs), timeout=timeout)
 
-    def construct(self, member_name: str, spec: Mapping[str, Any], *, timeout: float) -> PendingCall:
+    def construct(self, member_name: str, spec: WorkerSpec, *, timeout: float) -> PendingCall:
         """Begin to construct the worker object of a member; a failure also ends `wait_ready`."""
         with self._lock:
             self._failures.pop(member_name, None)
-        pending = self._submit(member_name, "construct", "construct", dict(spec), timeout=timeout)
+        pending = self._submit(member_name, "construct", "construct", spec, timeout=timeout)
         pending.future.add_done_callback(lambda future: self._constructed(member_name, future))
         return pending
 
@@ -208,7 +204,7 @@ class Cluster:
             for callback in self._on_joined:
                 callback(change.member)
 
-    def _constructed(self, name: str, future: "concurrent.futures.Future[Reply]") -> None:
+    def _constructed(self, name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
         error = None if future.cancelled() else future.exception()
         if error is not None and not isinstance(error, WorkerLost):  # a lost one is replaced and constructed again
             with self._lock:

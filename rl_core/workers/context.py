@@ -1,25 +1,25 @@
-"""What a worker knows about its process and job, and what the heartbeats tell about it. The host owns it; workers read it.
+"""What a worker knows about its process and job, and what the heartbeats tell about it. The host makes it; workers read it.
 
-Used from three sides: the host's control thread (heartbeats, view), the worker's loop, and the worker's method thread.
-Everything is guarded by one lock and held for microseconds.
+Used from three sides: the host's control thread (heartbeats, view), the worker's loop, and the worker's method thread. One lock
+guards counters, waits, the view and the connections; it is held for microseconds and never while something is called.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.identity import Identity
+from rl_core.messages.members import DeclaredWait, Heartbeat, MemberState, MemberView, View
 from rl_core.observability import logging as process_log
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers import processes
-from rl_core.workers.member import Member, MemberState
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob
@@ -49,20 +49,6 @@ class _Wait:
     since: float
 
 
-@dataclass(slots=True)
-class _Waiter:
-    """Someone on an event loop who waits for the next view."""
-
-    loop: asyncio.AbstractEventLoop
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def wake(self) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self.event.set)
-        except RuntimeError:
-            return  # its loop is closed
-
-
 class WorkerContext:
     """Identity, job, view of the other members, state and counters of this process."""
 
@@ -71,33 +57,43 @@ class WorkerContext:
         identity: Identity | None = None,
         *,
         keys: "KeyRing | None" = None,
+        address: str = "",
+        device_uuids: tuple[str, ...] = (),
+        files: Mapping[str, bytes] | None = None,
+        hub: RpcClient | None = None,
+        on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Know what is given; `identity` None is that of a worker outside a job.
+
+        `address` is that of this process's RPC server; `on_change` is called on any thread when something should be reported at once.
+        """
         self.identity = stand_alone_identity() if identity is None else identity
         self.keys = keys
+        self.address = address
+        self.device_uuids = device_uuids
         self.epoch = self.identity.epoch
         self.job: RLJob | None = None
-        self.files: dict[str, bytes] = {}
-        self.device_uuids: tuple[str, ...] = ()
-        self.address = ""
-        """Address of this process's RPC server."""
-        self.hub: RpcClient | None = None
+        self.files = dict(files or {})
+        """What the runner handed out at hello, by file name."""
+        self.hub = hub
+        """Client of the runner's hub; None before the first hello and outside a job."""
         self.state = MemberState.JOINING
         self.retired = False
-        """Whether this process was told to drain for good; it takes no work any more, also of later epochs."""
+        """Whether this process drains for good; it takes no work any more, also of later epochs."""
         self.policy_version: int | None = None
         self.digest: str | None = None
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when something should be reported at once."""
+        self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
         self._progress: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._waits: dict[int, _Wait] = {}
         self._wait_ids = itertools.count()
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, MemberView] = {}
         self._view_version = -1
-        self._waiters: list[_Waiter] = []
+        self._waiting_for_view: set[Callable[[], object]] = set()
+        """Wakes one coroutine each."""
         self._peers: dict[str, RpcClient] = {}
 
     # --- told by the worker ----------------------------------------------------------------------------------------
@@ -117,15 +113,20 @@ class WorkerContext:
         wanted = MemberState(state)
         if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
             self.state = wanted
-            self.on_change()
+            self._on_change()
+
+    def retire(self) -> None:
+        """Begin to drain for good."""
+        self.retired = True
+        self.set_state(MemberState.DRAINING)
 
     def set_policy_version(self, version: int | None, digest: str | None) -> None:
         """Tell the hub at once which weights this process holds."""
         self.policy_version, self.digest = version, digest
         process_log.set_policy_version(version)
-        self.on_change()
+        self._on_change()
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self, what: str, on: str) -> Iterator[None]:
         """Declare a wait for `what` on `on` (a member, role or channel) while the block runs; the oldest one is reported."""
         number = next(self._wait_ids)
@@ -137,43 +138,54 @@ class WorkerContext:
             with self._lock:
                 del self._waits[number]
 
-    def report(self) -> dict[str, Any]:
-        """Return the heartbeat's report."""
+    def heartbeat(self) -> Heartbeat:
+        """Return what the hub is to know of this process."""
+        memory = processes.memory_bytes(os.getpid())
         with self._lock:
             wait = min(self._waits.values(), key=lambda w: w.since, default=None)
-            return {
-                "state": self.state.value,
-                "policy_version": self.policy_version,
-                "digest": self.digest,
-                "progress": dict(self._progress),
-                "metrics": dict(self._metrics),
-                "wait": None
-                if wait is None
-                else {"what": wait.what, "on": wait.on, "since_seconds": self._clock() - wait.since},
-                "memory_bytes": processes.memory_bytes(os.getpid()),
-                "view_version": self._view_version,
-            }
+            waited = 0.0 if wait is None else self._clock() - wait.since
+            return Heartbeat(
+                state=self.state,
+                policy_version=self.policy_version,
+                digest=self.digest,
+                progress=dict(self._progress),
+                metrics=dict(self._metrics),
+                wait=None if wait is None else DeclaredWait(what=wait.what, on=wait.on, since_seconds=waited),
+                memory_bytes=memory,
+                view_version=self._view_version,
+            )
 
     # --- told by the hub -------------------------------------------------------------------------------------------
 
-    def update_view(self, view: Mapping[str, Any] | None) -> None:
+    def welcome(self, job: "RLJob | None", files: Mapping[str, bytes], view: View) -> None:
+        """Take in the hub's answer to hello."""
+        self.job = job
+        self.files = dict(files) or self.files
+        with self._lock:  # the successor of a lost hub counts its view from 0 and may not know whom we knew
+            self._members.clear()
+            self._view_version = -1
+        self.update_view(view)
+
+    def update_view(self, view: View | None) -> None:
         """Take in the members that changed; calls to those that are gone fail at once."""
         if view is None:
             return
-        changed = [Member.from_view(entry) for entry in view["members"]]
         with self._lock:
-            self._view_version = view["version"]
+            self._view_version = view.version
             left = [
-                self._members[m.name] for m in changed if m.name in self._members and _left(self._members[m.name], m)
+                self._members[m.name]
+                for m in view.members
+                if m.name in self._members and _left(self._members[m.name], m)
             ]
-            self._members.update({m.name: m for m in changed})
+            self._members.update({m.name: m for m in view.members})
             clients = [(member, self._peers.pop(member.address)) for member in left if member.address in self._peers]
-            waiters, self._waiters = self._waiters, []
+            wakes = list(self._waiting_for_view)
         for member, client in clients:
             client.fail(f"{member.name} is lost")
             client.close()
-        for waiter in waiters:
-            waiter.wake()
+        for wake in wakes:
+            with contextlib.suppress(RuntimeError):  # the loop of who waited was closed
+                wake()
 
     def enter_epoch(self, epoch: int) -> None:
         """Speak and hear as `epoch` from now on."""
@@ -186,13 +198,7 @@ class WorkerContext:
         if self.hub is not None:
             self.hub.set_epoch(epoch)
 
-    def forget_view(self) -> None:
-        """Know nobody: the hub is gone and its successor counts its view from 0."""
-        with self._lock:
-            self._members.clear()
-            self._view_version = -1
-
-    def members(self, role: str | None = None) -> list[Member]:
+    def members(self, role: str | None = None) -> list[MemberView]:
         """Return the members of `role` (None: all) that are not gone, by group and rank, as of the last heartbeat."""
         with self._lock:
             found = [m for m in self._members.values() if not m.state.gone and role in (None, m.role)]
@@ -200,12 +206,26 @@ class WorkerContext:
 
     async def view_changed(self) -> None:
         """Wait until the view changes; the caller bounds the wait."""
-        waiter = _Waiter(asyncio.get_running_loop())
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
         with self._lock:
-            self._waiters.append(waiter)
-        await waiter.event.wait()
+            self._waiting_for_view.add(wake)
+        try:
+            await changed.wait()
+        finally:
+            with self._lock:
+                self._waiting_for_view.discard(wake)
 
     # --- connections -----------------------------------------------------------------------------------------------
+
+    def use_hub(self, client: RpcClient) -> None:
+        """Talk to the hub through `client` from now on; calls under way on the earlier connection fail."""
+        earlier, self.hub = self.hub, client
+        if earlier is not None:
+            earlier.close()
 
     def hub_client(self) -> RpcClient:
         """Return the client of the runner's hub. Raises InfrastructureError outside a job."""
@@ -236,5 +256,5 @@ class WorkerContext:
             client.close()
 
 
-def _left(old: Member, new: Member) -> bool:
+def _left(old: MemberView, new: MemberView) -> bool:
     return not old.state.gone and (new.state.gone or new.incarnation != old.incarnation or new.address != old.address)

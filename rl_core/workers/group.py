@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.api.errors import ConfigError
+from rl_core.messages.calls import WorkerSpec
 from rl_core.workers import arguments
-from rl_core.workers.cluster import ELASTIC_ROLES, Cluster, PendingCall
-from rl_core.workers.member import Member
+from rl_core.workers.cluster import Cluster, PendingCall
+from rl_core.workers.member import ELASTIC_ROLES, Member
 from rl_core.workers.result import WorkerGroupFuncResult
 from rl_core.workers.worker import check_class
 
@@ -175,8 +176,8 @@ class WorkerGroup:
             return [m.rank for m in self.cluster.members() if m.group == self.name and m.state.constructed]
         return list(range(self.cluster.sizes[self.name]))
 
-    def _spec(self) -> dict[str, Any]:
-        return {"cls": self._path, "args": self._args, "kwargs": self._kwargs, "max_concurrency": self._max_concurrency}
+    def _spec(self) -> WorkerSpec:
+        return WorkerSpec(path=self._path, args=self._args, kwargs=self._kwargs, max_concurrency=self._max_concurrency)
 
     def _construct_joined(self, member: Member) -> None:
         """Construct a gang once all of it is here: its ranks look for each other then, and give up after deadlines.collective."""

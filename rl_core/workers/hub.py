@@ -1,8 +1,7 @@
 """The hub: the runner's end of every worker's registration, heartbeats and loss (runtime.md 3.4). Lives in the runner process.
 
-RPC methods: `hello(report)`, `heartbeat(name, incarnation, report)`, `goodbye(name, incarnation)`, `child_ended(name,
-incarnation, code)`, and those the runner adds. Who may connect: curve.ALLOWED["hub"]; each role calls its own methods only.
-hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.
+RPC methods: those of messages.members and those the runner adds. Who may connect: curve.ALLOWED["hub"]; each role calls its
+own methods only. hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.
 
 What the runner does when a member comes or goes (`listen`) runs on a thread of its own, so that it may block without hurting the hub.
 """
@@ -12,14 +11,25 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.identity import Identity
+from rl_core.messages.members import (
+    WIRE_VERSION,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloAccepted,
+    HelloRefused,
+    HelloReport,
+    MemberId,
+    MemberState,
+)
 from rl_core.transports.rpc import RpcServer, current_caller
 from rl_core.transports.sockets import is_loopback, split_address
-from rl_core.workers.member import Member, MemberState
+from rl_core.workers.member import Member
 from rl_core.workers.membership import Change, Membership
 
 if TYPE_CHECKING:
@@ -67,8 +77,8 @@ class Hub:
         self.clock = clock
         self.started = False
         self._files = dict(files or {})
-        self._job_dump = job.model_dump(mode="json", by_alias=True) if job is not None else None
-        self._heartbeat = heartbeat_seconds
+        self._job_json = job.model_dump_json(by_alias=True) if job is not None else None
+        self._heartbeat_seconds = heartbeat_seconds
         # Well below what the membership takes for a pause of this process, which it forgives: else nobody would ever be judged.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
         self._membership = Membership(
@@ -79,7 +89,11 @@ class Hub:
             clock=clock,
         )
         self._lock = threading.Lock()
+        """Guards the membership."""
         self._changed = threading.Condition(self._lock)
+        self._order = threading.RLock()
+        """Held from a change until everybody has it in hand: else a loss that the sweep finds and the hello of the replacement
+        could be heard the wrong way round. Taken before `_lock`."""
         self._watchers: list[Callable[[Change], None]] = []
         self._joined: list[Callable[[Member], object]] = []
         self._lost: list[Callable[[Member, str], object]] = []
@@ -87,7 +101,7 @@ class Hub:
         self._ended = threading.Event()
         handlers = {
             "hello": self._hello,
-            "heartbeat": self._heartbeat_of,
+            "heartbeat": self._heartbeat,
             "goodbye": self._goodbye,
             "child_ended": self._child_ended,
         }
@@ -133,7 +147,7 @@ class Hub:
         self._server.start()
         self.started = True
         threading.Thread(target=self._sweep, name="hub-sweep", daemon=True).start()
-        threading.Thread(target=self._tell, name="hub-callbacks", daemon=True).start()
+        threading.Thread(target=self._tell_listeners, name="hub-listeners", daemon=True).start()
         return self
 
     def close(self) -> None:
@@ -153,11 +167,6 @@ class Hub:
         with self._lock:
             return self._membership.get(name)
 
-    def refused(self) -> dict[str, int]:
-        """Return the refused hellos by reason."""
-        with self._lock:
-            return dict(self._membership.refused)
-
     def watch(self, on_change: Callable[[Change], None]) -> None:
         """Call `on_change` for every change at once, on the thread that brought it; it must not block (Cluster)."""
         self._watchers.append(on_change)
@@ -175,65 +184,61 @@ class Hub:
 
     def give_up(self, member: Member, reason: str) -> None:
         """Take a member for lost although it lives; it says hello again, as the same process or a new one."""
-        with self._lock:
-            self._membership.give_up(member.name, member.incarnation, reason)
-        self._spread()
+        with self._changing() as membership:
+            membership.give_up(member.id, reason)
 
     # --- RPC -------------------------------------------------------------------------------------------------------
 
-    async def _hello(self, report: dict[str, Any]) -> dict[str, Any]:
-        caller = current_caller()
-        if caller is not None and caller.role != report.get("role"):
-            raise ConfigError(f"a process of role {caller.role} must not say hello as {report.get('role')!r}")
-        with self._lock:
-            answer = self._membership.hello(report)
-        self._spread()
-        if not answer["accepted"]:
-            logger.warning(
-                "refused %s:%s of pod %s: %s",
-                report.get("group"),
-                report.get("rank"),
-                report.get("pod"),
-                answer["reason"],
+    async def _hello(self, report: HelloReport) -> HelloAccepted | HelloRefused:
+        if not isinstance(report, HelloReport):
+            raise ConfigError(
+                f"hello must be that of wire version {WIRE_VERSION}, got another; use images of one release"
             )
-            return answer
-        files = {} if report["role"] == "env" else self._files
-        return {**answer, "heartbeat_seconds": self._heartbeat, "job": self._job_dump, "files": files}
+        member, caller = report.member, current_caller()
+        if caller is not None and caller.role != member.role:
+            raise ConfigError(f"a process of role {caller.role} must not say hello as {member.role!r}")
+        with self._changing() as membership:
+            refusal = membership.hello(report)
+            view = membership.view()
+        if refusal is not None:
+            logger.warning("refused %s of pod %s: %s", member.name, member.pod, refusal)
+            return HelloRefused(reason=refusal, epoch=self.epoch)
+        files = {} if member.role == "env" else self._files
+        return HelloAccepted(heartbeat_seconds=self._heartbeat_seconds, view=view, job=self._job_json, files=files)
 
-    async def _heartbeat_of(self, name: str, incarnation: tuple[int, int], report: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            answer = self._membership.heartbeat(name, tuple(incarnation), report)  # type: ignore[arg-type]
-        self._spread()
-        return answer
+    async def _heartbeat(self, sender: MemberId, beat: Heartbeat) -> HeartbeatAnswer:
+        with self._changing() as membership:
+            return membership.heartbeat(sender, beat)
 
-    async def _goodbye(self, name: str, incarnation: tuple[int, int]) -> None:
-        with self._lock:
-            self._membership.goodbye(name, tuple(incarnation))  # type: ignore[arg-type]
-        self._spread()
+    async def _goodbye(self, leaving: MemberId) -> None:
+        with self._changing() as membership:
+            membership.goodbye(leaving)
 
-    async def _child_ended(self, name: str, incarnation: tuple[int, int], code: int) -> None:
-        with self._lock:
-            self._membership.child_ended(name, tuple(incarnation), code)  # type: ignore[arg-type]
-        self._spread()
+    async def _child_ended(self, child: MemberId, code: int) -> None:
+        with self._changing() as membership:
+            membership.child_ended(child, code)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
         while not self._ended.wait(self._sweep_seconds):
-            with self._lock:
-                self._membership.sweep()
-            self._spread()
+            with self._changing() as membership:
+                membership.sweep()
 
-    def _spread(self) -> None:
-        with self._changed:
-            changes = self._membership.take_changes()
-            self._changed.notify_all()
-        for change in changes:
-            for watcher in self._watchers:
-                watcher(change)
-            self._queue.put(change)
+    @contextmanager
+    def _changing(self) -> Iterator[Membership]:
+        """Let the block change the membership, then hand out what changed: to watchers at once, to listeners on their thread."""
+        with self._order:
+            with self._changed:
+                yield self._membership
+                changes = self._membership.take_changes()
+                self._changed.notify_all()
+            for change in changes:
+                for watcher in self._watchers:
+                    watcher(change)
+                self._queue.put(change)
 
-    def _tell(self) -> None:
+    def _tell_listeners(self) -> None:
         while (change := self._queue.get()) is not None:
             member = change.member
             if change.kind == "joined":

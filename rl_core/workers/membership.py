@@ -9,12 +9,23 @@ hear of (joined, lost) collect in order and are taken by the hub.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from rl_core.api.errors import EpochFenced
-from rl_core.workers.member import WIRE_VERSION, Member, MemberState
+from rl_core.messages.members import (
+    WIRE_VERSION,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloReport,
+    Incarnation,
+    MemberId,
+    MemberState,
+    RefusalReason,
+    View,
+)
+from rl_core.workers.member import Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +53,14 @@ class Membership:
         self.epoch = epoch
         self.version = 0
         """Rises with every change that other members see."""
-        self.refused: dict[str, int] = {}
-        """Refusals by reason."""
         self._suspect = suspect_seconds
         self._lost = lost_seconds
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._changed_at: dict[str, int] = {}
+        """Version at which a member last changed, by name."""
         self._changes: list[Change] = []
         self._last_sweep = clock()
-
-    def __getitem__(self, name: str) -> Member:
-        return self._members[name]
 
     def get(self, name: str) -> Member | None:
         """Return the member called `group:rank`, gone or not; None when it was never seen."""
@@ -65,78 +72,66 @@ class Membership:
         found = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
         return sorted(found, key=lambda m: (m.group, m.rank))
 
-    def hello(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Register a process; return `{"accepted": True, "epoch", "view"}` or a refusal with reason and the right epoch."""
-        reason = self._judge(report)
-        if reason is not None:
-            self.refused[reason] = self.refused.get(reason, 0) + 1
-            return {"accepted": False, "reason": reason, "epoch": self.epoch}
+    def hello(self, report: HelloReport) -> RefusalReason | None:
+        """Register a process; return why it is refused, None when it is a member."""
+        refusal = self._judge(report)
+        if refusal is not None:
+            return refusal
         member = Member.from_hello(report, self._clock())
         old = self._members.get(member.name)
         if old is not None and _repeated(old, member):
             self._members[member.name] = replace(old, last_seen=member.last_seen)
-            return {"accepted": True, "epoch": self.epoch, "view": self.view()}
+            return None
         if old is not None and not old.state.gone:
-            said = (
-                "it said hello again"
-                if old.incarnation == member.incarnation
-                else f"replaced by incarnation {_dotted(member)}"
-            )
-            self._lose(old, said)
+            again = old.incarnation == member.incarnation
+            reason = "it said hello again" if again else f"replaced by incarnation {_dotted(member.incarnation)}"
+            self._lose(old, reason)
         self._put(member)
         self._changes.append(Change("joined", member))
-        return {"accepted": True, "epoch": self.epoch, "view": self.view()}
+        return None
 
-    def heartbeat(self, name: str, incarnation: tuple[int, int], report: Mapping[str, Any]) -> dict[str, Any]:
-        """Note a sign of life; return `{"epoch", "view"?}`, or `{"epoch", "refused": "unknown"}` when it must say hello again.
-
-        Raises EpochFenced when a higher incarnation has taken the name.
-        """
-        member = self._members.get(name)
-        if member is not None and incarnation < member.incarnation:
+    def heartbeat(self, sender: MemberId, beat: Heartbeat) -> HeartbeatAnswer:
+        """Note a sign of life. Raises EpochFenced when a higher incarnation has taken the name."""
+        member = self._members.get(sender.name)
+        if member is not None and sender.incarnation < member.incarnation:
             raise EpochFenced(
-                f"{name} incarnation {incarnation[0]}.{incarnation[1]} was replaced by {_dotted(member)}; this process must end"
+                f"{sender.name} incarnation {_dotted(sender.incarnation)} was replaced by "
+                f"{_dotted(member.incarnation)}; this process must end"
             )
-        rests = (
-            member is not None and member.state is MemberState.DRAINED and report.get("state") == MemberState.DRAINED
+        drained = beat.state is MemberState.DRAINED
+        rests = member is not None and member.state is MemberState.DRAINED and drained
+        if member is None or sender != member.id or (member.state.gone and not rests):
+            return HeartbeatAnswer(known=False)
+        if drained and not rests:
+            member = self._lose(member, "it drained", state=MemberState.DRAINED)
+        self._put(
+            replace(
+                member,
+                state=beat.state,
+                policy_version=beat.policy_version,
+                digest=beat.digest,
+                progress=beat.progress,
+                metrics=beat.metrics,
+                wait=beat.wait,
+                memory_bytes=beat.memory_bytes,
+                last_seen=self._clock(),
+            )
         )
-        if member is None or incarnation != member.incarnation or (member.state.gone and not rests):
-            return {"epoch": self.epoch, "refused": "unknown"}
-        if report.get("state") == MemberState.DRAINED and not rests:
-            self._lose(member, "it drained", state=MemberState.DRAINED)
-            member = self._members[name]
-        member = replace(
-            member,
-            state=MemberState(report.get("state", member.state)),
-            policy_version=report.get("policy_version", member.policy_version),
-            digest=report.get("digest", member.digest),
-            progress=report.get("progress", member.progress),
-            wait=report.get("wait"),
-            memory_bytes=report.get("memory_bytes", member.memory_bytes),
-            metrics=report.get("metrics", member.metrics),
-            last_seen=self._clock(),
-        )
-        self._put(member)
-        answer: dict[str, Any] = {"epoch": self.epoch}
-        known = report.get("view_version", -1)
-        if known != self.version:
-            answer["view"] = self.view(since=known)
-        return answer
+        moved = beat.view_version != self.version
+        return HeartbeatAnswer(known=True, view=self.view(since=beat.view_version) if moved else None)
 
-    def child_ended(self, name: str, incarnation: tuple[int, int], code: int) -> None:
-        """Note that the supervisor of `name` saw that incarnation end; older ones are no news."""
-        self.give_up(name, incarnation, f"its process ended with code {code}")
+    def child_ended(self, child: MemberId, code: int) -> None:
+        """Note that a supervisor saw a member's process end; the end of an older one is no news."""
+        self.give_up(child, f"its process ended with code {code}")
 
-    def give_up(self, name: str, incarnation: tuple[int, int], reason: str) -> None:
+    def give_up(self, member_id: MemberId, reason: str) -> None:
         """Take a member for lost although it lives: its next heartbeat is refused, and it says hello again."""
-        member = self._members.get(name)
-        if member is not None and not member.state.gone and member.incarnation == incarnation:
+        if (member := self._present(member_id)) is not None:
             self._lose(member, reason)
 
-    def goodbye(self, name: str, incarnation: tuple[int, int]) -> None:
+    def goodbye(self, leaving: MemberId) -> None:
         """Note that a member drained and leaves."""
-        member = self._members.get(name)
-        if member is not None and not member.state.gone and member.incarnation == incarnation:
+        if (member := self._present(leaving)) is not None:
             self._lose(member, "it drained and said goodbye", state=MemberState.DRAINED)
 
     def sweep(self) -> None:
@@ -154,51 +149,55 @@ class Membership:
             elif silence > self._suspect and member.state is not MemberState.SUSPECT:
                 self._put(replace(member, state=MemberState.SUSPECT))
 
-    def view(self, since: int = -1) -> dict[str, Any]:
-        """Return `{"version", "members": [...]}` of the members that changed after view version `since`, gone ones included."""
-        changed = [member.to_view() for name, member in self._members.items() if self._changed_at[name] > since]
-        return {"version": self.version, "members": changed}
+    def view(self, since: int = -1) -> View:
+        """Return the members that changed after view version `since`, gone ones included."""
+        changed = [member.view for name, member in self._members.items() if self._changed_at[name] > since]
+        return View(version=self.version, members=changed)
 
     def take_changes(self) -> list[Change]:
         """Return what happened since the last call, in order."""
         taken, self._changes = self._changes, []
         return taken
 
-    def _judge(self, report: Mapping[str, Any]) -> str | None:
-        if report.get("uid") != self.uid:
+    def _judge(self, report: HelloReport) -> RefusalReason | None:
+        if report.uid != self.uid:
             return "wrong_job"
-        if report.get("wire_version") != WIRE_VERSION:
+        if report.wire_version != WIRE_VERSION:
             return "wire_version"
-        if report["epoch"] < self.epoch:
-            return "older_epoch"
-        if report["epoch"] > self.epoch:
-            return "newer_epoch"
-        known = self._members.get(f"{report['group']}:{report['rank']}")
+        if report.epoch != self.epoch:
+            return "older_epoch" if report.epoch < self.epoch else "newer_epoch"
+        offered = report.member
+        known = self._members.get(offered.name)
         if known is None:
             return None
-        offered = (int(report["incarnation"][0]), int(report["incarnation"][1]))
-        same_process = (known.pid, known.pod, known.address) == (report["pid"], report["pod"], report["address"])
-        taken = offered == known.incarnation and not same_process and not known.state.gone
-        return "duplicate_rank" if offered < known.incarnation or taken else None
+        same_process = (known.pid, known.pod, known.address) == (offered.pid, offered.pod, offered.address)
+        taken = offered.incarnation == known.incarnation and not same_process and not known.state.gone
+        return "duplicate_rank" if offered.incarnation < known.incarnation or taken else None
 
-    def _lose(self, member: Member, reason: str, *, state: MemberState = MemberState.LOST) -> None:
+    def _present(self, member_id: MemberId) -> Member | None:
+        """Return the member unless it is gone or another process has its name."""
+        member = self._members.get(member_id.name)
+        return None if member is None or member.state.gone or member.id != member_id else member
+
+    def _lose(self, member: Member, reason: str, *, state: MemberState = MemberState.LOST) -> Member:
         member = replace(member, state=state, reason=reason)
         self._put(member)
         self._changes.append(Change("lost", member, reason))
+        return member
 
     def _put(self, member: Member) -> None:
         old = self._members.get(member.name)
         self._members[member.name] = member
-        if old is None or old.to_view() != member.to_view():
+        if old is None or old.view != member.view:
             self.version += 1
             self._changed_at[member.name] = self.version
 
 
 def _repeated(old: Member, new: Member) -> bool:
     """Return whether a hello was said again because its answer was late: the process has not started over in between."""
-    same = (old.incarnation, old.registration) == (new.incarnation, new.registration)
+    same = (old.id, old.registration) == (new.id, new.registration)
     return same and new.registration > 0 and not old.state.gone
 
 
-def _dotted(member: Member) -> str:
-    return f"{member.incarnation[0]}.{member.incarnation[1]}"
+def _dotted(incarnation: Incarnation) -> str:
+    return f"{incarnation[0]}.{incarnation[1]}"

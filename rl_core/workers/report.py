@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl_core.api.errors import RLJobError
 from rl_core.api.identity import Identity
+from rl_core.messages.members import MemberId
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
 
@@ -23,9 +24,10 @@ def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> 
     if not child.hub:
         return
     keys = KeyRing(Path(child.curve_dir), child.role) if child.curve_dir else None
+    ended = MemberId(name=child.name, incarnation=(child.attempt, restarts))
     client = RpcClient(child.hub, keys, replace(child, role="supervisor"), service="hub", share_memory=False)
     try:
-        client.call_sync("child_ended", child.name, [child.attempt, restarts], code, timeout=TIMEOUT, idempotent=True)
+        client.call_sync("child_ended", ended, code, timeout=TIMEOUT, idempotent=True)
     except RLJobError as error:
         logger.warning("could not tell the hub that %s ended: %s", child.name, error)
     finally:

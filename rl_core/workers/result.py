@@ -9,10 +9,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError
+from rl_core.messages.calls import MethodResult
 from rl_core.transports.rpc_wire import finite_seconds
 
 logger = logging.getLogger(__name__)
@@ -35,21 +35,13 @@ class WorkerErrors(ExceptionGroup[Exception], RLJobError):
 class Call(Protocol):
     """One rank's part. Implemented over an RPC future by `cluster.PendingCall`."""
 
-    future: "concurrent.futures.Future[Reply]"
+    future: "concurrent.futures.Future[MethodResult]"
 
     def describe(self) -> str:
         """Return who this is and what it last did, for an error that lists it as missing."""
 
     def cancel(self) -> None:
         """Give up; the handler is cancelled where it can be."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a host answers: the method's value and seconds by timer tag, the method's own among them."""
-
-    value: Any
-    durations: Mapping[str, float]
 
 
 class WorkerGroupFuncResult:
@@ -167,7 +159,7 @@ class WorkerGroupFuncResult:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _on_done(self, future: "concurrent.futures.Future[Reply]") -> None:
+    def _on_done(self, future: "concurrent.futures.Future[MethodResult]") -> None:
         if not future.cancelled() and future.exception() is not None and self._failed_at is None:
             self._failed_at = self._clock()
         self._wake()
@@ -237,7 +229,7 @@ class _Watch:
         return min(min(end, self._began + self._warnings[0] if self._warnings else end) - now, threading.TIMEOUT_MAX)
 
 
-def _error_of(future: "concurrent.futures.Future[Reply]") -> Exception | None:
+def _error_of(future: "concurrent.futures.Future[MethodResult]") -> Exception | None:
     error = future.exception()
     return error if isinstance(error, Exception) else None
 

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
+from rl_core.messages.calls import MethodResult, WorkerSpec
+from rl_core.messages.members import MemberState
 from rl_core.transports import frames
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import load_class
-from rl_core.workers.member import MemberState
 from rl_core.workers.timers import PROCESS
 from rl_core.workers.worker import Worker, vars_of
 
@@ -50,7 +51,7 @@ class Servant:
         self._on_methods = on_methods
         self._on_ready = on_ready
         self._served: set[str] = set()
-        self._built_from: Any = None
+        self._built_from: bytes | None = None
         self._epoch_told = context.epoch
         self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._slots = asyncio.Semaphore(ASYNC_CONCURRENCY)
@@ -60,18 +61,18 @@ class Servant:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def construct(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Build the object of `{cls, args, kwargs, max_concurrency}`; the same again keeps it and tells it the epoch."""
+    async def construct(self, spec: WorkerSpec) -> MethodResult:
+        """Build the object; the same spec again keeps it and tells it the epoch."""
         async with self._building:
             await self._construct(spec)
             await self._on_ready()
-        return {"value": None, "durations": {}}
+        return MethodResult(value=None, durations={})
 
-    async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Run a public method; return `{value, durations}`, the seconds by timer tag."""
+    async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> MethodResult:
+        """Run a public method."""
         began = time.perf_counter()
         value = await self._run(method, *args, **kwargs)
-        return {"value": value, "durations": {method: time.perf_counter() - began, **PROCESS.pop()}}
+        return MethodResult(value=value, durations={method: time.perf_counter() - began, **PROCESS.pop()})
 
     async def new_epoch(self, epoch: int) -> None:
         """Have the object drop what belongs to older epochs."""
@@ -89,9 +90,8 @@ class Servant:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    async def _construct(self, spec: dict[str, Any]) -> None:
-        identity = [spec["cls"], frames.encode([spec["args"], spec["kwargs"]])]
-        key = (identity[0], b"".join(bytes(part) for part in identity[1]))
+    async def _construct(self, spec: WorkerSpec) -> None:
+        key = b"".join(map(bytes, frames.encode([spec.path, spec.args, spec.kwargs])))
         if self.worker is not None and key == self._built_from:
             await self.new_epoch(self._context.epoch)
             if not self._context.state.constructed:
@@ -100,7 +100,7 @@ class Servant:
         self._context.set_state(MemberState.CONSTRUCTING)
         await self._hook("close")
         self.worker = None
-        self._limit(spec.get("max_concurrency"))
+        self._limit(spec.max_concurrency)
         try:
             self.worker = await self._in_thread(lambda: self._build(spec), "__init__")
         except BaseException:
@@ -111,10 +111,10 @@ class Servant:
         if self._context.state is MemberState.CONSTRUCTING:
             self._context.set_state(MemberState.READY)
 
-    def _build(self, spec: dict[str, Any]) -> Worker:
+    def _build(self, spec: WorkerSpec) -> Worker:
         self._before_build()
-        cls = load_class(spec["cls"])
-        args, kwargs = arguments.unpack(spec["args"], spec["kwargs"])
+        cls = load_class(spec.path)
+        args, kwargs = arguments.unpack(spec.args, spec.kwargs)
         Worker._host_context = self._context
         try:
             worker = cls(*args, **kwargs)
@@ -123,7 +123,7 @@ class Servant:
         except (Exception, SystemExit) as error:
             raise self._remote("__init__", error) from error
         if not isinstance(worker, Worker):
-            raise ConfigError(f"{spec['cls']} must derive from rl_core.workers.worker.Worker")
+            raise ConfigError(f"{spec.path} must derive from rl_core.workers.worker.Worker")
         return worker
 
     def _limit(self, max_concurrency: int | None) -> None:

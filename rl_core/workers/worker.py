@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity, WorkerAddress, WorkerInfo
+from rl_core.messages.members import MemberView
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.member import Member
 from rl_core.workers.timers import PROCESS, worker_timer
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Worker:
 
     # --- others ----------------------------------------------------------------------------------------------------
 
-    def members(self, role: str | None = None) -> list[Member]:
+    def members(self, role: str | None = None) -> list[MemberView]:
         """Return the living members of `role` as of the last heartbeat (2 s old at most)."""
         return self._context.members(role)
 

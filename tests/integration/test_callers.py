@@ -11,6 +11,7 @@ from rpc_samples import identity
 
 from rl_core.api.errors import ConfigError
 from rl_core.launch.ports import free_ports
+from rl_core.messages.members import MemberId
 from rl_core.plan.keys import key_files, write_key_folder
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
@@ -76,7 +77,18 @@ def test_a_worker_answers_its_peers_what_it_names_and_the_runner_everything(job)
 
 def test_the_hub_answers_each_role_its_own_methods(job):
     assert job.ask("actor", job.hub.address, "hub", "admit", [1]) == [True]
-    assert job.ask("supervisor", job.hub.address, "hub", "child_ended", "env:9", [0, 0], 3, key="env") is None
+    assert (
+        job.ask(
+            "supervisor",
+            job.hub.address,
+            "hub",
+            "child_ended",
+            MemberId(name="env:9", incarnation=(0, 0)),
+            3,
+            key="env",
+        )
+        is None
+    )
     for role, method in (("rollout", "admit"), ("env", "child_ended")):
         with pytest.raises(ConfigError, match=f"role {role} may not call '{method}'"):
             job.ask(role, job.hub.address, "hub", method)

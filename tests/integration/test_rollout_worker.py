@@ -14,6 +14,7 @@ from rl_core.api.errors import GenerationUnavailable
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
 from rl_core.messages.envs import EnvAnswer, EnvFailure
+from rl_core.messages.members import MemberState, MemberView, View
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.weights import DecoderWeights
@@ -112,12 +113,11 @@ class World:
         self.show_env(True)
 
     def show_env(self, there: bool):
-        member = {
-            "name": "env:0", "role": "env", "group": "env", "rank": 0, "pod": "env-0", "address": self.env.server.address, "pid": 1,
-            "host_token": "", "incarnation": [0, 0], "world_size": 1, "state": "ready" if there else "lost", "policy_version": None,
-            "digest": None, "device_uuids": [], "progress": {}, "wait": None,
-        }  # fmt: skip
-        self.worker._context.update_view({"version": 1, "members": [member]})
+        member = MemberView(
+            name="env:0", role="env", group="env", rank=0, pod="env-0", address=self.env.server.address, pid=1,
+            host_token="", incarnation=(0, 0), state=MemberState.READY if there else MemberState.LOST,
+        )  # fmt: skip
+        self.worker._context.update_view(View(version=1, members=[member]))
 
     def on_loop(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, HandlerLoop.shared().loop).result(120)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.runner import __main__ as entry
-from rl_core.workers.member import Member, MemberState
+from rl_core.workers.hub import Member, MemberState
 
 
 class Told:

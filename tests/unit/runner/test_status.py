@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.members import DeclaredWait, MemberState
 from rl_core.runner.status import Phase, StatusBoard
-from rl_core.workers.member import MemberState
 
 SOON = {"stall": {"seconds": 10.0}}
 
@@ -69,7 +69,7 @@ def test_a_phase_ends_with_its_block_even_by_an_error():
 
 
 def test_waits_of_members_and_of_the_runner_form_the_graph():
-    told = board([member("rollout:0", wait={"what": "scores", "on": "env:0", "since_seconds": 3.0})])
+    told = board([member("rollout:0", wait=DeclaredWait(what="scores", on="env:0", since_seconds=3.0))])
     with told.during(Phase.GENERATING):
         waits = {(wait["who"], wait["on"]) for wait in told.snapshot()["waits"]}
     assert waits == {("rollout:0", "env:0"), ("runner", "rollout")}
@@ -106,7 +106,7 @@ def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
 @pytest.mark.parametrize(("phase", "blamed"), [(Phase.GENERATING, "rollout:1"), (Phase.DEGRADED, "rollout:2")])
 def test_a_stall_names_the_rollout_that_waits_for_nobody_and_is_counted_on(monkeypatch, phase, blamed):
     clock = SimpleNamespace(now=0.0)
-    idle = {"what": "prompts", "on": "channel:prompts", "since_seconds": 9.0}
+    idle = DeclaredWait(what="prompts", on="channel:prompts", since_seconds=9.0)
     others = [member("rollout:1")] if phase is Phase.GENERATING else []
     here = [member("actor:0", state="ready"), member("env:0", state="ready"), member("rollout:0", wait=idle), *others]
     leaving = [member("rollout:3", state="draining"), member("rollout:4", state="drained")]

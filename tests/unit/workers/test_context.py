@@ -4,19 +4,19 @@ import asyncio
 
 import pytest
 
+from rl_core.messages.members import DeclaredWait, MemberState, MemberView, View
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.member import Member, MemberState
 from rl_core.workers.timers import Timers, worker_timer
 
 
 def member(name, state="serving", **changes):
     role, _, rank = name.partition(":")
     fields = {"role": role, "group": role, "rank": int(rank), "pod": "p", "address": "tcp://127.0.0.1:1", "pid": 1}
-    return Member(name=name, host_token="", incarnation=(0, 0), state=MemberState(state), **(fields | changes))
+    return MemberView(name=name, host_token="", incarnation=(0, 0), state=MemberState(state), **(fields | changes))
 
 
 def view(version, *members):
-    return {"version": version, "members": [m.to_view() for m in members]}
+    return View(version=version, members=list(members))
 
 
 def test_views_are_taken_in_by_parts_and_the_gone_are_not_listed():
@@ -25,24 +25,23 @@ def test_views_are_taken_in_by_parts_and_the_gone_are_not_listed():
     context.update_view(view(2, member("env:0", "lost")))
     assert [m.name for m in context.members()] == ["env:1", "rollout:0"]
     assert [m.name for m in context.members("env")] == ["env:1"]
-    assert context.report()["view_version"] == 2
+    assert context.heartbeat().view_version == 2
 
 
 def test_the_oldest_declared_wait_is_reported_with_its_seconds():
     now = [100.0]
     context = WorkerContext(clock=lambda: now[0])
-    assert context.report()["wait"] is None
+    assert context.heartbeat().wait is None
     with context.waiting("a step", "env:0"):
         now[0] = 103.0
         with context.waiting("room", "trajectories"):
-            assert context.report()["wait"] == {"what": "a step", "on": "env:0", "since_seconds": 3.0}
-    assert context.report()["wait"] is None
+            assert context.heartbeat().wait == DeclaredWait(what="a step", on="env:0", since_seconds=3.0)
+    assert context.heartbeat().wait is None
 
 
 def test_states_and_versions_are_reported_at_once():
-    context = WorkerContext()
     told = []
-    context.on_change = lambda: told.append((context.state.value, context.policy_version))
+    context = WorkerContext(on_change=lambda: told.append((context.state.value, context.policy_version)))
     context.set_state("updating")
     context.set_policy_version(4, "d")
     assert told == [("updating", None), ("updating", 4)]
@@ -58,11 +57,20 @@ async def test_everybody_who_waits_for_a_change_of_the_view_is_woken():
     await asyncio.wait_for(asyncio.gather(*waiters), 10)
 
 
-def test_a_forgotten_view_is_asked_for_from_the_start():
+def test_the_view_of_a_new_hub_replaces_that_of_the_old_one():
     context = WorkerContext()
     context.update_view(view(9, member("env:0")))
-    context.forget_view()
-    assert context.members() == [] and context.report()["view_version"] == -1
+    context.welcome(None, {}, view(1, member("env:1")))
+    assert [m.name for m in context.members()] == ["env:1"] and context.heartbeat().view_version == 1
+
+
+def test_a_process_that_drains_for_good_takes_no_other_state():
+    context = WorkerContext()
+    context.retire()
+    context.set_state("serving")
+    assert context.state is MemberState.DRAINING
+    context.set_state("drained")
+    assert context.state is MemberState.DRAINED
 
 
 def ticking():

@@ -9,6 +9,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError, InfrastructureError
 from rl_core.api.roles import EnvSpec
+from rl_core.messages.calls import PackedSpec
 from rl_core.workers import arguments
 from rl_core.workers.group import WorkerGroup, load_class
 from rl_core.workers.worker import GROUP_NAMES, Worker
@@ -56,7 +57,7 @@ def test_parts_of_the_job_travel_as_they_are():
 
 def test_schema_objects_from_elsewhere_are_refused():
     with pytest.raises(ConfigError, match=r"rl_core\.api"):
-        arguments.unpack([arguments.PackedSpec("os:environ", {})], {})
+        arguments.unpack([PackedSpec(schema="os:environ", json="{}")], {})
 
 
 def test_private_and_unknown_methods_are_refused_without_a_call():

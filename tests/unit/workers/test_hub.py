@@ -1,13 +1,15 @@
 """A hub with real sockets and members that only say hello: who hears of whom, and in which order."""
 
 import queue
+import threading
 
 import pytest
 
+from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity
+from rl_core.messages.members import WIRE_VERSION, HelloAccepted, HelloReport, MemberId, MemberView
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.hub import Hub
-from rl_core.workers.member import WIRE_VERSION
 
 
 def identity(role, rank=0):
@@ -17,11 +19,15 @@ def identity(role, rank=0):
     )  # fmt: skip
 
 
-def hello(role="env", rank=0):
-    return {
-        "uid": "u", "epoch": 0, "role": role, "group": role, "rank": rank, "pod": f"j-{role}-{rank}", "pid": 10 + rank,
-        "incarnation": [0, 0], "address": f"tcp://127.0.0.1:{9000 + rank}", "wire_version": WIRE_VERSION,
-    }  # fmt: skip
+def hello(role="env", rank=0, incarnation=(0, 0)):
+    member = MemberView(
+        name=f"{role}:{rank}", role=role, group=role, rank=rank, pod=f"j-{role}-{rank}", pid=10 + rank, host_token="",
+        address=f"tcp://127.0.0.1:{9000 + rank}", incarnation=incarnation,
+    )  # fmt: skip
+    return HelloReport(wire_version=WIRE_VERSION, uid="u", epoch=0, member=member, registration=1)
+
+
+ENV = MemberId(name="env:0", incarnation=(0, 0))
 
 
 @pytest.fixture
@@ -58,7 +64,7 @@ def test_listeners_hear_each_change_in_the_order_they_were_added_and_one_that_fa
     hub.start()
     client = member()
     client.call_sync("hello", hello(), timeout=30)
-    client.call_sync("goodbye", "env:0", [0, 0], timeout=30)
+    client.call_sync("goodbye", ENV, timeout=30)
     assert [heard.get(timeout=30) for _ in range(4)] == [
         ("broken", "env:0"),
         ("joined", "env:0"),
@@ -72,3 +78,35 @@ def test_a_listener_that_comes_after_the_start_is_refused_because_it_would_miss_
     hub.start()
     with pytest.raises(RuntimeError, match=r"before hub\.start"):
         hub.listen(joined=print)
+
+
+def test_a_loss_is_heard_before_the_join_that_follows_it_whoever_finds_the_one_and_the_other(hub, member):
+    """The runner gives a member up on its own thread while a newer process of that name says hello on another."""
+    heard, found, go_on = queue.SimpleQueue(), threading.Event(), threading.Event()
+
+    def hold(change):
+        if change.kind == "lost":
+            found.set()
+            assert go_on.wait(30)
+
+    hub.watch(hold)
+    hub.listen(joined=lambda one: heard.put(one.incarnation), lost=lambda one, why: heard.put("lost"))
+    hub.start()
+    client = member()
+    client.call_sync("hello", hello(), timeout=30)
+    runner = threading.Thread(target=hub.give_up, args=(hub.get("env:0"), "it could not join"))
+    runner.start()
+    assert found.wait(30)
+    joining = client.call_future("hello", hello(incarnation=(0, 1)), timeout=30)
+    with pytest.raises(TimeoutError):
+        joining.result(0.2)
+    go_on.set()
+    assert isinstance(joining.result(30), HelloAccepted)
+    runner.join(30)
+    assert [heard.get(timeout=30) for _ in range(3)] == [(0, 0), "lost", (0, 1)]
+
+
+def test_a_hello_of_the_release_before_is_bad_input_and_not_a_crash(hub, member):
+    hub.start()
+    with pytest.raises(ConfigError, match="wire version"):
+        member().call_sync("hello", {"wire_version": 1, "role": "env"}, timeout=30)

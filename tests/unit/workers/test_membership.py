@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.api.errors import EpochFenced
-from rl_core.workers.member import WIRE_VERSION, Member, MemberState
+from rl_core.messages.members import (
+    WIRE_VERSION,
+    Heartbeat,
+    HeartbeatAnswer,
+    HelloReport,
+    MemberId,
+    MemberState,
+    MemberView,
+)
 from rl_core.workers.membership import Membership
 
 
@@ -19,21 +27,21 @@ class Clock:
         return self.now
 
 
-def hello(rank=0, *, incarnation=(0, 0), pid=10, role="rollout", **changes):
-    return {
-        "uid": "u",
-        "epoch": 3,
-        "role": role,
-        "group": role,
-        "rank": rank,
-        "world_size": 2,
-        "incarnation": list(incarnation),
-        "address": f"tcp://127.0.0.1:{5000 + pid}",
-        "pod": f"j-{role}-{rank}",
-        "pid": pid,
-        "host_token": "h",
-        "wire_version": WIRE_VERSION,
-    } | changes
+def hello(rank=0, *, incarnation=(0, 0), pid=10, role="rollout", registration=0, **changes):
+    member = MemberView(
+        name=f"{role}:{rank}", role=role, group=role, rank=rank, pod=f"j-{role}-{rank}", pid=pid, host_token="h",
+        address=f"tcp://127.0.0.1:{5000 + pid}", incarnation=incarnation, world_size=2,
+    )  # fmt: skip
+    fields = {"uid": "u", "epoch": 3, "wire_version": WIRE_VERSION, "registration": registration} | changes
+    return HelloReport(member=member, **fields)
+
+
+def process(rank=0, incarnation=(0, 0)):
+    return MemberId(name=f"rollout:{rank}", incarnation=incarnation)
+
+
+def beat(state="joining", **report):
+    return Heartbeat(state=MemberState(state), **report)
 
 
 @pytest.fixture
@@ -53,11 +61,9 @@ def advance(table, clock, seconds, step=0.5):
         table.sweep()
 
 
-def test_an_accepted_hello_tells_the_epoch_and_everybody_present(table):
-    table.hello(hello(0))
-    answer = table.hello(hello(1, pid=11))
-    assert answer["accepted"] and answer["epoch"] == 3
-    assert [m["name"] for m in answer["view"]["members"]] == ["rollout:0", "rollout:1"]
+def test_who_says_hello_is_a_member_in_everybodys_view(table):
+    assert table.hello(hello(0)) is None and table.hello(hello(1, pid=11)) is None
+    assert [m.name for m in table.view().members] == ["rollout:0", "rollout:1"]
     assert [(c.kind, c.member.name) for c in table.take_changes()] == [("joined", "rollout:0"), ("joined", "rollout:1")]
 
 
@@ -71,28 +77,28 @@ def test_an_accepted_hello_tells_the_epoch_and_everybody_present(table):
     ],
     ids=["job", "wire", "older", "newer"],
 )
-def test_a_refused_hello_tells_the_reason_and_the_right_epoch_and_registers_nobody(table, changes, reason):
-    assert table.hello(hello(**changes)) == {"accepted": False, "reason": reason, "epoch": 3}
-    assert table.members() == [] and table.take_changes() == [] and table.refused == {reason: 1}
+def test_a_refused_hello_has_a_reason_and_registers_nobody(table, changes, reason):
+    assert table.hello(hello(**changes)) == reason
+    assert table.members() == [] and table.take_changes() == []
 
 
 def test_two_processes_of_one_rank_and_incarnation_are_a_duplicate(table):
     table.hello(hello(pid=10))
-    assert table.hello(hello(pid=11))["reason"] == "duplicate_rank"
-    assert table["rollout:0"].pid == 10
+    assert table.hello(hello(pid=11)) == "duplicate_rank"
+    assert table.get("rollout:0").pid == 10
 
 
 def test_a_lower_incarnation_is_refused_and_its_heartbeat_fenced(table):
     table.hello(hello(incarnation=(1, 0), pid=20))
-    assert table.hello(hello(incarnation=(0, 3), pid=19))["reason"] == "duplicate_rank"
+    assert table.hello(hello(incarnation=(0, 3), pid=19)) == "duplicate_rank"
     with pytest.raises(EpochFenced, match=r"rollout:0 incarnation 0\.3 was replaced by 1\.0"):
-        table.heartbeat("rollout:0", (0, 3), {})
+        table.heartbeat(process(0, (0, 3)), beat())
 
 
 def test_a_higher_incarnation_replaces_the_old_member_which_is_told_lost_first(table):
     table.hello(hello(pid=10))
     table.take_changes()
-    assert table.hello(hello(pid=11, incarnation=(0, 1)))["accepted"]
+    assert table.hello(hello(pid=11, incarnation=(0, 1))) is None
     told = [(c.kind, c.member.incarnation) for c in table.take_changes()]
     assert told == [("lost", (0, 0)), ("joined", (0, 1))]
 
@@ -100,19 +106,19 @@ def test_a_higher_incarnation_replaces_the_old_member_which_is_told_lost_first(t
 def test_a_process_that_says_hello_again_counts_as_lost_and_joined(table):
     table.hello(hello())
     table.take_changes()
-    assert table.hello(hello())["accepted"]
+    assert table.hello(hello()) is None
     assert [c.kind for c in table.take_changes()] == ["lost", "joined"]
 
 
 def test_a_hello_said_again_as_its_answer_was_late_changes_nothing(table, clock):
     table.hello(hello(registration=1))
-    table.heartbeat("rollout:0", (0, 0), {"state": "constructing"})
+    table.heartbeat(process(0), beat("constructing"))
     table.take_changes()
     advance(table, clock, 5)
-    answer = table.hello(hello(registration=1))
-    assert answer["accepted"] and [m["state"] for m in answer["view"]["members"]] == ["constructing"]
+    assert table.hello(hello(registration=1)) is None
+    assert [m.state for m in table.view().members] == [MemberState.CONSTRUCTING]
     advance(table, clock, 5)
-    assert table["rollout:0"].state is MemberState.CONSTRUCTING, "a sign of life it is"
+    assert table.get("rollout:0").state is MemberState.CONSTRUCTING, "a sign of life it is"
     assert table.take_changes() == []
 
 
@@ -120,16 +126,16 @@ def test_a_hello_said_again_as_its_answer_was_late_changes_nothing(table, clock)
 def test_a_process_that_started_over_counts_as_lost_and_joined(table, gone):
     table.hello(hello(registration=1))
     if gone:
-        table.give_up("rollout:0", (0, 0), "it could not join")
-    assert table.hello(hello(registration=1 if gone else 2))["accepted"]
+        table.give_up(process(0), "it could not join")
+    assert table.hello(hello(registration=1 if gone else 2)) is None
     assert [c.kind for c in table.take_changes()] == ["joined", "lost", "joined"]
 
 
 def test_the_lost_and_the_drained_are_listed_for_those_who_ask(table):
     table.hello(hello(0))
     table.hello(hello(1, pid=11))
-    table.give_up("rollout:0", (0, 0), "it could not join")
-    table.goodbye("rollout:1", (0, 0))
+    table.give_up(process(0), "it could not join")
+    table.goodbye(process(1))
     assert table.members() == []
     assert [m.name for m in table.members(drained=True)] == ["rollout:1"]
     assert [m.name for m in table.members(drained=True, lost=True)] == ["rollout:0", "rollout:1"]
@@ -137,13 +143,13 @@ def test_the_lost_and_the_drained_are_listed_for_those_who_ask(table):
 
 def test_silence_makes_suspect_then_lost_and_a_heartbeat_in_between_heals(table, clock):
     table.hello(hello())
-    table.heartbeat("rollout:0", (0, 0), {"state": "serving"})
+    table.heartbeat(process(0), beat("serving"))
     advance(table, clock, 6.5)
-    assert table["rollout:0"].state is MemberState.SUSPECT
-    table.heartbeat("rollout:0", (0, 0), {"state": "serving"})
-    assert table["rollout:0"].state is MemberState.SERVING
+    assert table.get("rollout:0").state is MemberState.SUSPECT
+    table.heartbeat(process(0), beat("serving"))
+    assert table.get("rollout:0").state is MemberState.SERVING
     advance(table, clock, 15.5)
-    assert table["rollout:0"].state is MemberState.LOST and table.members() == []
+    assert table.get("rollout:0").state is MemberState.LOST and table.members() == []
     lost = [c for c in table.take_changes() if c.kind == "lost"]
     assert len(lost) == 1 and "no heartbeat for 15.5 s" in lost[0].reason
 
@@ -153,60 +159,61 @@ def test_a_pause_of_the_hub_itself_is_no_silence_of_others(table, clock):
     advance(table, clock, 1)
     clock.now += 3600
     table.sweep()
-    assert table["rollout:0"].state is MemberState.JOINING
+    assert table.get("rollout:0").state is MemberState.JOINING
     advance(table, clock, 15.5)
-    assert table["rollout:0"].state is MemberState.LOST
+    assert table.get("rollout:0").state is MemberState.LOST
 
 
 def test_a_childs_end_is_a_loss_at_once_but_an_older_childs_is_no_news(table):
     table.hello(hello(incarnation=(0, 1)))
     table.take_changes()
-    table.child_ended("rollout:0", (0, 0), 137)
+    table.child_ended(process(0), 137)
     assert table.take_changes() == []
-    table.child_ended("rollout:0", (0, 1), 137)
+    table.child_ended(process(0, (0, 1)), 137)
     assert [(c.kind, c.reason) for c in table.take_changes()] == [("lost", "its process ended with code 137")]
 
 
 def test_a_member_that_said_goodbye_is_drained_and_no_longer_listed(table):
     table.hello(hello())
-    table.goodbye("rollout:0", (0, 0))
-    assert table["rollout:0"].state is MemberState.DRAINED and table.members("rollout") == []
+    table.goodbye(process(0))
+    assert table.get("rollout:0").state is MemberState.DRAINED and table.members("rollout") == []
 
 
 @pytest.mark.parametrize("gone", ["never seen", "lost"])
 def test_a_heartbeat_of_a_stranger_is_answered_with_say_hello(table, gone):
     if gone == "lost":
         table.hello(hello())
-        table.child_ended("rollout:0", (0, 0), 1)
-    assert table.heartbeat("rollout:0", (0, 0), {}) == {"epoch": 3, "refused": "unknown"}
+        table.child_ended(process(0), 1)
+    assert table.heartbeat(process(0), beat()) == HeartbeatAnswer(known=False)
 
 
 def test_a_member_joins_once_per_registration_even_through_a_suspicion(table, clock):
     table.hello(hello())
-    table.heartbeat("rollout:0", (0, 0), {"state": "constructing"})
+    table.heartbeat(process(0), beat("constructing"))
     advance(table, clock, 7)
     for state in ("ready", "serving", "updating", "serving"):
-        table.heartbeat("rollout:0", (0, 0), {"state": state})
+        table.heartbeat(process(0), beat(state))
     assert [c.kind for c in table.take_changes()] == ["joined"]
     table.hello(hello())
-    table.heartbeat("rollout:0", (0, 0), {"state": "ready"})
+    table.heartbeat(process(0), beat("ready"))
     assert [c.kind for c in table.take_changes()] == ["lost", "joined"]
 
 
 def test_a_heartbeat_carries_the_view_only_when_it_moved(table):
     table.hello(hello(0))
-    view = table.hello(hello(1, pid=11))["view"]
-    assert "view" not in table.heartbeat("rollout:1", (0, 0), {"view_version": view["version"]})
-    table.heartbeat("rollout:0", (0, 0), {"state": "serving", "policy_version": 7, "digest": "d"})
-    moved = table.heartbeat("rollout:1", (0, 0), {"view_version": view["version"]})["view"]
-    assert [(m["name"], m["state"], m["policy_version"]) for m in moved["members"]] == [("rollout:0", "serving", 7)]
+    table.hello(hello(1, pid=11))
+    known = table.version
+    assert table.heartbeat(process(1), beat(view_version=known)).view is None
+    table.heartbeat(process(0), beat("serving", policy_version=7, digest="d"))
+    moved = table.heartbeat(process(1), beat(view_version=known)).view
+    assert [(m.name, m.state, m.policy_version) for m in moved.members] == [("rollout:0", "serving", 7)]
 
 
 def test_progress_alone_does_not_move_the_view(table):
     table.hello(hello(0))
     version = table.version
-    table.heartbeat("rollout:0", (0, 0), {"progress": {"tokens": 5}})
-    assert table.version == version and table["rollout:0"].progress == {"tokens": 5}
+    table.heartbeat(process(0), beat(progress={"tokens": 5}))
+    assert table.version == version and table.get("rollout:0").progress == {"tokens": 5}
 
 
 steps = st.one_of(
@@ -229,20 +236,20 @@ def test_whatever_happens_views_by_parts_equal_the_whole_and_comings_and_goings_
         elif kind == "beat":
             member = table.get(f"rollout:{a}")
             if member is not None:
-                table.heartbeat(member.name, member.incarnation, {"state": b})
+                table.heartbeat(member.id, beat(b))
         elif kind == "ended":
-            table.child_ended(f"rollout:{a}", (b, 0), 1)
+            table.child_ended(process(a, (b, 0)), 1)
         else:
             advance(table, clock, a)
         part = table.view(since=known)
-        known = part["version"]
-        follower |= {entry["name"]: Member.from_view(entry) for entry in part["members"]}
+        known = part.version
+        follower |= {member.name: member for member in part.members}
         for change in table.take_changes():
             if change.kind == "joined":
                 assert change.member.name not in present
                 present[change.member.name] = change.member.incarnation
             else:
                 assert present.pop(change.member.name) == change.member.incarnation
-    whole = {entry["name"]: Member.from_view(entry) for entry in table.view()["members"]}
+    whole = {member.name: member for member in table.view().members}
     assert follower == whole
     assert sorted(present) == [m.name for m in table.members()]

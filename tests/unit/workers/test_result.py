@@ -7,7 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from rl_core.api.errors import DataError, DeadlineExceeded, RemoteError, RLJobError, WorkerLost
-from rl_core.workers.result import CallCancelled, Reply, WorkerGroupFuncResult
+from rl_core.messages.calls import MethodResult
+from rl_core.workers.result import CallCancelled, WorkerGroupFuncResult
 
 
 class FakeCall:
@@ -26,7 +27,7 @@ class FakeCall:
         self.future.cancel()
 
     def end(self, value, **durations):
-        self.future.set_result(Reply(value, durations or {"train": float(self.rank + 1)}))
+        self.future.set_result(MethodResult(value=value, durations=durations or {"train": float(self.rank + 1)}))
 
 
 def make(count=3, **options):

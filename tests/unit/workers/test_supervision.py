@@ -143,7 +143,10 @@ def test_metrics_are_lines_that_prometheus_reads():
 def test_marked_finds_descendants_in_sessions_of_their_own_by_all_marks():
     marker = f"RLJOB_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
     name, _, value = marker.partition("=")
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60'], start_new_session=True); print(p.pid, flush=True); sys.stdin.read()"
+    code = (
+        "import subprocess, sys; say = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)';"
+        "subprocess.Popen([sys.executable, '-c', say], start_new_session=True); sys.stdin.read()"
+    )  # it says its own number: a program that is just being started has no environment yet
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, name: value, "OTHER": "1"},

@@ -1,0 +1,44 @@
+"""How a group builds its workers and calls them (runtime.md 3.2).
+
+runner -> worker   construct(WorkerSpec)      execute(method, args, kwargs) -> MethodResult      retire()
+
+Arguments and values are the user's own: plain values, arrays, tensors, records, and parts of the job as `PackedSpec`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.messages.registry import record
+
+
+@record
+class WorkerSpec:
+    """Which object a worker process is to hold."""
+
+    path: str
+    """`module:Class`."""
+    args: list[Any]
+    """Positional arguments of its constructor."""
+    kwargs: dict[str, Any]
+    """Named arguments of its constructor."""
+    max_concurrency: int | None = None
+    """Most methods that run at a time, sync and async each; None = one sync method, 64 async ones."""
+
+
+@record
+class MethodResult:
+    """What a method returned and how long it took."""
+
+    value: Any
+    durations: Mapping[str, float]
+    """Seconds by timer tag, the method's own under its name."""
+
+
+@record
+class PackedSpec:
+    """A part of the job schema as an argument."""
+
+    schema: str
+    """`module:Class` inside rl_core.api."""
+    json: str
+    """Its fields by alias."""

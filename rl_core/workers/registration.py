@@ -1,0 +1,255 @@
+"""How a worker process becomes a member and stays one: hello until the hub accepts it, then heartbeats (runtime.md 3.4).
+
+    register -(accepted)-> keep_in_touch -(the hub is silent for `lost` s, or does not know us)-> returns; the host starts over
+    register -(refused for good)-> Ended          keep_in_touch -(a newer process has our name)-> Ended
+
+Runs on the host's control loop, beside which user code runs in other threads: a busy worker keeps its heartbeat.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from rl_core.api.errors import DeadlineExceeded, EpochFenced, FrameError, InfrastructureError, RLJobError, exit_code
+from rl_core.messages.members import (
+    WIRE_VERSION,
+    HeartbeatAnswer,
+    HelloAccepted,
+    HelloRefused,
+    HelloReport,
+    MemberId,
+    MemberState,
+    MemberView,
+)
+from rl_core.observability import events
+from rl_core.transports import shared_memory
+from rl_core.transports.rpc import RpcClient
+from rl_core.workers.context import WorkerContext
+from rl_core.workers.member import ELASTIC_ROLES
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJob
+
+logger = logging.getLogger(__name__)
+
+HELLO_TRY = 5.0
+"""Seconds of one attempt to say hello."""
+HELLO_DEADLINE = 600.0
+"""Seconds within which a hub must accept a member of a fixed role outside a cluster."""
+RETRY_PAUSE = 0.2
+"""Seconds between two attempts of anything: a hub that is not there may refuse connections at once."""
+SUCCESSOR_PAUSE = 1.0
+"""Seconds between two hellos to a hub of an older epoch, whose successor is about to take its address."""
+RECONNECT = 3.0
+"""Silence of the hub after which it is looked up and connected to afresh, as its successor may be there."""
+FIRST_HEARTBEAT = 2.0
+"""Seconds between heartbeats until the hub says otherwise."""
+DEFAULT_LOST = 15.0
+"""Silence of a hub without a job after which it is taken for gone, seconds."""
+_STILL_WAITING = 10.0
+"""Seconds between two log lines about a hub that does not answer."""
+
+
+class Ended(Exception):
+    """The process must end with `code`."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Registration:
+    """Registers the process of `context` with the hub, as often as its host starts over."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        connect: Callable[[], RpcClient],
+        start_over: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`connect` returns a new client of the hub; `start_over(epoch)` drops all that belongs to older epochs."""
+        self.elastic = context.identity.role in ELASTIC_ROLES
+        self.accepted = threading.Event()
+        """Set once a hello was accepted and its answer taken in; the runner may call this process a moment earlier."""
+        self._context = context
+        self._identity = context.identity
+        self._connect = connect
+        self._start_over = start_over
+        self._count = 0
+        self._heartbeat_seconds = FIRST_HEARTBEAT
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._report_now = asyncio.Event()
+
+    # --- hello -----------------------------------------------------------------------------------------------------
+
+    async def register(self) -> None:
+        """Say hello until the hub accepts. Raises Ended when it never will."""
+        self._loop = asyncio.get_running_loop()
+        self._count += 1
+        began, warned = time.monotonic(), 0.0
+        self.beat()
+        while True:
+            waited = time.monotonic() - began
+            self._check_patience(waited)
+            if waited - warned >= _STILL_WAITING:
+                warned = waited
+                logger.warning("the hub %s has not accepted a hello for %.0f s", self._identity.hub, waited)
+                self.beat()
+            if await self._say_hello():
+                return
+
+    async def _say_hello(self) -> bool:
+        """Return whether the hub accepted. Raises Ended when it never will."""
+        hub = self._connect()
+        self._context.use_hub(hub)
+        try:
+            answer: HelloAccepted | HelloRefused = await hub.call(
+                "hello", self._report(), timeout=HELLO_TRY, idempotent=True
+            )
+        except FrameError as error:
+            raise Ended(
+                2, f"the hub speaks another wire version than {WIRE_VERSION}: {error}; use images of one release"
+            ) from error
+        except (DeadlineExceeded, InfrastructureError) as error:
+            logger.debug("hello: %s", error)
+            await asyncio.sleep(RETRY_PAUSE)
+            return False
+        except RLJobError as error:
+            raise Ended(exit_code(error), f"the hub refused: {error}") from error
+        if isinstance(answer, HelloRefused):
+            await self._refused(answer)
+            return False
+        self._take_in(answer)
+        return True
+
+    def _check_patience(self, waited: float) -> None:
+        """Bound the wait of a fixed role outside a cluster; others wait as long as it takes (protocol.md 4)."""
+        if not self.elastic and not self._identity.in_cluster and waited > HELLO_DEADLINE:
+            hub = self._identity.hub
+            raise Ended(3, f"the hub {hub} must answer hello within {HELLO_DEADLINE:.0f} s, got nothing")
+
+    def _report(self) -> HelloReport:
+        identity, context = self._identity, self._context
+        member = MemberView(
+            name=identity.name,
+            role=identity.role,
+            group=identity.group,
+            rank=identity.rank,
+            pod=identity.pod,
+            address=context.address,
+            pid=os.getpid(),
+            host_token=shared_memory.host_token(),
+            incarnation=identity.incarnation,
+            world_size=identity.world_size,
+            state=context.state if context.retired else MemberState.JOINING,
+        )
+        return HelloReport(
+            wire_version=WIRE_VERSION,
+            uid=identity.uid,
+            epoch=context.epoch,
+            member=member,
+            registration=self._count,
+            device_uuids=context.device_uuids,
+            python=sys.version.partition(" ")[0],
+        )
+
+    def _take_in(self, answer: HelloAccepted) -> None:
+        self._heartbeat_seconds = answer.heartbeat_seconds
+        known = self._context.job
+        self._context.welcome(known or _read_job(answer.job), answer.files, answer.view)
+        self.accepted.set()
+        self._report_now.set()
+        logger.info("registered with the hub at %s, epoch %s", self._identity.hub, self._context.epoch)
+
+    async def _refused(self, answer: HelloRefused) -> None:
+        """Start over at the hub's epoch, or wait for the hub of ours. Raises Ended for any other reason."""
+        ours, theirs = self._context.epoch, answer.epoch
+        if answer.reason == "older_epoch" and self.elastic:
+            logger.info("the job is at epoch %s, this process was at %s: starting over", theirs, ours)
+            await self._start_over(theirs)
+        elif answer.reason == "newer_epoch":
+            logger.warning("the hub is of epoch %s, older than ours (%s): waiting for its successor", theirs, ours)
+            await asyncio.sleep(SUCCESSOR_PAUSE)
+        else:
+            code = 2 if answer.reason == "wire_version" else 3
+            raise Ended(code, f"the hub refused hello: {answer.reason} (its epoch is {theirs}, ours {ours})")
+
+    # --- heartbeats ------------------------------------------------------------------------------------------------
+
+    async def keep_in_touch(self) -> None:
+        """Send heartbeats; return when the hub is silent for `lost` seconds or has forgotten us. Raises Ended when fenced."""
+        last_heard = time.monotonic()
+        while (silence := time.monotonic() - last_heard) < self._lost_seconds:
+            if silence > RECONNECT:
+                self._context.use_hub(self._connect())
+            # Cleared before the report is made: what changes while it is under way is reported by the next one, at once.
+            self._report_now.clear()
+            self.beat()
+            try:
+                answer = await self.send_heartbeat()
+            except EpochFenced as error:
+                raise Ended(3, str(error)) from error
+            except (DeadlineExceeded, InfrastructureError) as error:
+                logger.debug("heartbeat: %s", error)
+                await asyncio.sleep(RETRY_PAUSE)
+                continue
+            if not answer.known:
+                logger.warning("the hub does not know this process")
+                return
+            last_heard = time.monotonic()
+            self._context.update_view(answer.view)
+            await self._pause()
+        logger.warning("the hub has been silent for %.0f s", self._lost_seconds)
+
+    async def send_heartbeat(self) -> HeartbeatAnswer:
+        """Send one heartbeat. On any loop."""
+        timeout = max(self._heartbeat_seconds, 1.0)
+        beat = self._context.heartbeat()
+        answer: HeartbeatAnswer = await self._context.hub_client().call(
+            "heartbeat", self.id, beat, timeout=timeout, idempotent=True
+        )
+        return answer
+
+    def report_soon(self) -> None:
+        """Have the next heartbeat sent at once. From any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._report_now.set)
+
+    def beat(self) -> None:
+        """Give the supervisor a sign of life."""
+        events.report("alive", state=self._context.state.value, version=self._context.policy_version)
+
+    @property
+    def id(self) -> MemberId:
+        """This process as the hub knows it."""
+        return MemberId(name=self._identity.name, incarnation=self._identity.incarnation)
+
+    @property
+    def _lost_seconds(self) -> float:
+        job = self._context.job
+        return DEFAULT_LOST if job is None else job.spec.runtime.deadlines.lost
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.wait_for(self._report_now.wait(), self._heartbeat_seconds)
+        except TimeoutError:
+            return
+
+
+def _read_job(text: str | None) -> "RLJob | None":
+    if text is None:
+        return None
+    from rl_core.api.job import RLJob
+
+    try:
+        return RLJob.model_validate_json(text)
+    except ValueError as error:
+        raise Ended(
+            2, f"the runner must tell a job as this version knows it, got: {error}; use images of the same release"
+        ) from error
