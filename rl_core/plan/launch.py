@@ -103,7 +103,7 @@ def _build_pod(context: _Context, role: str, index: int, by_pod: list[list[Place
     processes = []
     if role == "actor" and index == 0:
         processes += [_service(context, "runner", RUNNER_COMMAND), _service(context, "channel", CHANNEL_COMMAND)]
-    world = sum(map(len, by_pod))
+    world = len(by_pod) * len(by_pod[index])
     processes += [_worker(context, role, spec, placement, world=world) for placement in by_pod[index]]
     return PodPlan(
         name=f"{context.name}-{role}-{index}",

@@ -1,7 +1,7 @@
 """Components of a job bound to strategies, from the `componentPlacement` map (runtime.md 1, rules 6-9)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_core.api.errors import PlacementError
@@ -14,6 +14,7 @@ from rl_core.plan.placement.strategies import (
     split_labels,
 )
 
+ALIASES = {"actor_inference": "inference"}
 _CONFIG_KEYS = frozenset({"componentPlacement", "mode", "nodeGroups", "recomputeLogProbs"})
 _GROUP_KEYS = {
     "label": "label",
@@ -68,19 +69,16 @@ class ComponentPlacement:
         self.inventory = _with_groups(inventory, config.get("nodeGroups") or ())
         self._components: dict[str, Component] = {}
         for key, value in self._placement_map(config).items():
-            names = [name.strip() for name in str(key).split(",") if name.strip()]
+            written = [name.strip() for name in str(key).split(",") if name.strip()]
+            names = [ALIASES.get(name, name) for name in written]
             if not names:
                 raise PlacementError(f"componentPlacement key must name components, got {key!r}")
             self._add(names, value)
 
     @property
     def components(self) -> list[str]:
-        """Return the names of all components, as written."""
+        """Return the names of all components, in the order written."""
         return list(self._components)
-
-    def has_component(self, name: str) -> bool:
-        """Return whether the component is placed."""
-        return name in self._components
 
     def get_strategy(self, name: str) -> PlacementStrategy:
         """Return the strategy of a component; names written together share one object."""
@@ -103,6 +101,7 @@ class ComponentPlacement:
         return written
 
     def _component(self, name: str) -> Component:
+        name = ALIASES.get(name, name)
         if name not in self._components:
             raise PlacementError(
                 f"component {name!r} must be one of {', '.join(self._components)}; add it to componentPlacement"
@@ -112,16 +111,15 @@ class ComponentPlacement:
     def _add(self, names: Sequence[str], value: Any) -> None:
         twice = [name for name in names if name in self._components] or [n for n in names if names.count(n) > 1]
         if twice:
-            raise PlacementError(f"component {twice[0]}: names must be unique in componentPlacement; remove one")
+            raise PlacementError(
+                f"component {twice[0]}: names must be unique in componentPlacement (actor_inference is an alias of inference); remove one"
+            )
         try:
             component = self._parse(names[0], value)
             component.strategy.get_placement(self.inventory)
         except PlacementError as error:
             raise type(error)(f"component {', '.join(names)}: {error}") from error
-        for name in names:
-            self._components[name] = Component(
-                name, component.labels, component.parts, component.units, component.strategy
-            )
+        self._components |= {name: replace(component, name=name) for name in names}
 
     def _parse(self, name: str, value: Any) -> Component:
         labels: tuple[str, ...] = (CLUSTER,)

@@ -6,11 +6,10 @@ from enum import StrEnum
 from typing import Any
 
 from rl_core.api.errors import PlacementError
-from rl_core.plan.placement.component import Component, ComponentPlacement
+from rl_core.plan.placement.component import ALIASES, Component, ComponentPlacement
 from rl_core.plan.placement.inventory import NODE, Inventory
 from rl_core.plan.placement.strategies import PackedPlacementStrategy
 
-_ALIASES = {"actor_inference": "inference"}
 _EXCLUSIVE = ("actor", "inference", "critic", "critic_inference", "rollout")
 """Components that run the model; disaggregated gives each its own accelerators, in this order."""
 _DEDICATED = ("inference", "critic_inference")
@@ -66,21 +65,24 @@ class ModelParallelComponentPlacement(ComponentPlacement):
         self._sizes = _parallel_sizes(parallelism or {})
         self._written = _written_mode(config.get("mode"))
         super().__init__(config, inventory)
-        for alias, name in _ALIASES.items():
-            if alias in self._components:
-                if name in self._components:
-                    raise PlacementError(f"component {alias} is an alias of {name}; place one of them")
-                self._components[name] = self._components[alias]
         for name in ("actor", "rollout"):
             self._component(name)
-        self.mode = self._derive_mode(bool(config.get("recomputeLogProbs", False)))
-        self._parallel = {name: self._check_sizes(name) for name in _EXCLUSIVE if name in self._components}
-        if self.mode is not PlacementMode.HYBRID:
+        if "inference" in self._components and not config.get("recomputeLogProbs"):
+            raise PlacementError(
+                "component inference: needs algorithm.recomputeLogProbs true, got false; set it or remove the component"
+            )
+        self._models = {name: self._components[name] for name in _EXCLUSIVE if name in self._components}
+        for component in self._models.values():
+            _check_contiguous(component)
+        hybrid = self._written is PlacementMode.HYBRID
+        self.mode = PlacementMode.HYBRID if hybrid else self._derive_mode()
+        self._parallel = {name: self._check_sizes(component) for name, component in self._models.items()}
+        if not hybrid:
             self._pack()
 
     def get_parallel(self, name: str) -> RoleParallel:
         """Return the parallel sizes of a model-parallel component."""
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name not in self._parallel:
             raise PlacementError(f"component {name!r} must be one of {', '.join(self._parallel)}")
         return self._parallel[name]
@@ -110,7 +112,7 @@ class ModelParallelComponentPlacement(ComponentPlacement):
         layout: dict[str, Any] = {}
         start = 0
         for position, name in enumerate(names):
-            unit = self._unit_of(name)
+            unit = RoleParallel(1, **self._sizes.get(name, {})).unit
             room = total - start if name == "rollout" else (total - start) // (len(names) - position)
             size = room // unit * unit
             if not size and total - start >= unit:
@@ -124,31 +126,14 @@ class ModelParallelComponentPlacement(ComponentPlacement):
             start += size
         return layout | aside
 
-    def _unit_of(self, name: str) -> int:
-        sizes = self._sizes.get(name, {})
-        return RoleParallel(1, **sizes).unit
-
-    def _derive_mode(self, recompute: bool) -> PlacementMode:
-        if "inference" in self._components and not recompute:
-            raise PlacementError(
-                "component inference: needs algorithm.recomputeLogProbs true, got false; set it or remove the component"
-            )
-        sets = {
-            name: {unit.identity for unit in self._components[name].units}
-            for name in _EXCLUSIVE
-            if name in self._components
-        }
-        for name in sets:
-            ranks = self._components[name].resources
-            if ranks != list(range(ranks[0], ranks[-1] + 1)):
-                raise PlacementError(
-                    f"component {name}: resource ranks must be contiguous, got {ranks}; close the gaps"
-                )
-        if self._written is PlacementMode.HYBRID:
-            return PlacementMode.HYBRID
-        derived = self._derived(sets)
-        quoted = "; ".join(f"{name} {self._components[name].resources}" for name in sets)
-        if derived is None:
+    def _derive_mode(self) -> PlacementMode:
+        sets = {name: {unit.identity for unit in component.units} for name, component in self._models.items()}
+        quoted = "; ".join(f"{name} {component.resources}" for name, component in self._models.items())
+        if sets["actor"] == sets["rollout"]:
+            derived = PlacementMode.COLLOCATED
+        elif sum(map(len, sets.values())) == len(set().union(*sets.values())):
+            derived = PlacementMode.DISAGGREGATED
+        else:
             raise PlacementError(
                 f"components must have equal sets (colocated) or disjoint sets (disaggregated) of resources, got {quoted}; "
                 "change them or write mode: hybrid"
@@ -164,63 +149,58 @@ class ModelParallelComponentPlacement(ComponentPlacement):
             )
         return derived
 
-    @staticmethod
-    def _derived(sets: Mapping[str, set[tuple[int, str, int]]]) -> PlacementMode | None:
-        if sets["actor"] == sets["rollout"]:
-            return PlacementMode.COLLOCATED
-        disjoint = sum(map(len, sets.values())) == len(set().union(*sets.values()))
-        return PlacementMode.DISAGGREGATED if disjoint else None
-
-    def _check_sizes(self, name: str) -> RoleParallel:
-        component = self._components[name]
+    def _check_sizes(self, component: Component) -> RoleParallel:
         world = len(component.resources) if component.on_hardware else component.num_processes
-        parallel = RoleParallel(world, **self._sizes.get(name, {}))
+        parallel = RoleParallel(world, **self._sizes.get(component.name, {}))
         if parallel.tensor > world:
             raise PlacementError(
-                f"component {name}: tensor {parallel.tensor} must be at most its world {world}; lower it"
+                f"component {component.name}: tensor {parallel.tensor} must be at most its world {world}; lower it"
             )
         if world % parallel.unit:
             raise PlacementError(
-                f"component {name}: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} must "
-                f"divide its world {world}; change the sizes or the resources"
+                f"component {component.name}: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} "
+                f"must divide its world {world}; change the sizes or the resources"
             )
         return parallel
 
     def _pack(self) -> None:
         """Replace the strategies of components on hardware by packed ones."""
-        for name, parallel in self._parallel.items():
-            component = self._components[name]
-            if not component.on_hardware:
-                continue
-            per_process, stride = 1, 1
-            if name == "rollout":
-                per_process = parallel.unit
-                actor = self._parallel["actor"].tensor
-                if (
-                    self.mode is PlacementMode.COLLOCATED
-                    and parallel.unit == parallel.tensor
-                    and actor % per_process == 0
-                ):
-                    stride = actor // per_process
-            self._replace(name, component, per_process, stride)
-        for alias, name in _ALIASES.items():
-            if alias in self._components:
-                self._components[alias] = self._components[name]
+        for name, component in self._models.items():
+            if component.on_hardware:
+                per_process, stride = self._engine_shape() if name == "rollout" else (1, 1)
+                self._components[name] = _packed(component, per_process, stride, self.inventory)
 
-    def _replace(self, name: str, component: Component, per_process: int, stride: int) -> None:
-        ranks = component.resources
-        num_processes = len(ranks) // per_process
-        if component.num_processes not in (len(ranks), num_processes):
-            raise PlacementError(
-                f"component {name}: {len(ranks)} resources make {num_processes} processes of {per_process}, "
-                f"got {component.num_processes} processes written; leave the process ranks out"
-            )
-        strategy = PackedPlacementStrategy(ranks[0], ranks[-1], per_process, stride, component.labels)
-        try:
-            strategy.get_placement(self.inventory)
-        except PlacementError as error:
-            raise type(error)(f"component {name}: {error}") from error
-        self._components[name] = replace(component, strategy=strategy)
+    def _engine_shape(self) -> tuple[int, int]:
+        """Return the accelerators of one engine and their stride: colocated, each shares one with the actor rank that holds its slice."""
+        engine, actor = self._parallel["rollout"], self._parallel["actor"].tensor
+        if self.mode is PlacementMode.COLLOCATED and engine.unit == engine.tensor and actor % engine.unit == 0:
+            return engine.unit, actor // engine.unit
+        return engine.unit, 1
+
+
+def _check_contiguous(component: Component) -> None:
+    ranks = component.resources
+    if ranks != list(range(ranks[0], ranks[-1] + 1)):
+        raise PlacementError(
+            f"component {component.name}: resource ranks must be contiguous, got {ranks}; close the gaps"
+        )
+
+
+def _packed(component: Component, per_process: int, stride: int, inventory: Inventory) -> Component:
+    """Return the component with processes of `per_process` resources, `stride` apart."""
+    ranks = component.resources
+    num_processes = len(ranks) // per_process
+    if component.num_processes not in (len(ranks), num_processes):
+        raise PlacementError(
+            f"component {component.name}: {len(ranks)} resources make {num_processes} processes of {per_process}, "
+            f"got {component.num_processes} processes written; leave the process ranks out"
+        )
+    strategy = PackedPlacementStrategy(ranks[0], ranks[-1], per_process, stride, component.labels)
+    try:
+        strategy.get_placement(inventory)
+    except PlacementError as error:
+        raise type(error)(f"component {component.name}: {error}") from error
+    return replace(component, strategy=strategy)
 
 
 def _written_mode(mode: Any) -> PlacementMode | None:
@@ -238,5 +218,5 @@ def _parallel_sizes(parallelism: Mapping[str, Mapping[str, int]]) -> dict[str, d
         wrong = {key: value for key, value in sizes.items() if key not in _SIZES or value < 1}
         if wrong:
             raise PlacementError(f"parallelism of {name} must have sizes >= 1 under {', '.join(_SIZES)}, got {wrong}")
-        found[_ALIASES.get(name, name)] = dict(sizes)
+        found[ALIASES.get(name, name)] = dict(sizes)
     return found
