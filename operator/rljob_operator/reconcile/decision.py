@@ -20,6 +20,7 @@ from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import status as statuses
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.reconcile.scaling import PodMoves
 from rljob_operator.reconcile.situation import Situation, is_active
 from rljob_operator.reconcile.storage import Obstacle
@@ -30,18 +31,24 @@ EARLIER_SECONDS = 2.0
 """The same, for pods of an earlier job of the name."""
 
 
-def reconcile(job: Object, observed: Observed, now: float, *, config: OperatorConfig) -> Plan:
-    """Return what to do now for `job`, the API object; `now` in seconds since 1970."""
+def reconcile(
+    job: Object, observed: Observed, now: float, *, config: OperatorConfig, known: ParsedJob | None = None
+) -> Plan:
+    """Return what to do now for `job`, the API object; `now` in seconds since 1970.
+
+    `known` makes the next look at the same job quicker (parsing.ParsedJob); None = each look parses anew.
+    """
     meta, spec = _mapping(job.get("metadata")), _mapping(job.get("spec"))
     if meta.get("deletionTimestamp") is not None or spec.get("managedBy") not in (None, MANAGER):
         return Plan()
-    parsed = parsing.parse(job)
+    known = ParsedJob() if known is None else known
+    parsed = parsing.parse(job, known)
     if isinstance(parsed, str):
         return _refuse(job, parsed, now)
-    return _plan(situation.look(parsed, job, observed, now, config=config))
+    return _plan(situation.look(parsed, job, observed, now, config=config), known)
 
 
-def _plan(situation: Situation) -> Plan:
+def _plan(situation: Situation, known: ParsedJob) -> Plan:
     course = lifecycle.decide(situation)
     obstacle = storage.obstacle(situation) if course.stage is not Stage.ENDED else None
     moves = _moves(situation, course, obstacle)
@@ -51,7 +58,7 @@ def _plan(situation: Situation) -> Plan:
         status=status,
         progress_only=status is not None and statuses.is_progress_only(situation.record.raw, status),
         delete=moves.delete,
-        ensure=_support(situation, course, obstacle),
+        ensure=_support(situation, course, obstacle, known),
         ensure_secret=course.stage is Stage.RUN and obstacle is None and not situation.earlier,
         create=_build(situation, course, moves.create),
         calls=(*moves.calls, *_control(situation, course)),
@@ -74,11 +81,11 @@ def _moves(situation: Situation, course: Course, obstacle: Obstacle | None) -> P
     return PodMoves(draining=dict(course.record.draining) if course.stage is Stage.RESTART else {})
 
 
-def _support(situation: Situation, course: Course, obstacle: Obstacle | None) -> tuple[Object, ...]:
+def _support(situation: Situation, course: Course, obstacle: Obstacle | None, known: ParsedJob) -> tuple[Object, ...]:
     """Return the Service, ConfigMap and the like to write; they stay while the job exists, so that what runs keeps its name and fence."""
     if course.stage is not Stage.RUN or obstacle is not None or situation.earlier:
         return ()
-    return parsing.missing_objects(situation.job, situation.observed.objects, config=situation.config)
+    return parsing.missing_objects(situation.job, situation.observed.objects, config=situation.config, known=known)
 
 
 def _build(situation: Situation, course: Course, wanted: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:

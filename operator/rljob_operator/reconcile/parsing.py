@@ -1,13 +1,14 @@
-"""From the API object to a typed job and the support objects it needs; remembered by content, so that idle jobs cost little.
+"""From the API object to a typed job and the support objects it needs.
 
-The memory changes nothing but speed: equal specs give equal answers.
+Both take time, and most looks at a job meet the spec of the look before: the caller may keep a `ParsedJob` per job and pass it each
+time. It changes nothing but speed: equal specs give equal answers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -17,15 +18,26 @@ from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests, naming
 from rljob_operator.model import Object, OperatorConfig
 
-REMEMBERED = 4096
-"""Jobs whose parsed form is kept."""
 LONGEST_PROBLEM = 2000
 """Characters of a validation message in a condition."""
 KEPT_METADATA = ("name", "namespace", "uid", "labels", "annotations")
 KUBECTL_COPY = "kubectl.kubernetes.io/last-applied-configuration"
 
 
-def parse(job: Object) -> RLJob | str:
+@dataclass(slots=True)
+class ParsedJob:
+    """What one look made of a job's spec, for the next; some 20 KB. The caller keeps one per job, and lets it go with the job."""
+
+    text: str | None = None
+    """Name, labels and spec that were parsed, as canonical JSON; None = none yet."""
+    result: RLJob | str = ""
+    config: OperatorConfig | None = None
+    """Setting under which `digests` were made; None = they were not, for this text."""
+    digests: tuple[tuple[str, str, str], ...] = ()
+    """(kind, name, manifest hash) of the support objects."""
+
+
+def parse(job: Object, known: ParsedJob) -> RLJob | str:
     """Return the typed job, or why it cannot be understood."""
     meta = job.get("metadata")
     kept = {key: meta[key] for key in KEPT_METADATA if key in meta} if isinstance(meta, Mapping) else {}
@@ -35,10 +47,11 @@ def parse(job: Object) -> RLJob | str:
         text = json.dumps({"metadata": kept, "spec": job.get("spec")}, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         return f"the object is not JSON: {error}"
-    return _parse(text)
+    if known.text != text:
+        known.text, known.result, known.config = text, _parse(text), None
+    return known.result
 
 
-@lru_cache(maxsize=REMEMBERED)
 def _parse(text: str) -> RLJob | str:
     try:
         job = RLJob.model_validate({"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)})
@@ -61,14 +74,27 @@ def problems(error: ValidationError) -> str:
     return text if len(text) <= LONGEST_PROBLEM else text[: LONGEST_PROBLEM - 3] + "..."
 
 
-def missing_objects(job: RLJob, present: Sequence[Object], *, config: OperatorConfig) -> tuple[Object, ...]:
-    """Return the support objects (Service, ConfigMap, policies, claim templates, gang) that `present` lacks or holds otherwise."""
+def missing_objects(
+    job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob
+) -> tuple[Object, ...]:
+    """Return the support objects (Service, ConfigMap, policies, claim templates, gang) that `present` lacks or holds otherwise.
+
+    `known`: where `job` came from, by `parse`.
+    """
     held = {(o.get("kind"), _meta(o).get("name")): o for o in present}
     uid = job.metadata.uid
-    if all(_holds(held.get((kind, name)), digest, uid) for kind, name, digest in _digests(job, config)):
+    if all(_holds(held.get((kind, name)), digest, uid) for kind, name, digest in _digests(job, config, known)):
         return ()
     wanted = manifests.support.build(job, config=config)
     return tuple(o for o in wanted if not _holds(held.get((o["kind"], _meta(o)["name"])), _digest(o), uid))
+
+
+def _digests(job: RLJob, config: OperatorConfig, known: ParsedJob) -> tuple[tuple[str, str, str], ...]:
+    if known.config != config:
+        objects = manifests.support.build(job, config=config)
+        known.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o)) for o in objects)
+        known.config = config
+    return known.digests
 
 
 def _holds(found: Object | None, digest: str, uid: str | None) -> bool:
@@ -87,24 +113,3 @@ def _meta(obj: Object) -> Object:
 def _digest(obj: Object) -> str:
     notes = _meta(obj).get("annotations")
     return str(notes.get(naming.ANNOTATION_MANIFEST_HASH, "")) if isinstance(notes, Mapping) else ""
-
-
-class _Digests:
-    """(kind, name, manifest hash) of the support objects of the jobs seen last, by identity of the parsed job, which `_parse` shares."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[RLJob, OperatorConfig, tuple[tuple[str, str, str], ...]]] = {}
-
-    def __call__(self, job: RLJob, config: OperatorConfig) -> tuple[tuple[str, str, str], ...]:
-        known = self._kept.get(id(job))
-        if known is not None and known[0] is job and known[1] == config:
-            return known[2]
-        objects = manifests.support.build(job, config=config)
-        digests = tuple((o["kind"], o["metadata"]["name"], _digest(o)) for o in objects)
-        if len(self._kept) >= REMEMBERED:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[id(job)] = (job, config, digests)
-        return digests
-
-
-_digests = _Digests()

@@ -18,6 +18,7 @@ from rljob_operator import kinds
 from rljob_operator.errors import NotFound
 from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
 from rljob_operator.naming import LABEL_JOB
+from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime import logs
 from rljob_operator.runtime.apply import Application, Applier
 from rljob_operator.runtime.cache import Cache, JobKey
@@ -43,7 +44,9 @@ WATERSHED_PHASES = (*END_PHASES, "Restarting", "Suspended")
 class Reconcile(Protocol):
     """The pure core; implemented by `reconcile.reconcile`."""
 
-    def __call__(self, job: Object, observed: Observed, now: float, *, config: OperatorConfig) -> Plan:
+    def __call__(
+        self, job: Object, observed: Observed, now: float, *, config: OperatorConfig, known: ParsedJob | None
+    ) -> Plan:
         """Return what to do now."""
 
 
@@ -120,7 +123,7 @@ class Controller:
             claims=dict(memory.claims),
             progress=memory.progress,
         )
-        return self._reconcile(job, observed, self._clock(), config=self._config)
+        return self._reconcile(job, observed, self._clock(), config=self._config, known=memory.parsed)
 
     def _memory_of(self, key: JobKey, job: Object) -> JobMemory:
         uid = job["metadata"]["uid"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rljob_operator.model import Progress
+from rljob_operator.reconcile.parsing import ParsedJob
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
@@ -29,6 +30,8 @@ class JobMemory:
     """One job's memory; made anew when a job of the same name has another uid."""
 
     uid: str
+    parsed: ParsedJob = field(default_factory=ParsedJob)
+    """The job's spec as the last look understood it."""
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
     """By `Kind/name`."""

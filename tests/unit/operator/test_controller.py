@@ -44,7 +44,7 @@ class Bench:
         self.cache.put(kinds.RLJOB, placed)
         return placed
 
-    def reconcile(self, job, observed, now, *, config):
+    def reconcile(self, job, observed, now, *, config, known):
         self.seen.append((job, observed))
         return self.plans.pop(0) if self.plans else Plan()
 

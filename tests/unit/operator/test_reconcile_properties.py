@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,7 @@ from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Observed, Progress
 from rljob_operator.reconcile import reconcile, views
 from rljob_operator.reconcile.conditions import REASONS, TYPES
+from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.times import to_text
 
 UID = "0f9d2c1e-0000"
@@ -270,6 +272,17 @@ def test_a_plan_never_contradicts_itself_and_its_status_settles(state: tuple[dic
         assert status.get("step", 0) >= before.get("step", 0)
     if observed.foreign:
         assert not made
+
+
+@MANY
+@given(st.lists(states(), min_size=2, max_size=4))
+def test_what_an_earlier_look_understood_changes_no_plan(looks: list[tuple[dict[str, Any], Observed]]) -> None:
+    known = ParsedJob()
+    for job, observed in looks:
+        for config in (CONFIG, replace(CONFIG, images={"env": "other:1"})):
+            assert reconcile(job, observed, START, config=config, known=known) == reconcile(
+                job, observed, START, config=config
+            )
 
 
 @MANY
