@@ -48,12 +48,6 @@ def serve_channel():
     return ChannelServer("tcp://127.0.0.1:0").start().address
 
 
-def serve_tensors(shared: bool):
-    from rl_core.transports.rpc import RpcServer
-
-    return RpcServer("tcp://127.0.0.1:0", {"nbytes": lambda array: array.nbytes}, share_memory=shared).start().address
-
-
 def serve_echo():
     """Raw pyzmq ROUTER: takes multipart messages, answers with their size; its own thread is the main thread."""
     context = zmq.Context()
@@ -213,11 +207,11 @@ def tensor_cases(stack):
     """One 64 MB tensor to another process: GB/s. The raw peer sends one frame of the same size in the same mode."""
     from rl_core.transports.rpc import RpcClient
 
-    shared, socket, raw = Other("shared"), Other("socket"), Other("echo")
-    for other in (shared, socket, raw):
+    ours, raw = Other("rpc"), Other("echo")
+    for other in (ours, raw):
         stack.callback(other.close)
-    array, target = np.ones(64 * MIB, np.uint8), np.zeros(64 * MIB, np.uint8)
-    by_memory, by_socket = RpcClient(shared.address), RpcClient(socket.address, share_memory=False)
+    array = np.ones(64 * MIB, np.uint8)
+    client = RpcClient(ours.address)
     dealer = zmq.Context().socket(zmq.DEALER)
     dealer.connect(raw.address)
 
@@ -226,9 +220,7 @@ def tensor_cases(stack):
         dealer.recv()
 
     return {
-        ("64MB by shared memory, GB/s", "ours"): lambda: by_memory.call_sync("nbytes", array),
-        ("64MB by shared memory, GB/s", "memcpy"): lambda: np.copyto(target, array),
-        ("64MB by socket, GB/s", "ours"): lambda: by_socket.call_sync("nbytes", array),
+        ("64MB by socket, GB/s", "ours"): lambda: client.call_sync("nbytes", array),
         ("64MB by socket, GB/s", "raw pyzmq"): echo,
     }
 
@@ -330,11 +322,6 @@ def measure(runs, with_ray):
 
 
 GOALS = {
-    ("rpc 1KB", "ray actor"): 3.0,
-    ("rpc 1MB", "ray actor"): 3.0,
-    (f"channel stream {KIB} B, items/s", "ray.util.queue"): 10.0,
-    **{(f"channel put-get {name}", "ray.util.queue"): 10.0 for name in SIZES},
-    ("64MB by shared memory, GB/s", "memcpy"): 0.5,
     ("64MB by socket, GB/s", "raw pyzmq"): 0.9,
     ("256MB stream, GB/s", "raw pyzmq with tags"): 0.9,
 }
@@ -356,8 +343,6 @@ def report(figures):
 SERVICES = {
     "rpc": serve_rpc,
     "channel": serve_channel,
-    "shared": lambda: serve_tensors(True),
-    "socket": lambda: serve_tensors(False),
     "echo": serve_echo,
     "bulk": serve_bulk,
 }

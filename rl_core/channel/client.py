@@ -20,8 +20,8 @@ from rl_core.channel.model import ChannelOptions
 from rl_core.channel.puts import MARGIN, Target, Uplink
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
-from rl_core.transports.frames import Placement
 from rl_core.transports.rpc import RpcClient
+from rl_core.transports.shared_memory import Placement
 from rl_core.transports.sockets import IoThread, Timer
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ class ChannelClient:
     """One per process. `identity` None = anonymous, legal without keys only."""
 
     def __init__(self, address: str, keys: KeyRing | None = None, identity: Identity | None = None) -> None:
-        self.rpc = RpcClient(
-            address, keys, identity, service="channel", lend_arguments=False, on_welcome=self._on_welcome
-        )
+        self.rpc = RpcClient(address, keys, identity, service="channel", share_memory=True, on_welcome=self._on_welcome)
         self.uplink = Uplink(self.rpc)
         self.receipts = _Receipts(self.rpc)
         self.leases = _Leases(self.rpc)
@@ -149,7 +147,7 @@ class RemoteBackend:
     def load(self, taken: Taken) -> Any:
         """Decode the item; large arrays view the server's segments."""
         parts = [
-            self._rpc.borrow(Placement(part[0], part[1], 0), part[2]) if isinstance(part, list) else part
+            self._rpc.borrow(Placement(part[0], part[1]), part[2]) if isinstance(part, list) else part
             for part in taken.payload
         ]
         return frames.decode(parts)

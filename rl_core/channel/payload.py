@@ -12,7 +12,7 @@ import numpy as np
 from rl_core.api.errors import FrameError
 from rl_core.transports import frames, shared_memory
 from rl_core.transports.codec import LARGE_BYTES
-from rl_core.transports.frames import Placement
+from rl_core.transports.shared_memory import Placement
 
 Part = bytes | np.ndarray | list[Any]
 
@@ -51,7 +51,7 @@ def needs_segment(nbytes: int) -> bool:
 
 def placements(parts: list[Part]) -> list[Placement]:
     """Return the segments of a payload."""
-    return [Placement(part[0], part[1], 0) for part in parts if isinstance(part, list)]
+    return [Placement(part[0], part[1]) for part in parts if isinstance(part, list)]
 
 
 def encode(item: Any) -> list[Any]:

@@ -16,10 +16,9 @@ from typing import Any
 from rl_core.api.errors import ChannelFull, DeadlineExceeded, FrameError, InfrastructureError
 from rl_core.channel import payload
 from rl_core.channel.model import Key
-from rl_core.transports.frames import Placement
 from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.shared_memory import copy_into
+from rl_core.transports.shared_memory import Placement, copy_into
 from rl_core.transports.sockets import IoThread
 
 Future = concurrent.futures.Future
@@ -213,7 +212,7 @@ class Spares:
 
     def give_back(self, spare: list[Any]) -> None:
         """Let the server have a segment again."""
-        self._rpc.give_back(Placement(spare[0], spare[1], 0))
+        self._rpc.give_back(Placement(spare[0], spare[1]))
 
     def clear(self) -> None:
         """Forget all: the server knows nothing of them any more."""

@@ -75,7 +75,7 @@ class ChannelServer:
             identity,
             service="channel",
             allowed=ALLOWED_METHODS if keys is not None else None,
-            lend_replies=False,
+            share_memory=True,
             on_peer=self._joined,
             on_peer_lost=self._peer_lost,
             on_late_cancel=self._late_cancel,

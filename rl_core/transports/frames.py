@@ -1,14 +1,14 @@
 """Messages on the wire: frame 0 is a version byte and a msgpack header, frames 1..n are raw array bytes (runtime.md 4).
 
 Header keys: `k` kind, `e` epoch, `i` request id, `s` sender, `m` method, `p` skeleton, `t` table of [dtype, shape,
-nbytes, crc or nil], and, where not empty, `h` arrays that lie in shared memory as [index, segment, generation, offset]
-and `o` options of the RPC. Called by `rpc` and the channel; `encode` and `decode` are the faces for one object.
+nbytes, crc or nil] and, where not empty, `o` options of the RPC. Called by `rpc` and the channel; `encode` and `decode` are
+the faces for one object.
 
 The skeleton is packed into bytes before it enters the header: a router reads the header and never pays for the body.
 Decoded arrays view the received memory and are read-only by contract.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -26,7 +26,6 @@ __all__ = [
     "FrameHeader",
     "FrameMessage",
     "Limits",
-    "Placement",
     "decode",
     "decode_message",
     "encode",
@@ -56,15 +55,6 @@ class Limits:
 LIMITS = Limits()
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where an array lies in shared memory."""
-
-    segment: str
-    generation: int
-    offset: int
-
-
 @dataclass(slots=True)
 class FrameHeader:
     """Frame 0, checked; the skeleton is not unpacked yet."""
@@ -76,7 +66,6 @@ class FrameHeader:
     method: str | None
     skeleton: bytes
     table: list[tuple[int, tuple[int, ...], int, int | None]]
-    placed: dict[int, Placement] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -112,29 +101,22 @@ def encode_message(
     options: dict[str, Any] | None = None,
     limits: Limits = LIMITS,
     checksum: bool = False,
-    place: Callable[[memoryview], Placement | None] | None = None,
 ) -> list[Part]:
-    """Return a message as parts; `place` may put an array into shared memory and say where. Raises as `encode`."""
+    """Return a message as parts. Raises as `encode`."""
     packing = Packing(obj)
     if len(packing.frames) > limits.tensors:
         raise ValueError(
             f"message must hold at most {limits.tensors} tensors, got {len(packing.frames)}; send it in pieces"
         )
-    table, placed, buffers = [], [], []
+    table, buffers = [], []
     for index, (code, shape, buffer) in enumerate(packing.frames):
         if buffer.nbytes > limits.tensor_bytes:
             raise ValueError(
                 f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it"
             )
         table.append([code, list(shape), buffer.nbytes, crc32c(buffer) if checksum else None])
-        spot = place(buffer) if place is not None else None
-        if spot is None:
-            buffers.append(buffer)
-        else:
-            placed.append([index, spot.segment, spot.generation, spot.offset])
+        buffers.append(buffer)
     header = {"k": kind, "e": epoch, "i": request_id, "s": sender, "m": method, "p": packing.skeleton, "t": table}
-    if placed:
-        header["h"] = placed
     if options:
         header["o"] = options
     head = b"\x01" + _pack_header(header)
@@ -182,8 +164,6 @@ def decode_message(parts: Sequence[Part], *, copy: bool = False) -> FrameMessage
     if not parts:
         raise FrameError("message has no frames")
     header = read_header(parts[0])
-    if header.placed:
-        raise FrameError("message names shared memory, which only a connection can resolve")
     obj = read_body(header, parts[1:], copy=copy)
     return FrameMessage(header.kind, obj, header.epoch, header.request_id, header.sender, header.method)
 
@@ -215,13 +195,7 @@ def _checked_header(header: dict[str, Any], limits: Limits) -> FrameHeader:
     if type(options) is not dict:
         raise FrameError("header field o must be a map")
     checked = [_checked_entry(entry, limits) for entry in table]
-    placed = {
-        index: Placement(str(name), int(generation), int(offset))
-        for index, name, generation, offset in header.get("h", ())
-    }
-    if any(type(index) is not int or not 0 <= index < len(table) for index in placed):
-        raise FrameError("header field h names an array that is not in the table")
-    return FrameHeader(kind, header["e"], header["i"], header["s"], method, skeleton, checked, placed, options)
+    return FrameHeader(kind, header["e"], header["i"], header["s"], method, skeleton, checked, options)
 
 
 def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ...], int, int | None]:
@@ -240,26 +214,13 @@ def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ..
     return code, tuple(shape), nbytes, crc
 
 
-def read_body(
-    header: FrameHeader,
-    parts: Sequence[Part],
-    *,
-    copy: bool = False,
-    resolve: Callable[[Placement, int], memoryview] | None = None,
-) -> Any:
-    """Return the object of a checked header and its frames; `resolve` maps a placed array. Raises FrameError."""
-    if len(parts) != len(header.table) - len(header.placed):
-        raise FrameError(f"message must have {len(header.table) - len(header.placed)} array frames, got {len(parts)}")
-    remaining = iter(parts)
+def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False) -> Any:
+    """Return the object of a checked header and its frames. Raises FrameError."""
+    if len(parts) != len(header.table):
+        raise FrameError(f"message must have {len(header.table)} array frames, got {len(parts)}")
     arrays: list[Frame] = []
-    for index, (code, shape, nbytes, crc) in enumerate(header.table):
-        spot = header.placed.get(index)
-        if spot is None:
-            buffer = memoryview(next(remaining)).cast("B")
-        elif resolve is not None:
-            buffer = resolve(spot, nbytes)
-        else:
-            raise FrameError("message names shared memory, but this connection has none")
+    for index, ((code, shape, nbytes, crc), part) in enumerate(zip(header.table, parts, strict=True)):
+        buffer = memoryview(part).cast("B")
         if buffer.nbytes != nbytes:
             raise FrameError(f"array frame {index} must have {nbytes} bytes, got {buffer.nbytes}")
         if crc is not None and crc32c(buffer) != crc:

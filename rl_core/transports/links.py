@@ -1,17 +1,18 @@
-"""Shared memory of one RPC connection: what this side lends and what it has to give back. See `shared_memory`.
+"""Shared memory of one RPC connection: the server lends segments by name, the client gives them back. Used by the channel.
 
-The store, reader and token are one per process; a `Link` is one per connection and is used by `rpc_client`, `rpc_server`.
+`SharedMemory` is one per process. `Link` is the server's end of a connection and the holder of what was lent to it; `Loans` is
+the client's end. See `shared_memory` for the segments themselves.
 """
 
 import atexit
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rl_core.transports import shared_memory
-from rl_core.transports.frames import FrameHeader, Placement, read_header
+from rl_core.transports.shared_memory import Placement
 from rl_core.transports.sockets import IoThread
 
 TRIM_SECONDS = 30.0
@@ -25,6 +26,7 @@ class SharedMemory:
 
     _shared: ClassVar["SharedMemory | None"] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    """Guards `_shared`: two threads at first use must not make two stores of one name."""
 
     def __init__(self, uid: str = "") -> None:
         self.pid = os.getpid()
@@ -59,59 +61,44 @@ class SharedMemory:
 
 
 class Link:
-    """One connection's use of shared memory; off until `lends` is set because the peer proved it can read ours."""
+    """The server's end: what a client holds of this process's segments."""
 
-    def __init__(self, send_release: Callable[[list[list[Any]]], Any], counters: Counter[str]) -> None:
+    def __init__(self) -> None:
         self.lends = False
-        self._send_release = send_release
-        self._counters = counters
-        self._released: deque[list[Any]] = deque()
-        self._scheduled = False
-        self._io = IoThread.shared()
+        """Whether the client proved that it can read this process's segments."""
 
-    def place(self, buffer: memoryview) -> Placement | None:
-        """Copy a large array into a segment lent to the peer; None = send it by socket. Any thread."""
-        if not self.lends or buffer.nbytes < shared_memory.THRESHOLD:
-            return None
-        placement = SharedMemory.shared().store.put(buffer, self)
-        self._counters["shared_memory" if placement is not None else "shared_memory_full"] += 1
-        return placement
-
-    def resolve(self, placement: Placement, nbytes: int) -> memoryview:
-        """Return the peer's memory; it is given back when the last array over it dies. Any thread."""
-        entry = [placement.segment, placement.generation]
-        return SharedMemory.shared().reader.view(
-            placement.segment, placement.offset, nbytes, lambda: self._give_back(entry)
-        )
-
-    def discard(self, header: FrameHeader) -> None:
-        """Give back the arrays of a message that nobody will read."""
-        for placement in header.placed.values():
-            self.give_back(placement)
-
-    def give_back(self, placement: Placement) -> None:
-        """Give back memory that was lent to this side and that nobody maps."""
-        self._give_back([placement.segment, placement.generation])
-
-    def retract(self, parts: list[Any]) -> None:
-        """Free the arrays of an encoded message that was not sent."""
-        for placement in read_header(parts[0]).placed.values():
-            SharedMemory.shared().store.release(placement.segment, placement.generation, self)
-
-    def take_back(self, released: Any) -> None:
-        """Free what the peer released."""
+    def take_back(self, released: list[list[Any]]) -> None:
+        """Free the [segment, generation] pairs that the client released."""
         store = SharedMemory.shared().store
         for name, generation in released:
             store.release(name, generation, self)
 
     def lost(self) -> None:
-        """Free all that the peer held: it is gone."""
+        """Free all that the client held: it is gone."""
         self.lends = False
         SharedMemory.shared().store.release_holder(self)
 
-    def _give_back(self, entry: list[Any]) -> None:
-        # runs in finalizers: appends and flags only, no locks
-        self._released.append(entry)
+
+class Loans:
+    """The client's end: views of the server's segments, given back when nobody looks at them any more."""
+
+    def __init__(self, send_release: Callable[[list[list[Any]]], Any]) -> None:
+        self._send_release = send_release
+        self._released: deque[list[Any]] = deque()
+        self._scheduled = False
+        self._io = IoThread.shared()
+
+    def borrow(self, placement: Placement, nbytes: int) -> memoryview:
+        """Return the server's memory; it is given back when the last array over it dies. Any thread."""
+        reader = SharedMemory.shared().reader
+        return reader.view(placement.segment, 0, nbytes, lambda: self.give_back(placement))
+
+    def give_back(self, placement: Placement) -> None:
+        """Give back memory that was lent to this side and that nobody maps. Any thread.
+
+        Takes no lock: finalizers run it, in the middle of whatever their thread does.
+        """
+        self._released.append([placement.segment, placement.generation])
         if not self._scheduled:
             self._scheduled = True
             self._io.call_soon(self._schedule)
@@ -120,7 +107,7 @@ class Link:
         self._io.call_at(self._io.clock() + RELEASE_SECONDS, self._flush)
 
     def _flush(self) -> None:
-        self._scheduled = False
+        self._scheduled = False  # before the look at the queue: whoever appends later schedules the next flush
         released = []
         while self._released:
             released.append(self._released.popleft())

@@ -5,12 +5,13 @@
     assert client.call_sync("add", 1, 2) == 3
 
 Messages, by kind (client -> server unless noted): `hello` and `attach` open a connection, `welcome`, `who` and `refused`
-answer (server); `call`, `cancel`, `credit`, `bye`; `reply`, `error`, `item`, `end`, `received` (server); `ping` (server) finds
-out who is gone; `release` (both ways) gives shared memory back to its owner. Every message carries the sender's epoch.
+answer (server); `call`, `cancel`, `bye`; `reply`, `error`, `received` (server); `ping` (server) finds out who is gone; `release`
+gives shared memory back to the server. Every message carries the sender's epoch.
 """
 
 from rl_core.transports.rpc_client import RpcClient
-from rl_core.transports.rpc_server import IncomingCall, Peer, RpcServer, inline
+from rl_core.transports.rpc_incoming import IncomingCall, Peer
+from rl_core.transports.rpc_server import RpcServer, inline
 from rl_core.transports.rpc_wire import current_caller
 
 __all__ = ["IncomingCall", "Peer", "RpcClient", "RpcServer", "current_caller", "inline"]

@@ -4,15 +4,12 @@ A connection is WAITING (no handshake yet, or lost), GREETING (hello sent) or RE
 it is READY, within the credit; the others queue inside their timeout. After a reconnection the server tells which of the
 calls in flight it knows: unknown ones are sent again, so a call is run at most once unless it is idempotent.
 
-The lock guards the socket and all state. Whoever starts a call sends it itself. Answers are read by the I/O thread, or,
-to save two changes of threads, by a thread that waits for its own call (`drive`): it is the leader until that call ends.
+The socket and all state belong to the I/O thread; other threads hand it their calls.
 """
 
 import enum
 import logging
 import os
-import select
-import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +23,8 @@ from rl_core.messages.rpc import Caller, Hello, Welcome
 from rl_core.transports import frames, rpc_wire, shared_memory, sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
-from rl_core.transports.links import Link, SharedMemory
-from rl_core.transports.rpc_call import Answer, Call
+from rl_core.transports.links import Loans, SharedMemory
+from rl_core.transports.rpc_call import CallFuture
 from rl_core.transports.sockets import IoThread
 
 logger = logging.getLogger(__name__)
@@ -53,8 +50,7 @@ class _State(enum.Enum):
 
 
 class Connection:
-    """See the module. `on_welcome(known)` runs on the I/O thread after each greeting; not known = the server
-    has nothing of this connection (any more)."""
+    """See the module. The arguments are those of `RpcClient`, which makes one."""
 
     def __init__(
         self,
@@ -69,24 +65,26 @@ class Connection:
         self.address = address
         self.epoch: int | None = identity.epoch if identity is not None else None
         self.counters: Counter[str] = Counter()
-        self.link = Link(self._release, self.counters)
+        self.loans = Loans(lambda released: self._send("release", released))
+        self.shares_memory = False
+        """Whether server and client proved that they see the same /dev/shm."""
         self._identity, self._share_memory, self._on_welcome = identity, share_memory, on_welcome
         self._io = IoThread.shared()
-        self._lock = threading.RLock()
         self._state = _State.WAITING
         self._server: Caller | None = None
         self._instance: bytes | None = None
+        """Of the server; another one means that another process took its address."""
         self._refusal = ""
+        """Why the server does not take this client; "" while nothing says so."""
         self._lost_at: float | None = None
-        self._sent: dict[int, Call] = {}
-        self._queue: deque[Call] = deque()
+        self._sent: dict[int, CallFuture] = {}
+        self._queue: deque[CallFuture] = deque()
+        """Calls that wait for the connection or for credit."""
         self._bytes = 0
+        """Credit that the calls in flight take."""
         self._expiry: sockets.Timer | None = None
         self._expiry_at = float("inf")
-        self._leader: Call | None = None
-        self._reading = False
         self._keys_tried = 0
-        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._io.run(lambda: self._open(keys, service))
 
     @property
@@ -94,93 +92,25 @@ class Connection:
         """Return the server's name, as far as known, and address."""
         return f"{rpc_wire.name_of(self._server)} at {self.address}" if self._server else self.address
 
-    # --- faces for rpc_client; any thread ---
+    # --- faces for rpc_client; any thread. The I/O thread takes them up in the order of the calls ---
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: CallFuture) -> None:
         """Send `call`, or queue it until the connection and its credit allow."""
-        with self._lock:
-            self.counters["calls"] += 1
-            if self._state is _State.CLOSED:
-                self._finish(call, "error", Answer(error=self._closed(call)))
-                return
-            self._queue.append(call)
-            self._expect(call.deadline)
-            self._flush()
-            self._read_if_swallowed()
+        self._io.call_soon(self._submit, call)
 
-    def drive(self, call: Call, timeout: float | None) -> None:
-        """Read answers on this thread until `call` ended or `timeout` passed, if no other thread leads; else wait for it."""
-        with self._lock:
-            if call.ended or call.driver is not None:
-                return
-            call.driver = threading.get_ident()
-            leads = self._leader is None and self._state is not _State.CLOSED
-            if leads:
-                self._leader = call
-                self._io.mute(self._descriptor, True)
-            else:
-                call.woken = threading.Lock()
-                call.woken.acquire()
-        try:
-            if leads:
-                self._lead(call, None if timeout is None else self._io.clock() + timeout)
-            elif call.woken is not None:
-                call.woken.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
-        finally:
-            with self._lock:
-                call.driver = None
-                if leads:
-                    self._leader = None
-                    if self._state is not _State.CLOSED:  # news since the last read is still told by the descriptor
-                        self._io.mute(self._descriptor, False)
-            call.settle()
-
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: CallFuture) -> None:
         """Forget `call`; the server is told to cancel it, or to undo what an answer nobody took has done."""
-        with self._lock:
-            if call.abandoned or self._state is _State.CLOSED:
-                return
-            call.abandoned = True
-            if self._sent.pop(call.id, None) is not None:
-                self._bytes -= call.nbytes
-                self._flush()
-                self.send("cancel", None, call.id)
-            elif call.sent:
-                self.send("cancel", None, call.id)
-            else:
-                self._queue = deque(other for other in self._queue if other is not call)
-                self.link.retract(call.parts)
-
-    def time(self, call: Call, waits: bool) -> None:
-        """Let the deadline of a stream begin now, as its reader waits for an item, or rest while the reader works."""
-        with self._lock:
-            call.deadline = self._io.clock() + call.timeout if waits else float("inf")
-            self._expect(call.deadline)
-
-    def grant(self, call: Call, items: int) -> None:
-        """Let the server send `items` more of a stream."""
-        with self._lock:
-            if call.id in self._sent:
-                self.send("credit", items, call.id)
-
-    def send(self, kind: str, value: Any, request_id: int | None = None) -> None:
-        """Send a message that has no answer; dropped while there is no connection."""
-        with self._lock:
-            if self._state in (_State.GREETING, _State.READY):
-                parts = frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None)
-                sockets.send(self._socket, parts)
-                self._read_if_swallowed()
+        self._io.call_soon(self._abandon, call)
 
     def fail(self, reason: str) -> None:
         """Fail all calls under way with WorkerLost."""
-        with self._lock:
-            self._fail_all(lambda call: WorkerLost(f"{call.method} at {self.peer}: {reason}"))
+        self._io.call_soon(self._fail_all, lambda call: WorkerLost(f"{call.method} at {self.peer}: {reason}"))
 
     def close(self) -> None:
         """Close the socket; calls under way fail."""
         self._io.run(self._shut)
 
-    # --- below: under the lock ---
+    # --- below: on the I/O thread ---
 
     def _open(self, keys: KeyRing | None, service: str | None) -> None:
         self._socket = self._io.context.socket(zmq.DEALER)
@@ -189,36 +119,61 @@ class Connection:
         self._keys, self._services = keys, deque([service] if service or keys is None else keys.services())
         if keys is not None:
             keys.connect(self._socket, self._services[0] or "")
-        self._descriptor = sockets.descriptor(self._socket)
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
-        self._poll.register(self._nudge, select.POLLIN)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._io.register(self._monitor, self._watch)
-        self._io.register(self._socket, self._on_readable)
+        self._io.register(self._socket, self._read_all)
         self._socket.connect(self.address)
 
     def _shut(self) -> None:
-        with self._lock:
-            if self._state is _State.CLOSED:
-                return
-            self.send("bye", None)
-            self._state = _State.CLOSED
-            self._fail_all(lambda call: self._closed(call))
-            if self._expiry is not None:
-                self._expiry.cancel()
-            self._io.unregister(self._monitor)
-            self._io.unregister(self._socket)
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close()
-            self.link.lost()
+        if self._state is _State.CLOSED:
+            return
+        self._send("bye", None)
+        self._state = _State.CLOSED
+        self._fail_all(self._closed)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._io.unregister(self._monitor)
+        self._io.unregister(self._socket)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
 
-    def _closed(self, call: Call) -> InfrastructureError:
+    def _closed(self, call: CallFuture) -> InfrastructureError:
         return InfrastructureError(f"{call.method} at {self.peer}: the client was closed")
 
-    def _release(self, released: list[list[Any]]) -> None:
-        self.send("release", released)
+    # --- sending ---
+
+    def _submit(self, call: CallFuture) -> None:
+        self.counters["calls"] += 1
+        if self._state is _State.CLOSED:
+            call.fail(self._closed(call))
+            return
+        self._queue.append(call)
+        self._expect(call.deadline)
+        self._flush()
+
+    def _abandon(self, call: CallFuture) -> None:
+        if call.sent:  # also when it was answered: nobody took the answer, and the server may undo what it did
+            call.sent = False
+            self._forget(call)
+            self._send("cancel", None, call.id)
+            self._flush()
+        elif call in self._queue:
+            self._queue.remove(call)
+
+    def _forget(self, call: CallFuture) -> None:
+        if self._sent.pop(call.id, None) is not None:
+            self._bytes -= call.nbytes
+
+    def _send(self, kind: str, value: Any, request_id: int | None = None) -> None:
+        """Send a message that has no answer; dropped while there is no connection."""
+        if self._state in (_State.GREETING, _State.READY):
+            self._send_parts(frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None))
+
+    def _send_parts(self, parts: list[Any]) -> None:
+        sockets.send(self._socket, parts)
+        if sockets.readable(self._socket):  # sending may swallow the news of a message: look again
+            self._io.call_soon(self._read_all)
 
     def _flush(self) -> None:
         while self._state is _State.READY and self._queue and self._has_credit(self._queue[0]):
@@ -226,9 +181,9 @@ class Connection:
             self._sent[call.id] = call
             self._bytes += call.nbytes
             call.sent = True
-            sockets.send(self._socket, call.parts)
+            self._send_parts(call.parts)
 
-    def _has_credit(self, call: Call) -> bool:
+    def _has_credit(self, call: CallFuture) -> bool:
         if call.waits or self._bytes == 0:  # nothing that takes credit is in flight
             return True
         full = len(self._sent) >= rpc_wire.MAX_CALLS
@@ -238,34 +193,9 @@ class Connection:
 
     # --- reading ---
 
-    def _lead(self, call: Call, until: float | None) -> None:
-        """Wait and read until `call` ended. `submit` has read before; what came since is told by the descriptor."""
-        while not call.ended:
-            left = None if until is None else until - self._io.clock()
-            if left is not None and left <= 0:
-                return
-            for descriptor, _ in self._poll.poll(None if left is None else min(left, sockets.LONGEST_SLEEP) * 1000 + 1):
-                if descriptor == self._nudge:
-                    os.eventfd_read(self._nudge)
-            with self._lock:
-                self._read_all()
-
-    def _on_readable(self) -> None:
-        with self._lock:
-            self._read_all()
-
-    def _read_if_swallowed(self) -> None:
-        """After a send: read what came meanwhile, unless this is called from reading."""
-        if not self._reading:
-            self._read_all()
-
     def _read_all(self) -> None:
-        self._reading = True
-        try:
-            while self._state is not _State.CLOSED and sockets.readable(self._socket):
-                self._read(sockets.receive(self._socket))
-        finally:
-            self._reading = False
+        while self._state is not _State.CLOSED and sockets.readable(self._socket):
+            self._read(sockets.receive(self._socket))
 
     def _read(self, parts: list[Any]) -> None:
         try:
@@ -277,14 +207,12 @@ class Connection:
 
     def _dispatch(self, header: FrameHeader, parts: list[Any]) -> None:
         kind = header.kind
-        if kind in ("reply", "error", "item", "end"):
+        if kind in ("reply", "error"):
             self._answered(header, parts)
         elif kind == "received":
-            for number in frames.read_body(header, parts):
-                if number in self._sent:
-                    self._sent[number].received = True
-        elif kind == "release":
-            self.link.take_back(frames.read_body(header, parts))
+            call = self._sent.get(frames.read_body(header, parts))
+            if call is not None:
+                call.received = True
         elif kind == "welcome":
             self._welcome(frames.read_body(header, parts))
         elif kind == "who":
@@ -296,64 +224,37 @@ class Connection:
         call = self._sent.get(header.request_id)
         if call is None:
             self.counters["late"] += 1
-            self.link.discard(header)
-            if header.kind in ("reply", "error"):
-                self.send("cancel", None, header.request_id)  # the server undoes what nobody took
+            self._send("cancel", None, header.request_id)  # the server undoes what nobody took
             return
-        answer = self._answer(header, parts, call.method)
-        if header.kind == "item":
-            call.sink("item", answer)
-        else:
-            self._finish(call, header.kind, answer)
-            self._flush()
+        self._forget(call)
+        call.settle(lambda: self._value(header, parts, call.method))
+        self._flush()
 
-    def _answer(self, header: FrameHeader, parts: list[Any], method: str) -> Answer:
+    def _value(self, header: FrameHeader, parts: list[Any], method: str) -> Any:
         if header.epoch is not None and self.epoch is not None and header.epoch < self.epoch:
             self.counters["fenced"] += 1
-            self.link.discard(header)
-            why = (
+            raise EpochFenced(
                 f"{method} was answered by {self.peer} from epoch {header.epoch}, this process is at epoch {self.epoch}"
             )
-            return Answer(error=EpochFenced(why))
+        value = frames.read_body(header, parts)
         if header.kind == "error":
-            return Answer(error=rpc_wire.rebuild_error(frames.read_body(header, parts), method=method, peer=self.peer))
-        return Answer(header=header, parts=parts, link=self.link)
-
-    def _finish(self, call: Call, kind: str, answer: Answer) -> None:
-        """End `call`: its driver settles it; else its sink runs here (asyncio) or on the I/O thread (futures)."""
-        if self._sent.pop(call.id, None) is not None:
-            self._bytes -= call.nbytes
-        if call.abandoned:
-            answer.discard()
-            return
-        call.ended = True
-        if call.driver is not None:
-            call.outcome = (kind, answer)
-            if call is not self._leader:
-                if call.woken is not None:
-                    call.woken.release()
-            elif call.driver != threading.get_ident():
-                os.eventfd_write(self._nudge, 1)
-        elif call.inplace:
-            call.end(kind, answer)
-        else:
-            self._io.call_soon(call.end, kind, answer)
+            raise rpc_wire.rebuild_error(value, method=method, peer=self.peer)
+        return value
 
     # --- connecting, losing ---
 
     def _watch(self) -> None:
-        with self._lock:
-            while self._state is not _State.CLOSED and sockets.readable(self._monitor):
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._services = deque([self._services[0]])
-                    self._greet()
-                elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # not its key, or the server went away
-                    self._try_another_key()
-                elif event == zmq.EVENT_DISCONNECTED:
-                    self._disconnected()
-                else:
-                    self._refuse("the server refused this process's key")
+        while self._state is not _State.CLOSED and sockets.readable(self._monitor):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._services = deque([self._services[0]])
+                self._greet()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # not its key, or the server went away
+                self._try_another_key()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._disconnected()
+            else:
+                self._refuse("the server refused this process's key")
 
     def _try_another_key(self) -> None:
         """Connect anew with the key of the next service that the server may be; slower after each round."""
@@ -368,10 +269,9 @@ class Connection:
         self._io.call_at(self._io.clock() + pause, self._connect)
 
     def _connect(self) -> None:
-        with self._lock:
-            if self._state is not _State.CLOSED and self._keys is not None:
-                self._keys.connect(self._socket, self._services[0] or "")
-                self._socket.connect(self.address)
+        if self._state is not _State.CLOSED and self._keys is not None:
+            self._keys.connect(self._socket, self._services[0] or "")
+            self._socket.connect(self.address)
 
     def _refuse(self, why: str) -> None:
         self.counters["refused"] += 1
@@ -387,39 +287,36 @@ class Connection:
             memory=shared.token.proof if shared is not None else None,
             pending=tuple(self._sent),
         )
-        self.send("hello", hello)
+        self._send("hello", hello)
 
     def _welcome(self, welcome: Welcome) -> None:
         self._server, self._refusal = welcome.caller, ""
         replaced = self._instance is not None and self._instance != welcome.instance
         self._instance = welcome.instance
-        if not welcome.known:
-            self.link.lost()
         can_read = self._share_memory and shared_memory.readable(welcome.memory)
-        self.link.lends = can_read and welcome.readable is True
+        self.shares_memory = can_read and welcome.readable is True
         self._state = _State.READY
-        self.send("attach", can_read)
+        self._send("attach", can_read)
         self._resume(set(welcome.running), set(welcome.finished), replaced)
         if self._on_welcome is not None:
-            self._io.call_soon(self._on_welcome, welcome.known is True)
+            self._on_welcome(welcome.known is True)
         self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:
+        """Send again what the server never had; what may have run is lost unless it is idempotent."""
         again = []
         for call in list(self._sent.values()):
             if call.id in running:
                 continue
+            self._forget(call)
             if call.idempotent or not (replaced or call.id in finished):
                 again.append(call)
             elif replaced:
-                self._finish(call, "error", self._lost(call, "the server was replaced by another"))
+                call.fail(self._lost(call, "the server was replaced by another"))
             else:
-                self.send("cancel", None, call.id)
-                self._finish(call, "error", self._lost(call, "the answer was lost with the connection"))
-        for call in again:
-            del self._sent[call.id]
-            self._bytes -= call.nbytes
-            self.counters["resent"] += 1
+                self._send("cancel", None, call.id)
+                call.fail(self._lost(call, "the answer was lost with the connection"))
+        self.counters["resent"] += len(again)
         self._queue.extendleft(reversed(again))
 
     def _disconnected(self) -> None:
@@ -431,20 +328,22 @@ class Connection:
             self._io.call_at(self._lost_at + RECONNECT_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        with self._lock:
-            if self._lost_at is None or self._io.clock() - self._lost_at < RECONNECT_SECONDS:
-                return
-            for call in [call for call in self._sent.values() if not call.idempotent]:
-                self._finish(call, "error", self._lost(call, f"the connection was lost {RECONNECT_SECONDS:g} s ago"))
+        if self._lost_at is None or self._io.clock() - self._lost_at < RECONNECT_SECONDS:
+            return
+        for call in [call for call in self._sent.values() if not call.idempotent]:
+            self._forget(call)
+            call.fail(self._lost(call, f"the connection was lost {RECONNECT_SECONDS:g} s ago"))
 
-    def _lost(self, call: Call, why: str) -> Answer:
-        return Answer(error=WorkerLost(f"{call.method} at {self.peer}: {why}; whether it ran is unknown"))
+    def _lost(self, call: CallFuture, why: str) -> WorkerLost:
+        return WorkerLost(f"{call.method} at {self.peer}: {why}; whether it ran is unknown")
 
-    def _fail_all(self, error: Callable[[Call], BaseException]) -> None:
+    def _fail_all(self, error: Callable[[CallFuture], Exception]) -> None:
         calls = [*self._sent.values(), *self._queue]
+        self._sent.clear()
         self._queue.clear()
+        self._bytes = 0
         for call in calls:
-            self._finish(call, "error", Answer(error=error(call)))
+            call.fail(error(call))
 
     # --- deadlines ---
 
@@ -456,19 +355,16 @@ class Connection:
             self._expiry = self._io.call_at(deadline, self._expire)
 
     def _expire(self) -> None:
-        with self._lock:
-            self._expiry, self._expiry_at = None, float("inf")
-            now = self._io.clock()
-            for call in [call for call in [*self._sent.values(), *self._queue] if call.deadline <= now]:
-                late = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
-                self.abandon(call)
-                call.abandoned = False
-                self._finish(call, "error", Answer(error=DeadlineExceeded(late)))
-                call.abandoned = True
-            for call in [*self._sent.values(), *self._queue]:
-                self._expect(call.deadline)
+        self._expiry, self._expiry_at = None, float("inf")
+        now = self._io.clock()
+        for call in [call for call in [*self._sent.values(), *self._queue] if call.deadline <= now]:
+            late = f"{call.method} at {self.peer} was not answered within {call.timeout:g} s; {self._whereabouts(call)}"
+            self._abandon(call)
+            call.fail(DeadlineExceeded(late))
+        for call in [*self._sent.values(), *self._queue]:
+            self._expect(call.deadline)
 
-    def _whereabouts(self, call: Call) -> str:
+    def _whereabouts(self, call: CallFuture) -> str:
         if call.received:
             return "the server received it and is still working on it"
         if call.sent and self._state is _State.READY:

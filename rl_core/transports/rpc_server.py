@@ -1,14 +1,11 @@
 """The serving end of RPC: one ROUTER socket on the I/O thread, handlers elsewhere. See `rpc` for the protocol.
 
-`RpcServer` owns the socket and its peers; a `Peer` is one connected client; an `IncomingCall` is one request. What the
-process knows of a client (ids it sent, segments it holds, its role) ends when ZeroMQ cannot route to it for LOST_SECONDS.
+What the process knows of a client (ids it sent, segments it holds, its role) ends when ZeroMQ cannot route to it for
+LOST_SECONDS. The socket and all state belong to the I/O thread; handlers hand it their answers.
 """
 
-import concurrent.futures
-import functools
 import logging
 import os
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -21,8 +18,9 @@ from rl_core.messages.rpc import Caller, Hello, Welcome
 from rl_core.transports import curve, frames, rpc_wire, shared_memory, sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
-from rl_core.transports.handlers import HandlerRunner, Running
-from rl_core.transports.links import Link, SharedMemory
+from rl_core.transports.handlers import HandlerRunner
+from rl_core.transports.links import SharedMemory
+from rl_core.transports.rpc_incoming import IncomingCall, Peer
 from rl_core.transports.sockets import IoThread
 
 logger = logging.getLogger(__name__)
@@ -43,96 +41,14 @@ def inline(handler: Handler) -> Handler:
     return handler
 
 
-class Peer:
-    """One client of a server. Touched under the server's lock only."""
-
-    def __init__(self, server: "RpcServer", routing_id: bytes) -> None:
-        self.routing_id = routing_id
-        self.caller: Caller | None = None
-        """None while anonymous."""
-        self.welcome = False
-        self.link = Link(functools.partial(server._send, self, "release"), server.counters)
-        self.calls: dict[int, IncomingCall] = {}
-        self.finished: OrderedDict[int, bool] = OrderedDict()
-        """Ids of ended calls -> whether the answer could be sent."""
-        self.unreachable_since: float | None = None
-
-    @property
-    def name(self) -> str:
-        """`group:rank`, or "anonymous"."""
-        return rpc_wire.name_of(self.caller)
-
-
-class IncomingCall:
-    """One request: its arguments, and the ways to answer it. Any thread may answer; only the first answer counts."""
-
-    def __init__(self, server: "RpcServer", peer: Peer, header: FrameHeader, parts: list[Any]) -> None:
-        self.peer = peer
-        self.caller = peer.caller
-        self.cancelled = False
-        self.on_cancel: Callable[[], None] | None = None
-        """For inline handlers: run on the I/O thread when the caller gives up or is gone."""
-        self.id: int = header.request_id
-        self.method = header.method or ""
-        self.streams = header.options.get("stream") is True
-        self.header = header
-        self.running: Running | None = None
-        self._server = server
-        self._parts = parts
-        self._untouched = True
-
-    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Decode and return the arguments. Raises FrameError when the body does not hold."""
-        self._untouched = False
-        body = frames.read_body(self.header, self._parts, resolve=self.peer.link.resolve)
-        self._parts = []
-        if type(body) is not list or len(body) != 2 or type(body[0]) is not list or type(body[1]) is not dict:
-            raise FrameError(f"arguments of {self.method} must be [positional, named]")
-        return body[0], body[1]
-
-    def reply(self, value: Any) -> bool:
-        """Answer with `value`, or with the error of a value that cannot travel; tell whether it could."""
-        return self._answer("reply", value)
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with `error`."""
-        self._answer("error", rpc_wire.pack_error(error))
-
-    def item(self, value: Any) -> None:
-        """Send one item of a stream."""
-        self._server._deliver(self, self._encode("item", value), False)
-
-    def end(self) -> None:
-        """End a stream."""
-        self._answer("end", None)
-
-    def _answer(self, kind: str, value: Any) -> bool:
-        if self._untouched:  # refused or cancelled before anybody looked at them
-            self._untouched = False
-            self.peer.link.discard(self.header)
-        travels = True
-        try:
-            parts = self._encode(kind, value)
-        except (TypeError, ValueError) as error:
-            travels, parts = False, self._encode("error", rpc_wire.pack_error(error))
-        self._server._deliver(self, parts, True)
-        return travels
-
-    def _encode(self, kind: str, value: Any) -> list[Any]:
-        place = self.peer.link.place if self.peer.link.lends and self._server._lend_replies else None
-        return frames.encode_message(
-            kind, value, epoch=self._server.epoch, request_id=self.id, sender=None, place=place
-        )
-
-
 class RpcServer:
     """Serves `handlers` (a mapping, or the public methods of an object) at `bind`, `tcp://host:port`, port 0 = a free one.
 
     `keys` None: loopback only. `allowed` maps a caller's role to the methods it may call (roles absent may call none; None
     = no restriction). `service` (None = by the identity's role) names the entry of curve.ALLOWED. Methods in `unfenced`
-    answer callers of older epochs too (the hub's hello). `lend_replies`: large arrays of answers may travel in segments of this
-    process. `on_peer`, `on_peer_lost` and `on_late_cancel` (a caller gave up a call that was answered) run on the I/O thread.
-    Raises ConfigError on `start` when the address cannot be bound.
+    answer callers of older epochs too (the hub's hello). `share_memory`: find out which clients see the same /dev/shm, and take
+    back the segments they release. `on_peer`, `on_peer_lost` and `on_late_cancel` (a caller gave up a call that was answered)
+    run on the I/O thread. Raises ConfigError on `start` when the address cannot be bound.
     """
 
     def __init__(
@@ -143,19 +59,17 @@ class RpcServer:
         identity: Identity | None = None,
         *,
         max_concurrency: int = 64,
-        executor: concurrent.futures.Executor | None = None,
         allowed: Mapping[str, Set[str]] | None = None,
         service: str | None = None,
         unfenced: frozenset[str] = frozenset(),
-        share_memory: bool = True,
-        lend_replies: bool = True,
+        share_memory: bool = False,
         on_peer: Callable[[Peer], None] | None = None,
         on_peer_lost: Callable[[Peer], None] | None = None,
         on_late_cancel: Callable[[Peer, int], None] | None = None,
     ) -> None:
         sockets.check_reach(bind, has_keys=keys is not None, verb="bind")
         self.counters: Counter[str] = Counter()
-        """calls, malformed, fenced, duplicates, unreachable, lost_peers, refused_methods, shared_memory(_full)."""
+        """calls, malformed, fenced, duplicates, unreachable, lost_peers, refused_methods."""
         self.epoch: int | None = identity.epoch if identity is not None else None
         self.address = ""
         """`tcp://host:port` to connect to, once started."""
@@ -165,14 +79,10 @@ class RpcServer:
         role = keys.role if keys is not None else ""
         self.service = service or {"runner": "hub"}.get(role, role)
         self._share_memory = share_memory
-        self._lend_replies = lend_replies
         self._on_peer, self._on_peer_lost, self._on_late_cancel = on_peer, on_peer_lost, on_late_cancel
-        self._runner = HandlerRunner(max_concurrency=max_concurrency, executor=executor)
+        self._runner = HandlerRunner(max_concurrency=max_concurrency)
         self._io = IoThread.shared()
-        self._lock = threading.RLock()
-        """Guards the socket and all below: handler threads send their answers themselves."""
         self._socket: zmq.Socket[Any] | None = None
-        self._receiving = False
         self._peers: dict[bytes, Peer] = {}
         self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
         """Ids that lost clients have run, for those that come back: what they send again is not run twice."""
@@ -208,11 +118,10 @@ class RpcServer:
         self._runner.close()
 
     def peers(self) -> list[Peer]:
-        """Return the connected clients."""
-        with self._lock:
-            return list(self._peers.values())
+        """Return the connected clients. On the I/O thread only."""
+        return list(self._peers.values())
 
-    # --- below: on the I/O thread, or under the lock ---
+    # --- below: on the I/O thread ---
 
     def _open(self) -> None:
         socket = self._io.context.socket(zmq.ROUTER)
@@ -228,27 +137,21 @@ class RpcServer:
         self._io.register(socket, self._receive_all)
 
     def _shut(self) -> None:
-        with self._lock:
-            if self._socket is None:
-                return
-            self._io.unregister(self._socket)
-            for peer in list(self._peers.values()):
-                self._forget(peer)
-            if self._probe is not None:
-                self._probe.cancel()
-            self._socket.close()
-            self._socket = None
+        if self._socket is None:
+            return
+        self._io.unregister(self._socket)
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+        if self._probe is not None:
+            self._probe.cancel()
+        self._socket.close()
+        self._socket = None
 
     def _receive_all(self) -> None:
-        with self._lock:
-            self._receiving = True
-            try:
-                for _ in range(_BATCH):
-                    if self._socket is None or not sockets.readable(self._socket):
-                        return
-                    self._receive(sockets.receive(self._socket))
-            finally:
-                self._receiving = False
+        for _ in range(_BATCH):
+            if self._socket is None or not sockets.readable(self._socket):
+                return
+            self._receive(sockets.receive(self._socket))
         self._io.call_soon(self._receive_all)  # the other sockets have their turn first
 
     def _receive(self, parts: list[Any]) -> None:
@@ -263,23 +166,19 @@ class RpcServer:
         peer = self._peers.get(routing_id)
         role = parts[1].get("User-Id") if self._keys is not None else None
         if header.kind == "hello":
-            self._hello(peer or Peer(self, routing_id), role, frames.read_body(header, parts[2:]))
+            self._hello(peer or Peer(routing_id), role, frames.read_body(header, parts[2:]))
             return
         if (
             peer is None
             or not peer.welcome
             or (role is not None and peer.caller is not None and not _same_role(peer.caller, role))
         ):
-            self._send(peer or Peer(self, routing_id), "who", None)
+            self._send(peer or Peer(routing_id), "who", None)
         elif header.kind == "call":
             self._call(peer, header, parts[2:])
         elif header.kind == "cancel":
             self._cancel(peer, header.request_id)
-        elif header.kind == "credit":
-            call = peer.calls.get(header.request_id)
-            if call is not None and call.running is not None:
-                call.running.window.grant(int(frames.read_body(header, parts[2:])))
-        elif header.kind == "release":
+        elif header.kind == "release" and self._share_memory:
             peer.link.take_back(frames.read_body(header, parts[2:]))
         elif header.kind == "bye":
             self._forget(peer)
@@ -332,7 +231,7 @@ class RpcServer:
             self.counters["duplicates"] += 1
             return
         self.counters["calls"] += 1
-        call = peer.calls[number] = IncomingCall(self, peer, header, parts)
+        call = peer.calls[number] = IncomingCall(peer, header, parts, answer=self._answer)
         handler = self._handlers.get(call.method)
         problem = self._problem(call, handler)
         if problem is not None or handler is None:
@@ -341,7 +240,7 @@ class RpcServer:
             self._run_inline(call, handler)
         else:
             self._confirm_later(call)
-            call.running = self._runner.submit(call, handler)
+            self._runner.submit(call, handler)
 
     def _problem(self, call: IncomingCall, handler: Handler | None) -> Exception | None:
         epoch = call.header.epoch
@@ -374,25 +273,17 @@ class RpcServer:
     def _confirm_later(self, call: IncomingCall) -> None:
         timeout = call.header.options.get("timeout")
         if isinstance(timeout, (int, float)) and timeout <= 2 * rpc_wire.RECEIPT_SECONDS:
-            self._send(call.peer, "received", [call.id])
+            self._send(call.peer, "received", call.id)
             return
         if not self._unconfirmed:
             self._io.call_at(self._io.clock() + rpc_wire.RECEIPT_SECONDS, self._confirm)
         self._unconfirmed.append(call)
 
     def _confirm(self) -> None:
-        with self._lock:
-            self._confirm_received()
-
-    def _confirm_received(self) -> None:
         calls, self._unconfirmed = self._unconfirmed, []
-        by_peer: dict[bytes, list[int]] = {}
         for call in calls:
-            if call.id in call.peer.calls:
-                by_peer.setdefault(call.peer.routing_id, []).append(call.id)
-        for routing_id, numbers in by_peer.items():
-            if (peer := self._peers.get(routing_id)) is not None:
-                self._send(peer, "received", numbers)
+            if call.peer.calls.get(call.id) is call:
+                self._send(call.peer, "received", call.id)
 
     def _cancel(self, peer: Peer, number: int) -> None:
         call = peer.calls.get(number)
@@ -403,52 +294,54 @@ class RpcServer:
         call.cancelled = True
         if call.on_cancel is not None:
             call.on_cancel()
-        elif call.running is not None:
-            call.running.cancel()
 
-    def _deliver(self, call: IncomingCall, parts: list[Any], last: bool) -> None:
+    def _answer(self, call: IncomingCall, kind: str, value: Any) -> bool:
+        """Encode an answer on the thread of the handler and have it sent; tell whether `value` could travel."""
+        travels = True
+        try:
+            parts = self._encode(kind, value, call.id)
+        except (TypeError, ValueError) as error:
+            travels, parts = False, self._encode("error", rpc_wire.pack_error(error), call.id)
+        if self._io.is_current():  # an inline handler: its next look at the peer finds the call ended
+            self._deliver(call, parts)
+        else:
+            self._io.call_soon(self._deliver, call, parts)
+        return travels
+
+    def _encode(self, kind: str, value: Any, request_id: int | None = None) -> list[Any]:
+        return frames.encode_message(kind, value, epoch=self.epoch, request_id=request_id, sender=None)
+
+    def _deliver(self, call: IncomingCall, parts: list[Any]) -> None:
         peer = call.peer
-        with self._lock:
-            known = peer.calls.get(call.id) is call
-            sent = known and self._send_parts(peer, parts)
-            if not sent:
-                peer.link.retract(parts)
-            if not (known and last):
-                return
-            del peer.calls[call.id]
-            peer.finished[call.id] = sent
-            if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
-                peer.finished.popitem(last=False)
+        if peer.calls.get(call.id) is not call:  # answered before, or its caller is gone
+            return
+        del peer.calls[call.id]
+        peer.finished[call.id] = self._send_parts(peer, parts)
+        if len(peer.finished) > rpc_wire.REMEMBERED_IDS:
+            peer.finished.popitem(last=False)
 
     def _send(self, peer: Peer, kind: str, value: Any) -> bool:
-        return self._send_parts(
-            peer, frames.encode_message(kind, value, epoch=self.epoch, request_id=None, sender=None)
-        )
+        return self._send_parts(peer, self._encode(kind, value))
 
     def _send_parts(self, peer: Peer, parts: list[Any]) -> bool:
-        with self._lock:
-            if self._socket is None:
-                return False
-            try:
-                sockets.send(self._socket, [peer.routing_id, *parts])
-            except zmq.ZMQError as error:
-                if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                self.counters["unreachable"] += 1
-                return False
-            if not self._receiving and sockets.readable(self._socket):  # sending may swallow the news
-                self._io.call_soon(self._receive_all)
-            return True
+        if self._socket is None:
+            return False
+        try:
+            sockets.send(self._socket, [peer.routing_id, *parts])
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self.counters["unreachable"] += 1
+            return False
+        if sockets.readable(self._socket):  # sending may swallow the news of a message: look again
+            self._io.call_soon(self._receive_all)
+        return True
 
     def _start_probe(self) -> None:
         if self._probe is None:
             self._probe = self._io.call_at(self._io.clock() + rpc_wire.PROBE_SECONDS, self._probe_peers)
 
     def _probe_peers(self) -> None:
-        with self._lock:
-            self._probe_all()
-
-    def _probe_all(self) -> None:
         self._probe = None
         now = self._io.clock()
         for peer in list(self._peers.values()):
@@ -465,14 +358,15 @@ class RpcServer:
 
     def _forget(self, peer: Peer) -> None:
         self._peers.pop(peer.routing_id, None)
-        begun = {call.id: False for call in peer.calls.values() if call.running is not None}
+        begun = {call.id: False for call in peer.calls.values() if call.begun}
         self._forgotten[peer.routing_id] = OrderedDict({**peer.finished, **begun})
         if len(self._forgotten) > _FORGOTTEN:
             self._forgotten.popitem(last=False)
         for call in list(peer.calls.values()):
             self._cancel(peer, call.id)
         peer.calls.clear()
-        peer.link.lost()
+        if self._share_memory:
+            peer.link.lost()
         if self._on_peer_lost is not None:
             self._on_peer_lost(peer)
 

@@ -15,8 +15,6 @@ MAX_BYTES = 256 * 2**20
 """Payload bytes in flight per connection."""
 REMEMBERED_IDS = 1_024
 """Finished request ids a server remembers per client, to run nothing twice."""
-STREAM_WINDOW = 16
-"""Stream items sent ahead of the consumer."""
 PROBE_SECONDS = 0.5
 """How often a server asks ZeroMQ whether its peers are still connected."""
 LOST_SECONDS = 1.0
@@ -26,7 +24,7 @@ MAX_TRACEBACK = 65_536
 RECEIPT_SECONDS = 0.2
 """A call that runs longer is confirmed to its caller, so that a DeadlineExceeded can tell whether it was received."""
 
-_caller: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("rljob_rpc_caller", default=None)
+CALLER: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("rljob_rpc_caller", default=None)
 
 
 def current_caller() -> Caller | None:
@@ -34,7 +32,7 @@ def current_caller() -> Caller | None:
 
     With keys, `role` was proven by the caller's key; a supervisor, which shares its pod's key, keeps "supervisor".
     """
-    return _caller.get()
+    return CALLER.get()
 
 
 def name_of(caller: Caller | None) -> str:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ import numpy as np
 
 from rl_core.api.errors import FrameError
 from rl_core.messages.rpc import MemoryProof
-from rl_core.transports.frames import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,14 @@ _MAPPED = 256
 def short_uid(uid: str) -> str:
     """Return the part of a job uid that names carry: its first 8 letters and digits, lower case."""
     return re.sub(r"[^a-z0-9]", "", uid.lower())[:8] or "nojob"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A segment as it was lent: a later generation of it is somebody else's."""
+
+    segment: str
+    generation: int
 
 
 class Segment:
@@ -87,16 +95,6 @@ class SegmentStore:
         self._lent: dict[tuple[str, int], tuple[Segment, Counter[Hashable]]] = {}
         self._total = self._idle_bytes = self._kept_since_trim = 0
         self._lock = threading.Lock()
-
-    def put(self, buffer: memoryview, holder: Hashable) -> Placement | None:
-        """Copy `buffer` into a segment lent to `holder`; None when it is small or the store is full."""
-        if buffer.nbytes < THRESHOLD:
-            return None
-        segment = self.lend(buffer.nbytes, holder)
-        if segment is None:
-            return None
-        copy_into(segment.memory, buffer)
-        return Placement(segment.name, segment.generation, 0)
 
     def lend(self, size: int, holder: Hashable) -> Segment | None:
         """Return a segment of at least `size` bytes lent to `holder`; None when the store is full."""

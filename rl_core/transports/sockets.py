@@ -3,9 +3,6 @@
 Any thread hands it work with `call_soon` and `call_at`; sockets registered with it have their callback run when they are
 readable. Callbacks must not block: user code runs elsewhere (`handlers`). The thread sleeps in one epoll over the sockets'
 file descriptors and an eventfd; nothing spins. Used by rpc, bulk, curve (ZAP) and the channel.
-
-A thread that would only wait for the I/O thread may use a socket itself under the lock of the socket's owner (`rpc`): a
-hand-over between threads costs as much as a whole message. Such an owner `mute`s the socket here meanwhile.
 """
 
 import atexit
@@ -129,10 +126,6 @@ class IoThread:
         number = descriptor(socket)
         if self._ready.pop(number, None) is not None:
             self._epoll.unregister(number)
-
-    def mute(self, number: int, muted: bool) -> None:
-        """Do not watch the registered descriptor `number` while `muted`. Any thread."""
-        self._epoll.modify(number, 0 if muted else select.EPOLLIN)
 
     def run(self, function: Callable[[], Any], timeout: float = 10.0) -> Any:
         """Run `function()` on the thread and return its result or raise its error; `timeout` bounds the wait."""

@@ -74,30 +74,6 @@ class Service:
             self.cancelled.set()
             raise
 
-    async def count(self, n):
-        for number in range(n):
-            yield number
-
-    def count_sync(self, n):
-        yield from range(n)
-
-    async def endless(self):
-        try:
-            number = 0
-            while True:
-                yield number
-                number += 1
-        finally:
-            self.cancelled.set()
-
-    async def hang_in_stream(self):
-        yield 1
-        await asyncio.sleep(3600)
-
-    async def broken_stream(self):
-        yield 1
-        raise DataError("bad row")
-
     def who(self):
         return current_caller()
 

@@ -472,9 +472,8 @@ def _cut(client):
     connection = client.rpc._connection
 
     def cut():
-        with connection._lock:
-            connection._socket.disconnect(connection.address)
-            connection._socket.connect(connection.address)
+        connection._socket.disconnect(connection.address)
+        connection._socket.connect(connection.address)
 
     connection._io.run(cut)
 

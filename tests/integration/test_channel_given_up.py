@@ -226,9 +226,7 @@ def test_a_large_put_of_a_producer_taken_for_lost_is_no_end_of_the_channel(serve
     fill = puts.fill
 
     def slow(segment, part):
-        with server._rpc._lock:
-            for peer in server._rpc.peers():
-                server._release(peer)
+        server._io.run(lambda: [server._release(peer) for peer in server._rpc.peers()])
         return fill(segment, part)
 
     monkeypatch.setattr(puts, "fill", slow)

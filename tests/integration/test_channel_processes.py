@@ -159,11 +159,10 @@ def test_a_stopped_consumer_loses_its_lease_by_expiry(spawn):
 def test_segments_of_a_killed_process_are_removed_by_its_supervisor(spawn):
     uid = secrets.token_hex(4)  # another run of this test on the machine has another one
     code = """
-        import sys, numpy
+        import sys
         from rl_core.transports.links import SharedMemory
         from rl_core.transports.sockets import IoThread
-        placement = SharedMemory.shared(sys.argv[1]).store.put(numpy.zeros(1 << 20, numpy.uint8).data, "peer")
-        print(placement.segment, flush=True)
+        print(SharedMemory.shared(sys.argv[1]).store.lend(1 << 20, "peer").name, flush=True)
         sys.stdin.read()
     """
     process, segment = spawn(code, uid)

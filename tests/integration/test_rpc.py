@@ -1,4 +1,4 @@
-"""RPC over real sockets: results, typed errors, deadlines, cancellation, streams, at most once, epochs, roles, memory."""
+"""RPC over real sockets: results, typed errors, deadlines, cancellation, at most once, epochs, roles."""
 
 import asyncio
 import threading
@@ -167,55 +167,35 @@ class TestDeadlines:
         client.close()
         server.close()
 
+    async def test_a_cancelled_call_leaves_its_place_to_the_next(self, service):
+        """One place, held by `block`: the others are cancelled before they begin, in a thread and on the loop."""
+        server = RpcServer("tcp://127.0.0.1:0", service, max_concurrency=1).start()
+        client = RpcClient(server.address)
+        blocked = client.call_future("block")
+        assert await asyncio.to_thread(service.started.wait, 60)
+        queued = [client.call_future(method, 1) for method in ("add", "add_async", "echo")]
+        assert all(future.cancel() for future in queued)
+        await self.settled(client)
+        service.release.set()
+        assert await asyncio.wrap_future(blocked) == 1
+        assert await client.call("add_async", 1) == 1 and await client.call("add", 1) == 1
+        client.close()
+        server.close()
+
+    async def test_a_call_cancelled_at_once_is_answered_and_leaves_its_place(self, service):
+        server = RpcServer("tcp://127.0.0.1:0", service, max_concurrency=1).start()
+        client = RpcClient(server.address)
+        await client.call("add", 1)
+        for _ in range(200):  # so that some are cancelled between the start of their task and its first step
+            client.call_future("hang").cancel()
+        assert await client.call("add_async", 1) == 1
+        client.close()
+        server.close()
+
     async def settled(self, client):
         """Return when the server has taken up all that was sent before: unknown methods are answered without a handler."""
         with pytest.raises(ConfigError):
             await client.call("nothing")
-
-
-class TestStreams:
-    @pytest.mark.parametrize("method", ["count", "count_sync"])
-    async def test_items_arrive_in_order_and_the_stream_ends(self, client, method):
-        assert [item async for item in client.stream(method, 100)] == list(range(100))
-
-    async def test_the_server_stays_within_the_window_of_a_slow_consumer(self, client):
-        stream = client.stream("endless")
-        assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
-        await asyncio.sleep(0.2)
-        assert await anext(stream) == 3
-        await stream.aclose()
-
-    async def test_the_deadline_is_of_each_wait_and_not_of_what_the_reader_does_in_between(self, client):
-        taken = []
-        async for item in client.stream("count_sync", 40, timeout=1.5):
-            taken.append(item)
-            if item in (10, 30):  # the window is empty by now: the server waits for the reader
-                await asyncio.sleep(2.0)
-        assert taken == list(range(40))
-        with pytest.raises(DeadlineExceeded, match="hang_in_stream .* within 0.5 s"):
-            [item async for item in client.stream("hang_in_stream", timeout=0.5)]
-
-    async def test_leaving_early_cancels_the_generator(self, client, service):
-        stream = client.stream("endless")
-        async for item in stream:
-            if item == 2:
-                break
-        await stream.aclose()
-        assert await asyncio.to_thread(service.cancelled.wait, 60)
-
-    async def test_call_and_stream_are_not_mixed_up(self, client):
-        with pytest.raises(ConfigError, match="echo at .* one answer and no stream; use call"):
-            [item async for item in client.stream("echo", 1)]
-        for method in ("count", "count_sync"):
-            with pytest.raises(ConfigError, match=f"{method} gives a stream of items; use stream"):
-                await client.call(method, 100)
-
-    async def test_an_error_in_the_stream_is_raised_after_its_items(self, client):
-        seen = []
-        with pytest.raises(DataError, match="bad row"):
-            async for item in client.stream("broken_stream"):
-                seen.append(item)
-        assert seen == [1]
 
 
 class TestCredit:
@@ -310,7 +290,6 @@ class TestHostileMessages:
         raw.send("call", "not arguments", 1, method="echo")
         assert raw.receive("error").obj.type == "FrameError"
         raw.send("hello", "nonsense")
-        raw.send("credit", "nonsense", 99)
         raw.send("release", [["rljob-x-1-2", 5]])
         raw.send("call", [[1, 2], {}], 2, method="add")
         assert raw.receive("reply").obj == 3  # so all of the above was read

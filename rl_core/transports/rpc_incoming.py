@@ -1,0 +1,74 @@
+"""What an RPC server knows of its clients and of their requests. Made by `rpc_server`, answered by handlers."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from rl_core.api.errors import FrameError
+from rl_core.messages.rpc import Caller
+from rl_core.transports import frames, rpc_wire
+from rl_core.transports.frames import FrameHeader
+from rl_core.transports.links import Link
+
+
+class Peer:
+    """One client of a server. Touched on the I/O thread only."""
+
+    def __init__(self, routing_id: bytes) -> None:
+        self.routing_id = routing_id
+        self.caller: Caller | None = None
+        """None while anonymous."""
+        self.welcome = False
+        """Whether its hello was answered with a welcome."""
+        self.link = Link()
+        self.calls: dict[int, IncomingCall] = {}
+        self.finished: OrderedDict[int, bool] = OrderedDict()
+        """Ids of ended calls -> whether the answer could be sent."""
+        self.unreachable_since: float | None = None
+
+    @property
+    def name(self) -> str:
+        """`group:rank`, or "anonymous"."""
+        return rpc_wire.name_of(self.caller)
+
+
+class IncomingCall:
+    """One request: its arguments, and the ways to answer it. Any thread may answer; only the first answer counts."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        header: FrameHeader,
+        parts: list[Any],
+        *,
+        answer: "Callable[[IncomingCall, str, Any], bool]",
+    ) -> None:
+        """`answer(call, kind, value)` sends the answer and tells whether the value could travel."""
+        self.peer = peer
+        self.caller = peer.caller
+        self.id: int = header.request_id
+        self.method = header.method or ""
+        self.header = header
+        self.begun = False
+        """Whether it was given to a handler of user code: after that it is never run again for the same id."""
+        self.cancelled = False
+        self.on_cancel: Callable[[], None] | None = None
+        """Run on the I/O thread when the caller gives up or is gone."""
+        self._parts = parts
+        self._answer = answer
+
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Decode and return the arguments. Raises FrameError when the body does not hold."""
+        body = frames.read_body(self.header, self._parts)
+        self._parts = []
+        if type(body) is not list or len(body) != 2 or type(body[0]) is not list or type(body[1]) is not dict:
+            raise FrameError(f"arguments of {self.method} must be [positional, named]")
+        return body[0], body[1]
+
+    def reply(self, value: Any) -> bool:
+        """Answer with `value`, or with the error of a value that cannot travel; tell whether it could."""
+        return self._answer(self, "reply", value)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with `error`."""
+        self._answer(self, "error", rpc_wire.pack_error(error))
