@@ -1,15 +1,14 @@
 """The launch plan as processes of this machine: LocalCluster plays the operator's part for `rljob run`.
 
-A thread runs an event loop that starts pods (one supervisor each), watches them, asks the runner for its status, and acts by
-`policy`. Invariant: when `wait` has returned, or this process is killed, no process of the run is left: supervisors end with
-their socket to us, their children with them, and a last sweep finds strays by a mark in their environment.
+A thread runs an event loop that starts the pods (`local_pods`), asks the runner for its status, and acts by `policy`. Invariant: when
+`wait` has returned, or this process is killed, no process of the run is left: supervisors end with their socket to us, their children
+with them, and a last sweep finds strays.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -19,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.launch.control import ControlClient
-from rl_core.launch.local_plan import as_attempt, control_port, localise, under_epoch
+from rl_core.launch.local_plan import control_port, localise, under_epoch
 from rl_core.launch.local_pod import LocalPod
+from rl_core.launch.local_pods import LAST_SWEEP_SECONDS, LocalPods
 from rl_core.launch.policy import Action, Decision, RestartPolicy
 from rl_core.launch.ports import free_ports
-from rl_core.launch.registry import ProcessEntry, ProcessRegistry
+from rl_core.launch.registry import ProcessEntry
 from rl_core.launch.scaling import Moves, follow
 from rl_core.launch.workspace import INTERRUPTED, Workspace
 from rl_core.plan.launch import LaunchPlan, PodPlan
-from rl_core.workers import processes
 from rl_core.workers.supervisor import ExitCode
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ STOP_SECONDS = 10.0
 RUNNER_SHARE = 0.7
 """Part of that time that the runner has to checkpoint."""
 STATUS_SECONDS = 1.0
-POD_SWEEP_SECONDS, LAST_SWEEP_SECONDS = 0.4, 10.0
-"""How long killed strays of a pod, and at the end of the run, are waited for: what holds much memory or a device takes its time to go."""
 ANNOUNCED = {
     Action.FAIL: "ending the run",
     Action.PAUSE: "saving a checkpoint and ending the run; resume it when the spec is changed",
@@ -90,10 +87,7 @@ class LocalCluster:
         self._environ = dict(os.environ if environ is None else environ)
         spec = policy if policy is not None else (job.spec.failure_policy if job is not None else FailurePolicySpec())
         self._policy = RestartPolicy(spec)
-        self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._ports = free_ports()
-        self._pods: dict[str, LocalPod] = {}
-        self._attempts: dict[str, int] = {}
         self._replicas: dict[str, int] = {}
         """Pods of a role that was scaled up."""
         self._code: int | None = None
@@ -171,7 +165,7 @@ class LocalCluster:
 
     def pids(self) -> list[ProcessEntry]:
         """Return the live processes, as in processes.json."""
-        return self._registry.entries()
+        return self._pods.entries()
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +174,8 @@ class LocalCluster:
         self._plan = self._localised(self._first)
         port = control_port(self._plan)
         self._control = ControlClient(port, self._space.token_file) if port else None
-        self._registry = ProcessRegistry(self.workdir / "processes.json")
+        constant = {"RLJOB_GRACE_SECONDS": str(STOP_SECONDS), "RLJOB_FIRST_EPOCH": str(self._first.epoch)}
+        self._pods = LocalPods(self._space, environ={**self._environ, **constant}, on_end=self._on_pod_end)
 
     def _localised(self, plan: LaunchPlan) -> LaunchPlan:
         return localise(plan, ports=self._ports, curve_dir=self._space.key_folder, config=self._space.config)
@@ -192,7 +187,7 @@ class LocalCluster:
             logger.exception("the local cluster failed")
             self._error = error
         finally:
-            self._sweep(seconds=LAST_SWEEP_SECONDS)
+            self._pods.sweep(seconds=LAST_SWEEP_SECONDS)
             self._started.set()
             self._done.set()
 
@@ -211,56 +206,20 @@ class LocalCluster:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await self._kill_pods(list(self._pods.values()))
+            await self._pods.kill(list(self._pods))
             self._tell(self._space.final_status(self._code, self.failure, epoch=self.epoch))
             self._space.close()
 
+    # --- watching --------------------------------------------------------------------------------------------------
+
     def _start_pod(self, plan: PodPlan) -> None:
-        attempt = self._attempts.get(plan.name, -1) + 1
-        self._attempts[plan.name] = attempt
-        environ = {
-            **self._environ,
-            "RLJOB_OUTPUT": str(self.workdir),
-            "RLJOB_CURVE_DIR": str(self._space.key_folder),
-            "RLJOB_HEALTH_PORT": "0",
-            "RLJOB_HEALTH_HOST": "127.0.0.1",
-            "RLJOB_GRACE_SECONDS": str(STOP_SECONDS),
-            "RLJOB_RESUME": self._resume if self._plan.epoch == self._first.epoch or self._resume != "none" else "auto",
-            "RLJOB_FIRST_EPOCH": str(self._first.epoch),
-            "RLJOB_LAUNCHER": self._mark,
-            "RLJOB_POD": plan.name,
-        }
-        pod = LocalPod(
-            as_attempt(plan, attempt),
-            attempt=attempt,
-            plan_file=self._space.plan_file(plan),
-            log_file=self._space.log_file(plan),
-            environ=environ,
-            on_event=self._on_event,
-            on_end=self._on_pod_end,
-        )
-        self._pods[plan.name] = pod
-        entry = ProcessEntry(role="supervisor", index=plan.index, rank=None, pid=pod.pid, pod=plan.name)
-        self._registry.add(entry)
+        """Start a pod. What the user wished to resume from holds in the first epoch; a restart goes on from what the run has saved."""
+        wished = self._plan.epoch == self._first.epoch or self._resume != "none"
+        self._pods.start(plan, RLJOB_RESUME=self._resume if wished else "auto")
 
     # --- watching --------------------------------------------------------------------------------------------------
 
-    def _on_event(self, pod: LocalPod, event: dict[str, Any]) -> None:
-        if event["event"] == "started":
-            kind = event.get("process", "worker")
-            role = pod.role if kind == "worker" else kind
-            entry = ProcessEntry(
-                role=role, index=pod.index, rank=event.get("rank"), pid=event["pid"], pod=pod.plan.name
-            )
-            self._registry.add(entry, parent=event.get("parent", pod.pid))
-        elif event["event"] == "ended":
-            self._registry.remove(event["pid"])
-            if event.get("code"):
-                logger.info("pod %s: %s", pod.plan.name, event.get("reason", event))
-
     def _on_pod_end(self, pod: LocalPod) -> None:
-        self._registry.remove(pod.pid)
-        self._sweep(pod.plan.name)
         if pod.expected or self._ending.is_set():
             return
         assert pod.returncode is not None
@@ -285,7 +244,7 @@ class LocalCluster:
         elif action is Action.RESTART_ROLE:
             self._spawn(self._restart_role(decision.role))
         elif action is Action.RESTART_JOB:
-            for one in self._pods.values():
+            for one in self._pods:
                 one.expected = one.expected or one.role == "actor"  # the gang ends together: once is enough
             self._spawn(self._restart_job())
 
@@ -297,8 +256,8 @@ class LocalCluster:
             self._start_pod(next(plan for plan in self._plan.pods if plan.name == name))
 
     async def _restart_role(self, role: str) -> None:
-        pods = [pod for pod in self._pods.values() if pod.role == role and not pod.retired]
-        await self._kill_pods(pods)
+        pods = [pod for pod in self._pods.of_role(role) if not pod.retired]
+        await self._pods.kill(pods)
         for pod in pods:
             await self._replace_pod(pod.plan.name, 0.0)
 
@@ -311,7 +270,7 @@ class LocalCluster:
         self._plan = self._localised(plan)
         self.status = {}
         self._tell({**self._space.read_status(), "phase": "Restarting", "epoch": epoch, "stall": None})
-        await self._kill_pods([pod for pod in self._pods.values() if pod.role == "actor"])
+        await self._pods.kill(self._pods.of_role("actor"))
         if self._ending.is_set():
             return
         for pod in self._plan.pods:
@@ -331,7 +290,7 @@ class LocalCluster:
                 self._tell(status)
             self._carry_out(self._policy.reported(status))
             if self._plan_for is not None:
-                await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods.values()}))
+                await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods}))
 
     async def _scale(self, moves: Moves) -> None:
         """Start the pods that a changed spec wants, drain those it does not, end those that have drained."""
@@ -381,14 +340,14 @@ class LocalCluster:
         """Let the runner save when the user stopped the run, then end all pods in order, then kill what is left."""
         if self._code == INTERRUPTED:
             await self._finish_runner()
-        pods = [pod for pod in self._pods.values() if pod.running]
+        pods = [pod for pod in self._pods if pod.running]
         for pod in pods:
             pod.terminate()
-        await self._wait_ended(pods, self._deadline - time.monotonic() - min(1.0, self._grace / 4))
+        await self._pods.wait_ended(pods, self._deadline - time.monotonic() - min(1.0, self._grace / 4))
 
     async def _finish_runner(self) -> None:
         """Ask for a checkpoint and an end over the control port, or by SIGTERM where it does not answer."""
-        actors = [pod for pod in self._pods.values() if pod.role == "actor" and pod.running]
+        actors = [pod for pod in self._pods.of_role("actor") if pod.running]
         first = [pod for pod in actors if pod.index == 0]
         for pod in actors:
             pod.expected = True
@@ -396,37 +355,12 @@ class LocalCluster:
         if not heard:
             for pod in first:
                 pod.terminate()
-        await self._wait_ended(first, self._grace * RUNNER_SHARE)
-
-    async def _wait_ended(self, pods: list[LocalPod], seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(pod.ended.wait() for pod in pods)), max(seconds, 0.0))
-
-    async def _kill_pods(self, pods: list[LocalPod]) -> None:
-        for pod in pods:
-            pod.kill()
-        await self._wait_ended(pods, 2.0)
-        for pod in pods:
-            if pod.running:
-                processes.kill(pod.pid, signal.SIGKILL)
-        await self._wait_ended(pods, 2.0)
+        await self._pods.wait_ended(first, self._grace * RUNNER_SHARE)
 
     def _kill(self) -> None:
         self._begin_end(INTERRUPTED, "killed on request", 0.0)
-        for pod in self._pods.values():
+        for pod in self._pods:
             pod.kill()
-
-    def _sweep(self, pod: str | None = None, *, seconds: float = POD_SWEEP_SECONDS) -> None:
-        """Kill what carries our mark and is left (of one pod), until it is gone or `seconds` are over."""
-        marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
-        until = time.monotonic() + seconds
-        while left := list(processes.marked(*marks)):
-            for pid in left:
-                processes.kill(pid, signal.SIGKILL)
-            if time.monotonic() >= until:
-                logger.warning("processes %s of %s are killed and still there", left, pod or "the run")
-                return
-            time.sleep(0.02)
 
     # --- signals and threads ---------------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl_core.launch import local
-from rl_core.launch.local import LAST_SWEEP_SECONDS, POD_SWEEP_SECONDS, LocalCluster
-from rl_core.plan.launch import LaunchPlan
+from rl_core.launch import local_pods
+from rl_core.launch.local_pods import LAST_SWEEP_SECONDS, POD_SWEEP_SECONDS, LocalPods
+from rl_core.launch.workspace import Workspace
 
 
 class Strays:
@@ -39,8 +39,8 @@ class Strays:
 def test_killed_strays_are_waited_for_and_told_when_they_stay(tmp_path, monkeypatch, caplog, takes, seconds, told):
     strays = Strays(takes)
     for name in ("processes", "time"):
-        monkeypatch.setattr(local, name, strays)
-    cluster = LocalCluster(LaunchPlan(job="j", namespace="n", uid="u", epoch=0, pods=()), workdir=tmp_path)
-    cluster._sweep("j-rollout-0", seconds=seconds)
+        monkeypatch.setattr(local_pods, name, strays)
+    pods = LocalPods(Workspace(tmp_path), environ={}, on_end=lambda pod: None)
+    pods.sweep("j-rollout-0", seconds=seconds)
     assert bool(strays.marked()) == told == ("[7] of j-rollout-0 are killed and still there" in caplog.text)
     assert min(takes, seconds) <= strays.now < seconds + 1
