@@ -122,10 +122,11 @@ class RpcClient:
         idempotent: bool = False,
         waits: bool = False,
         convert: Callable[[Any], Any] | None = None,
+        label: str | None = None,
     ) -> CallFuture:
         """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` on the I/O thread.
 
-        `waits`: it waits at the server until others call too, and leaves them the credit.
+        `waits`: it waits at the server until others call too, and leaves them the credit. `label` is what errors call it (None: `method`).
         """
         connection = self._connection
         seconds = DEFAULT_TIMEOUT if timeout is None else rpc_wire.finite_seconds(timeout)
@@ -141,7 +142,7 @@ class RpcClient:
         )
         call = CallFuture(
             number,
-            method,
+            label or method,
             parts,
             timeout=seconds,
             deadline=self._clock() + seconds,

@@ -4,7 +4,6 @@ Invariant: a call to a member fails with WorkerLost as soon as the hub knows tha
 """
 
 import concurrent.futures
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,63 +13,40 @@ from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.transports.rpc import RpcClient
-from rl_core.transports.rpc_wire import finite_seconds
 from rl_core.workers.hub import Hub
 from rl_core.workers.member import Member
 from rl_core.workers.membership import Change
+from rl_core.workers.patience import Patience
 
-logger = logging.getLogger(__name__)
-
-_WARN_AT = (0.1, 0.5)
+_LOOK_SECONDS = 1.0
+"""How often a wait for members looks for failures that no change of a member announces."""
 
 
 class PendingCall:
     """One call to one member; implements `result.Call`."""
 
-    def __init__(self, member_name: str, method: str, hub: Hub) -> None:
-        self.future: concurrent.futures.Future[MethodResult] = concurrent.futures.Future()
+    def __init__(self, member_name: str, hub: Hub, future: "concurrent.futures.Future[Any]") -> None:
+        self.future = future
         self._name = member_name
-        self._method = method
         self._hub = hub
         self._began = time.monotonic()
-        self._rpc: concurrent.futures.Future[Any] | None = None
-
-    def follow(self, rpc: "concurrent.futures.Future[Any]") -> "PendingCall":
-        """End as `rpc` ends."""
-        self._rpc = rpc
-        rpc.add_done_callback(self._ended)
-        return self
-
-    def fail(self, error: Exception) -> "PendingCall":
-        """End with `error`."""
-        self.future.set_exception(error)
-        return self
 
     def cancel(self) -> None:
         """Give up; the handler is cancelled where it can be."""
-        if self._rpc is not None:
-            self._rpc.cancel()
+        self.future.cancel()
 
     def describe(self) -> str:
-        """Return member, pod, seconds, and what the member last told: `actor:1 (pod j-actor-1, 12.0 s, serving, tokens 55)`."""
+        """Return member, pod, seconds, and what the member last reported: `actor:1 (pod j-actor-1, 12.0 s, serving, tokens 55)`."""
         member = self._hub.get(self._name)
         waited = f"{time.monotonic() - self._began:.1f} s"
         if member is None:
             return f"{self._name} (never seen, {waited})"
-        told = [f"pod {member.pod}", waited, member.state.value]
-        told += [f"{kind} {count:g}" for kind, count in member.progress.items()]
-        if member.wait:
-            told.append(f"waits for {member.wait.what} on {member.wait.on} since {member.wait.since_seconds:.1f} s")
-        told.append(f"last heartbeat {self._hub.clock() - member.last_seen:.1f} s ago")
-        return f"{self._name} ({', '.join(told)})"
-
-    def _ended(self, rpc: "concurrent.futures.Future[Any]") -> None:
-        if rpc.cancelled():
-            self.future.cancel()
-        elif (error := rpc.exception()) is not None:
-            self.future.set_exception(_renamed(error, self._method))
-        else:
-            self.future.set_result(rpc.result())
+        parts = [f"pod {member.pod}", waited, member.state.value]
+        parts += [f"{kind} {count:g}" for kind, count in member.progress.items()]
+        if (wait := member.wait) is not None:
+            parts.append(f"waits for {wait.what} on {wait.on} since {wait.since_seconds:.1f} s")
+        parts.append(f"last heartbeat {self._hub.clock() - member.last_seen:.1f} s ago")
+        return f"{self._name} ({', '.join(parts)})"
 
 
 class Cluster:
@@ -90,7 +66,9 @@ class Cluster:
         self._per_pod = spec.actor.processes_per_pod if spec is not None else 1
         self._clients: dict[str, tuple[Member, RpcClient]] = {}
         self._failures: dict[str, BaseException] = {}
+        """What the last construction of a member raised, by its name."""
         self._lock = threading.Lock()
+        """Guards clients and failures: groups, the hub and the I/O thread all get here."""
         self._on_joined: list[Callable[[Member], None]] = []
         hub.watch(self._on_change)
 
@@ -103,22 +81,22 @@ class Cluster:
 
         Raises DeadlineExceeded naming each missing `group:rank`, its pod, and how far it came; the error of a construction.
         """
-        limit = self.ready_deadline if timeout is None else finite_seconds(timeout)
-        wanted = [roles] if isinstance(roles, str) else list(roles)
-        began = self.hub.clock()
-        warnings = [share * limit for share in _WARN_AT]
+        roles = [roles] if isinstance(roles, str) else list(roles)
+        limit = self.ready_deadline if timeout is None else timeout
+        patience = Patience(f"processes of {', '.join(roles)}", limit, clock=self.hub.clock)
+
+        def missing() -> str:
+            return "; ".join(self.missing(roles))
+
         while True:
             version = self.hub.version
-            missing = self.missing(wanted)
-            waited = self.hub.clock() - began
-            if not missing:
+            if not (names := missing()):
                 return
-            if waited >= limit:
-                raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {'; '.join(missing)}")
-            if warnings and waited >= warnings[0]:
-                warnings.pop(0)
-                logger.warning("waited %.0f of %.0f s for: %s", waited, limit, "; ".join(missing))
-            self.hub.wait_changed(version, min([limit - waited, *(at - waited for at in warnings[:1]), 1.0]))
+            pause = patience.pause(missing)
+            if pause is None:
+                raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {names}")
+            # A failed construction moves no version of the hub: it is found by looking again.
+            self.hub.wait_changed(version, min(pause, _LOOK_SECONDS))
 
     def missing(self, roles: Iterable[str]) -> list[str]:
         """Return each planned process of `roles` that holds no worker yet, with its pod and how far it came.
@@ -131,7 +109,7 @@ class Cluster:
 
     def retire(self, member_name: str) -> PendingCall:
         """Begin to drain a member for good; its heartbeats tell `draining`, then `drained`."""
-        return self._submit(member_name, "retire", "retire", timeout=self.rpc_deadline)
+        return self._submit(member_name, "retire", timeout=self.rpc_deadline)
 
     def call(self, member_name: str, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Return what `method` of the worker `group:rank` returns, blocking. `timeout` None = `deadlines.rpc`.
@@ -147,13 +125,13 @@ class Cluster:
         self, member_name: str, method: str, args: Iterable[Any], kwargs: Mapping[str, Any], *, timeout: float
     ) -> PendingCall:
         """Begin a call; TypeError or ValueError when an argument cannot travel."""
-        return self._submit(member_name, method, "execute", method, list(args), dict(kwargs), timeout=timeout)
+        return self._submit(member_name, "execute", method, list(args), dict(kwargs), timeout=timeout, label=method)
 
     def construct(self, member_name: str, spec: WorkerSpec, *, timeout: float) -> PendingCall:
         """Begin to construct the worker object of a member; a failure also ends `wait_ready`."""
         with self._lock:
             self._failures.pop(member_name, None)
-        pending = self._submit(member_name, "construct", "construct", spec, timeout=timeout)
+        pending = self._submit(member_name, "construct", spec, timeout=timeout)
         pending.future.add_done_callback(lambda future: self._constructed(member_name, future))
         return pending
 
@@ -172,13 +150,16 @@ class Cluster:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, member_name: str, label: str, method: str, *args: Any, timeout: float) -> PendingCall:
-        pending = PendingCall(member_name, label, self.hub)
+    def _submit(
+        self, member_name: str, method: str, *args: Any, timeout: float, label: str | None = None
+    ) -> PendingCall:
+        future: concurrent.futures.Future[Any]
         try:
-            client = self._client(member_name)
+            future = self._client(member_name).start_call(method, args, {}, timeout=timeout, label=label)
         except WorkerLost as error:
-            return pending.fail(error)
-        return pending.follow(client.call_future(method, *args, timeout=timeout))
+            future = concurrent.futures.Future()
+            future.set_exception(error)
+        return PendingCall(member_name, self.hub, future)
 
     def _client(self, member_name: str) -> RpcClient:
         member = self.hub.get(member_name)
@@ -228,11 +209,3 @@ class Cluster:
             return None
         words = {MemberState.JOINING: "hello", MemberState.LOST: f"lost: {member.reason}"}
         return f"{name} (pod {member.pod}: {words.get(member.state, member.state.value)})"
-
-
-def _renamed(error: BaseException, method: str) -> BaseException:
-    """Return a transport's error with the name of the worker's method in place of `execute`, which carried it."""
-    text = str(error)
-    if text.startswith("execute at "):
-        error.args = (f"{method}{text.removeprefix('execute')}",)
-    return error

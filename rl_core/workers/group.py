@@ -9,7 +9,6 @@ Fixed groups (actor) are constructed as their members join; members of elastic o
 constructed by whoever brings them into the run, with `construct(member)`.
 """
 
-import importlib
 import inspect
 import logging
 import threading
@@ -22,7 +21,6 @@ from rl_core.workers import arguments
 from rl_core.workers.cluster import Cluster, PendingCall
 from rl_core.workers.member import ELASTIC_ROLES, Member
 from rl_core.workers.result import WorkerGroupFuncResult
-from rl_core.workers.worker import check_class
 
 __all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
 
@@ -40,26 +38,31 @@ class WorkerGroup:
         Raises ConfigError for a class in `__main__` or a local scope and for arguments that cannot travel, ValueError when
         a method of the class has the name of one of ours.
         """
-        if isinstance(cls, str):
-            if cls.count(":") != 1:
-                raise ConfigError(f"a worker class is named module:Class, got {cls!r}")
-            self._path, self._cls = cls, None
-        else:
+        self._cls: type[Any] | None = None
+        if not isinstance(cls, str):
             check_class(cls)
             self._path, self._cls = f"{cls.__module__}:{cls.__qualname__}", cls
+        elif cls.count(":") != 1:
+            raise ConfigError(f"a worker class is named module:Class, got {cls!r}")
+        else:
+            self._path = cls
         self._args, self._kwargs = arguments.pack(args, kwargs or {})
         self._max_concurrency: int | None = None
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._asked: dict[str, tuple[tuple[int, int], PendingCall]] = {}
         """Incarnation by name of the fixed group's members that were told to construct, and the call."""
-        self.name = ""
-        """Name of the group once launched."""
+        self._name = ""
 
     @classmethod
     def of(cls, path: str, /, *args: Any, **kwargs: Any) -> "WorkerGroup":
         """Return a group of the class `module:Class`, which is imported only where it runs."""
         return cls(path, args, kwargs)
+
+    @property
+    def name(self) -> str:
+        """Name of the group once launched."""
+        return self._name
 
     @property
     def cluster(self) -> Cluster:
@@ -93,7 +96,7 @@ class WorkerGroup:
                 f"placement_strategy={placement_strategy!r}, isolate_gpu={isolate_gpu}: set spec.placement of the job instead"
             )
         self._cluster, self._max_concurrency = cluster, max_concurrency
-        self.name = self._only_group(cluster) if name is None else name
+        self._name = self._only_group(cluster) if name is None else name
         limit = cluster.ready_deadline if timeout is None else timeout
         if self._elastic:
             pending = [
@@ -215,14 +218,20 @@ class GroupView:
         return self._group._method(method, self._ranks, self._seconds)
 
 
-def load_class(path: str) -> type:
-    """Return the class named `module:Class`. Raises ConfigError when it cannot be imported."""
-    module, _, name = path.partition(":")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"worker class {path} must be importable, got {type(error).__name__}: {error}") from error
-    if not isinstance(cls, type):
-        raise ConfigError(f"{path} must be a class, got {cls!r}")
-    check_class(cls)
-    return cls
+GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))
+"""Names a WorkerGroup has itself; a public method of a worker must not hide behind them."""
+
+
+def check_class(cls: type[Any]) -> None:
+    """Refuse a class that cannot be a remote worker: ConfigError for one that cannot be imported by name, ValueError for a name clash."""
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise ConfigError(
+            f"a worker class must be importable by name, got {cls.__module__}.{cls.__qualname__}; move it to a module"
+        )
+    if not hasattr(cls, "remote_methods"):
+        raise ConfigError(f"{cls.__qualname__} must derive from rl_core.workers.worker.Worker")
+    clashes = sorted(GROUP_NAMES & cls.remote_methods())
+    if clashes:
+        raise ValueError(
+            f"{cls.__qualname__} must not define {', '.join(clashes)}: WorkerGroup has methods of these names; rename them"
+        )

@@ -1,27 +1,29 @@
 """The result of one method call on several ranks: wait for all, hear of failures soon, name who is missing (runtime.md 3.2).
 
-Pure over `Call`s; the group makes those from RPC futures. Nothing polls: futures wake the waiter.
+Pure over `Call`s; the group makes those from RPC futures. Nothing polls: a future that ends with the next change wakes threads and
+coroutines alike.
 """
 
 import asyncio
 import concurrent.futures
-import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.messages.calls import MethodResult
-from rl_core.transports.rpc_wire import finite_seconds
-
-logger = logging.getLogger(__name__)
+from rl_core.transports.rpc_wire import refuse_on_event_loop
+from rl_core.workers.patience import Patience
 
 SETTLE_SECONDS = 5.0
 """How long after the first failure the other ranks may still end before the failure is raised."""
-_WARN_AT = (0.1, 0.5)
-_QUIET_SECONDS = 5.0
-"""Waits are not warned about earlier than this."""
+Reduction = Literal["max", "min", "mean"]
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "max": max,
+    "min": min,
+    "mean": lambda values: sum(values) / len(values),
+}
 
 
 class CallCancelled(RLJobError, concurrent.futures.CancelledError):
@@ -67,12 +69,13 @@ class WorkerGroupFuncResult:
         self._cancelled = False
         self._failed_at: float | None = None
         self._consumed = False
-        self._condition = threading.Condition()
-        self._wakers: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        """Guards the exchange of `_next_change`: ranks end on several threads."""
+        self._next_change: concurrent.futures.Future[None] = concurrent.futures.Future()
         for call in self._calls.values():
             call.future.add_done_callback(self._on_done)
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, list[Any]]:
         return self.async_wait().__await__()
 
     @property
@@ -82,7 +85,7 @@ class WorkerGroupFuncResult:
 
     def done(self) -> bool:
         """Return whether every rank has ended or the call was cancelled."""
-        return self._cancelled or all(call.future.done() for call in self._calls.values())
+        return self._cancelled or not self._missing()
 
     def cancel(self) -> None:
         """Give up on all ranks that have not ended; waiters get CallCancelled."""
@@ -91,7 +94,7 @@ class WorkerGroupFuncResult:
         self._cancelled = True
         for call in self._calls.values():
             call.cancel()
-        self._wake()
+        self._announce_change()
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order. `timeout` None = until `deadlines.groupMethod` after the call began.
@@ -99,161 +102,99 @@ class WorkerGroupFuncResult:
         Raises the failure of a rank (several: an ExceptionGroup) once all ranks ended or 5 s after the first one failed,
         DeadlineExceeded naming the missing ranks, CallCancelled; RuntimeError on an event-loop thread.
         """
-        _refuse_on_event_loop(self)
-        watch = _Watch(self, timeout)
-        with self._condition:
-            while (pause := watch.next_pause()) is not None:
-                self._condition.wait(pause)
-        return self._outcome(watch)
+        refuse_on_event_loop(f"wait() of {self.group}.{self.method}")
+        patience = self._patience(timeout)
+        for change, pause in self._changes(patience):
+            concurrent.futures.wait([change], pause)
+        return self._outcome(patience)
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order, as `wait`; cancelling the task leaves the call running."""
-        watch = _Watch(self, timeout)
-        loop = asyncio.get_running_loop()
-        changed = asyncio.Event()
+        patience = self._patience(timeout)
+        for change, pause in self._changes(patience):
+            await asyncio.wait([asyncio.wrap_future(change)], timeout=pause)
+        return self._outcome(patience)
 
-        def wake() -> None:
-            loop.call_soon_threadsafe(changed.set)
-
-        with self._condition:
-            self._wakers.append(wake)
-        try:
-            while (pause := watch.next_pause()) is not None:
-                changed.clear()
-                if watch.next_pause() is None:
-                    break
-                try:
-                    await asyncio.wait_for(changed.wait(), pause)
-                except TimeoutError:
-                    continue
-        finally:
-            with self._condition:
-                self._wakers.remove(wake)
-        return self._outcome(watch)
-
-    def consume_duration(self, reduction: Literal["max", "min", "mean"] = "max") -> float:
+    def consume_duration(self, reduction: Reduction = "max") -> float:
         """Return the seconds the method took, reduced over ranks; 0.0 when they were consumed before. Waits for the end."""
-        reduce = _reduction(reduction)
-        return reduce([durations.get(self.method, 0.0) for durations in self._take_durations()])
+        durations: dict[str, float] = self.consume_durations(reduction=reduction)
+        return durations.get(self.method, 0.0)
 
-    def consume_durations(
-        self, return_per_rank: bool = False, *, reduction: Literal["max", "min", "mean"] = "max"
-    ) -> Any:
+    def consume_durations(self, return_per_rank: bool = False, *, reduction: Reduction = "max") -> Any:
         """Return seconds by timer tag, the method's own under its name, reduced over ranks; with `return_per_rank` also [rank] of maps.
 
         Consumed once, then 0.0. Waits for the end.
         """
-        reduce = _reduction(reduction)
-        per_rank = self._take_durations()
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction must be one of {sorted(_REDUCTIONS)}, got {reduction!r}")
+        self.wait()
+        per_rank = [dict(call.future.result().durations) for call in self._calls.values()]
+        if self._consumed:
+            per_rank = [dict.fromkeys(durations, 0.0) for durations in per_rank]
+        self._consumed = True
         tags = sorted({tag for durations in per_rank for tag in durations})
+        reduce = _REDUCTIONS[reduction]
         reduced = {tag: reduce([durations.get(tag, 0.0) for durations in per_rank]) for tag in tags}
         return (reduced, per_rank) if return_per_rank else reduced
 
-    def _take_durations(self) -> list[dict[str, float]]:
-        self.wait()
-        taken = [dict(call.future.result().durations) for call in self._calls.values()]
-        if self._consumed:
-            return [dict.fromkeys(durations, 0.0) for durations in taken]
-        self._consumed = True
-        return taken
-
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _on_done(self, future: "concurrent.futures.Future[MethodResult]") -> None:
-        if not future.cancelled() and future.exception() is not None and self._failed_at is None:
-            self._failed_at = self._clock()
-        self._wake()
+    def _patience(self, timeout: float | None) -> Patience:
+        what = f"{self.group}.{self.method}"
+        if timeout is None:
+            return Patience(what, self._default_timeout, began=self._began, clock=self._clock)
+        return Patience(what, timeout, clock=self._clock)
 
-    def _wake(self) -> None:
-        with self._condition:
-            self._condition.notify_all()
-            wakers = list(self._wakers)
-        for wake in wakers:
-            wake()
+    def _changes(self, patience: Patience) -> Iterator[tuple["concurrent.futures.Future[None]", float]]:
+        """Yield what to wait for next and how long, until the wait is over."""
+        while True:
+            change = (
+                self._next_change
+            )  # taken before the state is read, else a change between the two would wake nobody
+            if self.done():
+                return
+            end = None if self._failed_at is None else self._failed_at + self._settle
+            pause = patience.pause(self._names, end=end)
+            if pause is None:
+                return
+            yield change, pause
+
+    def _on_done(self, future: "concurrent.futures.Future[MethodResult]") -> None:
+        if _error_of(future) is not None and self._failed_at is None:
+            self._failed_at = self._clock()
+        self._announce_change()
+
+    def _announce_change(self) -> None:
+        with self._lock:
+            change, self._next_change = self._next_change, concurrent.futures.Future()
+        change.set_result(None)
 
     def _missing(self) -> list[Call]:
         return [call for call in self._calls.values() if not call.future.done()]
 
-    def _outcome(self, watch: "_Watch") -> list[Any]:
+    def _names(self) -> str:
+        return "; ".join(call.describe() for call in self._missing())
+
+    def _outcome(self, patience: Patience) -> list[Any]:
         if self._cancelled:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
-        errors = [
-            e for call in self._calls.values() if call.future.done() and (e := _error_of(call.future)) is not None
-        ]
+        ended = [call.future for call in self._calls.values() if call.future.done()]
+        errors = [error for future in ended if (error := _error_of(future)) is not None]
+        if len(errors) == 1:
+            raise errors[0]
         if errors:
             first = f"{type(errors[0]).__name__}: {errors[0]}".partition("\n")[0]
-            told = f"{self.group}.{self.method} failed on {len(errors)} of {len(self._calls)} ranks, the first: {first}"
-            raise _combined(told, errors)
-        missing = self._missing()
-        if missing:
-            waited = self._clock() - self._began
-            names = "; ".join(call.describe() for call in missing)
+            failed = f"{len(errors)} of {len(self._calls)} ranks"
+            raise WorkerErrors(f"{self.group}.{self.method} failed on {failed}, the first: {first}", errors)
+        if len(ended) < len(self._calls):
             raise DeadlineExceeded(
-                f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {watch.timeout:.1f} s, "
-                f"missing after {waited:.1f} s: {names}"
+                f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {patience.seconds:.1f} s, "
+                f"missing after {self._clock() - self._began:.1f} s: {self._names()}"
             )
-        return [call.future.result().value for call in self._calls.values()]
-
-
-class _Watch:
-    """One wait: when to look again, when to warn, when it is over."""
-
-    def __init__(self, result: WorkerGroupFuncResult, timeout: float | None) -> None:
-        self.timeout = result._default_timeout if timeout is None else finite_seconds(timeout)
-        self._result = result
-        self._began = result._began if timeout is None else result._clock()
-        self._warnings = [share * self.timeout for share in _WARN_AT if share * self.timeout >= _QUIET_SECONDS]
-
-    def next_pause(self) -> float | None:
-        """Return how long to sleep unless woken; None when the wait is over."""
-        result = self._result
-        if result.done():
-            return None
-        now = result._clock()
-        end = self._began + self.timeout
-        if result._failed_at is not None:
-            end = min(end, result._failed_at + result._settle)
-        if now >= end:
-            return None
-        while self._warnings and now - self._began >= self._warnings[0]:
-            self._warnings.pop(0)
-            names = "; ".join(call.describe() for call in result._missing())
-            logger.warning(
-                "%s.%s has been waited for %.0f of %.0f s; missing: %s",
-                result.group,
-                result.method,
-                now - self._began,
-                self.timeout,
-                names,
-            )
-        return min(min(end, self._began + self._warnings[0] if self._warnings else end) - now, threading.TIMEOUT_MAX)
+        return [future.result().value for future in ended]
 
 
 def _error_of(future: "concurrent.futures.Future[MethodResult]") -> Exception | None:
-    error = future.exception()
+    """Return what an ended rank raised; None for a value and for a rank that was cancelled."""
+    error = None if future.cancelled() else future.exception()
     return error if isinstance(error, Exception) else None
-
-
-def _combined(message: str, errors: Sequence[Exception]) -> Exception:
-    return errors[0] if len(errors) == 1 else WorkerErrors(message, errors)
-
-
-def _reduction(name: str) -> Callable[[list[float]], float]:
-    reductions: dict[str, Callable[[list[float]], float]] = {
-        "max": max,
-        "min": min,
-        "mean": lambda values: sum(values) / len(values),
-    }
-    if name not in reductions:
-        raise ValueError(f"reduction must be one of {sorted(reductions)}, got {name!r}")
-    return reductions[name]
-
-
-def _refuse_on_event_loop(result: WorkerGroupFuncResult) -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(
-        f"wait() of {result.group}.{result.method} blocks and was called on an event-loop thread; use async_wait()"
-    )

@@ -7,6 +7,7 @@ all calls unless the group asked for more; async ones on the loop of RPC handler
 
 import asyncio
 import concurrent.futures
+import importlib
 import inspect
 import logging
 import time
@@ -21,9 +22,9 @@ from rl_core.messages.members import MemberState
 from rl_core.transports import frames
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.group import load_class
+from rl_core.workers.group import check_class
 from rl_core.workers.timers import PROCESS
-from rl_core.workers.worker import Worker, vars_of
+from rl_core.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 ASYNC_CONCURRENCY = 64
@@ -115,16 +116,12 @@ class Servant:
         self._before_build()
         cls = load_class(spec.path)
         args, kwargs = arguments.unpack(spec.args, spec.kwargs)
-        Worker._host_context = self._context
         try:
-            worker = cls(*args, **kwargs)
+            return cls.hosted(self._context, *args, **kwargs)
         except RLJobError:
             raise
         except (Exception, SystemExit) as error:
             raise self._remote("__init__", error) from error
-        if not isinstance(worker, Worker):
-            raise ConfigError(f"{spec.path} must derive from rl_core.workers.worker.Worker")
-        return worker
 
     def _limit(self, max_concurrency: int | None) -> None:
         if max_concurrency is not None:
@@ -132,7 +129,8 @@ class Servant:
             self._slots = asyncio.Semaphore(max_concurrency)
 
     def _serve_methods(self) -> None:
-        names = vars_of(type(self.worker)) - self._served - {"construct", "execute"}
+        assert self.worker is not None
+        names = self.worker.remote_methods() - self._served - {"construct", "execute"}
         self._served |= names
         self._on_methods({name: self._handler(name) for name in names})
 
@@ -150,7 +148,7 @@ class Servant:
             )
         if method.startswith("_") or not callable(found := getattr(worker, method, None)):
             raise ConfigError(
-                f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(vars_of(type(worker))))}"
+                f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(worker.remote_methods()))}"
             )
         try:
             with self._under_way():
@@ -204,3 +202,16 @@ class Servant:
         return RemoteError(
             f"{identity.group} rank {identity.rank}: {method} raised {type(error).__name__}: {text_of(error)}\n{trace}"
         )
+
+
+def load_class(path: str) -> type[Worker]:
+    """Return the worker class named `module:Class`. Raises ConfigError when there is none, ValueError for a name clash."""
+    module, _, name = path.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"worker class {path} must be importable, got {type(error).__name__}: {error}") from error
+    if not isinstance(cls, type) or not issubclass(cls, Worker):
+        raise ConfigError(f"{path} must be a class that derives from rl_core.workers.worker.Worker, got {cls!r}")
+    check_class(cls)
+    return cls

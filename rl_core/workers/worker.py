@@ -4,7 +4,6 @@ The generic host (`python -m rl_core.workers.host`) constructs the subclass and 
 in one thread, one at a time; async ones on the worker's loop, where nothing may block.
 """
 
-import inspect
 import logging
 import os
 import socket
@@ -13,24 +12,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity, WorkerAddress, WorkerInfo
 from rl_core.messages.members import MemberView
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
+from rl_core.workers.group import WorkerGroup
 from rl_core.workers.timers import PROCESS, worker_timer
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob
     from rl_core.channel import Channel
     from rl_core.transports.curve import KeyRing
-    from rl_core.workers.group import WorkerGroup
 
 __all__ = ["Worker", "worker_timer"]
-
-GROUP_NAMES = frozenset({"launch", "execute_on", "within", "construct", "of", "name", "cluster", "world_size"})
-"""Names a WorkerGroup needs for itself; a public method of a worker must not hide behind them."""
 
 
 class Worker:
@@ -43,14 +38,26 @@ class Worker:
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Methods that processes of other roles may call, by their role, where there are keys; the runner may call all."""
     _context: WorkerContext
-    _host_context: ClassVar[WorkerContext | None] = None
-    """Set by the host while it constructs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Give the object its context before the subclass's `__init__` runs."""
+        """Give the object a context before the subclass's `__init__` runs: by itself it lives outside a job."""
         worker = super().__new__(cls)
-        worker._context = Worker._host_context or WorkerContext()
+        worker._context = WorkerContext()
         return worker
+
+    @classmethod
+    def hosted(cls, context: WorkerContext, /, *args: Any, **kwargs: Any) -> Self:
+        """Return the object of `cls(*args, **kwargs)` that lives in `context` from its `__init__` on."""
+        worker = cls.__new__(cls, *args, **kwargs)
+        worker._context = context
+        cls.__init__(worker, *args, **kwargs)
+        return worker
+
+    @classmethod
+    def remote_methods(cls) -> set[str]:
+        """Return the names of the public methods that subclasses of Worker down to `cls` define: groups and peers may call them."""
+        defined = [vars(kind) for kind in cls.__mro__ if kind not in (Worker, object)]
+        return {name for names in defined for name, value in names.items() if name[0] != "_" and _is_method(value)}
 
     # --- who am I --------------------------------------------------------------------------------------------------
 
@@ -147,10 +154,6 @@ class Worker:
         """Call a method of the runner's hub. `timeout` None = `deadlines.rpc`."""
         return await self._context.hub_client().call(method, *args, timeout=timeout or self._rpc_deadline)
 
-    def hub_call_sync(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
-        """Call a method of the runner's hub from a thread."""
-        return self._context.hub_client().call_sync(method, *args, timeout=timeout or self._rpc_deadline)
-
     def peer(self, address: str, service: str | None = None) -> RpcClient:
         """Return the cached RPC client of the process at `address`; `service` (its role) is needed only if it is not in view."""
         return self._context.peer(address, service)
@@ -235,35 +238,10 @@ class Worker:
     # --- groups ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create_group(cls, *args: Any, **kwargs: Any) -> "WorkerGroup":
+    def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Return a group of this class, to be constructed with the arguments in each process of a role by `launch`."""
-        from rl_core.workers.group import WorkerGroup
-
         return WorkerGroup(cls, args, kwargs)
 
 
-def check_class(cls: type) -> None:
-    """Refuse a class that cannot be a remote worker: ConfigError for one that cannot be imported by name, ValueError for a name clash."""
-    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-        raise ConfigError(
-            f"a worker class must be importable by name, got {cls.__module__}.{cls.__qualname__}; move it to a module"
-        )
-    clashes = sorted(name for name in GROUP_NAMES if name in vars_of(cls))
-    if clashes:
-        raise ValueError(
-            f"{cls.__qualname__} must not define {', '.join(clashes)}: WorkerGroup has methods of these names; rename them"
-        )
-
-
-def vars_of(cls: type) -> set[str]:
-    """Return the public callables that subclasses of Worker down to `cls` define: its remote methods."""
-    names: set[str] = set()
-    for kind in cls.__mro__:
-        if kind in (Worker, object):
-            continue
-        names.update(name for name, value in vars(kind).items() if not name.startswith("_") and _is_method(value))
-    return names
-
-
 def _is_method(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, (staticmethod, classmethod)) or callable(value)
+    return callable(value) or isinstance(value, classmethod)

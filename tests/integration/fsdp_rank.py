@@ -19,7 +19,6 @@ from actor_samples import make_record
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.api.errors import RLJobError
 from rl_core.workers.context import WorkerContext, stand_alone_identity
-from rl_core.workers.worker import Worker
 
 
 class Rank:
@@ -28,10 +27,9 @@ class Rank:
     def __init__(self, spec: dict, groups: list[list[int]], rank: int, world_size: int) -> None:
         self.rank, self.groups = rank, groups[rank]
         self.seen: dict = {"metrics": [], "scores": []}
-        Worker._host_context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=world_size))
-        self.actor = FSDPActor(spec)
+        context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=world_size))
+        self.actor = FSDPActor.hosted(context, spec)
         self.actor.init_worker()
-        Worker._host_context = None
 
     def train(self, step: int) -> None:
         """Train on this rank's groups, other ones in each step."""

@@ -195,6 +195,11 @@ def test_the_deadline_of_a_call_names_who_is_missing_and_not_each_rank_by_itself
         gang.group.within(0.1).block(0.5).wait()
 
 
+def test_the_deadline_of_one_call_names_the_workers_method_and_not_what_carries_it(gang):
+    with pytest.raises(DeadlineExceeded, match=r"^nap at actor:0 .* was not answered within 0\.2 s"):
+        gang.cluster.call("actor:0", "nap", 600, timeout=0.2)
+
+
 @pytest.mark.parametrize("rank", [True, 0.0, "0", -1, 2])
 def test_what_is_no_rank_of_the_group_is_refused(gang, rank):
     with pytest.raises(ValueError, match="ranks of group actor must be among"):

@@ -16,7 +16,6 @@ KNOWN = frozenset(
         frozenset({"rl_core.actors.fsdp.manager", "rl_core.actors.fsdp.checkpoint"}),
         frozenset({"rl_core.channel.backend", "rl_core.channel.delivery"}),
         frozenset({"rl_core.transports.rpc_call", "rl_core.transports.rpc_connection"}),
-        frozenset({"rl_core.workers.group", "rl_core.workers.worker"}),
     }
 )
 """Pairs that are being taken apart; none may be added."""

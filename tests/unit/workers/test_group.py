@@ -1,5 +1,6 @@
 """What a group accepts before anything travels, and what a worker knows outside a job."""
 
+import asyncio
 import importlib.util
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from rl_core.api.errors import ConfigError, InfrastructureError
 from rl_core.api.roles import EnvSpec
 from rl_core.messages.calls import PackedSpec
 from rl_core.workers import arguments
-from rl_core.workers.group import WorkerGroup, load_class
-from rl_core.workers.worker import GROUP_NAMES, Worker
+from rl_core.workers.group import GROUP_NAMES
+from rl_core.workers.servant import load_class
+from rl_core.workers.worker import Worker
 
 SPEC = importlib.util.spec_from_file_location("worker_classes", Path(__file__).parent / "worker_classes.py")
 worker_classes = importlib.util.module_from_spec(SPEC)
@@ -39,8 +41,8 @@ def test_a_method_with_the_name_of_a_groups_own_is_refused():
         worker_classes.Clashing.create_group()
 
 
-def test_every_name_that_a_group_has_is_kept_from_workers():
-    assert {name for name in dir(WorkerGroup) if not name.startswith("_")} <= GROUP_NAMES
+def test_every_name_of_a_groups_interface_is_kept_from_workers():
+    assert {"launch", "execute_on", "within", "construct", "of", "name", "cluster", "world_size"} <= GROUP_NAMES
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, {1.5: 2}], ids=["object", "function", "key"])
@@ -101,7 +103,7 @@ def test_a_worker_outside_a_job_stands_alone():
     with worker.waiting("work", "prompts"):
         pass
     with pytest.raises(InfrastructureError, match="outside a job"):
-        worker.hub_call_sync("admit")
+        asyncio.run(worker.hub_call("admit"))
 
 
 def test_a_free_port_can_be_bound_at_once():
