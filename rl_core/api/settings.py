@@ -141,7 +141,8 @@ class WeightsSpec(Spec):
     encrypt: bool = False
     """Encrypt the stream (CURVE) instead of authenticating it only."""
     content_check: bool = True
-    """After each sync compare greedy log-probabilities of one prompt with the trainer's."""
+    """After each sync a rollout goes on with one fixed prompt, drawn with the training settings and a fixed seed; the trainer
+    scores the same tokens, and their log-probabilities must agree."""
     content_check_tolerance: float = Field(1e-3, gt=0)
     """Largest accepted difference of a log-probability (float32; bfloat16 uses 50 times this)."""
 

@@ -1,26 +1,32 @@
-"""What every generation backend and rollout shares: interfaces, batch container, loss mask, flattening, sample seeds.
+"""`RolloutWorkerBase`: what every rollout worker does, whatever its engine: take weights, serve prompts, leave in order.
 
-Engines (`hf/`) implement `GenerationInterface`; `multi_turn` and `manager` call it and never know which engine serves.
-Invariant kept here: the concatenated `token_ids` of a message log *are* the model's input, and only what the policy
-sampled itself can train (`token_loss_mask`).
+    init_worker -> join (PULL, verify) -> start_rollout -> serving
+    OFFER -> updating (no prompt is leased, those in flight end) -> transfer, verify -> COMMIT -> serving
 
-Legend: B rows, S padded input length, T tokens of one log.
+A worker serves a version only after its receiver proved it (I2). Its async methods run on one event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC
-from collections.abc import AsyncIterator, Mapping, Sequence
-from hashlib import blake2b
-from typing import Any, TypedDict
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from rl_core.api.records import EnvironmentInterface
+from rl_core.api.errors import GenerationUnavailable, InfrastructureError
+from rl_core.api.job import RLJobSpec
+from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
+from rl_core.messages.members import MemberState
+from rl_core.messages.weights import ReceiverAnswer, WeightOffer, WeightTransfer
 from rl_core.rollouts.environment import RemoteEnvironment
-from rl_core.rollouts.worker import RolloutWorkerBase
+from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface, sample_seed
+from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
+from rl_core.rollouts.serving import PromptServer
+from rl_core.weights.receiver import ReceiverState, WeightReceiver
+from rl_core.weights.target import WeightTarget
+from rl_core.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from rl_core.channel import Channel
 
 __all__ = [
     "BatchedDataDict",
@@ -35,196 +41,177 @@ __all__ = [
     "token_loss_mask",
 ]
 
-
-class GenerationConfig(TypedDict, total=False):
-    """Settings of a generation backend; a key that the backend does not honour is refused by it."""
-
-    backend: str
-    """Name of the backend, for messages."""
-    model_name: str
-    """Name of the model, for messages."""
-    max_new_tokens: int
-    """Longest generation of one turn, tokens."""
-    temperature: float
-    """Softmax temperature of training rollouts, > 0."""
-    top_p: float
-    """Nucleus of training rollouts; 1 = off."""
-    top_k: int | None
-    """Top-k of training rollouts; None = off."""
-    val_temperature: float
-    """Temperature of validation; 0 = greedy."""
-    val_top_p: float
-    """Nucleus of validation."""
-    val_top_k: int | None
-    """Top-k of validation."""
-    stop_token_ids: list[int] | None
-    """Token ids that end a generation besides the tokenizer's end of sequence."""
-    stop_strings: list[str] | None
-    """Strings that end a generation; they stay in text and tokens."""
-    bad_words: list[str] | None
-    """Words never generated, where a backend can."""
-    colocated: dict[str, Any]
-    """`{enabled, resources}`."""
-    port_range: tuple[int, int]
-    """Ports a backend with servers of its own may use."""
-    use_async_rollouts: bool
-    """Rollouts are always asynchronous here; only true is honoured."""
-    _pad_token_id: int
-    """Padding of `input_ids` and `output_ids`."""
+PAUSE_SHARE = 0.8
+"""Share of the publisher's patience that groups in flight get to end before they are returned."""
 
 
-class BatchedDataDict(dict[str, Any]):
-    """Batch of rows: every value is a tensor or list whose first dimension is the row."""
+class RolloutWorkerBase(Worker):
+    """Weights in, prompts in, records out. A subclass has an engine: `_build`, `_run`, `_row_capacity`, `probe`."""
 
-    @property
-    def size(self) -> int:
-        """Return the number of rows, 0 for an empty batch."""
-        return next((len(value) for value in self.values()), 0)
+    peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
+        "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort"})
+    }
 
-    def slice(self, start: int, end: int) -> BatchedDataDict:
-        """Return rows [start, end) as a batch that shares storage with this one."""
-        return BatchedDataDict({key: value[start:end] for key, value in self.items()})
+    def __init__(self, config: RLJobSpec | Mapping[str, Any], placement: Mapping[str, Any] | None = None) -> None:
+        """`config` is the job's spec; `placement` may hold `max_seq_len` (None: the job's rollout.maxSequenceLength)."""
+        self.spec = config if isinstance(config, RLJobSpec) else RLJobSpec.model_validate(config)
+        self.placement = dict(placement or {})
+        self._receiver: WeightReceiver | None = None
+        self._server: PromptServer | None = None
 
+    @abstractmethod
+    def _build(self) -> WeightTarget:
+        """Build the engine with unfilled weights; return what the receiver fills. Called once, off the event loop."""
 
-class GenerationInterface(ABC):  # noqa: B024 - either of the two generates is enough
-    """A generation backend as rollouts see it. Implemented by `hf.HFGeneration`; a subclass gives one of the generates.
+    @abstractmethod
+    async def _run(self, item: Mapping[str, Any]) -> PromptGroupRecord:
+        """Return the record of an item of the `prompts` channel, after the retries that are the worker's."""
 
-    In: `input_ids` [B, S] int64 right-padded, `input_lengths` [B], optional `stop_strings` (per row), `seeds` (ints).
-    Out: `output_ids` [B, S'], `generation_lengths`, `unpadded_sequence_lengths` (prompt + generated), `logprobs`
-    [B, S'] float32 (0 on the prompt), `truncated` [B] bool, `finish_reasons` list of str, `policy_versions` per row a
-    list of `(start, end, version)` relative to the generated slice.
-    """
+    @abstractmethod
+    def _row_capacity(self) -> int:
+        """Return the rows in flight at which this engine leases no more prompts."""
 
-    blocks_training: bool = False
-    """Whether training must wait while this backend generates (it shares the device)."""
-    wake_carries_weight_updates: bool = False
-    """Whether `prepare_for_generation` also brings weights."""
-    requires_kv_scale_sync: bool = False
-    """Whether scales of a quantised KV cache travel with the weights."""
-    policy_version: int = 0
-    """Version of the weights that new tokens come from; a backend may set it or make it a property."""
+    @abstractmethod
+    def _policy_version(self) -> int:
+        """Return the version of the weights in the engine."""
 
-    def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Join the collective that brings weights, where the backend uses one."""
-        raise NotImplementedError(f"{type(self).__name__} takes no weights by collective")
+    # --- bring-up --------------------------------------------------------------------------------------------------
 
-    def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
-        """Return the outputs of all rows of `data`, in order."""
-        raise NotImplementedError(f"{type(self).__name__} generates asynchronously only; use generate_async")
+    def init_worker(self) -> None:
+        """Build the engine; repeating it keeps it."""
+        if self._receiver is None:
+            target = self._build()
+            self._receiver = WeightReceiver(
+                self.spec,
+                self.identity,
+                self.epoch,
+                target,
+                keys=self.keys,
+                device=self.device,
+                device_uuid=next(iter(self.worker_info.device_uuids), None),
+                on_state=self._on_weights,
+            )
+            self._receiver.warm_up()
 
-    async def generate_async(
-        self, data: Mapping[str, Any], greedy: bool = False
-    ) -> AsyncIterator[tuple[int, BatchedDataDict]]:
-        """Yield `(index, one-row batch)` as rows finish."""
-        batch = await asyncio.to_thread(self.generate, data, greedy)
-        for index in range(len(data["input_ids"])):
-            yield index, batch.slice(index, index + 1)
+    async def join(self, publisher_address: str, ticket: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Load the committed weights of the publisher at `publisher_address`; return {version, digest} once proven."""
+        version, digest = await self._require_receiver().pull(publisher_address)
+        return {"version": version, "digest": digest}
 
-    def prepare_for_generation(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> bool:
-        """Bring what `tags` names back to the device; idempotent."""
-        return True
+    async def start_rollout(self, prompts: Channel, trajectories: Channel, validation: Channel) -> None:
+        """Serve prompts from now on; returns at once."""
+        server = self._prompt_server()
+        server.start(prompts, trajectories, validation)
+        receiver = self._require_receiver()
+        if receiver.state is ReceiverState.SERVING:
+            self._on_weights(
+                receiver.state, *receiver.current()
+            )  # told again: one that was cut off came back without a version
 
-    def finish_generation(self) -> bool:
-        """Release what is only needed while generating; idempotent."""
-        return True
+    # --- weights ---------------------------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:  # noqa: B027 - optional hook
-        """Stop the backend; idempotent."""
+    async def weights_offer(self, offer: WeightOffer) -> ReceiverAnswer:
+        """Answer the publisher's OFFER; READY means that nothing is served any more."""
+        return await self._require_receiver().offer(offer)
 
-    def prepare_refit_info(self, info: Mapping[str, Any]) -> None:  # noqa: B027 - optional hook
-        """Take names and shapes of the weights to come."""
+    async def weights_transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
+        """Load and verify the offered version."""
+        return await self._require_receiver().transfer(transfer)
 
-    def update_weights_via_ipc_zmq(self) -> None:
-        """Take weights by handles of the same device."""
-        raise NotImplementedError(f"{type(self).__name__} takes no weights by IPC")
+    async def weights_commit(self, version: int, digest: str) -> ReceiverAnswer:
+        """Serve the applied version."""
+        return await self._require_receiver().commit(version, digest)
 
-    def update_weights_from_collective(self) -> None:
-        """Take weights by collective."""
-        raise NotImplementedError(f"{type(self).__name__} takes no weights by collective")
+    async def weights_abort(self, generation: int) -> None:
+        """Leave a transfer that a lost member blocks."""
+        await self._require_receiver().abort(generation)
 
-    def invalidate_kv_cache(self) -> bool:
-        """Drop cached keys and values of earlier weights."""
-        return True
+    @abstractmethod
+    async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+        """Return {ids, logprobs, version} of a fixed continuation, for the content check after a sync."""
 
-    def get_logger_metrics(self) -> dict[str, Any]:
-        """Return the backend's own metrics since the last clear."""
-        return {}
+    # --- the end ---------------------------------------------------------------------------------------------------
 
-    def clear_logger_metrics(self) -> None:  # noqa: B027 - optional hook
-        """Start the backend's metrics anew."""
+    async def on_new_epoch(self, epoch: int) -> None:
+        """Drop all work of older epochs; weights count as unversioned until the new publisher proves them."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._receiver is not None:
+            self._receiver.set_epoch(epoch)
 
+    async def drain(self) -> None:
+        """Lease nothing more and finish what is in flight; what cannot end in time is returned."""
+        if self._server is not None:
+            await self._server.pause(self.spec.runtime.drain_seconds * PAUSE_SHARE)
+            await self._server.stop()
 
-def sample_seed(seed: int, group_id: str, index: int, attempt: int = 1) -> int:
-    """Return the 63-bit sampling seed of generation `index` of a group: BLAKE2b of the tuple.
+    async def close(self) -> None:
+        """Stop serving and release the engine."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._receiver is not None:
+            await self._receiver.close()
 
-    Generations differ, a resumed run repeats them; `attempt` rises only for data and deadline retries.
-    """
-    text = "\x1f".join((str(seed), str(group_id), str(index), str(attempt)))
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    def status(self) -> dict[str, Any]:
+        """Return version, digest, state of the weights and groups in flight."""
+        receiver, server = self._receiver, self._server
+        version, digest = receiver.current() if receiver is not None else (-1, "")
+        return {
+            "version": version,
+            "digest": digest,
+            "weights": receiver.state.value if receiver is not None else ReceiverState.UNVERSIONED.value,
+            "groups_in_flight": server.groups_in_flight if server is not None else 0,
+            "groups_done": server.groups_done if server is not None else 0,
+        }
 
+    # --- inside ----------------------------------------------------------------------------------------------------
 
-def as_token_tensor(ids: Any) -> Tensor:
-    """Return `ids` (tensor, array or list, possibly empty or [1, T]) as a 1-D int64 tensor."""
-    tensor = ids if isinstance(ids, Tensor) else torch.tensor(ids)  # copied: arrays off the wire are read-only
-    return tensor.reshape(-1).to(torch.int64)
+    async def _pause(self, deadline: float) -> None:
+        """Empty the engine for new weights."""
+        if self._server is not None:
+            await self._server.pause(deadline * PAUSE_SHARE)
 
+    def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
+        """Tell the hub what is held, and open the gate for a proven version only."""
+        serving = state is ReceiverState.SERVING
+        self.set_policy_version(version if version >= 0 else None, digest or None)
+        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
+        if self._server is not None:
+            if serving:
+                self._server.open()
+            else:
+                self._server.close()
 
-def token_loss_mask(log: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return [T] int64: 1 where a token trains (role assistant, sampled by the policy, its own mask 1 where given)."""
-    parts = [_message_mask(message) for message in log]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    def _prompt_server(self) -> PromptServer:
+        if self._server is None:
+            self._server = PromptServer(
+                self._counted_run,
+                give_back=lambda *args: self.hub_call("give_back", *args),
+                row_limit=self._row_limit,
+                group_rows=self.spec.algorithm.group_size,
+                version=self._policy_version,
+                waiting=self.waiting,
+            )
+        return self._server
 
+    async def _counted_run(self, item: Mapping[str, Any]) -> PromptGroupRecord:
+        record = await self._run(item)
+        self.record_progress("records")
+        return record
 
-def _message_mask(message: Mapping[str, Any]) -> Tensor:
-    ids = torch.as_tensor(message["token_ids"])
-    mask = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
-    if message["role"] == "assistant" and message.get("generation_logprobs") is not None:
-        given = message.get("token_loss_mask")
-        mask = torch.ones_like(mask) if given is None else torch.as_tensor(given).to(mask)
-    return mask
+    def _row_limit(self) -> int:
+        """Return the engine's capacity, but no more than this worker's share of a step's rows."""
+        algorithm = self.spec.algorithm
+        serving = sum(member.state is MemberState.SERVING for member in self.members("rollout"))
+        share = -(-algorithm.prompts_per_step * algorithm.group_size // max(1, serving))
+        return min(self._row_capacity(), share)
 
+    def _require_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise InfrastructureError("the rollout engine is not built yet; call init_worker first")
+        return self._receiver
 
-def flatten_messages(
-    logs: Sequence[Sequence[Mapping[str, Any]]], pad_id: int, divisor: int = 1
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return every tensor key of B logs as [B, S], right-padded, and the lengths [B] int32.
-
-    S is the longest log rounded up to `divisor`. `token_ids` pads with `pad_id`, others with 0; messages without log
-    probabilities count as float32 zeros. Raises RuntimeError when one key has mixed dtypes or devices.
-    """
-    rows = [[_tensors(message) for message in log] for log in logs]
-    keys = dict.fromkeys(key for row in rows for message in row for key in message)
-    like = {key: _common(key, [message[key] for row in rows for message in row if key in message]) for key in keys}
-    lengths = torch.tensor([sum(len(m["token_ids"]) for m in row) for row in rows], dtype=torch.int32)
-    longest = int(lengths.max()) if len(lengths) else 0
-    width = -(-longest // divisor) * divisor
-    flat: dict[str, Tensor] = {}
-    for key in keys:
-        fill = pad_id if key == "token_ids" else 0
-        out = torch.full((len(rows), width), fill, dtype=like[key].dtype, device=like[key].device)
-        for index, row in enumerate(rows):
-            parts = [m[key] if key in m else out.new_zeros(len(m["token_ids"])) for m in row]
-            if parts:
-                joined = torch.cat(parts)
-                out[index, : len(joined)] = joined
-        flat[key] = out
-    return flat, lengths
-
-
-def _tensors(message: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a message, log-probabilities and loss mask always among them."""
-    found = {key: torch.as_tensor(value) for key, value in message.items() if hasattr(value, "dtype")}
-    ids = found["token_ids"]
-    if not ids.numel() and ids.is_floating_point():
-        found["token_ids"] = ids = ids.to(torch.int64)
-    found["token_loss_mask"] = _message_mask(message)
-    found.setdefault("generation_logprobs", torch.zeros(len(ids), dtype=torch.float32, device=ids.device))
-    return found
-
-
-def _common(key: str, tensors: Sequence[Tensor]) -> Tensor:
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise RuntimeError(f"{key} must have one dtype and device over a batch of logs, got {found}; convert first")
-    return tensors[0]
+    def _require_serving(self) -> None:
+        receiver = self._require_receiver()
+        if receiver.state is not ReceiverState.SERVING:
+            raise GenerationUnavailable(f"no proven weights are served, the receiver is {receiver.state.value}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_core.api.records import Completion, FinishReason
-from rl_core.rollouts.base import as_token_tensor
+from rl_core.rollouts.message_log import as_token_tensor
 
 
 class Episode:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from rl_core.api.errors import RolloutConfigError, RolloutDataFailure, RolloutRedispatchExhausted, RolloutTimeout
 from rl_core.api.records import PromptGroupRecord
 from rl_core.observability.statistics import aggregate_rollout_metrics
-from rl_core.rollouts.base import GenerationInterface
+from rl_core.rollouts.generation import GenerationInterface
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
 from rl_core.rollouts.retry import FailureKind, RetryPolicy, classify_failure, deadline
 

@@ -13,7 +13,7 @@ import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,15 +29,15 @@ from rl_core.api.errors import (
 from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, PromptGroupRecord
 from rl_core.data.tokenizer import head_of
 from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
-from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, as_token_tensor, sample_seed
 from rl_core.rollouts.episode import Episode
+from rl_core.rollouts.generation import BatchedDataDict, GenerationInterface, sample_seed
+from rl_core.rollouts.message_log import as_token_tensor
 from rl_core.rollouts.retry import FailureKind, classify_failure, deadline
 from rl_core.rollouts.scoring import calculate_rewards, one_reward
 
 __all__ = ["AsyncRolloutImpl", "calculate_rewards", "percentile", "summarize"]
 
 TIMERS = "timing/rollout"
-_SAMPLING: ContextVar[dict[str, Any] | None] = ContextVar("sampling of the running sample", default=None)
 
 
 class AsyncRolloutImpl:
@@ -131,8 +131,7 @@ class AsyncRolloutImpl:
         episode = Episode(input_sample, seed=seed, key=f"{group_id}_g{traj_idx}")
         try:
             for turn in range(self.max_rollout_turns):
-                _SAMPLING.set(self._sampling(group_id, attempt, turn, seed))
-                await self._turn(episode, traj_idx)
+                await self._turn(episode, traj_idx, self._sampling(group_id, attempt, turn, seed))
                 if episode.over:
                     break
             else:
@@ -148,10 +147,10 @@ class AsyncRolloutImpl:
             found["batch_keys"] = [(f"{group_id}#{attempt}", self.num_generations_per_prompt)]
         return found
 
-    async def _turn(self, episode: Episode, traj_idx: int) -> None:
+    async def _turn(self, episode: Episode, traj_idx: int, sampling: Mapping[str, Any]) -> None:
         where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
-            response = await self._generate_response(episode.log, episode.stop_strings)
+            response = await self._generate_response(episode.log, episode.stop_strings, sampling)
         except Exception as error:
             raise _generation_failure(error, where) from error
         assistant, lengths, generated = response
@@ -169,9 +168,15 @@ class AsyncRolloutImpl:
         episode.advance(returned.metadata[0], returned.next_stop_strings)
 
     async def _generate_response(
-        self, message_log: Sequence[Mapping[str, Any]], stop_strings: list[str] | None
+        self,
+        message_log: Sequence[Mapping[str, Any]],
+        stop_strings: list[str] | None,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
-        """Return (assistant message, input lengths [1] int32, generation metrics) for the log as it stands."""
+        """Return (assistant message, input lengths [1] int32, generation metrics) for the log as it stands.
+
+        `sampling` is added to what the backend gets: seeds and batch keys.
+        """
         input_ids = torch.cat([as_token_tensor(message["token_ids"]) for message in message_log])
         length = len(input_ids)
         if length >= self.max_seq_len:
@@ -184,7 +189,7 @@ class AsyncRolloutImpl:
                 "input_ids": input_ids.unsqueeze(0),
                 "input_lengths": lengths,
                 "stop_strings": [stop_strings],
-                **(_SAMPLING.get() or {}),
+                **sampling,
             }
         )
         output: BatchedDataDict | None = None

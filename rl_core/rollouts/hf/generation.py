@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.records import FinishReason
-from rl_core.rollouts.base import BatchedDataDict, GenerationConfig, GenerationInterface
+from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.loop import EngineLoop, Result, Row
 from rl_core.rollouts.hf.mailbox import Mailbox

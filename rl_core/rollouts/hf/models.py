@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from rl_core.api.errors import ConfigError, RolloutConfigError
+from rl_core.api.errors import ConfigError, RolloutConfigError, shown
 from rl_core.rollouts.hf.config import DecoderConfig, token_ids, unsupported
 from rl_core.rollouts.hf.decoder import Decoder, LeanDecoder
 from rl_core.rollouts.hf.weights import DecoderWeights
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
 def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decoder:
@@ -72,11 +72,19 @@ def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: 
 
 
 def generation_eos_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json; none where the file is missing or not JSON."""
-    try:
-        return token_ids(json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id"))
-    except ValueError:
+    """Return the end-of-sequence ids of generation_config.json, none where there is no such file.
+
+    Raises ConfigError for one that cannot be read: without its ids, generations would run on to their limit.
+    """
+    if GENERATION_FILE not in files:
         return ()
+    eos = _parsed(files, GENERATION_FILE).get("eos_token_id")
+    try:
+        return token_ids(eos)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{GENERATION_FILE}: eos_token_id must be a token id, a list of them or null, got {shown(eos)}; mend or remove it"
+        ) from error
 
 
 def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -85,10 +93,16 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
         raise ConfigError(
             f"model files must hold {CONFIG_FILE}, got {sorted(files)}; point model.path to a model folder"
         )
+    return _parsed(files, CONFIG_FILE)
+
+
+def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
-        raw = json.loads(files[CONFIG_FILE])
+        raw = json.loads(files[name])
     except ValueError as error:
-        raise ConfigError(f"{CONFIG_FILE} must be JSON: {error}") from error
+        raise ConfigError(f"{name} must be JSON: {error}; mend the file in the folder of model.path") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{CONFIG_FILE} must hold an object, got {type(raw).__name__}")
+        raise ConfigError(
+            f"{name} must hold an object, got {type(raw).__name__}; mend the file in the folder of model.path"
+        )
     return raw

@@ -12,6 +12,7 @@ import torch
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
+from rl_core.rollouts.base import RolloutWorkerBase
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.generation import HFGeneration
@@ -19,7 +20,6 @@ from rl_core.rollouts.hf.loop import EngineLoop
 from rl_core.rollouts.hf.models import generation_eos_ids, model_from_files, read_config
 from rl_core.rollouts.hf.target import EngineTarget
 from rl_core.rollouts.manager import RolloutManager
-from rl_core.rollouts.worker import RolloutWorkerBase
 
 PROBE_SEED = 20260101
 QUEUE_SHARE = 0.5

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.api.errors import DataError
 from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, flatten_messages, sample_seed, token_loss_mask
 
 
@@ -71,6 +72,22 @@ def test_mixed_dtypes_of_one_key_are_refused():
     ]
     with pytest.raises(RuntimeError, match="generation_logprobs must have one dtype and device"):
         flatten_messages(logs, pad_id=0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+@pytest.mark.parametrize("key", ["generation_logprobs", "token_loss_mask"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_message_whose_columns_do_not_cover_its_tokens_is_refused_where_it_stands(key, length, as_list):
+    columns = {"generation_logprobs": torch.zeros(2), "token_loss_mask": torch.ones(2, dtype=torch.int64)}
+    columns[key] = [0.0] * length if as_list else torch.zeros(length)
+    log = [
+        {"role": "user", "content": "", "token_ids": ids(4)},
+        {"role": "assistant", "content": "", "token_ids": ids(5, 6), **columns},
+    ]
+    with pytest.raises(DataError, match=rf"^message 1: {key} must have one entry per token, 2, got shape \[{length}\]"):
+        token_loss_mask(log)
+    with pytest.raises(DataError, match=rf"^log 1, message 1: {key} must have one entry per token"):
+        flatten_messages([log[:1], log], pad_id=0)
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 8))
