@@ -8,7 +8,7 @@ Only the model's own module of transformers is imported; the Auto classes would 
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rl_core.actors import attention
-from rl_core.actors.shards import global_range, local_tensor
+from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,8 +115,14 @@ def materialize(model: "PreTrainedModel", device: torch.device, aliases: Mapping
             model._init_weights(module)
 
 
-def load_weights(model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]) -> None:
-    """Fill every parameter and persistent buffer from the folder's safetensors; each rank reads the slices it owns.
+def load_weights(
+    model: "PreTrainedModel",
+    folder: str | Path,
+    aliases: Mapping[str, str],
+    *,
+    slice_of: Callable[[Tensor], LocalSlice] = LocalSlice.of_whole,
+) -> None:
+    """Fill every parameter and persistent buffer from the folder's safetensors; each rank reads the slices that it stores.
 
     Raises ConfigError listing stored tensors the model has no place for, tensors of the model that are not stored, and
     shapes that differ.
@@ -131,7 +137,7 @@ def load_weights(model: "PreTrainedModel", folder: str | Path, aliases: Mapping[
         try:
             with safe_open(path, framework="pt") as reader:
                 for name in names:
-                    _fill(wanted[name], reader.get_slice(stored_as[name]), f"{name} in {path}")
+                    _fill(slice_of(wanted[name].detach()), reader.get_slice(stored_as[name]), f"{name} in {path}")
         except SafetensorError as error:
             raise _broken(path, error) from error
 
@@ -211,10 +217,8 @@ def _match(
     return stored_as
 
 
-def _fill(target: Tensor, stored: Any, where: str) -> None:
-    if tuple(stored.get_shape()) != tuple(target.shape):
+def _fill(target: LocalSlice, stored: Any, where: str) -> None:
+    if tuple(stored.get_shape()) != target.shape:
         raise ConfigError(f"{where} must have shape {list(target.shape)} by config.json, got {stored.get_shape()}")
-    start, stop = global_range(target)
-    local = local_tensor(target.detach())
-    with torch.no_grad():
-        local.copy_(stored[start:stop] if target.dim() else stored[...])
+    if target.tensor.numel():
+        target.tensor.copy_(stored[target.box] if target.shape else stored[...])

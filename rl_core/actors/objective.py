@@ -3,11 +3,10 @@
 Legend: B rows of the micro-batch, T width of the longest.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
+from rl_core.actors.backend import Scores
+from rl_core.actors.rows import Columns
 from rl_core.algorithms.aggregation import LossNormalizers, aggregate
 from rl_core.algorithms.kl import kl_loss
 from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
@@ -25,34 +24,26 @@ class PolicyObjective:
         self._options = _policy_options(algorithm)
         self._aggregation: dict[str, Any] = {"aggregation": algorithm.aggregation, "max_tokens": max_tokens}
 
-    def __call__(
-        self,
-        log_probs: Tensor,
-        entropy: Tensor | None,
-        columns: Mapping[str, Tensor],
-        normalizers: LossNormalizers,
-    ) -> LossResult:
-        """Return this micro-batch's share of the step's loss from log-probabilities and entropies [B, T].
-
-        `columns` [B, T]: loss_mask, old_log_probs, advantages and, where used, weights, ref_log_probs.
-        """
-        mask, shared = columns["loss_mask"], self._aggregation | {"normalizers": normalizers}
+    def __call__(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
+        """Return this micro-batch's share of the step's loss; `columns` [B, T] on the scores' device."""
+        mask, shared = columns.loss_mask, self._aggregation | {"normalizers": normalizers}
         inputs = LossInputs(
-            log_probs=log_probs,
-            old_log_probs=columns["old_log_probs"],
-            advantages=columns["advantages"],
+            log_probs=scores.log_probs,
+            old_log_probs=columns.old_log_probs,
+            advantages=columns.advantages,
             mask=mask,
-            weights=columns.get("weights"),
+            weights=columns.weights,
             **shared,
         )
-        kl = None
+        kl, estimator = None, self._spec.kl_estimator
         if self._spec.kl_coefficient > 0:
-            kl = kl_loss(log_probs, columns["ref_log_probs"], mask, estimator=self._spec.kl_estimator, **shared)
+            kl = kl_loss(scores.log_probs, columns.ref_log_probs, mask, estimator=estimator, **shared)
         return combine_losses(
             self._policy_loss(inputs),
             kl=kl,
             kl_coefficient=self._spec.kl_coefficient,
-            entropy=None if entropy is None else entropy_term(entropy, mask, **shared),
+            # Entropy is always reported; without a coefficient it gets no gradient.
+            entropy=entropy_term(scores.entropy, mask, **shared),
             entropy_coefficient=self._spec.entropy_coefficient,
         )
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 class Offloader:
@@ -33,7 +32,7 @@ class Offloader:
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy each distinct storage to the target and empty it; storages that are empty already are left alone."""
         started, self.bytes = time.perf_counter(), 0
-        for storage in _storages(tensors):
+        for storage in (tensor.untyped_storage() for tensor in distinct_storages(tensors)):
             if not storage.nbytes():
                 continue
             source = _bytes_of(storage)
@@ -65,13 +64,11 @@ class Offloader:
         self.seconds = time.perf_counter() - started
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the distinct storages, views and tied tensors once."""
-    found: dict[int, torch.UntypedStorage] = {}
+def distinct_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return one of the tensors per storage, detached, so that views and tied tensors count once."""
+    found: dict[int, Tensor] = {}
     for tensor in tensors:
-        local = tensor.detach()
-        storage = (local.to_local() if isinstance(local, DTensor) else local).untyped_storage()
-        found.setdefault(storage._cdata, storage)
+        found.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
     return list(found.values())
 
 

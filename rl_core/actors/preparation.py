@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rl_core.actors.rows import Columns
 from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages
 from rl_core.algorithms.filtering import overlong_filter, sequence_error_mask
 from rl_core.algorithms.losses.importance import importance_weights
@@ -40,19 +41,18 @@ class PreparedBatch:
     """[B, S]."""
     metrics: dict[str, Stat] = field(default_factory=dict)
 
-    def columns(self) -> dict[str, Tensor]:
+    def columns(self) -> Columns:
         """Return the columns of the training rows. Raises RuntimeError before advantages are there."""
         if self.advantages is None:
             raise RuntimeError("run_training needs advantages, got none; call compute_advantages_and_returns first")
-        old = self.batch.rollout_log_probs if self.old_log_probs is None else self.old_log_probs
-        columns = {
-            "input_ids": self.batch.input_ids,
-            "loss_mask": self.batch.loss_mask,
-            "old_log_probs": old,
-            "advantages": self.advantages,
-        }
-        optional = {"weights": self.weights, "ref_log_probs": self.ref_log_probs}
-        return columns | {name: column for name, column in optional.items() if column is not None}
+        return Columns(
+            input_ids=self.batch.input_ids,
+            loss_mask=self.batch.loss_mask,
+            old_log_probs=self.batch.rollout_log_probs if self.old_log_probs is None else self.old_log_probs,
+            advantages=self.advantages,
+            weights=self.weights,
+            ref_log_probs=self.ref_log_probs,
+        )
 
 
 def collate(records: Sequence[PromptGroupRecord], *, max_length: int, micro_batch_tokens: int) -> PreparedBatch:

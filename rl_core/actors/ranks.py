@@ -1,15 +1,16 @@
-"""The data-parallel ranks of an actor: process group, small collectives, and errors that name who is missing.
+"""The ranks of an actor: how model and batch are cut over them, small collectives, and errors that name who is missing.
 
 One rank needs no other: every method is then local and free. Nothing is pickled: numbers travel as tensors, structures as JSON.
 """
 
+import itertools
 import json
-import logging
-import os
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,35 +18,101 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_core.api.errors import ConfigError, InfrastructureError
-
-logger = logging.getLogger(__name__)
+from rl_core.actors import rendezvous
+from rl_core.api.errors import InfrastructureError
 
 ROLL_CALL_SECONDS = 3.0
 """After a failed collective, how long the others have to show that they are alive."""
 
-_meetings: dict[int, dist.Store] = {}
-"""Store of the process group made here, by its world size; a process has one group in its life."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSizes:
+    """How many ways the batch (data) and the model (tensor, pipeline, context) are cut; the ranks are their product.
+
+    Ranks count tensor fastest, then context, data, pipeline, as Megatron does.
+    """
+
+    data: int
+    """Ranks that train other rows than each other."""
+    tensor: int = 1
+    """Ranks that share each layer."""
+    pipeline: int = 1
+    """Stages of layers; the last one alone has logits and a loss."""
+    context: int = 1
+    """Ranks that share each row."""
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    def data_rank(self, rank: int) -> int:
+        """Return which share of the rows `rank` trains."""
+        return rank // (self.tensor * self.context) % self.data
+
+    def receives(self, rank: int) -> bool:
+        """Return whether `rank` receives groups: the first of those that train the same rows."""
+        return rank == self.data_rank(rank) * self.tensor * self.context
+
+    def data_groups(self) -> list[list[int]]:
+        """Return the ranks that hold the same part of the model, together: each has other rows, by data rank."""
+        inner = self.tensor * self.context
+        return [
+            [(stage * self.data + share) * inner + place for share in range(self.data)]
+            for stage in range(self.pipeline)
+            for place in range(inner)
+        ]
 
 
 class Ranks:
-    """The ranks that train one model; every method that talks is collective."""
+    """This rank among those that train one model; every method that talks is collective."""
 
-    def __init__(self, *, size: int, rank: int, device: torch.device, timeout: float = 60.0) -> None:
-        """Join the process group of `size` ranks (made from MASTER_ADDR and MASTER_PORT unless one exists).
+    def __init__(self, sizes: ParallelSizes, *, rank: int, device: torch.device, timeout: float = 60.0) -> None:
+        """Join the process group (made from MASTER_ADDR and MASTER_PORT unless one exists); a single rank has none.
 
         `timeout`: seconds until a collective that some rank does not join fails.
         Raises ValueError for a rank outside [0, size), InfrastructureError when the ranks do not find each other.
         """
-        if not 0 <= rank < size:
-            raise ValueError(f"rank must be in [0, world_size = {size}), got {rank}; check RANK and WORLD_SIZE")
-        self.size = size
+        if not 0 <= rank < sizes.world:
+            raise ValueError(f"rank must be in [0, world_size = {sizes.world}), got {rank}; check RANK and WORLD_SIZE")
+        self.sizes = sizes
+        self.size = sizes.world
         self.rank = rank
         self.device = device
         self._timeout = timeout
         self._failures = 0
-        self._store = _join(size, rank, device, timeout)
-        self.mesh: DeviceMesh = DeviceMesh(device.type, list(range(size)), mesh_dim_names=("dp",))
+        self._store = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
+        self._data_group = self._make_data_group()
+
+    def _make_data_group(self) -> Any:
+        """Return the process group of this rank's data group; None: all ranks."""
+        if self.sizes.data in (1, self.size):
+            return None
+        # Every rank makes all groups, in the same order: a group's store keys are counted.
+        made = [(members, dist.new_group(members)) for members in self.sizes.data_groups()]
+        return next(group for members, group in made if self.rank in members)
+
+    @property
+    def data_size(self) -> int:
+        """Return how many shares the rows are cut into."""
+        return self.sizes.data
+
+    @property
+    def data_rank(self) -> int:
+        """Return which share of the rows this rank trains."""
+        return self.sizes.data_rank(self.rank)
+
+    @property
+    def receives(self) -> bool:
+        """Return whether this rank receives groups from the rollouts and has them admitted."""
+        return self.sizes.receives(self.rank)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Return all ranks in one dimension, `dp`. A single rank makes a process group for it, on loopback."""
+        if self.size == 1:
+            rendezvous.join(1, 0, self.device, self._timeout)
+        return DeviceMesh(self.device.type, list(range(self.size)), mesh_dim_names=("dp",))
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[None]:
@@ -59,16 +126,10 @@ class Ranks:
                 raise
             raise self._lost(doing, error) from error
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over ranks, in its own type and place."""
-        if self.size == 1:
-            return tensor
-        total = tensor.detach().clone()
-        dist.all_reduce(total)
-        return total
+    # Among all ranks ------------------------------------------------------------------------------------------------
 
     def largest(self, number: int) -> int:
-        """Return the largest `number` over ranks."""
+        """Return the largest `number` over all ranks."""
         if self.size == 1:
             return number
         value = torch.tensor(number, dtype=torch.int64)
@@ -76,43 +137,49 @@ class Ranks:
         return int(value)
 
     def gather(self, structure: Any) -> list[Any]:
-        """Return every rank's JSON-able `structure`, by rank."""
-        if self.size == 1:
-            return [structure]
-        data = torch.frombuffer(bytearray(json.dumps(structure).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
-        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
-
-    def exchange(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Send the first counts[0] rows of a CPU tensor to rank 0, the next to rank 1, ...; return what arrives, by sender."""
-        if self.size == 1:
-            return rows
-        given = torch.tensor(counts, dtype=torch.int64)
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given)
-        arrived = rows.new_empty(int(taken.sum()), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), taken.tolist(), given.tolist())
-        return arrived
+        """Return the JSON-able `structure` of every rank, by rank."""
+        return [structure] if self.size == 1 else _gather(structure, self.size, None)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.largest(0)
 
+    # Among the ranks that hold the same part of the model, and other rows than each other -----------------------------
+
+    def sum_rows(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over the shares of the rows, in its own type and place."""
+        if self.data_size == 1:
+            return tensor
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self._data_group)
+        return total
+
+    def gather_rows(self, structure: Any) -> list[Any]:
+        """Return the JSON-able `structure` of every share of the rows, by data rank."""
+        return [structure] if self.data_size == 1 else _gather(structure, self.data_size, self._data_group)
+
+    def exchange_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Send the first counts[0] rows of a CPU tensor to data rank 0, the next to 1, ...; return what arrives, by sender."""
+        if self.data_size == 1:
+            return rows
+        given = torch.tensor(counts, dtype=torch.int64)
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken, given, group=self._data_group)
+        arrived = rows.new_empty(int(taken.sum()), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), taken.tolist(), given.tolist(), group=self._data_group)
+        return arrived
+
+    # A rank that is gone ----------------------------------------------------------------------------------------------
+
     def _lost(self, doing: str, error: Exception) -> InfrastructureError:
         missing = self._roll_call()
-        told = (
+        who = (
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             if missing
             else "unknown (all answer)"
         )
         return InfrastructureError(
-            f"{doing} failed on actor rank {self.rank} of {self.size}, missing: {told}: {str(error).splitlines()[0]};"
+            f"{doing} failed on actor rank {self.rank} of {self.size}, missing: {who}: {str(error).splitlines()[0]};"
             " the actor gang restarts from its newest checkpoint"
         )
 
@@ -134,66 +201,25 @@ class Ranks:
         return missing
 
 
-def _join(size: int, rank: int, device: torch.device, timeout: float) -> dist.Store | None:
-    """Return the store the ranks meet at; None when somebody else made the process group."""
-    limit = timedelta(seconds=timeout)
-    if dist.is_initialized():
-        if (dist.get_world_size(), dist.get_rank()) != (size, rank):
-            raise ConfigError(
-                f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the actor was given {rank} of {size}"
-            )
-        return _meetings.get(size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore() if size == 1 else _rendezvous(size, rank, limit)
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    except (dist.DistError, RuntimeError) as error:
-        raise InfrastructureError(f"actor rank {rank} of {size} could not join the process group: {error}") from error
-    _meetings[size] = store
-    return store
-
-
-def _rendezvous(size: int, rank: int, limit: timedelta) -> dist.Store:
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"MASTER_ADDR and MASTER_PORT must be set for {size} actor ranks: {error}; start through the launcher"
-        ) from error
-    try:
-        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
-        store.set(f"rljob/joined/{rank}", "1")
-        return _all_joined(store, size, rank, limit)
-    except (dist.DistError, RuntimeError) as error:
-        raise InfrastructureError(
-            f"actor rank {rank} of {size} did not reach rank 0 at {host}:{port}: {error}"
-        ) from error
-
-
-def _all_joined(store: dist.Store, size: int, rank: int, limit: timedelta) -> dist.Store:
-    keys = [f"rljob/joined/{other}" for other in range(size)]
-    try:
-        store.wait(keys, limit)
-    except dist.DistError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise InfrastructureError(
-            f"actor rank {rank} of {size} waited {limit.total_seconds():.0f} s for ranks {', '.join(map(str, missing))}; they did not start"
-        ) from error
-    return store
+def _gather(structure: Any, size: int, group: Any) -> list[Any]:
+    data = torch.frombuffer(bytearray(json.dumps(structure).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    longest = max(int(length) for length in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return [json.loads(part[: int(length)].numpy().tobytes()) for part, length in zip(parts, sizes, strict=True)]
 
 
 def _of_collective(error: RuntimeError) -> bool:
-    """Return whether a plain RuntimeError comes from gloo or NCCL, which raise no type of their own for a lost peer."""
-    text = str(error)
-    return any(
-        word in text
-        for word in (
-            "gloo",
-            "Connection closed by peer",
-            "Connection reset by peer",
-            "NCCL",
-            "ProcessGroup",
-            "Broken pipe",
-            "Timed out waiting",
-        )
-    )
+    """Return whether a plain RuntimeError comes from a collective: gloo has no type of its own for a lost peer.
+
+    It does when torch.distributed is among the innermost frames, those of torch that ran when it was raised.
+    """
+    if type(error) is not RuntimeError:
+        return False
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = itertools.takewhile(lambda name: name.partition(".")[0] == "torch", reversed(modules))
+    return any(name.startswith("torch.distributed.") for name in innermost)

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_core.actors.shards import storage_tensors
+from rl_core.actors.offload import distinct_storages
 
 
 class ReferencePolicy:
     """This rank's share of the starting weights, in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors` as they are now (each storage once)."""
-        self._live = storage_tensors(list(tensors))
+        """Copy `tensors`, those this rank stores, as they are now (each storage once)."""
+        self._live = distinct_storages(tensors)
         self._held = [tensor.to("cpu", copy=True) for tensor in self._live]
 
     @contextmanager

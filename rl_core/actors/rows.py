@@ -1,31 +1,78 @@
-"""The rows of a training step on one rank, and their way to the rank that trains them.
+"""The rows of a training step on one rank, their columns, and their way to the rank that trains them.
 
 Legend: B rows held here, S padded width, N tokens of rows laid end to end.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
 
-INTEGER_COLUMNS = ("input_ids", "loss_mask")
-FLOAT_COLUMNS = ("old_log_probs", "advantages", "weights", "ref_log_probs")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """All that a loss may be given per token, each [B, S], token-aligned; None where the step has no use for it.
+
+    Integers and masks first: `INTEGERS` and `FLOATS` travel between ranks apart.
+    """
+
+    input_ids: Tensor
+    """int64 token ids."""
+    loss_mask: Tensor
+    """bool, true on tokens that train."""
+    old_log_probs: Tensor | None = None
+    """float32 log-probabilities under the policy before the update."""
+    advantages: Tensor | None = None
+    """float32."""
+    weights: Tensor | None = None
+    """float32 factors that correct for rollouts that sampled from a slightly different policy."""
+    ref_log_probs: Tensor | None = None
+    """float32 log-probabilities under the reference policy."""
+    values: Tensor | None = None
+    """float32 predictions of the critic before the update."""
+    returns: Tensor | None = None
+    """float32 targets of the critic."""
+
+    def __post_init__(self) -> None:
+        shape = self.input_ids.shape
+        for name, column in self.present().items():
+            if column.shape != shape or column.dtype != DTYPES[name]:
+                raise ValueError(
+                    f"column {name} must be {DTYPES[name]} {list(shape)}, got {column.dtype} {list(column.shape)}"
+                )
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the columns that are there, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: column for name, column in found.items() if column is not None}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Columns":
+        """Return the columns with `change` applied to every one."""
+        return Columns(**{name: change(column) for name, column in self.present().items()})
+
+    def to(self, device: torch.device) -> "Columns":
+        """Return the columns on `device`."""
+        return self.each(lambda column: column.to(device))
+
+
+INTEGERS = ("input_ids", "loss_mask")
+FLOATS = tuple(field.name for field in fields(Columns) if field.name not in INTEGERS)
+DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, **dict.fromkeys(FLOATS, torch.float32)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
-    """What the loss needs of each row, on the CPU."""
+    """Rows to score or to train, on the CPU."""
 
     numbers: list[int]
     """[B] numbers of the rows in the whole step, equal on all ranks whatever arrived where."""
     lengths: list[int]
     """[B] real tokens."""
-    columns: dict[str, Tensor]
-    """[B, S]: input_ids int64, loss_mask bool, old_log_probs, advantages and, where used, weights, ref_log_probs float32."""
+    columns: Columns
 
     def take(self, indices: Sequence[int]) -> "StepRows":
         """Return the rows at `indices` of this rank, in that order, no wider than the longest."""
@@ -35,24 +82,13 @@ class StepRows:
         return StepRows(
             numbers=[self.numbers[index] for index in indices],
             lengths=lengths,
-            columns={name: column[:, :width].index_select(0, chosen) for name, column in self.columns.items()},
+            columns=self.columns.each(lambda column: column[:, :width].index_select(0, chosen)),
         )
 
-    @classmethod
-    def masked_row(cls, like: "StepRows") -> "StepRows":
+    def masked_row(self) -> "StepRows":
         """Return one row of one token that trains nothing: what a rank runs while others have a micro-batch and it has none."""
-        columns = {name: torch.zeros(1, 1, dtype=column.dtype) for name, column in like.columns.items()}
-        return cls(numbers=[-1], lengths=[1], columns=columns)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepLayout:
-    """All rows of the step over all ranks, in an order that does not depend on arrival."""
-
-    lengths: list[int]
-    """Length of each row by number."""
-    owner: list[int]
-    """Rank that received each row."""
+        columns = self.columns.each(lambda column: torch.zeros(1, 1, dtype=column.dtype))
+        return StepRows(numbers=[-1], lengths=[1], columns=columns)
 
 
 def natural_key(text: str) -> list[tuple[int, int, str]]:
@@ -62,43 +98,49 @@ def natural_key(text: str) -> list[tuple[int, int, str]]:
 
 def lay_out(
     ranks: Ranks, group_texts: Sequence[str], row_groups: Sequence[int], lengths: Sequence[int]
-) -> tuple[StepLayout, list[int]]:
-    """Return the layout of the step and the numbers of this rank's rows; collective.
+) -> tuple[list[int], list[int]]:
+    """Return the length of every row of the step by number, and the numbers of this rank's rows; collective.
 
-    `row_groups` [B]: index into `group_texts` of each row. Rows of a group keep their order; groups are ordered by name.
+    `row_groups` [B]: index into `group_texts` of each row. Rows of a group keep their order; groups are ordered by name, so that
+    numbers do not depend on arrival.
     """
-    held = ranks.gather([[group_texts[group] for group in row_groups], list(lengths)])
+    held = ranks.gather_rows([[group_texts[group] for group in row_groups], list(lengths)])
     rows = [
         (natural_key(text), rank, index, length)
         for rank, (texts, row_lengths) in enumerate(held)
         for index, (text, length) in enumerate(zip(texts, row_lengths, strict=True))
     ]
     rows.sort(key=lambda row: row[:3])
-    own = {index: number for number, (_, rank, index, _) in enumerate(rows) if rank == ranks.rank}
-    layout = StepLayout(lengths=[row[3] for row in rows], owner=[row[1] for row in rows])
-    return layout, [own[index] for index in range(len(own))]
+    own = {index: number for number, (_, rank, index, _) in enumerate(rows) if rank == ranks.data_rank}
+    return [row[3] for row in rows], [own[index] for index in range(len(own))]
 
 
 def move_rows(ranks: Ranks, rows: StepRows, destination: Sequence[int]) -> StepRows:
-    """Return the rows whose `destination` (rank by row number) is this rank, by ascending number; collective.
+    """Return the rows whose `destination` (data rank by row number) is this rank, by ascending number; collective.
 
     Raises RuntimeError when what arrives is not exactly what was planned.
     """
-    if ranks.size == 1:
+    if ranks.data_size == 1:
         return _ascending(rows)
     order = sorted(range(len(rows.numbers)), key=lambda index: (destination[rows.numbers[index]], rows.numbers[index]))
-    going = [[index for index in order if destination[rows.numbers[index]] == rank] for rank in range(ranks.size)]
+    going = [[index for index in order if destination[rows.numbers[index]] == rank] for rank in range(ranks.data_size)]
     row_counts = [len(part) for part in going]
     token_counts = [sum(rows.lengths[index] for index in part) for part in going]
     heads = torch.tensor([[rows.numbers[i], rows.lengths[i]] for i in order], dtype=torch.int64).view(-1, 2)
-    arrived = ranks.exchange(heads, row_counts)
-    integers, floats = (
-        ranks.exchange(_flat(rows, order, names), token_counts) for names in (INTEGER_COLUMNS, _floats(rows))
+    present = rows.columns.present()
+    floats = tuple(name for name in FLOATS if name in present)
+    arrived = ranks.exchange_rows(heads, row_counts)
+    received = _unflat(
+        arrived,
+        ranks.exchange_rows(_flat(rows, order, INTEGERS, torch.int64), token_counts),
+        ranks.exchange_rows(_flat(rows, order, floats, torch.float32), token_counts),
+        floats,
     )
-    received = _unflat(arrived, integers, floats, _floats(rows))
-    expected = sorted(number for number, rank in enumerate(destination) if rank == ranks.rank)
+    expected = sorted(number for number, rank in enumerate(destination) if rank == ranks.data_rank)
     if sorted(received.numbers) != expected:
-        raise RuntimeError(f"rows {expected} were planned for rank {ranks.rank}, got {received.numbers}; this is a bug")
+        raise RuntimeError(
+            f"rows {expected} were planned for data rank {ranks.data_rank}, got {received.numbers}; this is a bug"
+        )
     return _ascending(received)
 
 
@@ -107,16 +149,11 @@ def _ascending(rows: StepRows) -> StepRows:
     return rows if order == list(range(len(order))) else rows.take(order)
 
 
-def _floats(rows: StepRows) -> tuple[str, ...]:
-    return tuple(name for name in FLOAT_COLUMNS if name in rows.columns)
-
-
-def _flat(rows: StepRows, order: Sequence[int], names: Sequence[str]) -> Tensor:
+def _flat(rows: StepRows, order: Sequence[int], names: Sequence[str], dtype: torch.dtype) -> Tensor:
     """Return [N, columns]: the real tokens of the rows in `order`, without padding."""
-    chosen = torch.tensor(order, dtype=torch.int64)
-    real_BS = _real(torch.tensor(rows.lengths, dtype=torch.int64)[chosen], rows.columns["input_ids"].shape[1])
-    dtype = torch.int64 if names == INTEGER_COLUMNS else torch.float32
-    return torch.stack([rows.columns[name].index_select(0, chosen)[real_BS].to(dtype) for name in names], dim=1)
+    chosen, present = torch.tensor(order, dtype=torch.int64), rows.columns.present()
+    real_BS = _real(torch.tensor(rows.lengths, dtype=torch.int64)[chosen], rows.columns.input_ids.shape[1])
+    return torch.stack([present[name].index_select(0, chosen)[real_BS].to(dtype) for name in names], dim=1)
 
 
 def _unflat(heads: Tensor, integers: Tensor, floats: Tensor, float_names: Sequence[str]) -> StepRows:
@@ -129,10 +166,9 @@ def _unflat(heads: Tensor, integers: Tensor, floats: Tensor, float_names: Sequen
         padded[real_BS] = values
         return padded
 
-    columns = {name: column(integers[:, i]) for i, name in enumerate(INTEGER_COLUMNS)}
-    columns["loss_mask"] = columns["loss_mask"].bool()
+    columns = {name: column(integers[:, i]).to(DTYPES[name]) for i, name in enumerate(INTEGERS)}
     columns |= {name: column(floats[:, i]) for i, name in enumerate(float_names)}
-    return StepRows(numbers=heads[:, 0].tolist(), lengths=lengths.tolist(), columns=columns)
+    return StepRows(numbers=heads[:, 0].tolist(), lengths=lengths.tolist(), columns=Columns(**columns))
 
 
 def _real(lengths: Tensor, width: int) -> Tensor:

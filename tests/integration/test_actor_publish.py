@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from actor_samples import make_model, make_record, make_spec
 
 from rl_core.actors.fsdp.actor import FSDPActor
-from rl_core.actors.shards import local_tensor
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.publisher import WeightPublisher
@@ -79,7 +78,7 @@ async def test_a_late_joiner_holds_the_trained_weights(actor):
 def test_publishing_brings_offloaded_weights_in_and_takes_them_away_again(actor):
     before = actor.sync_model_to_rollout(1, [], 0).digest
     actor.offload_param_and_grad()
-    assert all(local_tensor(p).untyped_storage().nbytes() == 0 for p in actor.model.parameters())
+    assert all(actor.strategy.local(p).untyped_storage().nbytes() == 0 for p in actor.model.parameters())
     assert actor.sync_model_to_rollout(1, [], 0).digest == before
     assert actor.is_weight_offloaded
 

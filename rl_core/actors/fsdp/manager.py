@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor, Shard
 
 from rl_core.actors import export, hf
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp import checkpoint
-from rl_core.actors.fsdp.optimizer import build_adamw, build_scheduler, replace_schedule
+from rl_core.actors.fsdp.optimizer import (
+    build_adamw,
+    build_scheduler,
+    named_moments,
+    replace_schedule,
+    resume_schedule,
+    set_step_counters,
+    step_counters,
+)
 from rl_core.actors.fsdp.residency import Residency
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
-from rl_core.actors.linear import use_onednn
-from rl_core.actors.ranks import Ranks
+from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.schedule import LRSchedule, OptimizerCounts
-from rl_core.actors.shards import whole_tensor
+from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
@@ -37,7 +42,6 @@ class FSDPModelManager(Residency):
     model: "nn.Module"
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: ShardedGradScaler
 
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
         """Join the ranks. `cfg`: the job's spec, or a mapping that is validated into it.
@@ -47,11 +51,14 @@ class FSDPModelManager(Residency):
         self.cfg = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
         self.compute_device = compute_device(self.cfg, rank)
         self.ranks = Ranks(
-            size=world_size, rank=rank, device=self.compute_device, timeout=self.cfg.runtime.deadlines.collective
+            ParallelSizes(data=world_size),
+            rank=rank,
+            device=self.compute_device,
+            timeout=self.cfg.runtime.deadlines.collective,
         )
         self.dtype = DTYPES[self.cfg.model.dtype]
         self.strategy = FSDP2Strategy(
-            self.ranks.mesh, compute_dtype=self.dtype, accumulate_without_sync=self.cfg.actor.accumulate_without_sync
+            self.ranks, compute_dtype=self.dtype, accumulate_without_sync=self.cfg.actor.accumulate_without_sync
         )
         self.counts = OptimizerCounts()
         self.consecutive_skips: list[float] = []
@@ -70,14 +77,13 @@ class FSDPModelManager(Residency):
         return model
 
     def setup_model_and_optimizer(self) -> None:
-        """Build, wrap and fill the model; build optimizer, schedule and scaler. Raises RuntimeError when called twice."""
+        """Build, wrap and fill the model; build optimizer and schedule. Raises RuntimeError when called twice."""
         if hasattr(self, "model"):
             raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
         with self.ranks.guard("setting up the model"):
             self.model = self._build()
             self.optimizer = self.build_optimizer(self.model)
             self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
-            self.scaler = self.build_grad_scaler(False)
 
     def _build(self) -> nn.Module:
         model = self.model_provider_func()
@@ -88,11 +94,13 @@ class FSDPModelManager(Residency):
         # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
         model = model.float() if self.dtype != torch.float32 else model
         if self.compute_device.type == "cpu":
-            use_onednn(model)
+            from rl_core.actors.cpu.tuning import tune
+
+            tune(model)
         model = self.strategy.wrap(model, methods=[SCORE] if hasattr(model, SCORE) else [])
         if on_meta:
             hf.materialize(model, self.compute_device, aliases)
-            hf.load_weights(model, self.cfg.model.path, aliases)
+            hf.load_weights(model, self.cfg.model.path, aliases, slice_of=self.strategy.slice_of)
         return model.to(self.compute_device)
 
     def _set_modes(self, model: nn.Module) -> None:
@@ -144,12 +152,6 @@ class FSDPModelManager(Residency):
         schedule = LRSchedule.from_spec(optimizer, total=self._optimizer_steps(steps))
         replace_schedule(self.optimizer, self.scheduler, schedule, applied=self.counts.applied)
 
-    def build_grad_scaler(self, enabled: bool, **kwargs: Any) -> ShardedGradScaler:
-        """Return the gradient scaler; it belongs to float16, so `enabled` with another dtype is a ConfigError."""
-        if enabled and self.dtype != torch.float16:
-            raise ConfigError(f"a gradient scaler needs model.dtype float16, got {self.cfg.model.dtype}; disable it")
-        return ShardedGradScaler(self.compute_device.type, enabled=enabled, **kwargs)
-
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def before_micro_batch(self, model: nn.Module, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -165,7 +167,7 @@ class FSDPModelManager(Residency):
         self._require_loaded("optimizer_step", moments=True)
         parameters = list(self.model.parameters())
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        norm = math.sqrt(float(self.ranks.sum(self.strategy.grad_norm(parameters).cpu())))
+        norm = math.sqrt(float(self.ranks.sum_rows(self.strategy.grad_norm(parameters).cpu())))
         self.counts.attempted += 1
         if math.isfinite(norm):
             clip = self.cfg.actor.grad_clip
@@ -205,7 +207,8 @@ class FSDPModelManager(Residency):
         """
         self._require_loaded("get_model_state_dict")
         if not full_state_dict:
-            return {name: self._as_dtensor(tensor, cpu_offload) for name, tensor in self._named_tensors()}
+            held = {name: self.strategy.as_dtensor(self._tensor(name).detach()) for name, _ in self.sync_names}
+            return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
         with self.ranks.guard("gathering the weights"):
             whole = {name: tensor for name, tensor in self.whole_tensors() if self.ranks.rank == 0}
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in whole.items()}
@@ -215,7 +218,7 @@ class FSDPModelManager(Residency):
         shared: dict[str, Tensor] = {}
         tied_to = {source for _, source in self.sync_names if source is not None}
         for name, source in self.sync_names:
-            tensor = shared[source] if source is not None else whole_tensor(self._tensor(name).detach())
+            tensor = shared[source] if source is not None else self.strategy.whole(self._tensor(name).detach())
             if name in tied_to:
                 shared[name] = tensor
             yield name, tensor
@@ -224,14 +227,9 @@ class FSDPModelManager(Residency):
         module, _, attribute = name.rpartition(".")
         return getattr(self.model.get_submodule(module), attribute)
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, _ in self.sync_names:
-            yield name, self._tensor(name).detach()
-
-    def _as_dtensor(self, tensor: Tensor, cpu_offload: bool) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            tensor = DTensor.from_local(tensor, self.ranks.mesh, [Shard(0)], run_check=False)
-        return tensor.to("cpu", copy=True) if cpu_offload else tensor
+    def named_slices(self) -> dict[str, LocalSlice]:
+        """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
+        return self.strategy.named_slices(self.model)
 
     def set_global_step(self, global_step: int) -> None:
         """Set the step (the weights' version). Raises ValueError when it is negative or goes back."""
@@ -242,7 +240,24 @@ class FSDPModelManager(Residency):
     def save_checkpoint(self, save_path: str, step: int = 0) -> None:
         """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters."""
         with self.loaded(), self.ranks.guard("saving a checkpoint"):
-            checkpoint.save(self, Path(save_path), step)
+            moments = named_moments(self.model, self.optimizer)
+            checkpoint.save(
+                Path(save_path),
+                self.ranks,
+                self._counters(step),
+                model=self.named_slices(),
+                optimizer={name: self.strategy.slice_of(moment) for name, moment in moments.items()},
+            )
+
+    def _counters(self, step: int) -> checkpoint.Counters:
+        return checkpoint.Counters(
+            step=step,
+            global_step=self.global_step,
+            world_size=self.ranks.size,
+            counts=self.counts,
+            consecutive_skips=self.consecutive_skips,
+            optimizer_steps=step_counters(self.model, self.optimizer),
+        )
 
     def load_checkpoint(self, load_path: str) -> None:
         """Load what `save_checkpoint` wrote, on any number of ranks.
@@ -250,7 +265,17 @@ class FSDPModelManager(Residency):
         Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
         """
         with self.loaded(), self.ranks.guard("loading a checkpoint"):
-            checkpoint.load(self, Path(load_path))
+            counters = checkpoint.load(
+                Path(load_path),
+                self.ranks,
+                model=hf.stored_tensors(self.model),
+                optimizer=named_moments(self.model, self.optimizer),
+                seed=self.cfg.algorithm.seed,
+            )
+            self.counts, self.global_step = counters.counts, counters.global_step
+            self.consecutive_skips = counters.consecutive_skips
+            set_step_counters(self.model, self.optimizer, counters.optimizer_steps)
+            resume_schedule(self.optimizer, self.scheduler, applied=self.counts.applied)
 
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
         """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal.
@@ -263,7 +288,7 @@ class FSDPModelManager(Residency):
         own = [name for name, source in self.sync_names if source is None]
         plans = [export.TensorPlan(name=n, shape=tuple(self._tensor(n).shape), dtype=wanted) for n in own]
         with self.loaded(), self.ranks.guard("exporting the model"):
-            tensors = ((n, whole_tensor(self._tensor(n).detach())) for n in own)
+            tensors = ((n, self.strategy.whole(self._tensor(n).detach())) for n in own)
             refusal: InfrastructureError | None = None
             if self.ranks.rank == 0:
                 try:

@@ -52,6 +52,17 @@ def replace_schedule(
     scheduler._last_lr = [schedule(applied) for _ in optimizer.param_groups]
 
 
+def resume_schedule(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, *, applied: int
+) -> None:
+    """Have `scheduler` stand where it stood after `applied` optimizer steps."""
+    scheduler.last_epoch = applied
+    rates = [base * factor(applied) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
 def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return `<parameter>.<moment>` -> tensor for every parameter in training."""
     return {

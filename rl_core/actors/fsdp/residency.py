@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.actors.fsdp.optimizer import MOMENTS
+from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.actors.offload import Offloader
-from rl_core.actors.shards import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,7 @@ class Residency:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    strategy: FSDP2Strategy
     compute_device: torch.device
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Residency:
             self.optimizer.zero_grad(set_to_none=True)
             self.is_grad_offloaded = True
         if not self.is_weight_offloaded:
-            self._weights.offload([*self.model.parameters(), *self.model.buffers()])
+            self._weights.offload(map(self.strategy.local, [*self.model.parameters(), *self.model.buffers()]))
             self._report("offload", self._weights)
 
     def load_param_and_grad(self, device_id: int, load_grad: bool = False) -> None:
@@ -101,11 +102,11 @@ class Residency:
             raise RuntimeError(f"{doing} needs the moments, which are offloaded; call load_optimizer first")
 
     def _grads_wait(self) -> bool:
-        grads = [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None]
+        grads = [self.strategy.local(p.grad) for p in self.model.parameters() if p.grad is not None]
         return any(bool(grad.count_nonzero()) for grad in grads)
 
     def _moment_tensors(self) -> list[Tensor]:
-        return [state[moment] for state in self.optimizer.state.values() for moment in MOMENTS]
+        return [self.strategy.local(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS]
 
     def _check_device(self, device_id: int) -> None:
         if self.compute_device.type == "cuda" and not 0 <= device_id < torch.cuda.device_count():

@@ -9,12 +9,16 @@ import torch
 
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.actors.intake import group_entry
-from rl_core.actors.shards import checksum
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
 from rl_core.api.records import Completion
 from rl_core.messages.groups import EndOfStep
 
 NOT_SUMS = ("time/", "perf/")
+
+
+def checksum(tensors):
+    """Return a sum over the bits of the tensors."""
+    return float(sum(tensor.detach().view(-1).view(torch.uint8).double().sum() for tensor in tensors))
 
 
 def train(actor, records, step=1):
@@ -107,7 +111,7 @@ def test_training_raises_the_probability_of_what_was_rewarded(make_actor, record
         actor.load_batch(records)
         actor.compute_log_probs()
         actor.compute_advantages_and_returns()
-        prepared = actor.prepared
+        prepared = actor.engine.prepared
         return float((prepared.old_log_probs * prepared.advantages)[prepared.batch.loss_mask].sum())
 
     before = preference()
@@ -139,7 +143,7 @@ def test_tokens_run_for_no_row_are_told_as_waste(make_actor, records, monkeypatc
     actor = make_actor()
     assert train(actor, records)["perf/padding_waste"] == 0.0
     tokens = sum(len(m["token_ids"]) for r in records for c in r.completions for m in c.message_log)
-    monkeypatch.setattr(actor, "_micro_batches", lambda lengths: [list(range(len(lengths))), []])
+    monkeypatch.setattr(actor.engine, "_cut", lambda lengths: [list(range(len(lengths))), []])
     assert train(actor, records)["perf/padding_waste"] == pytest.approx(1 / (tokens + 1))
 
 
@@ -149,7 +153,7 @@ def test_the_reference_policy_is_the_starting_one_and_swapping_it_in_leaves_the_
     changes = {"algorithm__loss": {"klCoefficient": 0.1}, "actor__optimizer": {"learningRate": 1e-2}}
     actor = make_actor(**changes)
     actor.load_batch(records)
-    batch = actor.prepared.batch
+    batch = actor.engine.prepared.batch
     start = actor.compute_log_probs(batch)
     train(actor, records)
     parameters = list(actor.model.parameters())
@@ -177,7 +181,7 @@ def test_no_reference_is_kept_without_a_kl_term(make_actor, records):
     actor = make_actor()
     actor.load_batch(records)
     with pytest.raises(RuntimeError, match="klCoefficient"):
-        actor.compute_ref_log_probs(actor.prepared.batch)
+        actor.compute_ref_log_probs(actor.engine.prepared.batch)
 
 
 def test_functions_of_the_user_train_as_the_built_in_ones_they_call(make_actor, records, tmp_path, monkeypatch):
@@ -209,7 +213,7 @@ def test_the_kl_in_the_rewards_is_taken_off_token_by_token_before_the_one_whiten
     actor.load_batch(records)
     actor.compute_log_probs()
     actor.compute_advantages_and_returns()
-    prepared = actor.prepared
+    prepared = actor.engine.prepared
     mask, difference = prepared.batch.loss_mask, (prepared.old_log_probs - prepared.ref_log_probs).double()
     assert difference[mask].abs().max() > 1e-3
     expected = torch.zeros(mask.shape, dtype=torch.float64)
@@ -268,7 +272,7 @@ def test_overlong_and_scaled_rewards_reach_the_advantages(make_actor, records):
     actor = make_actor(algorithm__overlong={"filter": True}, algorithm__rewardScale={"sourceMin": 0, "sourceMax": 2})
     actor.load_batch(records)
     actor.compute_advantages_and_returns()
-    batch = actor.prepared.batch
+    batch = actor.engine.prepared.batch
     assert not batch.loss_mask[0].any() and not batch.valid[0]
     assert batch.rewards[batch.valid].max() == 1.0 and batch.raw_rewards[batch.valid].max() == 2.0
 
@@ -281,26 +285,28 @@ def test_advantage_metrics_are_of_what_trains_and_a_second_call_changes_nothing(
     )
     actor.load_batch(records)
     metrics = actor.compute_advantages_and_returns()
-    advantages = actor.prepared.advantages
-    trained = advantages[actor.prepared.batch.loss_mask]
+    advantages = actor.engine.prepared.advantages
+    trained = advantages[actor.engine.prepared.batch.loss_mask]
     found = [metrics[f"advantages/{kind}"] for kind in ("mean", "max", "min")]
     assert found == pytest.approx([trained.mean().item(), trained.max().item(), trained.min().item()], abs=1e-6)
     assert actor.compute_advantages_and_returns() == metrics
-    assert torch.equal(actor.prepared.advantages, advantages)
+    assert torch.equal(actor.engine.prepared.advantages, advantages)
 
 
 def test_a_second_call_penalises_the_rows_that_the_first_one_masked(make_actor, records):
     for record in records:
         record.completions[0].truncated = True
-    actor = make_actor(algorithm__overlong={"buffer": 4, "filter": True, "keepInBaseline": True})
-    actor.response_limit = 6
+    actor = make_actor(
+        algorithm__overlong={"buffer": 4, "filter": True, "keepInBaseline": True},
+        rollout__sampling={"maxNewTokens": 6},
+    )
     actor.load_batch(records)
     actor.compute_advantages_and_returns()
-    rewards, advantages = actor.prepared.batch.rewards, actor.prepared.advantages
-    assert (rewards < actor.prepared.batch.raw_rewards).any()
+    rewards, advantages = actor.engine.prepared.batch.rewards, actor.engine.prepared.advantages
+    assert (rewards < actor.engine.prepared.batch.raw_rewards).any()
     actor.compute_advantages_and_returns()
-    torch.testing.assert_close(actor.prepared.batch.rewards, rewards, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(actor.prepared.advantages, advantages)
+    torch.testing.assert_close(actor.engine.prepared.batch.rewards, rewards, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(actor.engine.prepared.advantages, advantages)
 
 
 def test_mismatched_rows_are_dropped_and_others_weighed(make_actor, records):
@@ -399,7 +405,7 @@ async def test_refused_groups_are_replaced_by_the_next_and_never_train(guarded):
     records[2].rollout_metrics = {"turns/mean": 4.0, "turns/max": 2, "total_turns": 3}
     records[3].rollout_metrics = {"total_turns": 2, "total_reward/mean": 0.0, "total_reward/histogram": []}
     metrics = await guarded.recv_batch(Shelf([EndOfStep(step=4), *records]), 3, 5)
-    assert guarded.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
+    assert guarded.engine.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
     assert [entry.group_id for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
     assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0, "rollout/total_turns": 5.0}
 
@@ -408,13 +414,13 @@ async def test_outside_a_job_every_group_is_taken(make_spec):
     actor = FSDPActor(make_spec())
     actor.init_worker()
     await actor.recv_batch(Shelf([actor_samples.make_record(group) for group in range(3)]), 2)
-    assert actor.prepared.batch.group_texts == ["0-0", "0-1"]
+    assert actor.engine.prepared.batch.group_texts == ["0-0", "0-1"]
 
 
 async def test_the_end_of_the_step_leaves_what_is_held(guarded):
     records = [actor_samples.make_record(group) for group in range(2)]
     await guarded.recv_batch(Shelf([records[0], EndOfStep(step=5), records[1]]), 3, 5)
-    assert guarded.prepared.batch.group_texts == ["0-0"]
+    assert guarded.engine.prepared.batch.group_texts == ["0-0"]
 
 
 async def test_a_rank_left_without_groups_still_trains_along(guarded):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.actors.attention import PackedLayout, packed_attention
-from rl_core.actors.linear import OneDnnLinear, use_onednn
+from rl_core.actors.cpu.linear import OneDnnLinear, use_onednn
 
 
 def row_attention(query, key, value, window):

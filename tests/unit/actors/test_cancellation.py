@@ -97,7 +97,7 @@ def test_log_probabilities_are_left_too_and_the_groups_with_them(make_actor, rec
     before = weights(actor)
     actor.load_batch(records)
     asyncio.run(actor.cancel_training())
-    assert actor.compute_log_probs() is None and actor.prepared is None
+    assert actor.compute_log_probs() is None and actor.engine.prepared is None
     with pytest.raises(RuntimeError, match="needs the step's groups"):
         actor.run_training(1)
     assert same(weights(actor), before)

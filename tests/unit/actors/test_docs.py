@@ -26,7 +26,7 @@ def test_the_printed_functions_train_whatever_the_cut(make_actor, records, mine)
         actor.load_batch(records)
         actor.compute_log_probs()
         actor.compute_advantages_and_returns()
-        advantages, batch = actor.prepared.advantages, actor.prepared.batch
+        advantages, batch = actor.engine.prepared.advantages, actor.engine.prepared.batch
         assert set(advantages.unique().tolist()) == {0.0, 1.0} and not advantages[~batch.loss_mask].any()
         norms.append(actor.run_training(1)["actor/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 0

@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 
-from rl_core.actors.linear import CACHES
+from rl_core.actors.cpu.linear import CACHES
 
 SCRIPT = """
 import torch
-from rl_core.actors.linear import use_onednn
+from rl_core.actors.cpu.linear import use_onednn
 
 torch.set_num_threads(1)
 layer = torch.nn.Sequential(torch.nn.Linear(128, 512))

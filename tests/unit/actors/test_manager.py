@@ -146,13 +146,6 @@ def test_state_dicts_hold_all_names_and_share_memory_unless_asked(make_manager):
     assert shards[name].to_local().data_ptr() == live[name].data_ptr()
 
 
-def test_a_scaler_is_for_float16_only(make_manager):
-    manager = make_manager()
-    assert not manager.scaler.is_enabled()
-    with pytest.raises(ConfigError, match="float16"):
-        manager.build_grad_scaler(True)
-
-
 def test_critic_warm_up_needs_a_value_head(make_manager):
     manager = make_manager()
     with pytest.raises(ConfigError, match="value_head"):

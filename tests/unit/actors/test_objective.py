@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from rl_core.actors.backend import Scores
 from rl_core.actors.objective import PolicyObjective
+from rl_core.actors.rows import Columns
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.losses import LossInputs, compute_policy_loss
 from rl_core.api.algorithm import AlgorithmSpec
@@ -17,12 +19,12 @@ MASK = torch.ones(2, 2, dtype=torch.bool)
 
 def metrics_of(loss):
     objective = PolicyObjective(AlgorithmSpec.model_validate({"loss": loss}), max_tokens=4)
-    columns = {"loss_mask": MASK, "old_log_probs": OLD, "advantages": GAINS}
-    return told(objective(NEW, None, columns, LossNormalizers(tokens=4.0, sequences=2.0)))
+    columns = Columns(input_ids=MASK.long(), loss_mask=MASK, old_log_probs=OLD, advantages=GAINS)
+    return told(objective(Scores(NEW, torch.ones_like(NEW)), columns, LossNormalizers(tokens=4.0, sequences=2.0)))
 
 
 def told(result):
-    return {name: float(stat) for name, stat in result.metrics.items() if name != "loss"}
+    return {name: float(stat) for name, stat in result.metrics.items() if name not in ("loss", "entropy")}
 
 
 @pytest.fixture
@@ -66,7 +68,8 @@ def test_a_micro_batch_without_a_trainable_token_has_no_gradient_whatever_the_us
     objective = PolicyObjective(AlgorithmSpec.model_validate({"loss": {"name": "own_losses:mean"}}), max_tokens=4)
     for mask, gradient in ((MASK, 0.25), (torch.zeros_like(MASK), 0.0)):
         log_probs = NEW.clone().requires_grad_()
-        columns = {"loss_mask": mask, "old_log_probs": OLD, "advantages": GAINS}
-        result = objective(log_probs, None, columns, LossNormalizers(tokens=4.0, sequences=2.0))
+        columns = Columns(input_ids=mask.long(), loss_mask=mask, old_log_probs=OLD, advantages=GAINS)
+        scores = Scores(log_probs, torch.ones_like(NEW))
+        result = objective(scores, columns, LossNormalizers(tokens=4.0, sequences=2.0))
         result.loss.backward()
         assert torch.equal(log_probs.grad, torch.full((2, 2), gradient))

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.actors.ranks import Ranks
-from rl_core.actors.rows import StepRows, lay_out, move_rows, natural_key
+from rl_core.actors.ranks import ParallelSizes, Ranks
+from rl_core.actors.rows import Columns, StepRows, lay_out, move_rows, natural_key
 from rl_core.actors.step_plan import plan_epoch
 
-ALONE = Ranks(size=1, rank=0, device=torch.device("cpu"))
+ALONE = Ranks(ParallelSizes(data=1), rank=0, device=torch.device("cpu"))
 
 
 def plan(lengths, **changes):
@@ -54,36 +54,36 @@ def test_balance_evens_out_the_cost():
 
 def test_groups_are_ordered_by_number_not_by_text_or_arrival():
     assert sorted(["1-2", "0-10", "0-9"], key=natural_key) == ["0-9", "0-10", "1-2"]
-    layout, numbers = lay_out(ALONE, ["0-10", "0-9"], [0, 0, 1], [5, 6, 7])
+    all_lengths, numbers = lay_out(ALONE, ["0-10", "0-9"], [0, 0, 1], [5, 6, 7])
     assert numbers == [1, 2, 0]
-    assert layout.lengths == [7, 5, 6] and layout.owner == [0, 0, 0]
+    assert all_lengths == [7, 5, 6]
 
 
 def rows_of(numbers, lengths):
     width = max(lengths)
     ids = torch.arange(len(lengths) * width).view(len(lengths), width)
-    return StepRows(numbers=numbers, lengths=lengths, columns={"input_ids": ids, "loss_mask": ids % 2 == 0})
+    return StepRows(numbers=numbers, lengths=lengths, columns=Columns(input_ids=ids, loss_mask=ids % 2 == 0))
 
 
 def test_one_rank_keeps_its_rows_by_ascending_number():
     moved = move_rows(ALONE, rows_of([2, 0, 1], [1, 3, 2]), [0, 0, 0])
     assert (moved.numbers, moved.lengths) == ([0, 1, 2], [3, 2, 1])
-    assert moved.columns["input_ids"].tolist() == [[3, 4, 5], [6, 7, 8], [0, 1, 2]]
+    assert moved.columns.input_ids.tolist() == [[3, 4, 5], [6, 7, 8], [0, 1, 2]]
 
 
 def test_taken_rows_are_no_wider_than_the_longest():
     taken = rows_of([0, 1, 2], [1, 3, 2]).take([2, 0])
-    assert taken.columns["input_ids"].tolist() == [[6, 7], [0, 1]]
-    assert rows_of([0], [3]).take([]).columns["input_ids"].shape == (0, 1)
+    assert taken.columns.input_ids.tolist() == [[6, 7], [0, 1]]
+    assert rows_of([0], [3]).take([]).columns.input_ids.shape == (0, 1)
 
 
 def test_the_masked_row_trains_nothing():
-    row = StepRows.masked_row(rows_of([0], [3]))
-    assert row.lengths == [1] and not row.columns["loss_mask"].any()
-    assert row.columns["input_ids"].dtype == torch.int64
+    row = rows_of([0], [3]).masked_row()
+    assert row.lengths == [1] and not row.columns.loss_mask.any()
+    assert row.columns.input_ids.dtype == torch.int64
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_the_world_is_refused(rank):
     with pytest.raises(ValueError, match="rank must be in"):
-        Ranks(size=2, rank=rank, device=torch.device("cpu"))
+        Ranks(ParallelSizes(data=2), rank=rank, device=torch.device("cpu"))

@@ -1,0 +1,95 @@
+"""The train backend of language models under FSDP2: packed micro-batches, one after the other, through the manager's model."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rl_core.actors.backend import Objective, Proceed, Scores, StepCancelled
+from rl_core.actors.forward import PackedBatch, score
+from rl_core.actors.fsdp.manager import FSDPModelManager
+from rl_core.actors.reference import ReferencePolicy
+from rl_core.actors.rows import StepRows
+from rl_core.algorithms.aggregation import LossNormalizers
+from rl_core.algorithms.stats import Stat
+from rl_core.api.job import RLJobSpec
+
+
+class FSDPBackend(FSDPModelManager):
+    """A TrainBackend. All its ranks are data ranks, and each has the whole model's scores and loss."""
+
+    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
+        super().__init__(cfg, world_size, rank)
+        self._reference: ReferencePolicy | None = None
+
+    def setup_model_and_optimizer(self) -> None:
+        """Set up as the manager does; keep the starting weights as reference policy where KL needs one."""
+        super().setup_model_and_optimizer()
+        if self.cfg.algorithm.needs_reference:
+            self._reference = ReferencePolicy([self.strategy.local(p.detach()) for p in self.model.parameters()])
+
+    @property
+    def max_length(self) -> int:
+        """Longest row in tokens: the configured limit, else the model's."""
+        return int(self.cfg.rollout.max_sequence_length or self.model.config.max_position_embeddings)
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size of the model."""
+        return int(self.model.config.hidden_size)
+
+    def forward_backward(
+        self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
+    ) -> list[dict[str, Stat]]:
+        """Add the gradients of all `parts`; return the objective's statistics of each. See TrainBackend."""
+        stats: list[dict[str, Stat]] = []
+        for index, rows in enumerate(parts):
+            try:
+                proceed()
+            except StepCancelled:
+                if index:
+                    # FSDP holds gradients back until the last micro-batch: an empty last one has it reduce them, so that they can be dropped.
+                    self._train_part(rows.masked_row(), objective, normalizers, is_last=True)
+                self.drop_gradients()
+                raise
+            stats.append(self._train_part(rows, objective, normalizers, is_last=index == len(parts) - 1))
+        return stats
+
+    def _train_part(
+        self, rows: StepRows, objective: Objective, normalizers: LossNormalizers, *, is_last: bool
+    ) -> dict[str, Stat]:
+        with self.before_micro_batch(self.model, is_last):
+            columns = rows.columns.to(self.compute_device)
+            log_probs, entropy = score(self.model, self._pack(rows), temperature=self._temperature, entropy=True)
+            result = objective(Scores(log_probs, entropy), columns, normalizers)
+            # FSDP averages gradients over ranks; shares of the loss are to be summed.
+            (result.loss * self.ranks.size).backward()
+        return result.metrics
+
+    def score_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[torch.Tensor]:
+        """Return each part's log-probabilities [B, T] without gradient, on the CPU."""
+        scored = []
+        for rows in parts:
+            proceed()
+            with torch.no_grad():
+                log_probs, _ = score(self.model, self._pack(rows), temperature=self._temperature)
+            scored.append(log_probs.cpu())
+        return scored
+
+    @property
+    def _temperature(self) -> float:
+        return self.cfg.rollout.sampling.temperature
+
+    def _pack(self, rows: StepRows) -> PackedBatch:
+        self._require_loaded("a forward pass")
+        columns = rows.columns
+        return PackedBatch.of(columns.input_ids, rows.lengths, columns.loss_mask, self.compute_device)
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its starting weights. Raises RuntimeError where the loss has no KL term."""
+        if self._reference is None:
+            raise RuntimeError(
+                "the reference policy is kept only with algorithm.loss.klCoefficient above 0, got 0; set it"
+            )
+        return self._reference.swapped()

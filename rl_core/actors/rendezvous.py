@@ -1,0 +1,145 @@
+"""How the ranks of an actor find each other: the store they meet at, the process group, and which network they listen on.
+
+Store and gloo listen on the interface that leads to MASTER_ADDR and on no other: neither asks who connects.
+"""
+
+import logging
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rl_core.api.errors import ConfigError, InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable that gloo reads when a group is made: the name of the interface to listen on."""
+LOOPBACK = "127.0.0.1"
+RESOLVE_SECONDS = 0.5
+"""Pause between two attempts to resolve MASTER_ADDR, whose DNS record may come after the process."""
+
+_meetings: dict[int, dist.Store] = {}
+"""Store of the process group made here, by its world size; a process has one group in its life."""
+
+
+def join(size: int, rank: int, device: torch.device, timeout: float) -> dist.Store | None:
+    """Join the process group of `size` ranks and return the store they meet at; None when somebody else made the group.
+
+    A group of one, which only a wrapper for half precision asks for, is made on loopback.
+    Raises ConfigError without MASTER_ADDR and MASTER_PORT, InfrastructureError when the ranks do not find each other.
+    """
+    limit = timedelta(seconds=timeout)
+    if dist.is_initialized():
+        if (dist.get_world_size(), dist.get_rank()) != (size, rank):
+            raise ConfigError(
+                f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the actor was given {rank} of {size}"
+            )
+        return _meetings.get(size)
+    _raise_file_limit()
+    address, store = (LOOPBACK, dist.HashStore()) if size == 1 else _meet(size, rank, limit)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        with _listening_on(address):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise InfrastructureError(f"actor rank {rank} of {size} could not join the process group: {error}") from error
+    _meetings[size] = store
+    return store
+
+
+def _meet(size: int, rank: int, limit: timedelta) -> tuple[str, dist.Store]:
+    """Return this rank's address on the ranks' network, and the store, in which all of them have joined."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR and MASTER_PORT must be set for {size} actor ranks: {error}; start through the launcher"
+        ) from error
+    try:
+        address = _address_towards(host, port, limit)
+        listener = _listen(address, port) if rank == 0 else None
+        store = dist.TCPStore(
+            address if rank == 0 else host,
+            port,
+            size,
+            is_master=rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        store.set(f"rljob/joined/{rank}", "1")
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise InfrastructureError(
+            f"actor rank {rank} of {size} did not reach rank 0 at {host}:{port}: {error}"
+        ) from error
+    _await_all(store, size, rank, limit)
+    return address, store
+
+
+def _await_all(store: dist.Store, size: int, rank: int, limit: timedelta) -> None:
+    keys = [f"rljob/joined/{other}" for other in range(size)]
+    try:
+        store.wait(keys, limit)
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise InfrastructureError(
+            f"actor rank {rank} of {size} waited {limit.total_seconds():.0f} s for ranks {', '.join(map(str, missing))}; they did not start"
+        ) from error
+
+
+def _address_towards(host: str, port: int, limit: timedelta) -> str:
+    """Return the local address from which `host` is reached. Raises OSError when its name is not known within `limit`."""
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            break
+        except socket.gaierror:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RESOLVE_SECONDS)
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing: a datagram socket only chooses its route
+        return str(probe.getsockname()[0])
+
+
+def _listen(address: str, port: int) -> int:
+    """Return the descriptor of a socket that listens on `address` alone; the store takes it over."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family, backlog=2048) as listener:
+        return listener.detach()
+
+
+@contextmanager
+def _listening_on(address: str) -> Iterator[None]:
+    """Have gloo listen on the interface that has `address`, unless the environment names one.
+
+    The variable is put back: process groups made later, such as that of the weights, choose for themselves.
+    """
+    names = [name for name, held in psutil.net_if_addrs().items() if address in {entry.address for entry in held}]
+    if INTERFACE in os.environ or not names:
+        if not names:
+            logger.warning("no interface has the address %s; gloo chooses where it listens", address)
+        yield
+        return
+    os.environ[INTERFACE] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]
+
+
+def _raise_file_limit() -> None:
+    """Let this process have as many open files as the system allows: gloo aborts it when it can accept no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        logger.debug("open files: %s instead of %s", hard, soft)

@@ -1,0 +1,215 @@
+"""What one training step trains (trainers.md 6): its rows, mini-batches, global normalisers, early stop, cancelling and report.
+
+    load -> compute_log_probs -> compute_advantages -> train
+
+How it is trained is the backend's: the engine hands it micro-batches and never sees a module, a gradient or a wrapper. All methods but
+`cancel` are collective over the ranks and run on one thread.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_core.actors import preparation
+from rl_core.actors.backend import StepCancelled, TrainBackend
+from rl_core.actors.cancellation import Cancellation
+from rl_core.actors.objective import PolicyObjective
+from rl_core.actors.preparation import PreparedBatch
+from rl_core.actors.ranks import Ranks
+from rl_core.actors.reporting import StepReport
+from rl_core.actors.rows import Columns, StepRows, lay_out, move_rows, natural_key
+from rl_core.actors.step_plan import plan_epoch
+from rl_core.algorithms.aggregation import count_normalizers
+from rl_core.algorithms.stats import Stat
+from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.records import PromptGroupRecord
+from rl_core.batching.collate import TrainingBatch
+from rl_core.batching.microbatch import plan_microbatches
+
+logger = logging.getLogger(__name__)
+
+
+class StepEngine:
+    """One rank's part of the steps of a run; holds the groups of the step under way."""
+
+    def __init__(
+        self,
+        backend: TrainBackend,
+        ranks: Ranks,
+        algorithm: AlgorithmSpec,
+        *,
+        micro_batch_tokens: int,
+        response_limit: int,
+        balance: bool = True,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`micro_batch_tokens`: most tokens per forward pass; `response_limit`: most generated tokens of a row, over all turns.
+
+        `balance`: deal rows to ranks by cost, else in order. `progress` is called before each micro-batch in training.
+        """
+        self._backend, self._ranks, self._algorithm = backend, ranks, algorithm
+        self._micro_batch_tokens, self._response_limit = micro_batch_tokens, response_limit
+        self._balance, self._progress = balance, progress
+        self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
+        self._cancellation = Cancellation(ranks)
+        self._reduce = ranks.sum_rows if ranks.data_size > 1 else None
+        self.prepared: PreparedBatch | None = None
+        """The step's groups on this rank, from `load` until they are trained or the step is given up."""
+
+    # Groups and what the loss needs of them ---------------------------------------------------------------------------
+
+    def load(self, records: Iterable[PromptGroupRecord]) -> None:
+        """Hold `records` as the step's groups of this rank; their order does not matter. Not collective."""
+        ordered = sorted(records, key=lambda record: natural_key(record.group_id))
+        limits = {"max_length": self._backend.max_length, "micro_batch_tokens": self._micro_batch_tokens}
+        self.prepared = preparation.collate(ordered, **limits)
+        self._cancellation.begin()
+
+    def compute_log_probs(self) -> None:
+        """Keep, of the held groups, the trainer's and the reference's log-probabilities where the loss needs them.
+
+        A cancelled step is left without its groups.
+        """
+        prepared = self._require_batch("compute_log_probs")
+        try:
+            if self._algorithm.recompute_log_probs:
+                prepared.old_log_probs = self.score(prepared.collated)
+            if self._algorithm.needs_reference:
+                prepared.ref_log_probs = self.score_reference(prepared.collated)
+        except StepCancelled:
+            self._leave()
+
+    def compute_advantages(self) -> dict[str, float]:
+        """Compute the held groups' advantages; return this rank's metrics of rewards, groups and advantages."""
+        prepared = self._require_batch("compute_advantages_and_returns")
+        if prepared.ref_log_probs is None and self._algorithm.needs_reference:
+            self.compute_log_probs()
+        with self._ranks.guard("computing advantages"):
+            preparation.finish(prepared, self._algorithm, max_new_tokens=self._response_limit, reduce=self._reduce)
+        return {name: float(stat) for name, stat in prepared.metrics.items()}
+
+    def score(self, batch: TrainingBatch) -> Tensor:
+        """Return the trainer's log-probabilities [B, S] of `batch`; zeros on a rank that has none. Raises StepCancelled."""
+        scored = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
+        lengths = batch.lengths.tolist()
+        columns = Columns(input_ids=batch.input_ids, loss_mask=batch.loss_mask)
+        rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
+        cuts = self._cut(lengths)
+        with self._ranks.guard("computing log-probabilities"):
+            found = self._backend.score_rows(_parts(rows, cuts), proceed=self._cancellation.check)
+        for cut, log_probs in zip(cuts, found, strict=bool(found)):
+            if cut:
+                scored[cut, : log_probs.shape[1]] = log_probs
+        return scored
+
+    def score_reference(self, batch: TrainingBatch) -> Tensor:
+        """Return the reference policy's log-probabilities [B, S] of `batch`; trained weights are as before afterwards."""
+        with self._backend.reference():
+            return self.score(batch)
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Give up the step at the next micro-batch. Any thread; asking one rank will do.
+
+        Only the first mini-batch of a step can be left: once one has ended the rest is trained too, as some of the groups are in the
+        weights and the ledger counts whole steps. The same holds after the last micro-batch, when only the optimizer's work is left.
+        """
+        self._cancellation.ask()
+
+    def train(self, step: int) -> dict[str, float] | None:
+        """Train on the held groups; return the step's metrics over all ranks, equal on each; None when it was cancelled.
+
+        Raises RuntimeError without groups or advantages, InfrastructureError when a rank is lost, DataError after too many
+        gradients in a row that were not finite.
+        """
+        prepared = self._require_batch("run_training")
+        columns, started = prepared.columns(), time.perf_counter()
+        batch, report = prepared.batch, StepReport(self._backend.counts)
+        report.add(prepared.metrics)
+        try:
+            with self._ranks.guard("training"):
+                lengths = batch.lengths.tolist()
+                all_lengths, numbers = lay_out(self._ranks, batch.group_texts, batch.group_ids.tolist(), lengths)
+                rows = StepRows(numbers=numbers, lengths=lengths, columns=columns)
+                for epoch in range(self._algorithm.update_epochs):
+                    if report.early_stopped:
+                        break
+                    self._train_epoch(rows, all_lengths, step, epoch, report)
+                seconds = time.perf_counter() - started
+                metrics = report.finish(self._ranks, tokens=sum(all_lengths), seconds=seconds)
+        except StepCancelled:
+            self._leave()
+            return None
+        self.prepared = None
+        return metrics
+
+    def _train_epoch(self, rows: StepRows, lengths: list[int], step: int, epoch: int, report: StepReport) -> None:
+        """Pass once over the rows of the step, `lengths` by number; `rows` are those that arrived at this rank."""
+        algorithm = self._algorithm
+        plan = plan_epoch(
+            lengths,
+            minibatches=algorithm.optimizer_steps_per_batch,
+            ranks=self._ranks.data_size,
+            hidden_size=self._backend.hidden_size,
+            balance=self._balance,
+            seed=(algorithm.seed, step, epoch),
+        )
+        report.imbalance = plan.imbalance
+        mine = move_rows(self._ranks, rows, plan.destination)
+        place = {number: index for index, number in enumerate(mine.numbers)}
+        for shares in plan.minibatches:
+            self._train_minibatch(mine.take([place[number] for number in shares[self._ranks.data_rank]]), report)
+            if report.exceeds(self._ranks, ratio=algorithm.max_policy_ratio, kl=algorithm.max_policy_kl):
+                break
+
+    def _train_minibatch(self, rows: StepRows, report: StepReport) -> None:
+        """One optimizer step over `rows` of this rank and their counterparts on the others."""
+        normalizers = count_normalizers(rows.columns.loss_mask, reduce=self._reduce)
+        if normalizers.tokens == 0:
+            self._backend.counts.empty += 1
+            return
+        cuts = self._cut(rows.lengths)
+        report.add({"perf/padding_waste": _padding_waste(rows.lengths, cuts)})
+
+        def proceed() -> None:
+            if report.nothing_ended:
+                self._cancellation.check()
+            self._progress()
+
+        with report.timing("forward_backward"):
+            stats = self._backend.forward_backward(_parts(rows, cuts), self._objective, normalizers, proceed=proceed)
+        with report.timing("optimizer"):
+            norm, rates = self._backend.optimizer_step()
+        report.add_step(stats, norm=norm, rate=rates[0])
+
+    def _cut(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the micro-batches of this rank's rows, as many as on the other ranks; each longest row first."""
+        agree = self._ranks.largest if self._ranks.data_size > 1 else None
+        cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
+        # Rows of like length side by side make attention's dense batches tight.
+        return [sorted(cut, key=lambda row: (-lengths[row], row)) for cut in cuts]
+
+    def _leave(self) -> None:
+        self.prepared = None
+        self._cancellation.restore()
+        logger.info("the step is given up: weights, optimizer, counters and random state are those before it")
+
+    def _require_batch(self, method: str) -> PreparedBatch:
+        if self.prepared is None:
+            raise RuntimeError(f"{method} needs the step's groups, got none; call recv_batch or load_batch first")
+        return self.prepared
+
+
+def _parts(rows: StepRows, cuts: Sequence[Sequence[int]]) -> list[StepRows]:
+    """Return the micro-batches; a rank with fewer rows than others runs a masked row where it has none."""
+    return [rows.take(cut) if cut else rows.masked_row() for cut in cuts]
+
+
+def _padding_waste(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> Stat:
+    """Return the share of the tokens run that belong to no row: packed rows have no padding, an empty micro-batch is one token."""
+    idle = torch.tensor(float(sum(not cut for cut in cuts)), dtype=torch.float64)
+    return Stat("mean", idle, idle + float(sum(lengths)))
