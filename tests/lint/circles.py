@@ -12,8 +12,6 @@ from import_graph import Graph, graph, modules
 
 KNOWN = frozenset(
     {
-        frozenset({"rl_core.actors.base", "rl_core.actors.intake"}),
-        frozenset({"rl_core.actors.fsdp.manager", "rl_core.actors.fsdp.checkpoint"}),
         frozenset({"rl_core.channel.backend", "rl_core.channel.delivery"}),
         frozenset({"rl_core.transports.rpc_call", "rl_core.transports.rpc_connection"}),
     }
