@@ -109,9 +109,11 @@ def _missing(situation: Situation, record: Record) -> tuple[list[tuple[str, int]
 
 
 def _drain(situation: Situation, record: Record) -> PodMoves:
-    """Ask surplus pods to finish, highest index first; delete those that have, or whose time is up.
+    """Ask surplus pods to finish, highest index first; delete those that have, those that never started, and those whose time is up.
 
-    A pod once asked goes even if it is wanted again: its processes take no more work. Its entry stays until its name is free.
+    That the runner does not answer, or does not list a pod, says nothing about the pod's work: only its `drained` or `lost`, given
+    after the pod was asked, does. A pod once asked goes even if it is wanted again: its processes take no more work. Its entry stays
+    until its name is free.
     """
     leaving = [pod for role in ELASTIC for pod in situation.pods_of(role) if _leaves(situation, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
@@ -123,8 +125,9 @@ def _drain(situation: Situation, record: Record) -> PodMoves:
         if not is_active(pod):
             continue
         left = draining[pod.name] + patience - situation.now
-        state = report.state_of(pod.name) if report is not None else None
-        if state in (None, "drained", "lost") or left <= 0:
+        fresh = report is not None and report.at >= draining[pod.name]
+        state = report.state_of(pod.name) if report is not None and fresh else None
+        if state in ("drained", "lost") or pod.phase == "Pending" or left <= 0:
             delete.append(removal(pod))
             continue
         again.append(left)

@@ -179,7 +179,9 @@ class Operator:
         await relister.filled.wait()
         if settings.leader_elect:
             await leadership.acquire()
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        # Nothing is decompressed: a small answer of a tenant's program may hold gigabytes.
+        session = aiohttp.ClientSession(auto_decompress=False, headers={"Accept-Encoding": "identity"})
+        async with session, asyncio.TaskGroup() as group:
             if settings.leader_elect:
                 group.create_task(leadership.keep(), name="lease")
             master = await master_key.obtain(cluster, namespace=settings.config.namespace)
@@ -234,7 +236,13 @@ class Operator:
                 continue
             first = self.cache.entry(kinds.POD, key, naming.pod(key.name, naming.ACTOR, 0))
             if first is not None and is_runner(first.value, job_uid=job["metadata"]["uid"]):
-                yield Target(key=key, job_uid=first.value.job_uid, pod_uid=first.uid, ip=first.value.ip)
+                yield Target(
+                    key=key,
+                    job_uid=first.value.job_uid,
+                    pod_uid=first.uid,
+                    ip=first.value.ip,
+                    awaited=phase_of(job) != "Running" or bool(job["status"].get("draining")),
+                )
 
     async def _resync(self) -> None:
         """Look at every job once per interval, spread over it."""

@@ -1,8 +1,9 @@
 """The operator's line to the runners: it asks each for `/status` now and then, and passes control calls on.
 
 The runner is addressed by its pod's IP and the job's derived token (protocol.md 3). With many jobs the interval grows, so that the
-polling of a thousand jobs costs no more than that of a hundred; a short deadline and few calls at once keep one dead node
-from holding up the rest.
+polling of a thousand jobs costs no more than that of a hundred; jobs whose pods wait for the runner's word (they start, drain or
+suspend) are asked at a rate of their own. A short deadline and few calls at once keep one dead node from holding up the rest, and
+whatever a runner answers, which may be a tenant's program, is that job's failure alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CONTROL_PORT = 7702
 DEADLINE = aiohttp.ClientTimeout(total=3.0, sock_connect=2.0)
 IN_FLIGHT = 32
 JOBS_PER_SECOND = 20.0
-"""Polls per second of all jobs together, at most."""
+"""Polls per second of all jobs together, at most; the same again for those that are waited for."""
 LARGEST = 1 << 20
 """Bytes of an answer that are read; a runner's status is a few KiB."""
 TICK = 0.5
@@ -75,12 +76,26 @@ class RunnerClient:
                 timeout=DEADLINE,
                 allow_redirects=False,
             ) as response:
-                text = await response.content.read(LARGEST)
+                text = await _body(response)
                 if response.status >= 400:
                     raise RunnerError(f"HTTP {response.status}: {text[:200].decode(errors='replace')}")
                 return json.loads(text) if text else None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise RunnerError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
+            raise RunnerError(_words(error)) from error
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Return the whole body, in however many pieces it comes. Raises RunnerError for more than LARGEST bytes."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > LARGEST:
+            raise RunnerError(f"an answer must have at most {LARGEST} bytes, got more")
+    return bytes(body)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +106,8 @@ class Target:
     job_uid: str
     pod_uid: str
     ip: str
+    awaited: bool = False
+    """Whether pods wait for what the runner says: it is then asked as often as with few jobs."""
 
 
 def is_runner(pod: PodView, *, job_uid: str) -> bool:
@@ -119,8 +136,8 @@ class Poller:
         self._enqueue = enqueue
         self._interval = interval
         self._clock = clock
-        self._due: dict[JobKey, tuple[str, float]] = {}
-        """pod uid asked, and when it is asked again."""
+        self._asked: dict[JobKey, tuple[str, float, float]] = {}
+        """pod uid asked, when, and the factor on the interval that spreads the jobs over it."""
         self._asking: set[JobKey] = set()
         self._in_flight = asyncio.Semaphore(IN_FLIGHT)
 
@@ -137,15 +154,18 @@ class Poller:
         """Return the runners whose time has come; a new pod is asked at once, the others spread over the interval."""
         targets = list(self._targets())
         now = self._clock()
-        interval = max(self._interval, len(targets) / JOBS_PER_SECOND)
+        awaited = sum(target.awaited for target in targets)
+        shared = max(self._interval, (len(targets) - awaited) / JOBS_PER_SECOND)
+        prompt = max(self._interval, awaited / JOBS_PER_SECOND)
         present = {target.key for target in targets}
-        self._due = {key: due for key, due in self._due.items() if key in present}
+        self._asked = {key: asked for key, asked in self._asked.items() if key in present}
         ready = []
         for target in targets:
-            pod_uid, due = self._due.get(target.key, ("", 0.0))
+            pod_uid, asked_at, spread = self._asked.get(target.key, ("", 0.0, 1.0))
+            due = asked_at + spread * (prompt if target.awaited else shared)
             if target.key in self._asking or (pod_uid == target.pod_uid and now < due):
                 continue
-            self._due[target.key] = (target.pod_uid, now + interval * random.uniform(0.9, 1.1))
+            self._asked[target.key] = (target.pod_uid, now, random.uniform(0.9, 1.1))
             ready.append(target)
         return ready
 
@@ -158,6 +178,11 @@ class Poller:
                 status = await self._client.status(target.job_uid, target.ip)
         except RunnerError as error:
             after = self._failed(target, before, str(error))
+        except (
+            Exception
+        ) as error:  # the task boundary: raised, it would end the polls of all jobs, and with them the leader
+            logger.warning("polling %s failed", target.key, exc_info=error)
+            after = self._failed(target, before, _words(error))
         else:
             after = Progress(status=status, at=self._clock(), pod_uid=target.pod_uid)
         finally:

@@ -1,6 +1,8 @@
 """Polling runners: over real HTTP with the job's token, at the interval that the number of jobs asks for, one dead runner holds up none."""
 
 import asyncio
+import json
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -10,7 +12,15 @@ from aiohttp.test_utils import TestServer
 from rl_core.plan import keys
 from rljob_operator.model import ContainerEnd, ControlCall, PodView, Progress
 from rljob_operator.runtime.cache import JobKey
-from rljob_operator.runtime.progress import JOBS_PER_SECOND, Poller, RunnerClient, RunnerError, Target, is_runner
+from rljob_operator.runtime.progress import (
+    JOBS_PER_SECOND,
+    LARGEST,
+    Poller,
+    RunnerClient,
+    RunnerError,
+    Target,
+    is_runner,
+)
 
 MASTER = bytes(range(32))
 
@@ -85,6 +95,136 @@ async def test_a_runner_that_is_not_there_is_an_error(client):
         await client.status("job", "127.0.0.2")
 
 
+async def whole(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n" + b'{"step": 321}')
+
+
+async def split(writer):
+    """The runner's own status of some KiB arrives in several TCP segments."""
+    body = json.dumps({"step": 321, "members": ["m" * 100] * 140}).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:1460])
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.write(body[1460:])
+
+
+async def nested(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 200_000)
+
+
+async def nested_object(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a":' * 200_000)
+
+
+async def oversized(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a": "' + b"x" * (LARGEST + 1) + b'"}')
+
+
+async def endless(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n{")
+    while not writer.is_closing():
+        writer.write(b" " * 65536)
+        await writer.drain()
+
+
+async def slow(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(60)
+
+
+async def cut(writer):
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+
+async def no_http(writer):
+    writer.write(b"\x00\xff" * 100)
+
+
+@pytest.fixture
+async def tenant():
+    """Starts a program of a tenant that answers in its own way; returns its port."""
+    servers, talks = [], set()
+
+    async def start(behaviour):
+        async def talk(reader, writer):
+            talks.add(asyncio.current_task())
+            try:
+                await reader.readuntil(b"\r\n\r\n")
+                await behaviour(writer)
+                await writer.drain()
+            except (ConnectionError, asyncio.IncompleteReadError):
+                pass
+            finally:
+                writer.close()
+
+        servers.append(await asyncio.start_server(talk, "127.0.0.1", 0))
+        return servers[-1].sockets[0].getsockname()[1]
+
+    yield start
+    for server in servers:
+        server.close()
+    for task in talks:
+        task.cancel()
+    await asyncio.gather(*talks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("behaviour", [nested, nested_object, oversized, endless, slow, cut, no_http])
+async def test_whatever_a_runner_answers_the_poller_goes_on(tenant, monkeypatch, behaviour):
+    monkeypatch.setattr("rljob_operator.runtime.progress.DEADLINE", aiohttp.ClientTimeout(total=1.0))
+    monkeypatch.setattr("rljob_operator.runtime.progress.TICK", 0.02)
+    bad, good = await tenant(behaviour), await tenant(whole)
+    known, answered = {}, asyncio.Event()
+    async with aiohttp.ClientSession() as session:
+        clients = {port: RunnerClient(master=MASTER, session=session, port=port) for port in (bad, good)}
+
+        class Both:
+            """Two runners on one address: the port stands for the job."""
+
+            async def status(self, job_uid, ip):
+                return await clients[int(job_uid)].status(job_uid, ip)
+
+        def report(key, uid, progress):
+            known[int(uid)] = progress
+            if len(known) == 2:
+                answered.set()
+
+        targets = [Target(key=JobKey("n", str(p)), job_uid=str(p), pod_uid=str(p), ip="127.0.0.1") for p in (bad, good)]
+        poller = Poller(
+            client=Both(),
+            targets=lambda: targets,
+            known=lambda key: known.get(int(key.name)),
+            report=report,
+            enqueue=lambda key: None,
+            interval=0.1,
+        )
+        polls = asyncio.create_task(poller.run())
+        async with asyncio.timeout(30):
+            await asyncio.wait([polls, asyncio.create_task(answered.wait())], return_when=asyncio.FIRST_COMPLETED)
+        assert not polls.done(), "one runner's answer ended the polls of all"
+        polls.cancel()
+        await asyncio.gather(polls, return_exceptions=True)
+    assert known[bad].error and known[bad].failing_since is not None and known[bad].status == {}
+    assert known[good].error == "" and known[good].status == {"step": 321}
+
+
+async def test_a_status_in_several_segments_is_read_to_its_end(tenant):
+    port = await tenant(split)
+    async with aiohttp.ClientSession() as session:
+        status = await RunnerClient(master=MASTER, session=session, port=port).status("job", "127.0.0.1")
+    assert status["step"] == 321 and len(status["members"]) == 140
+
+
+def test_a_failure_of_the_poll_itself_is_that_jobs_alone(fake_time):
+    async def scenario():
+        bench = Bench("a", "b")
+        bench.runners.answers["a"] = KeyError("a bug")
+        await bench.run(20)
+        assert bench.known[JobKey("ns", "a")].error == "KeyError: 'a bug'" and bench.polls("b") >= 3
+
+    fake_time(scenario())
+
+
 async def test_control_calls_carry_their_body_and_never_raise(runner, client):
     call = ControlCall(method="POST /drain", body={"pods": ["a"]}, ip="127.0.0.1")
     assert await client.call("job", call) is True
@@ -147,6 +287,18 @@ def test_many_jobs_are_asked_less_often(fake_time):
         bench = Bench(*(f"ip-{n}" for n in range(1000)))
         await bench.run(200)
         assert len(bench.runners.asked) <= 1.2 * JOBS_PER_SECOND * 200
+
+    fake_time(scenario())
+
+
+def test_jobs_that_wait_for_their_runners_word_are_asked_as_often_as_with_few(fake_time):
+    async def scenario():
+        bench = Bench(*(f"ip-{n}" for n in range(1000)))
+        await bench.run(100)
+        few = bench.polls("ip-0")
+        bench.targets[0] = replace(bench.targets[0], awaited=True)
+        await bench.run(100)
+        assert few <= 4 and bench.polls("ip-0") - few >= 17
 
     fake_time(scenario())
 

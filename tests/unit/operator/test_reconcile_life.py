@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from simulator import CONFIG, START, World, make_job, reason, running
@@ -166,9 +168,64 @@ def test_a_pod_that_does_not_drain_goes_after_its_time() -> None:
     assert [deletion.name for deletion in world.plan().delete] == ["x-rollout-2"]
 
 
-def test_without_an_answer_from_the_runner_surplus_pods_go_at_once() -> None:
-    world = running(rollout={"replicas": 3, "minReplicas": 1})
+def draining_world() -> World:
+    """Return a world whose runner lets x-rollout-2 finish its work."""
+    world = running(rollout={"replicas": 3, "minReplicas": 1}, runtime={"drainSeconds": 20})
+    world.edit(rollout={"replicas": 2})
+    world.reconcile()
+    world.drained.clear()  # it was asked, and works on
+    return world
+
+
+def deleted_after(world: World) -> float:
+    """Return the seconds until the operator deletes a pod."""
+    began = world.now
+    while not world.reconcile().delete:
+        world.tick()
+        assert world.now - began < 100
+    return world.now - began
+
+
+def test_a_poll_that_failed_is_no_word_about_draining_pods() -> None:
+    world = draining_world()
     world.silent_since = world.now
+    assert deleted_after(world) == 30
+
+
+def test_a_new_leader_that_has_not_asked_yet_deletes_no_draining_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = draining_world()
+    monkeypatch.setattr(World, "progress", lambda self: None)
+    assert deleted_after(world) == 30
+
+
+def test_a_runner_that_does_not_list_a_pod_has_not_drained_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = draining_world()
+    answer = World.progress
+
+    def without_members(self: World) -> Any:
+        progress = answer(self)
+        return replace(progress, status={**progress.status, "members": []}) if progress is not None else None
+
+    monkeypatch.setattr(World, "progress", without_members)
+    assert deleted_after(world) == 30
+
+
+def test_what_the_runner_said_before_it_was_asked_to_drain_is_of_another_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = running(rollout={"replicas": 3, "minReplicas": 1}, runtime={"drainSeconds": 20})
+    world.drained = {"x-rollout-2"}
+    stale = world.progress()
+    assert stale is not None
+    world.tick(3)
+    monkeypatch.setattr(World, "progress", lambda self: stale)
+    world.edit(rollout={"replicas": 2})
+    assert deleted_after(world) == 30
+
+
+def test_a_surplus_pod_that_never_started_goes_at_once() -> None:
+    world = running(rollout={"replicas": 2, "minReplicas": 1})
+    world.no_image = True
+    world.edit(rollout={"replicas": 3})
+    world.go_on(ticks=3)
     world.edit(rollout={"replicas": 2})
     assert [deletion.name for deletion in world.reconcile().delete] == ["x-rollout-2"]
 
