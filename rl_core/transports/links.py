@@ -30,10 +30,12 @@ class SharedMemory:
 
     def __init__(self, uid: str = "") -> None:
         self.pid = os.getpid()
-        shared_memory.remove_orphans(uid)  # of processes that were killed; their supervisor may be gone too
+        shared_memory.remove_orphans()  # of processes that were killed; their supervisor may be gone too
+        self.token = shared_memory.Token(
+            uid
+        )  # before the first segment: what has no token is taken for a dead process's
         self.store = shared_memory.SegmentStore(uid)
         self.reader = shared_memory.SegmentReader()
-        self.token = shared_memory.Token(uid)
 
     @classmethod
     def shared(cls, uid: str = "") -> "SharedMemory":

@@ -2,18 +2,24 @@
 
 The process that creates a segment owns it: it lends it to holders (connections), gets it back by their release messages or
 when they are gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and
-keep the mapping. Names are `rljob-<uid8>-<pid>-<n>`, mode 0600; `rljob-<uid8>-<pid>-token` is locked while its process
-lives and proves to a peer that both see the same /dev/shm. A full store is not an error: the caller sends by socket.
+keep the mapping. A full store is not an error: the caller sends by socket.
+
+Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is the process's and nobody can guess it, so nobody
+can lie in wait under a name; it is told to peers only. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives
+and proves to a peer that both see the same /dev/shm. What another user put into /dev/shm is never opened for use nor removed.
 """
 
+import errno
 import fcntl
+import functools
 import logging
 import mmap
 import os
-import random
 import re
 import secrets
+import stat
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -36,13 +42,43 @@ RESERVE = 64 * 2**20
 """Bytes of /dev/shm left to others (NCCL, data loaders)."""
 IDLE_BYTES = 256 * 2**20
 """Most bytes kept in segments that nobody holds."""
-_NAME = re.compile(r"rljob-[a-z0-9]+-\d+-\d+\Z")
+_SEGMENT = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-\d+")
+_TOKEN = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-token")
+_OWNERLESS_SECONDS = 3_600.0
+"""Age at which a segment without a token, or an empty token, is nobody's."""
 _MAPPED = 256
 
 
-def short_uid(uid: str) -> str:
-    """Return the part of a job uid that names carry: its first 8 letters and digits, lower case."""
-    return re.sub(r"[^a-z0-9]", "", uid.lower())[:8] or "nojob"
+class NotOurs(OSError):
+    """The name in /dev/shm is taken by a folder, a pipe, a link, or a file of another user."""
+
+
+@functools.cache
+def _owner(uid: str, pid: int) -> str:
+    """Return what the names of this process begin with: 8 letters and digits of the job's uid, pid and a random part."""
+    short = re.sub(r"[^a-z0-9]", "", uid.lower())[:8] or "nojob"
+    return f"rljob-{short}-{pid}-{secrets.token_hex(8)}"
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Return a descriptor of a regular file of this user. Follows no link and does not wait for the other end of a pipe.
+
+    Raises NotOurs for anything else, and OSError as `os.open`.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.EACCES, errno.ENXIO):
+            raise NotOurs(error.errno, f"{path} is no file of this user") from error
+        raise
+    if not _is_own(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise NotOurs(errno.EPERM, f"{path} is no file of this user")
+    return descriptor
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +125,13 @@ class SegmentStore:
         """`full` (placements refused), `created`, `reused`."""
         self._directory = directory
         self._capacity = capacity
-        self._prefix = f"rljob-{short_uid(uid)}-{os.getpid()}"
-        self._number = random.randrange(2**31)  # numbers are not reused when a pid is
+        self._owner = _owner(uid, os.getpid())
+        self._number = 0
         self._idle: OrderedDict[str, Segment] = OrderedDict()
         self._lent: dict[tuple[str, int], tuple[Segment, Counter[Hashable]]] = {}
         self._total = self._idle_bytes = self._kept_since_trim = 0
         self._lock = threading.Lock()
+        """Guards all of the above: the I/O thread frees what other threads lend."""
 
     def lend(self, size: int, holder: Hashable) -> Segment | None:
         """Return a segment of at least `size` bytes lent to `holder`; None when the store is full."""
@@ -202,8 +239,8 @@ class SegmentStore:
                 return None
             self._number += 1
             try:
-                segment = Segment(self._directory / f"{self._prefix}-{self._number}", size)
-            except FileExistsError:
+                segment = Segment(self._directory / f"{self._owner}-{self._number}", size)
+            except FileExistsError:  # another store of this process has the number
                 continue
             except OSError as error:
                 logger.warning("no shared memory for %d bytes: %s", size, error)
@@ -247,7 +284,9 @@ class SegmentReader:
         self._directory = directory
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._watched: dict[int, weakref.ref[Any]] = {}
+        """Keeps the references alive whose callbacks release the views."""
         self._lock = threading.Lock()
+        """Guards `_maps`: two threads must not map a segment twice."""
 
     def view(self, name: str, offset: int, size: int, on_release: Callable[[], None] | None = None) -> memoryview:
         """Return `size` bytes of segment `name`. `on_release` runs when no array uses them; it must not block.
@@ -282,10 +321,10 @@ class SegmentReader:
             return memory
 
     def _open(self, name: str) -> mmap.mmap:
-        if not _NAME.match(name):
+        if not _SEGMENT.fullmatch(name):
             raise FrameError(f"{name!r} is not the name of a segment")
         try:
-            descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = _open_own(self._directory / name, os.O_RDWR)
         except OSError as error:
             raise FrameError(f"segment {name} cannot be opened: {error.strerror}; its owner may be gone") from error
         try:
@@ -307,12 +346,13 @@ class Token:
     """Proof that two processes see the same /dev/shm as the same user; its lock tells that this process lives."""
 
     def __init__(self, uid: str = "", *, directory: Path = DIRECTORY) -> None:
-        self._path = directory / f"rljob-{short_uid(uid)}-{os.getpid()}-token"
+        self._path = directory / f"{_owner(uid, os.getpid())}-token"
         self._secret = secrets.token_bytes(32)
-        self._path.unlink(missing_ok=True)  # of a dead process with our pid
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(self._descriptor, self._secret)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        os.write(
+            self._descriptor, self._secret
+        )  # after the lock: a token that is not empty and not locked is a dead one's
 
     @property
     def proof(self) -> MemoryProof:
@@ -328,33 +368,65 @@ class Token:
 def readable(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
     """Return whether the peer that showed `proof` has its segments where this process can read them."""
     try:
-        if proof is None or not re.fullmatch(r"rljob-[a-z0-9]+-\d+-token", proof.file):
+        if proof is None or not _TOKEN.fullmatch(proof.file):
             return False
-        return bool(blake2b((directory / proof.file).read_bytes()).digest() == proof.digest)
+        with os.fdopen(_open_own(directory / proof.file, os.O_RDONLY), "rb") as file:
+            return bool(blake2b(file.read(64)).digest() == proof.digest)
     except (OSError, TypeError, ValueError):
         return False
 
 
-def remove_orphans(uid: str, *, directory: Path = DIRECTORY) -> list[str]:
-    """Delete the segments of job `uid` whose owners are dead and return their names. For supervisors."""
-    removed = []
-    dead: dict[str, bool] = {}
-    for path in sorted(directory.glob(f"rljob-{short_uid(uid)}-*")):
-        owner = path.name.rpartition("-")[0]
-        if owner not in dead:
-            dead[owner] = not _alive(directory / f"{owner}-token", int(owner.rpartition("-")[2]))
-        if dead[owner]:
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+def remove_orphans(*, directory: Path = DIRECTORY, now: Callable[[], float] = time.time) -> list[str]:
+    """Delete segments and tokens of this user's dead processes, of any job, and return their names.
+
+    Whoever kills all processes of a run leaves nobody to clean up after them, so every start does it. `now`: the time of files.
+    """
+    found, foreign = _entries(directory)
+    removed: list[str] = []
+    for owner, files in found.items():
+        if not _lives(directory / f"{owner}-token", now() - max(files.values())):
+            for name in files:
+                (directory / name).unlink(missing_ok=True)
+            removed += files
+    if foreign:
+        logger.info("left alone in %s what is not of this user or program: %s", directory, ", ".join(sorted(foreign)))
     return removed
 
 
-def _alive(token: Path, pid: int) -> bool:
+def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Return this user's segments and tokens, owner -> name -> time of the last change, and what else lies under our prefix."""
+    found: dict[str, dict[str, float]] = {}
+    foreign = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if not entry.name.startswith("rljob-") or entry.name.startswith("rljob-host-"):
+                continue
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # its owner removed it meanwhile
+                continue
+            if _is_own(about) and (_SEGMENT.fullmatch(entry.name) or _TOKEN.fullmatch(entry.name)):
+                found.setdefault(entry.name.rpartition("-")[0], {})[entry.name] = about.st_mtime
+            else:
+                foreign.append(entry.name)
+    return found, foreign
+
+
+def _lives(token: Path, age: float) -> bool:
+    """Return whether the owner of files lives: its token is locked. Pids would not tell: other containers have their own.
+
+    `age`: seconds since any of them changed.
+    """
     try:
-        descriptor = os.open(token, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # no lock to ask: the process table of this namespace must do
-        return Path(f"/proc/{pid}").exists()
+        descriptor = _open_own(token, os.O_RDONLY)
+    except FileNotFoundError:  # no lock to ask
+        return age < _OWNERLESS_SECONDS
+    except OSError as error:
+        logger.info("left alone what belongs to %s: %s", token.name, error)
+        return True
     try:
+        if os.fstat(descriptor).st_size == 0:  # made, but not locked yet
+            return age < _OWNERLESS_SECONDS
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -363,17 +435,31 @@ def _alive(token: Path, pid: int) -> bool:
     return False
 
 
+@functools.cache
 def host_token(*, directory: Path = DIRECTORY) -> str:
-    """Return a text that is equal in exactly the processes (of one user) that share this host's /dev/shm."""
+    """Return a text that is equal in exactly the processes (of one user) that share this host's /dev/shm.
+
+    Where its name is taken by what is not ours each process gets a text of its own: weights then go by stream.
+    """
     path = directory / f"rljob-host-{os.geteuid()}"
-    if not path.exists():
-        draft = directory / f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
-        draft.write_text(secrets.token_hex(16))
-        draft.chmod(0o600)
-        try:
-            os.link(draft, path)  # whoever links first wins; the content is never half written
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
-    return path.read_text()
+    try:
+        if not os.path.lexists(path):
+            _write_host_token(path)
+        with os.fdopen(_open_own(path, os.O_RDONLY)) as file:
+            return file.read(64)
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be used (%s): weights go by stream on this host; remove what lies there", path, error)
+        return secrets.token_hex(16)
+
+
+def _write_host_token(path: Path) -> None:
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, secrets.token_hex(16).encode())
+        os.link(draft, path)  # whoever links first wins; the content is never half written
+    except FileExistsError:
+        return
+    finally:
+        os.close(descriptor)
+        draft.unlink()

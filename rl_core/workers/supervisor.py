@@ -361,11 +361,8 @@ class Supervisor:
         report_child_ended(self._env_of(process), restarts, code)
 
     def _remove_shared_memory(self) -> None:
-        uid = next(
-            (p.env["RLJOB_UID"] for p in self._processes if "RLJOB_UID" in p.env), self._environ.get("RLJOB_UID", "")
-        )
-        if uid:
-            self._spawn_task(asyncio.to_thread(_remove_orphaned_segments, uid))
+        if any("RLJOB_UID" in environ for environ in (self._environ, *(process.env for process in self._processes))):
+            self._spawn_task(asyncio.to_thread(_remove_orphaned_segments))
 
     def _write_termination(self, code: int) -> None:
         termination.write(
@@ -392,9 +389,9 @@ def _describe(name: str, code: int) -> str:
     return f"{name} ended with code {code}"
 
 
-def _remove_orphaned_segments(uid: str) -> None:
+def _remove_orphaned_segments() -> None:
     from rl_core.transports import shared_memory
 
-    removed = shared_memory.remove_orphans(uid)
+    removed = shared_memory.remove_orphans()
     if removed:
         logger.info("removed %d shared-memory segments of ended processes", len(removed))

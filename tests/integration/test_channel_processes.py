@@ -167,10 +167,10 @@ def test_segments_of_a_killed_process_are_removed_by_its_supervisor(spawn):
     """
     process, segment = spawn(code, uid)
     assert segment.startswith(f"rljob-{uid}-{process.pid}-")
-    assert shared_memory.remove_orphans(uid) == []
+    assert segment not in shared_memory.remove_orphans()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert segment in shared_memory.remove_orphans(uid)
+    assert segment in shared_memory.remove_orphans()
     assert not (shared_memory.DIRECTORY / segment).exists()
 
 

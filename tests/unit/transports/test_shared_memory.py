@@ -3,6 +3,7 @@
 import gc
 import os
 import stat
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from rl_core.transports.shared_memory import (
 )
 
 MIB = 2**20
+RANDOM = "0123456789abcdef"
+SEGMENT = f"rljob-a-1-{RANDOM}-2"
 
 
 @pytest.fixture
@@ -187,7 +190,8 @@ class TestReading:
             reader.view(placement.segment, offset, size)
 
     @pytest.mark.parametrize(
-        "name", ["../etc/passwd", "rljob-a-1-2/../../x", "other", "rljob-a-1-token", "rljob-a-1-2\n"]
+        "name",
+        ["../etc/passwd", f"{SEGMENT}/../../x", "other", "rljob-a-1-2", f"rljob-a-1-{RANDOM}-token", f"{SEGMENT}\n"],
     )
     def test_only_segment_names_are_opened(self, reader, name):
         with pytest.raises(FrameError, match="not the name of a segment"):
@@ -195,14 +199,14 @@ class TestReading:
 
     def test_a_missing_segment_is_a_frame_error(self, reader):
         with pytest.raises(FrameError, match="its owner may be gone"):
-            reader.view("rljob-a-1-2", 0, 1)
+            reader.view(SEGMENT, 0, 1)
 
     def test_a_link_is_not_followed(self, reader, tmp_path):
         secret = tmp_path / "secret"
         secret.write_bytes(b"x" * 4096)
-        (tmp_path / "rljob-a-1-2").symlink_to(secret)
+        (tmp_path / SEGMENT).symlink_to(secret)
         with pytest.raises(FrameError):
-            reader.view("rljob-a-1-2", 0, 1)
+            reader.view(SEGMENT, 0, 1)
 
     def test_mappings_of_deleted_segments_are_dropped(self, store, reader, tmp_path):
         first = put(store, data().data, "peer")
@@ -222,10 +226,17 @@ class TestTokens:
         token.close()
         assert not readable(token.proof, directory=tmp_path)
 
-    @pytest.mark.parametrize("file", ["../x", "rljob-a-1-2", 1, None])
+    @pytest.mark.parametrize("file", ["../x", SEGMENT, f"rljob-a-1-{RANDOM}-token", 1, None])
     def test_nonsense_is_not_readable(self, file, tmp_path):
         assert not readable(None, directory=tmp_path)
         assert not readable(MemoryProof(file=file, digest=b""), directory=tmp_path)
+
+    def test_names_cannot_be_guessed(self, store, tmp_path):
+        names = [Token("job", directory=tmp_path).proof.file, store.lend(MIB, "peer").name]
+        for name in names:
+            random = name.split("-")[3]
+            assert len(random) == 16 and set(random) <= set("0123456789abcdef")
+        assert len({name.split("-")[3] for name in names}) == 2, "one job's name says nothing of another's"
 
     def test_the_host_token_is_equal_for_all_and_stays(self, tmp_path):
         first = host_token(directory=tmp_path)
@@ -237,25 +248,77 @@ class TestOrphans:
     def test_segments_of_a_living_process_stay(self, tmp_path):
         token = Token("job", directory=tmp_path)
         store = SegmentStore("job", directory=tmp_path, capacity=8 * MIB)
-        put(store, data().data, "peer")
-        assert remove_orphans("job", directory=tmp_path) == []
+        store.lend(MIB, "peer")
+        assert remove_orphans(directory=tmp_path) == []
         token.close()
         store.close()
 
-    def test_segments_of_dead_processes_go_and_other_jobs_stay(self, tmp_path):
-        for name in (
-            "rljob-job-4194999-17",
-            "rljob-job-4194999-18",
-            "rljob-other-4194999-17",
-            "rljob-job-4194998-token",
-        ):
+    def test_what_killed_processes_left_goes_whatever_their_job_and_pid(self, tmp_path):
+        """The lock on the token tells, not the process table: another process may have the number."""
+        left = [
+            f"rljob-{job}-{pid}-{RANDOM}-{end}" for job, pid in (("a", 4194999), ("b", os.getpid())) for end in (1, 2)
+        ]
+        for name in left:
             (tmp_path / name).write_bytes(b"x")
-        removed = remove_orphans("job", directory=tmp_path)
-        assert sorted(removed) == ["rljob-job-4194998-token", "rljob-job-4194999-17", "rljob-job-4194999-18"]
-        assert [path.name for path in tmp_path.iterdir()] == ["rljob-other-4194999-17"]
+            (tmp_path / f"{name.rpartition('-')[0]}-token").write_bytes(b"secret")
+        assert sorted(remove_orphans(directory=tmp_path))[:2] == left[:2]
+        assert list(tmp_path.iterdir()) == []
 
-    def test_a_reused_pid_does_not_save_the_segments_of_the_dead(self, tmp_path):
-        """The lock on the token tells, not the process table: another process may have the number now."""
-        (tmp_path / f"rljob-job-{os.getpid()}-token").write_bytes(b"x")
-        (tmp_path / f"rljob-job-{os.getpid()}-5").write_bytes(b"x")
-        assert len(remove_orphans("job", directory=tmp_path)) == 2
+    @pytest.mark.parametrize("token", [None, b""], ids=["no token", "not locked yet"])
+    def test_what_no_lock_speaks_for_goes_by_its_age(self, token, tmp_path):
+        (tmp_path / SEGMENT).write_bytes(b"x")
+        if token is not None:
+            (tmp_path / f"rljob-a-1-{RANDOM}-token").write_bytes(token)
+        made = (tmp_path / SEGMENT).stat().st_mtime
+        assert remove_orphans(directory=tmp_path, now=lambda: made + 60) == []
+        assert SEGMENT in remove_orphans(directory=tmp_path, now=lambda: made + 86_400)
+
+
+def foreign(path, kind):
+    """Put at `path` what is no file of this user."""
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/etc/hostname")
+    else:
+        path.write_text("0" * 32)
+        os.chown(path, 65534, 65534)
+
+
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+KINDS = ["folder", "pipe", "link", pytest.param("file of another", marks=root)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestForeignNames:
+    """Others may write to /dev/shm too."""
+
+    def test_they_are_left_alone_and_told(self, kind, tmp_path, caplog):
+        caplog.set_level("INFO")
+        foreign(tmp_path / SEGMENT, kind)
+        (tmp_path / f"rljob-b-1-{RANDOM}-token").write_bytes(b"secret")
+        assert remove_orphans(directory=tmp_path, now=lambda: 1e10) == [f"rljob-b-1-{RANDOM}-token"]
+        assert os.path.lexists(tmp_path / SEGMENT)
+        assert len(caplog.records) == 1 and SEGMENT in caplog.text
+
+    def test_as_a_token_they_end_nothing(self, kind, tmp_path):
+        (tmp_path / SEGMENT).write_bytes(b"x")
+        foreign(tmp_path / f"rljob-a-1-{RANDOM}-token", kind)
+        assert remove_orphans(directory=tmp_path, now=lambda: 1e10) == []
+
+    def test_they_are_no_proof_and_no_segment(self, kind, reader, tmp_path):
+        name = f"rljob-a-1-{RANDOM}-token"
+        foreign(tmp_path / name, kind)
+        foreign(tmp_path / SEGMENT, kind)
+        assert not readable(MemoryProof(file=name, digest=blake2b(b"0" * 32).digest()), directory=tmp_path)
+        with pytest.raises(FrameError, match="cannot be opened"):
+            reader.view(SEGMENT, 0, 1)
+
+    def test_where_the_host_token_should_be_they_are_not_trusted(self, kind, tmp_path, caplog):
+        path = tmp_path / f"rljob-host-{os.geteuid()}"
+        foreign(path, kind)
+        own = host_token(directory=tmp_path)
+        assert len(own) == 32 and own != "0" * 32 and host_token(directory=tmp_path) == own
+        assert os.path.lexists(path) and len(caplog.records) == 1 and "go by stream" in caplog.text
