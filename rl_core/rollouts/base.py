@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
+from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAnswer, WeightOffer, WeightTransfer
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface, sample_seed
+from rl_core.rollouts.leases import HubLeases
 from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
 from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import ReceiverState, WeightReceiver
@@ -64,8 +66,8 @@ class RolloutWorkerBase(Worker):
         """Build the engine with unfilled weights; return what the receiver fills. Called once, off the event loop."""
 
     @abstractmethod
-    async def _run(self, item: Mapping[str, Any]) -> PromptGroupRecord:
-        """Return the record of an item of the `prompts` channel, after the retries that are the worker's."""
+    async def _run(self, lease: PromptLease) -> PromptGroupRecord:
+        """Return the record of a leased group, after the retries that are the worker's."""
 
     @abstractmethod
     def _row_capacity(self) -> int:
@@ -98,10 +100,10 @@ class RolloutWorkerBase(Worker):
         version, digest = await self._require_receiver().pull(publisher_address)
         return {"version": version, "digest": digest}
 
-    async def start_rollout(self, prompts: Channel, trajectories: Channel, validation: Channel) -> None:
-        """Serve prompts from now on; returns at once."""
+    async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
+        """Lease prompt groups from the runner and deliver to these channels from now on; returns at once."""
         server = self._prompt_server()
-        server.start(prompts, trajectories, validation)
+        server.start(trajectories, validation)
         receiver = self._require_receiver()
         if receiver.state is ReceiverState.SERVING:
             self._on_weights(
@@ -127,8 +129,8 @@ class RolloutWorkerBase(Worker):
         await self._require_receiver().abort(generation)
 
     @abstractmethod
-    async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """Return {ids, logprobs, version} of a fixed continuation, for the content check after a sync."""
+    async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
+        """Return a fixed continuation, for the content check after a sync."""
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class RolloutWorkerBase(Worker):
         if self._server is None:
             self._server = PromptServer(
                 self._counted_run,
-                give_back=lambda *args: self.hub_call("give_back", *args),
+                HubLeases(self.hub_call),
                 row_limit=self._row_limit,
                 group_rows=self.spec.algorithm.group_size,
                 version=self._policy_version,
@@ -194,8 +196,8 @@ class RolloutWorkerBase(Worker):
             )
         return self._server
 
-    async def _counted_run(self, item: Mapping[str, Any]) -> PromptGroupRecord:
-        record = await self._run(item)
+    async def _counted_run(self, lease: PromptLease) -> PromptGroupRecord:
+        record = await self._run(lease)
         self.record_progress("records")
         return record
 

@@ -1,11 +1,11 @@
-"""The loop of a rollout worker: lease prompts, run them, deliver records, return what cannot be done.
+"""The loop of a rollout worker: lease groups from the runner, run them, deliver records, give back what cannot be done.
 
-    prompts --lease--> run(item) --record--> trajectories, with the ack    (validation: scores --> validation, with the ack)
-                          \\--failed--> give_back to the runner, then ack
+    runner --lease_groups--> run(lease) --record--> trajectories         (validation: scores --> validation)
+    runner <---give_back-------- failed, or stopped before its end
 
-Prompts are leased only while the gate is open, which the worker does between COMMIT of a version and the next OFFER, and
-only as many as the engine has rows for: those that lie there come together and start together. Everything here runs on one
-event loop. Nothing is raised: a group ends as a record, as given back, or as returned to its channel.
+Groups are asked for only while the gate is open, which the worker does between COMMIT of a version and the next OFFER, and
+only as many as the engine has rows for: those that come together start together. Everything here runs on one event loop.
+Nothing is raised: a group ends as a record, as given back, or unanswered because the runner counts its lease no longer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rl_core.api.errors import ChannelClosed, DeadlineExceeded, RLJobError, text_of
+from rl_core.api.errors import RLJobError, text_of
 from rl_core.api.records import PromptGroupRecord
-from rl_core.rollouts.retry import FailureKind, classify_failure
+from rl_core.messages.groups import PromptLease, RequeueReason, ValidationScores
+from rl_core.rollouts.leases import LeaseSource, Renewal
+from rl_core.rollouts.retry import classify_failure
 
 if TYPE_CHECKING:
-    from rl_core.channel import Channel, Delivery
+    from rl_core.channel import Channel
 
 logger = logging.getLogger(__name__)
-TOO_NEW_DELAY_S = 0.2
-"""Pause before leasing again after a prompt for weights that this worker does not have yet."""
+POLL_SECONDS = 20.0
+"""How long the runner may hold a question for groups that it cannot answer yet."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+"""Pauses before asking again a runner that failed, or refused at once; each is twice as long as the one before."""
 RETURN_SECONDS = 1.0
-"""Bound of handing a lease back; the channel takes it back by itself when that fails."""
-RETRY_SECONDS = 1.0
+"""How long a stop waits for groups to be given back; a lease that cannot be given back ends by itself."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """One leased group that runs."""
+
+    lease: PromptLease
+    task: asyncio.Task[None]
+    current: bool = True
+    """Whether the runner still counts the lease; one that it does not is not given back."""
 
 
 class PromptServer:
@@ -37,36 +52,42 @@ class PromptServer:
 
     def __init__(
         self,
-        run: Callable[[Mapping[str, Any]], Awaitable[PromptGroupRecord]],
+        run: Callable[[PromptLease], Awaitable[PromptGroupRecord]],
+        source: LeaseSource,
         *,
-        give_back: Callable[[str, str, str, str], Awaitable[Any]],
         row_limit: Callable[[], int],
         group_rows: int,
         version: Callable[[], int],
         waiting: Callable[[str, str], AbstractContextManager[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run` makes the record of an item; `give_back(group_id, lease_token, reason, message)` tells the runner of a failure.
+        """`run` makes the record of a lease that `source` gave.
 
         `row_limit` is the number of rows in flight at which leasing stops, `group_rows` what a group is expected to have;
-        `waiting(what, on)` declares a wait.
+        `version` is that of the served weights; `waiting(what, on)` declares a wait.
         """
         self._run = run
-        self._give_back = give_back
+        self._source = source
         self._row_limit = row_limit
         self._group_rows = group_rows
         self._version = version
         self._waiting = waiting
+        self._clock = clock
+        self._renewal = Renewal(source, self._disown)
         self._gate = asyncio.Event()
-        self._room = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set when a group ends and when the gate moves."""
         self._rows = 0
-        self._groups: dict[asyncio.Task[None], str] = {}
-        self._lease: asyncio.Task[list[Delivery]] | None = None
-        """What waits for prompts."""
-        self._asked = 0
-        """Prompts that it takes at most."""
+        self._groups: dict[str, _Group] = {}
+        """Groups that run, by token."""
+        self._polls: set[asyncio.Task[bool]] = set()
+        """Questions whose answer may be on its way, that of a stopped loop included."""
+        self._returns: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
+        self._refusals = 0
+        """Polls in a row that brought nothing, too early."""
         self._complaint = ""
-        """Why the channel gave nothing, so that leases which fail together are told once."""
+        """The last failure of a poll, so that the same one is logged once."""
         self.groups_done = 0
 
     @property
@@ -74,181 +95,205 @@ class PromptServer:
         """Return the number of groups leased and not delivered."""
         return len(self._groups)
 
-    def start(self, prompts: Channel, trajectories: Channel, validation: Channel) -> None:
-        """Serve these channels from now on; while the gate is closed nothing is leased."""
+    def start(self, trajectories: Channel, validation: Channel) -> None:
+        """Deliver to these channels from now on; while the gate is closed nothing is leased."""
         if self._loop_task is None or self._loop_task.done():
             self._trajectories, self._validation = trajectories, validation
-            self._loop_task = asyncio.ensure_future(self._serve(prompts))
+            self._loop_task = asyncio.ensure_future(self._serve())
 
     def open(self) -> None:
-        """Lease prompts: the weights are proven."""
-        self._gate.set()
+        """Lease groups: the weights are proven."""
+        if not self._gate.is_set():
+            self._refusals = 0
+            self._gate.set()
+            self._changed.set()
 
     def close(self) -> None:
-        """Lease no more prompts; those in flight go on."""
-        self._gate.clear()
-        if self._lease is not None:
-            self._lease.cancel()
+        """Lease no more groups; those in flight go on, and those that a late answer brings are given back."""
+        if self._gate.is_set():
+            self._gate.clear()
+            self._changed.set()
 
     async def pause(self, seconds: float | None) -> None:
-        """Close, and wait until nothing is in flight; what has not ended after `seconds` goes back to its channel.
+        """Close, and wait until nothing is in flight; what has not ended after `seconds` is given back.
 
         None = wait without a bound; whoever awaits this sets one.
         """
         self.close()
         if self._groups:
-            await asyncio.wait(set(self._groups), timeout=seconds)
+            await asyncio.wait({group.task for group in self._groups.values()}, timeout=seconds)
         if self._groups:
-            logger.warning("groups %s did not end in %s s; returned", ", ".join(self._groups.values()), seconds)
-            await self._cancel_groups()
+            names = ", ".join(group.lease.group_id for group in self._groups.values())
+            logger.warning("groups %s did not end in %s s; given back", names, seconds)
+            await self._give_all_back()
 
     async def stop(self) -> None:
-        """Return everything in flight to its channel and end the loop."""
+        """Give everything in flight back and end the loop."""
         self.close()
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.wait({self._loop_task})
             self._loop_task = None
-        await self._return_lease()
-        await self._cancel_groups()
+        await self._give_all_back()
+        self._renewal.close()
 
-    async def _return_lease(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is None:
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while True:
+            self._changed.clear()
+            if not self._gate.is_set():
+                with self._waiting("weights", "actor"):
+                    await self._gate.wait()
+                continue  # it may have closed again before this loop woke up
+            want = self._room()
+            if not want:
+                await self._changed.wait()
+            elif not await self._ask(want):
+                pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._refusals)
+                self._refusals += 1
+                # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._changed.wait()
+
+    def _room(self) -> int:
+        """Return the groups that fit beside those that run; one fits always where none runs."""
+        free = -(-(self._row_limit() - self._rows) // self._group_rows)
+        return max(free, 0 if self._groups else 1)
+
+    async def _ask(self, want: int) -> bool:
+        """Ask once and wait for the answer; return whether to ask again without a pause.
+
+        The question stays open while the gate is closed: the runner knows which version this worker serves by its acknowledgement, so
+        the groups of the next version come as its answer. It is never cancelled: leases that are on their way would belong to nobody
+        until they end.
+        """
+        poll = asyncio.ensure_future(self._poll(want))
+        self._polls.add(poll)
+        poll.add_done_callback(self._polls.discard)
+        while not poll.done():
+            self._changed.clear()
+            change = asyncio.ensure_future(self._changed.wait())
+            try:
+                with self._idle():
+                    await asyncio.wait({poll, change}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                change.cancel()
+        return poll.result()
+
+    def _idle(self) -> AbstractContextManager[None]:
+        """Declare what an idle worker waits for."""
+        if self._groups:
+            return nullcontext()
+        return self._waiting("prompts", "ledger") if self._gate.is_set() else self._waiting("weights", "actor")
+
+    async def _poll(self, want: int) -> bool:
+        """Begin the groups that the runner gives; return False when it failed, or gave nothing sooner than it should."""
+        began = self._clock()
+        try:
+            leases = await self._source.lease_groups(want, POLL_SECONDS, self._version())
+        except RLJobError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.warning("no group can be leased, asking again: %s", error)
+            return False
+        self._complaint = ""
+        begun = 0
+        for lease in leases:
+            if not self._gate.is_set() or lease.policy_version != self._version():
+                self._give_back(lease, "stale", "its weights are not those that are served")
+            elif not self._room():
+                self._give_back(lease, "stale", "there is no room for it any more")
+            else:
+                self._begin(lease)
+                begun += 1
+        if begun or self._clock() - began >= POLL_SECONDS / 2:
+            self._refusals = 0
+            return True
+        return False
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, lease: PromptLease) -> None:
+        self._rows += lease.num_generations
+        task = asyncio.ensure_future(self._serve_group(lease))
+        self._groups[lease.token] = _Group(lease, task)
+        self._renewal.hold(lease)
+        task.add_done_callback(lambda _: self._ended(lease.token))
+
+    def _ended(self, token: str) -> None:
+        group = self._groups.pop(token)
+        self._rows -= group.lease.num_generations
+        self._renewal.drop(token)
+        self._changed.set()
+        if group.task.cancelled() and group.current:
+            self._give_back(group.lease, "stale", "the rollout stopped before the group ended")
+
+    async def _serve_group(self, lease: PromptLease) -> None:
+        try:
+            record = await self._run(lease)
+        except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is reported, never trained on
+            reason: RequeueReason = classify_failure(error).value
+            self._give_back(lease, reason, f"{type(error).__name__}: {text_of(error)}")
             return
-        await asyncio.wait({lease})
-        if not lease.cancelled() and lease.exception() is None:
-            for delivery in lease.result():
-                await _quietly(delivery.nack_async())
+        try:
+            await self._deliver(lease, record)
+        except Exception as error:  # noqa: BLE001 - task boundary, as above
+            # RLJobError: the channel's fault. A TypeError or ValueError besides: the record cannot be encoded, nor another of it.
+            broken = isinstance(error, TypeError | ValueError) and not isinstance(error, RLJobError)
+            what = "cannot be sent" if broken else "could not be delivered"
+            self._give_back(lease, "data" if broken else "infrastructure", f"the record {what}: {text_of(error)}")
+        else:
+            self.groups_done += 1
 
-    async def _cancel_groups(self) -> None:
-        groups = set(self._groups)
+    async def _deliver(self, lease: PromptLease, record: PromptGroupRecord) -> None:
+        if lease.mode == "validate":
+            await self._validation.put_async(scores(lease, record))
+        else:
+            record.lease_token = lease.token
+            await self._trajectories.put_async(record)
+
+    def _disown(self, token: str) -> None:
+        """End a group whose lease the runner counts no longer: its record would be refused."""
+        group = self._groups.get(token)
+        if group is not None:
+            logger.info("group %s is dropped, its lease is no longer current", group.lease.group_id)
+            group.current = False
+            group.task.cancel()
+
+    # --- giving back -------------------------------------------------------------------------------------------------
+
+    def _give_back(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
+        """Return a lease in the background, so that its rows are free at once."""
+        self._renewal.drop(lease.token)
+        task = asyncio.ensure_future(self._return(lease, reason, message))
+        self._returns.add(task)
+        task.add_done_callback(self._returns.discard)
+
+    async def _return(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
+        try:
+            await self._source.give_back(lease.token, reason, message)
+        except RLJobError as error:
+            logger.warning("group %s cannot be given back, its lease ends by itself: %s", lease.group_id, error)
+
+    async def _give_all_back(self) -> None:
+        groups = {group.task for group in self._groups.values()}
         for task in groups:
             task.cancel()
         if groups:
             await asyncio.wait(groups)
-
-    async def _serve(self, prompts: Channel) -> None:
-        while True:
-            if not self._gate.is_set():
-                with self._waiting("weights", "actor"):
-                    await self._gate.wait()
-            self._room.clear()
-            self._ask(prompts)
-            room = asyncio.ensure_future(self._room.wait())
-            try:
-                with nullcontext() if self._groups else self._waiting("prompts", "channel:prompts"):
-                    await asyncio.wait({room, *filter(None, [self._lease])}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                room.cancel()
-            if self._lease is not None and self._lease.done():
-                lease, self._lease = self._lease, None
-                if not lease.cancelled():
-                    await asyncio.sleep(await self._take_up(lease))
-
-    def _ask(self, prompts: Channel) -> None:
-        """Have one lease under way, for as many prompts as fit; one that asks for more than that by now is taken back."""
-        room = -(-(self._row_limit() - self._rows) // self._group_rows)
-        wanted = max(room, 0 if self._groups else 1)
-        if self._lease is not None and wanted < self._asked:
-            self._lease.cancel()
-        elif self._lease is None and wanted:
-            self._asked = wanted
-            self._lease = asyncio.ensure_future(prompts.lease_many_async(wanted))
-
-    async def _take_up(self, lease: asyncio.Task[list[Delivery]]) -> float:
-        """Begin the groups of a lease; return the seconds to leave the channel alone, for what it gave instead."""
-        try:
-            deliveries = lease.result()
-        except DeadlineExceeded:
-            return 0.0
-        except ChannelClosed:
-            logger.info("the prompts channel is closed")
-            await asyncio.Event().wait()
-        except RLJobError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                logger.warning("no prompt can be leased: %s", error)
-            return RETRY_SECONDS
-        self._complaint = ""
-        returned = []
-        for delivery in deliveries:
-            if self._gate.is_set() and delivery.item["policy_version"] <= self._version():
-                self._begin(delivery)
-            else:
-                returned.append(_quietly(delivery.nack_async()))
-        await asyncio.gather(*returned)
-        return TOO_NEW_DELAY_S if returned and self._gate.is_set() else 0.0
-
-    def _begin(self, delivery: Delivery) -> None:
-        rows = int(delivery.item["num_generations"])
-        self._rows += rows
-        task = asyncio.ensure_future(self._group(delivery))
-        self._groups[task] = delivery.item["group_id"]
-
-        def ended(_: Any) -> None:
-            del self._groups[task]
-            self._rows -= rows
-            self._room.set()
-
-        task.add_done_callback(ended)
-
-    async def _group(self, delivery: Delivery) -> None:
-        try:
-            await self._answer(delivery)
-            self.groups_done += 1
-        except asyncio.CancelledError:
-            await _quietly(delivery.nack_async())
-            raise
-        except Exception:
-            logger.exception("group %s could not be delivered; returned", delivery.item["group_id"])
-            await _quietly(delivery.nack_async())
-
-    async def _answer(self, delivery: Delivery) -> None:
-        """Run the group and tell the result, which ends its lease."""
-        item: Mapping[str, Any] = delivery.item
-        training = item["mode"] == "train"
-        try:
-            record = await self._run(item)
-        except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is told, never trained on
-            text = f"{type(error).__name__}: {text_of(error)}"
-            if training:
-                reason = classify_failure(error).value
-                await self._give_back(item["group_id"], item["lease_token"], reason, text)
-                await delivery.ack_async()
-            else:
-                await self._validation.put_async(scores(item, None, error=text), ack=delivery)
-            return
-        if not training:
-            await self._validation.put_async(scores(item, record, error=None), ack=delivery)
-            return
-        record.lease_token = item["lease_token"]
-        try:
-            await self._trajectories.put_async(record, ack=delivery)
-        except (TypeError, ValueError) as error:
-            if isinstance(
-                error, RLJobError
-            ):  # of the channel; what is left is of the record, which no message can hold
-                raise
-            text = f"the record cannot be sent: {text_of(error)}"
-            await self._give_back(item["group_id"], item["lease_token"], FailureKind.DATA.value, text)
-            await delivery.ack_async()
+        if self._returns:
+            await asyncio.wait(set(self._returns), timeout=RETURN_SECONDS)
 
 
-def scores(item: Mapping[str, Any], record: PromptGroupRecord | None, *, error: str | None) -> dict[str, Any]:
-    """Return what the runner gets for a validation prompt; the reward of a masked sample is None."""
-    completions = record.completions if record is not None else []
-    return {
-        "group_id": item["group_id"],
-        "prompt_idx": item["sample"]["idx"],
-        "rewards": [None if math.isnan(one.reward) else one.reward for one in completions],
-        "lengths": [int(one.metrics["gen_tokens"]) for one in completions],
-        "truncated": [one.truncated for one in completions],
-        "error": error,
-    }
-
-
-async def _quietly(call: Awaitable[Any]) -> None:
-    """Await a hand-back within its bound; a channel that is gone takes everything back by itself."""
-    with suppress(RLJobError, TimeoutError):
-        await asyncio.wait_for(call, RETURN_SECONDS)
+def scores(lease: PromptLease, record: PromptGroupRecord) -> ValidationScores:
+    """Return what the runner gets for a validation group; the reward of a masked sample is None."""
+    completions = record.completions
+    return ValidationScores(
+        group_id=lease.group_id,
+        token=lease.token,
+        rewards=tuple(None if math.isnan(one.reward) else one.reward for one in completions),
+        lengths=tuple(int(one.metrics["gen_tokens"]) for one in completions),
+        truncated=tuple(one.truncated for one in completions),
+    )

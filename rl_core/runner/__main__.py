@@ -1,7 +1,6 @@
 """The runner process of actor-0: builds the parts, runs the program, ends with a documented exit code."""
 
 import faulthandler
-import json
 import logging
 import os
 import queue
@@ -14,130 +13,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl_core.api.errors import ConfigError, RLJobError, exit_code
+from rl_core.api.errors import ConfigError, exit_code
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
-from rl_core.channel.client import configure, current
-from rl_core.data.dataset import PromptDataset, load_prompts
 from rl_core.data.hub import fetch_references
-from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.observability.logging import configure_logging
-from rl_core.observability.trackers import Trackers
 from rl_core.runner.base import Runner, RunSummary
-from rl_core.runner.changes import for_elastic_roles
+from rl_core.runner.build import build
 from rl_core.runner.control import ControlServer
 from rl_core.runner.history import write_json
-from rl_core.runner.ledger import PromptLedger
-from rl_core.runner.limits import sequence_limit
-from rl_core.runner.reasoning import ReasoningRunner
+from rl_core.runner.housekeeping import Housekeeping
 from rl_core.runner.status import Phase
-from rl_core.runner.steering import StopKind
-from rl_core.transports.curve import KeyRing
-from rl_core.workers.group import Cluster, WorkerGroup
-from rl_core.workers.hub import Hub, Member, MemberState
+from rl_core.runner.stopping import StopKind
 
 logger = logging.getLogger(__name__)
-
-ACTOR_CLASSES = {"fsdp2": "rl_core.actors.fsdp.actor:FSDPActor"}
-ROLLOUT_CLASSES = {"hf": "rl_core.rollouts.hf.worker:HFRolloutWorker"}
-ENV_CLASS = "rl_core.envs.worker:TextEnvWorker"
-ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 20, "stale": 20, "epoch": 1000}
-"""Attempts of a group per reason; data and deadline failures were already retried by the rollout."""
-
-
-def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:
-    """Return the training and validation prompts."""
-    data, task = job.spec.data, job.spec.env.type
-    train = load_prompts(data.train, data, tokenizer, field="data.train", task_name=task, max_seq_len=limit)
-    if train.dropped_overlong:
-        logger.warning(
-            "data.train: %s prompts of %s tokens or more dropped (data.onOverlong)", train.dropped_overlong, limit
-        )
-    if data.validation is None:
-        return train, None
-    return train, load_prompts(
-        data.validation, data, tokenizer, field="data.validation", task_name=task, max_seq_len=limit
-    )
-
-
-def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runner:
-    """Return the runner with its parts wired; its hub serves from here on."""
-    model = Path(job.spec.model.path)
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"model.path must be a folder with config.json, got {model}; check the path")
-    files = read_files(model)
-    tokenizer = Tokenizer.from_files(files, origin=str(model))
-    limit = sequence_limit(job.spec, json.loads(files["config.json"]))
-    train, validation = load_data(job, tokenizer, limit)
-    spec = job.spec
-    ledger = PromptLedger(
-        train,
-        seed=spec.algorithm.seed,
-        shuffle=spec.data.shuffle,
-        lease_seconds=2 * spec.runtime.deadlines.rollout,
-        max_attempts=ATTEMPTS,
-    )
-    trackers = Trackers.build(spec.trackers, name=job.metadata.name, output=output)
-    keys = KeyRing(Path(identity.curve_dir), "runner") if identity.curve_dir else None
-    configure(identity.channel, keys, identity)
-    stable = for_elastic_roles(spec)
-    hub = Hub(job=job, identity=identity, keys=keys, files=files)
-    cluster = Cluster(hub)
-    placement = {"max_seq_len": limit}
-    groups = {
-        "actor": WorkerGroup.of(ACTOR_CLASSES[spec.actor.backend], spec).launch(cluster, name="actor"),
-        "rollout": WorkerGroup.of(ROLLOUT_CLASSES[spec.rollout.engine], stable, placement).launch(
-            cluster, name="rollout"
-        ),
-        "env": WorkerGroup.of(ENV_CLASS, stable.env).launch(cluster, name="env"),
-    }
-    runner = ReasoningRunner(
-        job,
-        cluster,
-        groups,
-        ledger,
-        trackers,
-        output=output,
-        epoch=identity.epoch,
-        resume=resume,
-        first_epoch=int(os.environ.get("RLJOB_FIRST_EPOCH", identity.epoch)),
-        in_cluster=identity.in_cluster,
-        train=train,
-        validation=validation,
-    )
-    hub.listen(joined=runner.membership.welcome, lost=lambda member, reason: _lost(runner, member, reason))
-    hub.add_handlers({"admit": runner.intake.admit}, role="actor")
-    hub.add_handlers({"give_back": runner.give_back}, role="rollout")
-    hub.start()
-    return runner
-
-
-def _lost(runner: Runner, member: Member, reason: str) -> None:
-    """Hand the leases of a rollout that is gone back at once and let a weight sync go on without it; its replacement will be welcomed."""
-    runner.membership.forget(member)
-    if member.state is not MemberState.DRAINED:
-        runner.board.count_failure(member.role, "lost")
-    if member.role == "rollout":
-        runner.actor.execute_on(0).receiver_lost(member.name, reason)
-        current().rpc.call_future(
-            "consumer_lost", member.name, list(member.incarnation), timeout=runner.spec.runtime.deadlines.rpc
-        )
-
-
-def housekeeping(runner: Runner, ended: threading.Event) -> None:
-    """Once a second let the runner tidy up and log what the stall detector sees."""
-    told = None
-    while not ended.wait(1.0):
-        try:
-            runner.housekeep()
-        except RLJobError as error:
-            logger.warning("housekeeping: %s", error)
-        except Exception:  # a bug here must not end the only thread that requeues overdue leases and finds stalls
-            logger.exception("housekeeping failed")
-        stall = runner.status()["stall"]
-        if stall is not None and stall["reason"] != told:
-            logger.warning("stall: %s: %s", stall["reason"], stall["message"])
-        told = stall["reason"] if stall else None
 
 
 def interrupt_on_sigterm(runner: Runner) -> None:
@@ -152,10 +41,19 @@ def interrupt_on_sigterm(runner: Runner) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: asked.put(number))
 
 
+def start_housekeeping(runner: Runner, ended: threading.Event) -> None:
+    """Tidy up beside the loop, each second until `ended`."""
+    parts = runner.parts
+    tidying = Housekeeping(
+        parts.cluster, parts.dispatcher, parts.board, parts.stops, (parts.trajectories, parts.results)
+    )
+    threading.Thread(target=tidying.run, args=(ended,), name="housekeeping", daemon=True).start()
+
+
 def serve(runner: Runner, port: int, token: str | None, *, in_cluster: bool) -> ControlServer:
     """Open the control port: to the operator, which shows the token, else to this machine alone."""
     host = "0.0.0.0" if in_cluster and token is not None else "127.0.0.1"
-    return ControlServer(host, port, token=token, status=runner.status, actions=runner.controls().actions())
+    return ControlServer(host, port, token=token, status=runner.status, actions=runner.parts.controls().actions())
 
 
 def read_job(path: Path) -> RLJob:
@@ -198,7 +96,7 @@ def main() -> int:
             identity.in_cluster
         ):  # the supervisor tells it as the last word; an earlier epoch's must not be taken for ours
             write_json(output / "status.json", runner.status())
-        threading.Thread(target=housekeeping, args=(runner, ended), name="housekeeping", daemon=True).start()
+        start_housekeeping(runner, ended)
         summary = runner.run()
         logger.info("%s", summary)
         code = end(runner, summary)
@@ -213,7 +111,7 @@ def main() -> int:
             runner.board.end(Phase.FAILED, failure)
     ended.set()
     if runner is not None:
-        runner.trackers.finish(outcome)
+        runner.parts.trackers.finish(outcome)
         tell(output, runner.status())
         runner.close()
     return code
@@ -230,8 +128,12 @@ def tell(output: Path, status: Mapping[str, Any]) -> None:
 def end(runner: Runner, summary: RunSummary) -> int:
     """Tell the end of a run without an error; return the exit code, 3 when its pod must go though steps are left."""
     if summary.status == "Interrupted":
-        saved = f"saved at step {summary.step}" if runner.checkpoints.last_step == summary.step else "nothing was saved"
-        message = f"{runner.stop_reason}: ended at step {summary.step} to be resumed; {saved}"
+        saved = (
+            f"saved at step {summary.step}"
+            if runner.parts.checkpoints.last_step == summary.step
+            else "nothing was saved"
+        )
+        message = f"{runner.stops.reason}: ended at step {summary.step} to be resumed; {saved}"
         runner.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
         return 3
     if summary.status == "Suspended":

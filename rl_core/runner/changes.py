@@ -29,15 +29,16 @@ class Change:
     spec: RLJobSpec
 
 
-class Changes:
-    """The newest wish; any thread offers, the loop takes."""
+class AppliedSpec:
+    """The spec that the run follows, and the newest wish for another: any thread offers, the loop takes at a boundary."""
 
     def __init__(self, spec: RLJobSpec) -> None:
         """Begin with the spec the run was started with."""
-        self._present = spec
+        self.spec = spec
         self._pending: Change | None = None
         self._newest = 0
         self._lock = threading.Lock()
+        """Guards the wish: an offer is checked against the spec that it will replace."""
 
     def offer(self, generation: int, spec: Mapping[str, Any]) -> None:
         """Keep a spec until it is taken; an older generation than the newest one changes nothing.
@@ -47,15 +48,15 @@ class Changes:
         with self._lock:
             if generation < self._newest:
                 return
-            self._pending = Change(generation=generation, spec=merge(self._present, spec))
+            self._pending = Change(generation=generation, spec=merge(self.spec, spec))
             self._newest = generation
 
     def take(self) -> Change | None:
-        """Return the change to apply now, None when there is none."""
+        """Follow the wish from here on and return it; None when there is none."""
         with self._lock:
             change, self._pending = self._pending, None
             if change is not None:
-                self._present = change.spec
+                self.spec = change.spec
             return change
 
 

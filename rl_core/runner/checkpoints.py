@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "runner.json"
-MATHEMATICS = (
+RESUME_INVARIANT_FIELDS = (
     "model",
     "data",
     "algorithm",
@@ -43,8 +44,19 @@ class Checkpoints:
         self._epoch = epoch
         self._in_cluster = in_cluster
         self._spec = spec
+        self._asked = threading.Event()
         self.last_step: int | None = None
         self.store = self._store(spec)
+
+    def ask(self) -> None:
+        """Let the next step boundary save. From any thread."""
+        self._asked.set()
+
+    def take_ask(self) -> bool:
+        """Return whether somebody asked since the last call."""
+        asked = self._asked.is_set()
+        self._asked.clear()
+        return asked
 
     def adopt(self, spec: RLJobSpec) -> None:
         """Go on as another spec says. In a cluster another checkpoint.path takes effect when the pod starts anew."""
@@ -107,7 +119,7 @@ class Checkpoints:
             logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
 
     def _refuse_change(self, saved: dict[str, Any]) -> None:
-        now = mathematics(self._spec)
+        now = resume_invariants(self._spec)
         before = {path: saved.get(path, value) for path, value in now.items()}
         changed = [f"{path}: {old!r} (saved), {new!r} (now)" for path, old, new in differences(before, now)]
         if changed and not self._spec.checkpoint.allow_spec_change:
@@ -151,7 +163,7 @@ class Checkpoints:
 
     def _write_state(self, staging: Path, state: dict[str, Any]) -> None:
         try:
-            whole = state | {"mathematics": mathematics(self._spec)}
+            whole = state | {"mathematics": resume_invariants(self._spec)}
             write_file(staging / STATE_FILE, json.dumps(whole, indent=1).encode())
         except OSError as error:
             raise write_failure("the runner's part of a checkpoint", staging, error) from error
@@ -167,11 +179,11 @@ def as_one(errors: WorkerErrors) -> RLJobError:
     return (StorageFull if full else InfrastructureError)(errors.message)
 
 
-def mathematics(spec: RLJobSpec) -> dict[str, Any]:
+def resume_invariants(spec: RLJobSpec) -> dict[str, Any]:
     """Return the fields a resume may not change, by YAML path."""
     whole = spec.model_dump(mode="json", by_alias=True)
     found: dict[str, Any] = {}
-    for path in MATHEMATICS:
+    for path in RESUME_INVARIANT_FIELDS:
         value: Any = whole
         for part in path.split("."):
             value = value[part]
@@ -188,4 +200,4 @@ MAY_CHANGE = frozenset(
 
 def digest(spec: RLJobSpec) -> str:
     """Return the BLAKE2b digest of the fields a resume may not change."""
-    return hashlib.blake2b(json.dumps(mathematics(spec), sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(resume_invariants(spec), sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,6 +1,6 @@
-"""The prompt ledger: which prompt groups are out, which were trained, which come next (invariant I1).
+"""The prompt ledger: which prompt groups are out, with whom, which were trained, which come next (invariant I1).
 
-Owned by the runner, which is its only caller and serialises calls. A group goes
+It is the only account of a group and the only authority over leases. Its caller serialises calls (`dispatcher`). A group goes
 pending -> leased -> generated -> consumed -> acknowledged, or ends as dropped (budget) or discarded (surplus, filtered).
 Only the record that carries the group's current token counts, so a group is trained at most once; a checkpoint holds as
 final exactly what was final when it was taken, so a resume neither skips nor repeats a group.
@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from rl_core.api.errors import ConfigError
+from rl_core.messages.groups import RequeueReason
 
-RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
 """Failures after which a sample is drawn with another seed; a redelivery after a loss repeats the same sample."""
 
@@ -66,6 +66,28 @@ class Lease:
     """Position in the ledger's order."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drop:
+    """A group that used up the attempts of a reason."""
+
+    group_id: str
+    reason: RequeueReason
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldGroup:
+    """Who holds a group that is not final, for `/status`."""
+
+    group_id: str
+    state: GroupState
+    owner: str
+    """Member that generates it; empty when nobody does."""
+    seconds: float
+    """Time in this state."""
+    attempt: int
+
+
 @dataclass(slots=True)
 class _Group:
     """One group that is out or has failed before."""
@@ -73,6 +95,8 @@ class _Group:
     position: int
     index: int
     state: GroupState = GroupState.PENDING
+    since: float = 0.0
+    """When it came into this state."""
     token: str = ""
     owner: str = ""
     expires: float = 0.0
@@ -94,10 +118,13 @@ class PromptLedger:
         lease_seconds: float,
         max_attempts: int | Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
+        data_epochs: int | None = None,
+        prefix: str = "",
     ) -> None:
         """Take `dataset` in a permutation seeded by (seed, data epoch).
 
-        `max_attempts`: attempts of a group per reason, one number or a map of reason to number.
+        `max_attempts`: attempts of a group per reason, one number or a map of reason to number; losses of the worker count in a row.
+        `data_epochs`: passes over the data set, None = without end. `prefix` begins every group id.
         Raises ValueError for an empty data set or a budget below 1.
         """
         if not len(dataset):
@@ -114,6 +141,9 @@ class PromptLedger:
         self._lease_seconds = lease_seconds
         self._budgets = dict(budgets)
         self._clock = clock
+        self._end = None if data_epochs is None else data_epochs * len(dataset)
+        self._prefix = prefix
+        self._drops: list[Drop] = []
         self._cursor = 0
         self._low_water = 0
         self._groups: dict[str, _Group] = {}
@@ -140,12 +170,12 @@ class PromptLedger:
         return self._permutation[1][offset]
 
     def _group_id(self, position: int) -> str:
-        return f"{position // len(self.dataset)}-{self._index_at(position)}"
+        return f"{self._prefix}{position // len(self.dataset)}-{self._index_at(position)}"
 
     # --- life of a group -------------------------------------------------------------------------------------------
 
     def lease(self, count: int, owner: str, *, policy_version: int = 0) -> list[Lease]:
-        """Return `count` leases for `owner`: requeued groups first, in ledger order, then new ones.
+        """Return `count` leases for `owner`: requeued groups first, in ledger order, then new ones while there are any.
 
         Raises ValueError for a negative count.
         """
@@ -155,6 +185,8 @@ class PromptLedger:
         again, self._pending = self._pending[:count], self._pending[count:]
         fresh = []
         for _ in range(count - len(again)):
+            if self._cursor == self._end:
+                break
             group_id = self._group_id(self._cursor)
             self._groups[group_id] = _Group(position=self._cursor, index=self._index_at(self._cursor))
             self._cursor += 1
@@ -163,7 +195,8 @@ class PromptLedger:
 
     def _issue(self, group_id: str, owner: str, policy_version: int) -> Lease:
         group = self._groups[group_id]
-        group.state, group.owner = GroupState.LEASED, owner
+        self._enter(group, GroupState.LEASED)
+        group.owner = owner
         group.leases += 1
         self._given += 1
         group.token = f"{self._run}.{self._given}.{group_id}"
@@ -178,15 +211,54 @@ class PromptLedger:
             order=group.position,
         )
 
+    def _enter(self, group: _Group, state: GroupState) -> None:
+        group.state, group.since = state, self._clock()
+
+    def undo(self, token: str) -> None:
+        """Take back a lease that never reached its owner: as if it had not been given out."""
+        found = self._current(token)
+        if found is None or found[1].state is not GroupState.LEASED:
+            return
+        group_id, group = found
+        group.leases -= 1
+        self._back(group_id, group)
+
+    def renew(self, tokens: Iterable[str], owner: str) -> list[str]:
+        """Let the leases of `owner` run on from now; return the tokens that are not its current leases (any more)."""
+        stale = []
+        for token in tokens:
+            found = self._current(token) if self.gave(token) else None
+            if found is None or found[1].state is not GroupState.LEASED or found[1].owner != owner:
+                stale.append(token)
+            else:
+                found[1].expires = self._clock() + self._lease_seconds
+        return stale
+
+    def forgive(self, seconds: float) -> None:
+        """Let every lease run longer by the time in which this process stood still: nobody could renew."""
+        for group in self._groups.values():
+            group.expires += seconds
+
+    def requeue_owner(self, owner: str, reason: RequeueReason, message: str = "") -> list[str]:
+        """Give back at once what `owner` holds; return the group ids."""
+        held = [
+            (group_id, group.token)
+            for group_id, group in self._groups.items()
+            if group.state is GroupState.LEASED and group.owner == owner
+        ]
+        for _, token in held:
+            self.requeue(token, reason, message)
+        return [group_id for group_id, _ in held]
+
     def _current(self, token: str) -> tuple[str, _Group] | None:
         """Return the group whose current token this is; None for one that was replaced or is final."""
-        if not self._gave(token):
+        if not self.gave(token):
             raise KeyError(f"lease token {token!r} was never given out by this ledger")
         group_id = token.split(".", 2)[2]
         group = self._groups.get(group_id)
         return (group_id, group) if group is not None and group.token == token else None
 
-    def _gave(self, token: str) -> bool:
+    def gave(self, token: str) -> bool:
         """Return whether the token is one of this ledger's; it tells that itself, as a run gives out too many to keep them."""
         run, _, rest = token.partition(".")
         number, _, group_id = rest.partition(".")
@@ -194,19 +266,20 @@ class PromptLedger:
 
     def complete(self, token: str, record: Any) -> bool:
         """Take the record of a leased group; return False (and count it) for one that comes late or again."""
-        found = self._current(token) if self._gave(token) else None
+        found = self._current(token) if self.gave(token) else None
         if found is None or found[1].state is not GroupState.LEASED:
             self.counts["late"] += 1
             return False
-        found[1].state, found[1].record = GroupState.GENERATED, record
+        self._enter(found[1], GroupState.GENERATED)
+        found[1].record = record
         return True
 
-    def requeue(self, token: str, reason: RequeueReason) -> bool:
+    def requeue(self, token: str, reason: RequeueReason, message: str = "") -> bool:
         """Give a group back; return whether it is pending again (False: nothing to do, or dropped by budget).
 
         Takes effect once per token. From `generated` only with reason stale or epoch; the loss of the worker after its
-        record arrived (worker_lost) changes nothing. Raises ValueError for an unknown reason or a group in another
-        state, KeyError for a token never given out.
+        record arrived (worker_lost) changes nothing. `message` says why, for a group that is dropped by it. Raises ValueError for an unknown
+        reason or a group in another state, KeyError for a token never given out.
         """
         if reason not in self._budgets:
             raise ValueError(f"reason must be one of {sorted(self._budgets)}, got {reason!r}")
@@ -221,19 +294,30 @@ class PromptLedger:
             raise ValueError(
                 f"group {group_id} must be leased to be requeued for {reason}, got state {group.state.value}"
             )
-        group.record, group.owner = None, ""
+        if reason != "worker_lost":
+            group.failures.pop("worker_lost", None)  # losses count in a row: this time the worker answered
         group.failures[reason] = group.failures.get(reason, 0) + 1
         if group.failures[reason] >= self._budgets[reason]:
             self._finish(group_id, GroupState.DROPPED)
             self.consecutive_drops += 1
+            self._drops.append(Drop(group_id=group_id, reason=reason, message=message))
             return False
-        group.state = GroupState.PENDING
-        self._pending.append(group_id)
+        self._back(group_id, group)
         self.counts["requeued"] += 1
         return True
 
+    def _back(self, group_id: str, group: _Group) -> None:
+        group.record, group.owner = None, ""
+        self._enter(group, GroupState.PENDING)
+        self._pending.append(group_id)
+
+    def take_drops(self) -> list[Drop]:
+        """Return the groups dropped since the last call, however it came to it: whoever holds the budgets must see each."""
+        drops, self._drops = self._drops, []
+        return drops
+
     def expire(self) -> list[str]:
-        """Requeue leases past their backstop deadline (reason worker_lost); return their group ids."""
+        """Requeue leases that were not renewed in time (reason worker_lost); return their group ids. Call it each second."""
         now = self._clock()
         late = [
             (group_id, group.token)
@@ -241,14 +325,15 @@ class PromptLedger:
             if group.state is GroupState.LEASED and group.expires <= now
         ]
         for _, token in late:
-            self.requeue(token, "worker_lost")
+            self.requeue(token, "worker_lost", "its lease was not renewed")
         return [group_id for group_id, _ in late]
 
     def consume(self, group_ids: Iterable[str], step: int) -> None:
         """Mark generated groups as taken by training step `step`."""
         for group_id in group_ids:
             group = self._in_state(group_id, GroupState.GENERATED)
-            group.state, group.step, group.record = GroupState.CONSUMED, step, None
+            self._enter(group, GroupState.CONSUMED)
+            group.step, group.record = step, None
 
     def acknowledge(self, step: int) -> list[str]:
         """Mark the groups consumed by `step` as trained; return their ids in ledger order.
@@ -292,7 +377,7 @@ class PromptLedger:
 
     def _position(self, group_id: str) -> int | None:
         """Return the position of a group that was leased before, None for another text. Walks its data epoch."""
-        data_epoch, _, _ = group_id.partition("-")
+        data_epoch, _, _ = group_id.removeprefix(self._prefix).partition("-")
         if not data_epoch.isdecimal():
             return None
         start = int(data_epoch) * len(self.dataset)
@@ -320,10 +405,16 @@ class PromptLedger:
         group = self._group(group_id)
         return group.index, group.leases
 
-    def holder(self, group_id: str) -> tuple[GroupState, str]:
-        """Return (state, owner) of an outstanding group."""
-        group = self._group(group_id)
-        return group.state, group.owner
+    def held(self) -> list[HeldGroup]:
+        """Return every group that is leased, generated or consumed, in ledger order."""
+        now = self._clock()
+        shown = sorted(
+            (g.position, group_id, g) for group_id, g in self._groups.items() if g.state is not GroupState.PENDING
+        )
+        return [
+            HeldGroup(group_id=group_id, state=g.state, owner=g.owner, seconds=now - g.since, attempt=g.leases)
+            for _, group_id, g in shown
+        ]
 
     def outstanding(self) -> dict[str, GroupState]:
         """Return the state of each group that is not final."""

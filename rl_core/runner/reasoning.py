@@ -8,103 +8,135 @@ import math
 import time
 from typing import Any
 
+from rl_core.api.errors import DeadlineExceeded
 from rl_core.observability.statistics import aggregate_rollout_metrics
-from rl_core.runner.base import RESUMABLE, Runner, RunSummary, StepTimers, Stopped
-from rl_core.runner.intake import StepState, reward_metrics
+from rl_core.runner.base import Runner, StepTimers
+from rl_core.runner.parts import Parts
 from rl_core.runner.status import Phase
-from rl_core.runner.sync import sync_metrics
-from rl_core.runner.waiting import PATIENCE
+from rl_core.runner.stopping import Stopped
+from rl_core.runner.training_account import StepState, reward_metrics
+from rl_core.runner.validation import Validation
+from rl_core.workers.group import WorkerGroupFuncResult
 
 logger = logging.getLogger(__name__)
+UNBOUNDED_S = 30 * 86400.0
+"""Seconds of a call that may outlast any shortage of members."""
+SLICE_S = 1.0
+"""Seconds between two looks while groups are generated."""
 
 
 class ReasoningRunner(Runner):
     """Trains on single- or multi-turn completions of language models."""
 
-    def run(self) -> RunSummary:
-        """Run to the last step, or to a stop request; save, export and report in both cases."""
-        began = time.monotonic()
-        self.trackers.log_config(self.job.model_dump(mode="json", by_alias=True))
-        status = "Finished"
-        try:
-            self.init_workers()
-            if self.step == 0 and self.spec.validation.before_training and self.validation is not None:
-                self._log(self.evaluate())
-            self.take_changes()
-            with self.board.during(
-                Phase.GENERATING
-            ):  # also between two phases: nothing starts there, and a hang is a stall
-                while self.step < self.spec.algorithm.steps:
-                    self.run_step()
-                    self.take_changes()
-        except Stopped as stop:
-            status = self.ended_early()
-            logger.info("stopping after step %s: %s", self.step, stop)
-        with self.board.during(Phase.CHECKPOINTING):
-            self.finish(resumable=status in RESUMABLE)
-        return RunSummary(
-            status=status,
-            step=self.step,
-            version=self.version,
-            seconds=time.monotonic() - began,
-            accuracy_before=self.accuracy[0] if self.accuracy else None,
-            accuracy_after=self.accuracy[-1] if self.accuracy else None,
-        )
+    def __init__(self, parts: Parts, validation: Validation | None, *, dropped_overlong: int = 0) -> None:
+        """`validation`: None without a validation split; `dropped_overlong`: training prompts left out for their length."""
+        super().__init__(parts)
+        self.validation, self.dropped_overlong = validation, dropped_overlong
+        self.dispatcher, self.sync = parts.dispatcher, parts.sync
+
+    def loop(self) -> None:
+        """Measure the starting weights, then step after step."""
+        if self.progress.step == 0 and self.applied.spec.validation.before_training and self.validation is not None:
+            self._log(self.evaluate())
+        self.heed()
+        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two phases.
+        with self.board.during(Phase.GENERATING):
+            while self.progress.step < self.applied.spec.algorithm.steps:
+                self.run_step()
+                self.heed()
 
     def run_step(self) -> None:
-        """One step: generate -> admit -> train -> acknowledge -> publish -> validate, checkpoint, log."""
+        """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
         self.timers = StepTimers(self.timers.carried("checkpoint"))
         with self.timers.measure("step"):
-            self.await_rollouts()
+            self.parts.bring_up.await_rollouts(at=self.heed)
             received = self.generate()
             trained = self.train()
             taken = self.acknowledge()
             self.publish()
         self.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
-        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.intake.metrics()
+        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.dispatcher.metrics()
         self.board.step_took(self.timers.seconds["time/step"])
         self.watch_numbers(metrics)
-        last = self.step == self.spec.algorithm.steps
+        spec = self.applied.spec
+        last = self.progress.step == spec.algorithm.steps
         try:
-            if last or self.step % self.spec.validation.every_steps == 0:
+            if last or self.progress.step % spec.validation.every_steps == 0:
                 metrics |= self.evaluate()
-        finally:  # also of a validation that was left, and before the checkpoint: a resume from it must find the line
+        finally:  # also when validation is left, and before the checkpoint: a resume from it must find the line
             self._log(metrics | self._rates(taken))
-        if self.checkpoint_due():
-            self.try_checkpoint()
-        self.leave_if_stopping()
+        if self.saving.due():
+            with self.timers.measure("checkpoint"):
+                self.saving.try_save()
+        self.stops.leave_if_asked()
 
     def generate(self) -> dict[str, float]:
         """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*` over all ranks."""
-        with self.board.during(Phase.GENERATING), self.timers.measure("rollout"):
-            per_rank = self.spec.algorithm.prompts_per_step // self.spec.actor.data_parallel
-            limit = self.spec.runtime.deadlines.rollout
-            seconds = PATIENCE if self.attendance.patient else limit
-            receiving = self.actor.within(seconds).recv_batch(self.trajectories, per_rank, self.step + 1, seconds)
-            self.intake.open(self.step + 1, self.version)
-            self.sync.begin_check()  # not earlier: the engines would answer it before the prompts
-            received = self.attendance.await_groups(receiving, self.await_result, limit)
-        self.sync.confirm()
-        return aggregate_rollout_metrics([told for told in received if told])
+        spec, step = self.applied.spec, self.progress.step + 1
+        per_rank = spec.algorithm.prompts_per_step // spec.actor.data_parallel
+        limit = spec.runtime.deadlines.rollout
+        seconds = UNBOUNDED_S if self.parts.presence.patient else limit
+        with self.board.during(Phase.GENERATING), self.phases.generating(), self.timers.measure("rollout"):
+            receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
+            self.dispatcher.open(step, self.progress.version)
+            if self.parts.check is not None:
+                self.parts.check.begin()
+            received = self._receive(receiving, limit)
+        if self.parts.check is not None:
+            self.parts.check.confirm()
+        return aggregate_rollout_metrics([metrics for metrics in received if metrics])
+
+    def _receive(self, receiving: WorkerGroupFuncResult, limit: float) -> list[dict[str, float]]:
+        """Return each data rank's metrics once all hold their groups, within `limit` seconds.
+
+        In a cluster times of shortage are Degraded and do not count; afterwards the limit begins anew, as the groups do.
+        """
+        if not self.parts.presence.patient:
+            return self.stops.wait(receiving, limit)
+        deadline = time.monotonic() + limit
+        while True:
+            if self.parts.presence.short():
+                with self.board.during(Phase.DEGRADED):
+                    while self.parts.presence.short() and not receiving.done():
+                        self._look(receiving, SLICE_S)
+                        self.heed()
+                deadline = time.monotonic() + limit
+            if receiving.done() or (left := deadline - time.monotonic()) <= 0:
+                break
+            self._look(receiving, min(SLICE_S, left))
+        try:
+            return self.stops.wait(receiving, 0.0)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"a step's groups must arrive within deadlines.rollout {limit:.0f} s: {error}"
+            ) from error
+
+    def _look(self, receiving: WorkerGroupFuncResult, seconds: float) -> None:
+        """Wait for the groups a moment. Raises what a rank raised, its own DeadlineExceeded included."""
+        began = time.monotonic()
+        try:
+            self.stops.wait(receiving, seconds)
+        except DeadlineExceeded:
+            if receiving.done() or time.monotonic() - began < seconds:  # not the end of this moment
+                raise
 
     def train(self) -> dict[str, float]:
         """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped when it was cancelled."""
-        with self.board.during(Phase.TRAINING):
-            self.leave_if_stopping()  # who asked before could not reach the actors
-            if self.spec.algorithm.recompute_log_probs or self.spec.algorithm.needs_reference:
+        algorithm = self.applied.spec.algorithm
+        with self.board.during(Phase.TRAINING), self.phases.training():
+            self.stops.leave_if_asked()  # a stop requested before TRAINING could not cancel it; honour it now
+            if algorithm.recompute_log_probs or algorithm.needs_reference:
                 with self.timers.measure("inference"):
-                    self.await_result(self.actor.compute_log_probs())
-                self.leave_if_stopping()
+                    self.stops.wait(self.actor.compute_log_probs())
+                self.stops.leave_if_asked()
             with self.timers.measure("train"):
                 # Both are sent at once; a rank runs them in this order.
-                preparing, training = (
-                    self.actor.compute_advantages_and_returns(),
-                    self.actor.run_training(self.step + 1),
-                )
-                self.await_result(preparing)
-                metrics = self.await_result(training)[0]
+                preparing = self.actor.compute_advantages_and_returns()
+                training = self.actor.run_training(self.progress.step + 1)
+                self.stops.wait(preparing)
+                metrics = self.stops.wait(training)[0]
         if metrics is None:
-            raise Stopped(f"{self.stop_reason}, in the training of step {self.step + 1}")
+            raise Stopped(f"{self.stops.reason}, in the training of step {self.progress.step + 1}")
         return {
             f"train/{key.removeprefix('actor/')}" if key.startswith("actor/") else key: value
             for key, value in metrics.items()
@@ -112,52 +144,64 @@ class ReasoningRunner(Runner):
 
     def acknowledge(self) -> StepState:
         """Write the step's groups to the ledger as trained; the step is final from here on."""
-        with self.board.during(Phase.TRAINING):  # which is not left half done
-            return self._acknowledge()
-
-    def _acknowledge(self) -> StepState:
-        taken = self.intake.close()
-        lines = [
-            {
-                "step": taken.step,
-                "group_id": group_id,
-                "prompt_index": self.intake.ledger.dataset[index]["idx"],
-                "attempt": attempt,
-                "epoch": self.epoch,
-                "policy_version_min": taken.admitted[group_id].v_min,
-                "policy_version_max": taken.admitted[group_id].v_max,
-            }
-            for group_id, index, attempt in self.intake.acknowledge(taken.step)
-        ]
-        if self.ledger_file is not None:
-            self.ledger_file.write(lines)
-        self.step, self.version = taken.step, taken.version + 1
-        self.reward = reward_metrics(list(taken.admitted.values())).get("reward/mean")
+        with self.board.during(Phase.TRAINING):  # a stop waits until the ledger is written
+            taken = self.dispatcher.close()
+            lines = [
+                {
+                    "step": taken.step,
+                    "group_id": group.group_id,
+                    "prompt_index": self.dispatcher.prompt(group.prompt_index)["idx"],
+                    "attempt": group.attempt,
+                    "epoch": self.parts.epoch,
+                    "policy_version_min": taken.admitted[group.group_id].v_min,
+                    "policy_version_max": taken.admitted[group.group_id].v_max,
+                }
+                for group in self.dispatcher.acknowledge(taken.step)
+            ]
+            self.parts.ledger_file.write(lines)
+            self.progress.step, self.progress.version = taken.step, taken.version + 1
+            self.progress.reward = reward_metrics(list(taken.admitted.values())).get("reward/mean")
         return taken
 
     def publish(self) -> None:
         """Send the new version to the rollouts; generation resumes with it."""
-        with self.board.during(Phase.SYNCING), self.timers.measure("sync"):
-            report = self.sync.publish(self.version)
-        self.sync_metrics = sync_metrics(report)
-        self.board.set(step=self.step, policyVersion=self.version, reward=self.reward)
+        progress = self.progress
+        with self.board.during(Phase.SYNCING), self.phases.syncing(), self.timers.measure("sync"):
+            self.sync.publish(progress.version)
+        self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the served weights on the validation split; empty without one."""
+        if self.validation is None:
+            return {}
+        with self.board.during(Phase.VALIDATING), self.phases.generating(), self.timers.measure("validation"):
+            metrics = self.validation.measure(
+                self.progress.version,
+                cancelled=lambda: self.stops.asked or self.stops.failed,
+                short=self.parts.presence.short,
+            )
+            self.stops.check()
+        if "val/accuracy" in metrics:
+            self.progress.accuracy.append(metrics["val/accuracy"])
+        return metrics
 
     def _rates(self, taken: StepState) -> dict[str, float]:
+        spec = self.applied.spec
         tokens = sum(entry.tokens for entry in taken.admitted.values())
         seconds = self.timers.seconds["time/step"]
         ages = [taken.version - entry.v_min for entry in taken.admitted.values()]
-        devices = self.spec.actor.world_size + self.spec.rollout.replicas
-        sampling = self.spec.algorithm.dynamic_sampling.enabled
+        devices = spec.actor.world_size + spec.rollout.replicas
+        sampling = spec.algorithm.dynamic_sampling.enabled
         return {
             "train/staleness_mean": sum(ages) / max(len(ages), 1),
             "train/staleness_max": float(max(ages, default=0)),
             "rollout/filtered_groups": float(taken.filtered),
-            **(taken.sampling_metrics(self.spec.algorithm.prompts_per_step) if sampling else {}),
+            **(taken.sampling_metrics(spec.algorithm.prompts_per_step) if sampling else {}),
             "data/dropped_overlong": float(self.dropped_overlong),
             "rollout/stale_groups": float(taken.stale),
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / devices,
-            **self.sync_metrics,
+            **self.sync.metrics(),
             **self._idle(),
             **self.board.totals(),
         }
@@ -169,8 +213,8 @@ class ReasoningRunner(Runner):
         return {"time/idle_actor": seconds["time/rollout"], "time/idle_rollout": sum(busy_actor)}
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        values = {"policy_version": self.version, "epoch": self.epoch, **metrics, **self.timers.seconds}
-        self.trackers.log(self.step, values)
+        values = {"policy_version": self.progress.version, "epoch": self.parts.epoch, **metrics, **self.timers.seconds}
+        self.parts.trackers.log(self.progress.step, values)
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         self.board.set(metrics={key: value for key, value in numbers.items() if math.isfinite(value)})
 

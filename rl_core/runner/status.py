@@ -2,14 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
 from rl_core.api.job import RLJobSpec
+from rl_core.channel import ChannelStats
 from rl_core.runner.history import now_text
-from rl_core.runner.roster import LEAVING, PRESENT, Roster
+from rl_core.runner.ledger import HeldGroup
+from rl_core.runner.presence import LEAVING, PRESENT, Presence
 from rl_core.runner.stall import StallDetector, Wait
 from rl_core.workers.group import Cluster
 
@@ -29,6 +31,8 @@ class Phase(StrEnum):
     SUSPENDED = "Suspended"
 
 
+MOST_GROUPS = 256
+"""Groups shown in `/status` at most, those that come first in the ledger's order."""
 UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
 """Phases without a stall bound: bring-up has deadlines of its own."""
 
@@ -36,16 +40,16 @@ UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPE
 class StatusBoard:
     """The run's present state; any thread may read it."""
 
-    def __init__(self, spec: RLJobSpec, cluster: Cluster, *, epoch: int, job: str = "job") -> None:
-        """Describe the run of `spec` on `cluster` under `epoch`; `job` is its name."""
-        self.roster = Roster(spec, job=job)
+    def __init__(self, spec: RLJobSpec, cluster: Cluster, presence: Presence, *, epoch: int) -> None:
+        """Describe the run of `spec` on `cluster` under `epoch`."""
+        self._presence = presence
         self._cluster = cluster
         self._lock = threading.Lock()
         self._stall = StallDetector(spec.failure_policy.stall.seconds)
         self._phase = Phase.STARTING
         self._phase_since = time.monotonic()
         self._loop_progress = 0
-        self._progress_told = 0
+        self._progress_shown = 0
         self._facts: dict[str, Any] = {
             "schema": 1,
             "epoch": epoch,
@@ -63,12 +67,11 @@ class StatusBoard:
             "suspended": False,
             "streaks": {},
         }
-        self.ledger_metrics: Callable[[], Mapping[str, float]] = dict
-        self.channels: Callable[[], list[dict[str, Any]]] = list
+        self._channels: list[dict[str, Any]] = []
 
     def adopt(self, spec: RLJobSpec, generation: int) -> None:
         """Describe the run as another spec wants it, from `generation` of the job on."""
-        self.roster.adopt(spec)
+        self._presence.adopt(spec)
         self.set(totalSteps=spec.algorithm.steps, appliedGeneration=generation)
 
     @property
@@ -132,11 +135,17 @@ class StatusBoard:
         """Remember a step's duration for the stall bound."""
         self._stall.step_took(seconds)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return `/status` (runtime.md 8.5, protocol.md 3)."""
+    def show_channels(self, stats: Iterable[ChannelStats]) -> None:
+        """Show these channels from now on."""
+        self._channels = [
+            {"name": s.name, "depth": s.depth, "oldestAge": round(s.oldest_age_seconds, 3)} for s in stats
+        ]
+
+    def snapshot(self, ledger: Mapping[str, float], held: Sequence[HeldGroup]) -> dict[str, Any]:
+        """Return `/status` (runtime.md 8.5, protocol.md 3); `ledger` are its metrics, `held` the groups that are not final."""
         known = list(self._cluster.members(drained=True, lost=True))
         members = [m for m in known if m.state != "lost"]
-        missing = self.roster.missing(members)
+        missing = self._presence.missing(members)
         with self._lock:
             progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
             if self._phase in UNWATCHED:
@@ -145,8 +154,8 @@ class StatusBoard:
             stall = self._stall.report(
                 progress, self._waits(members), missing_pods=short, present=self._waited_for(members)
             )
-            if progress != self._progress_told:
-                self._progress_told, self._facts["lastProgress"] = progress, now_text()
+            if progress != self._progress_shown:
+                self._progress_shown, self._facts["lastProgress"] = progress, now_text()
             facts = dict(self._facts)
         return facts | {
             "phase": self._phase.value,
@@ -157,28 +166,30 @@ class StatusBoard:
                     "name": m.name,
                     "role": m.role,
                     "index": m.rank,
-                    "state": _told(m),
+                    "state": _public_state(m),
                     "detail": m.state,
                     "policyVersion": None if m.state == "lost" else m.policy_version,
                     "deviceUuids": [] if m.state == "lost" else list(m.device_uuids),
                 }
                 for m in known
-                if m.state != "lost" or m.name in self.roster.wanted(m.role)
+                if m.state != "lost" or m.name in self._presence.wanted(m.role)
             ],
             "waits": [
                 {"who": w.who, "on": w.on, "what": w.what, "seconds": round(w.since_seconds, 1)}
                 for w in self._waits(members)
             ],
-            "ledger": dict(self.ledger_metrics()),
-            "channels": self.channels(),
-            "missing": [m.to_dict() for m in missing],
+            "ledger": {**ledger, "groups": [_group(one) for one in held[:MOST_GROUPS]]},
+            "channels": self._channels,
+            "missing": [
+                {"name": m.name, "pod": m.pod, "role": m.role, "since": round(m.since_seconds, 1)} for m in missing
+            ],
             "stall": stall,
         }
 
     def _role(self, role: str, members: list[Any]) -> dict[str, Any]:
         alive = [m for m in members if m.role == role and m.state not in ("lost", *LEAVING)]
         ready = [m for m in alive if m.state in PRESENT]
-        desired = len(self.roster.wanted(role))
+        desired = len(self._presence.wanted(role))
         versions: dict[str, int] = {}
         for member in alive:
             if member.policy_version is None:
@@ -235,10 +246,21 @@ class StatusBoard:
         return edges
 
 
-def _told(member: Any) -> str:
+def _public_state(member: Any) -> str:
     """Return a member's state in the six words of protocol.md 3; `detail` has the hub's.
 
     A rollout that holds its worker still lacks weights; an actor or env then works. A silent one gets no new work.
     """
     ready = "joining" if member.role == "rollout" else "serving"
     return {"constructing": "joining", "ready": ready, "suspect": "updating"}.get(member.state, str(member.state))
+
+
+def _group(held: HeldGroup) -> dict[str, Any]:
+    """Return who holds a group since when; no owner once its record is on the way to training."""
+    return {
+        "id": held.group_id,
+        "state": held.state.value,
+        "owner": held.owner or None,
+        "seconds": round(held.seconds, 1),
+        "attempt": held.attempt,
+    }

@@ -34,8 +34,9 @@ class _Memory:
 
 def is_tensor(value: object) -> bool:
     """Return whether `value` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    # While another thread imports torch, the module is there without its classes: nothing can be a tensor yet.
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(value, tensor)
 
 
 def array_bytes(array: np.ndarray) -> tuple[int, tuple[int, ...], memoryview]:

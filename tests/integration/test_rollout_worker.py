@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rl_core.api.errors import GenerationUnavailable
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
 from rl_core.messages.envs import EnvAnswer, EnvFailure
+from rl_core.messages.groups import PromptLease
 from rl_core.messages.members import MemberState, MemberView, View
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
@@ -21,7 +23,7 @@ from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.hf.worker import HFRolloutWorker
 from rl_core.transports import shared_memory
 from rl_core.transports.handlers import HandlerLoop
-from rl_core.transports.rpc import RpcClient, RpcServer
+from rl_core.transports.rpc import RpcClient, RpcServer, inline
 from rl_core.weights.publisher import WeightPublisher
 
 CONFIG = {
@@ -83,6 +85,54 @@ class EnvPod:
         )
 
 
+class Ledger:
+    """The runner's part of the lease protocol on a real hub: gives out what a test puts in, for the version that is asked for."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.pending, self.polls, self.given_back = [], [], []
+        self.server = RpcServer(
+            "tcp://127.0.0.1:0",
+            {"lease_groups": self.lease_groups, "renew": lambda tokens: [], "give_back": self.give_back},
+        ).start()
+
+    @inline
+    def lease_groups(self, call, want, seconds, version):
+        with self.lock:
+            self.polls.append((call, want, version))
+        self.answer()
+
+    def put(self, *leases):
+        with self.lock:
+            self.pending += leases
+        self.answer()
+
+    def answer(self):
+        """Answer the newest poll with what lies there for its version, and older ones with nothing: they were superseded."""
+        with self.lock:
+            for call, _, _ in self.polls[:-1]:
+                call.reply([])
+            del self.polls[:-1]
+            if not self.polls:
+                return
+            call, want, version = self.polls[0]
+            found = [one for one in self.pending if one.policy_version == version][:want]
+            if found:
+                self.pending = [one for one in self.pending if one not in found]
+                self.polls.clear()
+                call.reply(found)
+
+    def give_back(self, token, reason, message):
+        self.given_back.append((token, reason, message))
+
+    def close(self):
+        with self.lock:
+            for call, _, _ in self.polls:
+                call.reply([])
+            self.polls.clear()
+        self.server.close()
+
+
 class World:
     """Everything around one worker."""
 
@@ -96,20 +146,16 @@ class World:
             }
         )
         self.env = EnvPod()
-        self.given_back = []
-        self.hub = RpcServer("tcp://127.0.0.1:0", {"give_back": lambda *args: self.given_back.append(args)}).start()
+        self.ledger = Ledger()
         self.worker = HFRolloutWorker(self.spec, {"max_seq_len": 32})
         context = self.worker._context
         context.files = tokenizer_files()
-        context.hub = RpcClient(self.hub.address)
+        context.hub = RpcClient(self.ledger.server.address)
         self.worker.init_worker()
         handlers = {n: getattr(self.worker, n) for n in ("weights_offer", "weights_transfer", "weights_commit")}
         self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
         self.publisher = WeightPublisher(self.spec, 0)
-        self.channels = [
-            Channel.create(name, local=True, delivery=kind)
-            for name, kind in (("p", "lease"), ("t", "auto"), ("v", "auto"))
-        ]
+        self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
         self.show_env(True)
 
     def show_env(self, there: bool):
@@ -131,34 +177,38 @@ class World:
         )
 
     def start(self):
-        self.on_loop(self.worker.start_rollout(*self.channels))
+        self.on_loop(self.worker.start_rollout(self.trajectories, self.validation))
 
-    def item(self, index: int, **changes):
+    def put(self, *indices, **changes):
+        """Let these groups be leased: training groups of 4 for version 1 unless `changes` says otherwise."""
+        self.ledger.put(*[self.lease(index, **changes) for index in indices])
+
+    def lease(self, index, mode="train", version=1):
         ids = np.arange(2, 6 + index % 3, dtype=np.int64)
-        sample = {
-            "message_log": [{"role": "user", "content": "x", "token_ids": ids}],
-            "length": len(ids),
-            "extra_env_info": {"ground_truth": "a"},
-            "loss_multiplier": 1.0,
-            "idx": index,
-            "task_name": "math",
-        }
-        base = {
-            "mode": "train",
-            "sample": sample,
-            "group_id": f"0-{index}",
-            "lease_token": f"token-{index}",
-            "attempt": 1,
-            "policy_version": 1,
-            "num_generations": 4,
-            "greedy": False,
-        }
-        return base | changes
+        return PromptLease(
+            mode=mode,
+            group_id=f"{mode}-{index}",
+            token=f"token-{index}",
+            sample={
+                "message_log": [{"role": "user", "content": "x", "token_ids": ids}],
+                "length": len(ids),
+                "extra_env_info": {"ground_truth": "a"},
+                "loss_multiplier": 1.0,
+                "idx": index,
+                "task_name": "math",
+            },
+            num_generations=4 if mode == "train" else 1,
+            attempt=1,
+            policy_version=version,
+            temperature=None if mode == "train" else 0.0,
+            lease_seconds=120.0,
+        )
 
     def close(self):
         self.on_loop(self.worker.close())
         self.publisher.close()
-        for server in (self.server, self.hub, self.env.server):
+        self.ledger.close()
+        for server in (self.server, self.env.server):
             server.close()
         self.worker._context.hub.close()
         self.worker._context.close()
@@ -172,36 +222,35 @@ def world():
 
 
 def records(world: World, count: int):
-    return [world.channels[1].get(timeout=120) for _ in range(count)]
+    return [world.trajectories.get(timeout=120) for _ in range(count)]
 
 
 def test_nothing_is_leased_before_a_version_is_proven(world):
     world.start()
-    world.channels[0].put(world.item(0))
+    world.put(0)
     assert world.worker.status()["version"] == -1
-    assert world.channels[0].qsize() == 1
+    assert world.ledger.polls == []
     with pytest.raises(GenerationUnavailable):
         world.on_loop(world.worker.probe([3, 4, 5], 2))
     world.publish(1, seed=1)
     (record,) = records(world, 1)
-    assert record.group_id == "0-0" and record.start_version == record.end_version == 1
+    assert record.group_id == "train-0" and record.start_version == record.end_version == 1
 
 
 def test_every_group_arrives_with_the_lease_token_and_versions_of_the_served_weights(world):
     world.start()
     world.publish(1, seed=1)
-    for index in range(6):
-        world.channels[0].put(world.item(index))
+    world.put(*range(6))
     found = {record.group_id: record for record in records(world, 6)}
-    assert sorted(found) == [f"0-{index}" for index in range(6)]
+    assert sorted(found) == [f"train-{index}" for index in range(6)]
     for index in range(6):
-        record = found[f"0-{index}"]
+        record = found[f"train-{index}"]
         assert record.lease_token == f"token-{index}" and len(record.completions) == 4
         for completion in record.completions:
             assert completion.policy_versions == (1, 1)
             assert math.isfinite(completion.reward)
             assert completion.message_log[1]["generation_logprobs"].dtype == torch.float32
-    assert world.channels[0].qsize() == 0
+    assert world.ledger.given_back == []
 
 
 def test_samples_repeat_by_seed_whatever_shares_the_batch_and_change_with_the_weights(world):
@@ -210,15 +259,14 @@ def test_samples_repeat_by_seed_whatever_shares_the_batch_and_change_with_the_we
 
     world.start()
     world.publish(1, seed=1)
-    world.channels[0].put(world.item(0))
+    world.put(0)
     (alone,) = records(world, 1)
-    for index in range(5):
-        world.channels[0].put(world.item(index))
+    world.put(*range(5))
     together = {record.group_id: record for record in records(world, 5)}
-    assert tokens(alone) == tokens(together["0-0"])
+    assert tokens(alone) == tokens(together["train-0"])
     assert len({tuple(ids) for ids in tokens(alone)}) > 1
     world.publish(2, seed=2)
-    world.channels[0].put(world.item(0))
+    world.put(0, version=2)
     (after,) = records(world, 1)
     assert tokens(after) != tokens(alone) and after.completions[0].policy_versions == (2, 2)
 
@@ -228,7 +276,7 @@ def test_a_late_joiner_pulls_the_committed_version_and_serves_it(world):
     answer = world.on_loop(world.worker.join(world.publisher.address))
     assert answer["version"] == 5 and answer["digest"]
     world.start()
-    world.channels[0].put(world.item(0, policy_version=5))
+    world.put(0, version=5)
     (record,) = records(world, 1)
     assert record.completions[0].policy_versions == (5, 5)
 
@@ -256,26 +304,22 @@ def test_a_data_failure_is_given_back_with_its_reason_and_leaves_no_record(world
     world.env.fail = "RolloutDataFailure"
     world.start()
     world.publish(1, seed=1)
-    world.channels[0].put(world.item(0))
-    world.channels[0].put(
-        world.item(1, mode="validation", greedy=True, num_generations=1, group_id="val1-1", lease_token="")
-    )
-    answer = world.channels[2].get(timeout=120)
-    assert answer["group_id"] == "val1-1" and "told to fail" in answer["error"] and answer["rewards"] == []
-    wait_for(lambda: world.given_back)
-    assert world.given_back[0][:3] == ("0-0", "token-0", "data") and "told to fail" in world.given_back[0][3]
-    assert world.channels[1].qsize() == 0
+    world.put(0)
+    world.put(1, mode="validate")
+    wait_for(lambda: len(world.ledger.given_back) == 2)
+    for index, (token, reason, message) in enumerate(sorted(world.ledger.given_back)):
+        assert (token, reason) == (f"token-{index}", "data") and "told to fail" in message
+    assert world.trajectories.qsize() == world.validation.qsize() == 0
 
 
 def test_validation_is_scored_apart_from_training(world):
     world.start()
     world.publish(1, seed=1)
-    world.channels[0].put(
-        world.item(3, mode="validation", greedy=True, num_generations=1, group_id="val1-3", lease_token="")
-    )
-    answer = world.channels[2].get(timeout=120)
-    assert answer["group_id"] == "val1-3" and answer["error"] is None
-    assert len(answer["rewards"]) == len(answer["lengths"]) == len(answer["truncated"]) == 1
+    world.put(3, mode="validate")
+    answer = world.validation.get(timeout=120)
+    assert (answer.group_id, answer.token) == ("validate-3", "token-3")
+    assert len(answer.rewards) == len(answer.lengths) == len(answer.truncated) == 1
+    assert world.trajectories.qsize() == 0
 
 
 def test_an_update_waits_for_groups_in_flight_and_later_prompts_wait_for_it(world):
@@ -284,18 +328,18 @@ def test_an_update_waits_for_groups_in_flight_and_later_prompts_wait_for_it(worl
     world.start()
     world.publish(1, seed=1)
     world.env.hold = concurrent.futures.Future()
-    world.channels[0].put(world.item(0))
+    world.put(0)
     wait_for(lambda: world.env.calls)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(world.publish, 2, 2)
         wait_for(lambda: world.worker.status()["weights"] == "ready")
-        world.channels[0].put(world.item(1, policy_version=2))
+        world.put(1, version=2)
         assert not publishing.done()
         world.env.hold.set_result(None)
         publishing.result(120)
     first, second = records(world, 2)
-    assert (first.group_id, first.end_version) == ("0-0", 1)
-    assert (second.group_id, second.start_version) == ("0-1", 2)
+    assert (first.group_id, first.end_version) == ("train-0", 1)
+    assert (second.group_id, second.start_version) == ("train-1", 2)
 
 
 def test_a_new_epoch_drops_work_and_serves_nothing_until_weights_are_proven_again(world):
@@ -304,33 +348,36 @@ def test_a_new_epoch_drops_work_and_serves_nothing_until_weights_are_proven_agai
     world.start()
     world.publish(1, seed=1)
     world.env.hold = concurrent.futures.Future()
-    world.channels[0].put(world.item(0))
+    world.put(0)
     wait_for(lambda: world.env.calls)
     world.on_loop(world.worker.on_new_epoch(1))
     world.env.hold.set_result(None)
     assert world.worker.status()["weights"] == "unversioned" and world.worker.status()["groups_in_flight"] == 0
-    assert world.channels[1].qsize() == 0 and world.channels[0].qsize() == 1
+    assert world.trajectories.qsize() == 0
+    wait_for(lambda: world.ledger.given_back)
+    assert world.ledger.given_back[0][:2] == ("token-0", "stale")
 
 
 def test_draining_finishes_what_is_in_flight_and_leases_nothing_more(world):
     world.start()
     world.publish(1, seed=1)
-    world.channels[0].put(world.item(0))
-    wait_for(lambda: world.worker.status()["groups_in_flight"] or world.channels[1].qsize())
+    world.put(0)
+    wait_for(lambda: world.worker.status()["groups_in_flight"] or world.trajectories.qsize())
     world.on_loop(world.worker.drain())
-    world.channels[0].put(world.item(1))
-    assert world.channels[1].qsize() == 1 and world.channels[0].qsize() == 1
+    world.put(1)
+    wait_for(lambda: world.ledger.given_back)  # what the poll of before brings
+    assert world.ledger.given_back[0][:2] == ("token-1", "stale") and world.trajectories.qsize() == 1
 
 
 def test_groups_wait_for_an_env_worker_to_appear(world):
     world.show_env(False)
     world.start()
     world.publish(1, seed=1)
-    world.channels[0].put(world.item(0))
+    world.put(0)
     wait_for(lambda: world.worker._loop.statistics()["rows"] == 4)
     world.show_env(True)
     (record,) = records(world, 1)
-    assert len(record.completions) == 4 and not world.given_back
+    assert len(record.completions) == 4 and not world.ledger.given_back
 
 
 def test_batches_per_group_repeat_bit_by_bit_under_any_load():
@@ -338,11 +385,10 @@ def test_batches_per_group_repeat_bit_by_bit_under_any_load():
     try:
         world.start()
         world.publish(1, seed=1)
-        world.channels[0].put(world.item(0))
+        world.put(0)
         (alone,) = records(world, 1)
-        for index in range(4):
-            world.channels[0].put(world.item(index))
-        together = {record.group_id: record for record in records(world, 4)}["0-0"]
+        world.put(*range(4))
+        together = {record.group_id: record for record in records(world, 4)}["train-0"]
         for one, other in zip(alone.completions, together.completions, strict=True):
             assert one.message_log[1]["token_ids"].equal(other.message_log[1]["token_ids"])
             assert one.message_log[1]["generation_logprobs"].equal(other.message_log[1]["generation_logprobs"])

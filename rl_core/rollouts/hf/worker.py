@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from rl_core.api.errors import ConfigError
 from rl_core.api.records import PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
+from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.rollouts.base import RolloutWorkerBase
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.hf.engine import HFEngine
@@ -61,8 +61,8 @@ class HFRolloutWorker(RolloutWorkerBase):
         gc.freeze()
         return EngineTarget(self._loop, pause=self._pause)
 
-    async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """Return {ids, logprobs, version} of a continuation drawn with the training settings and a fixed seed.
+    async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
+        """Return a continuation drawn with the training settings and a fixed seed.
 
         Drawn, not greedy, so that its log-probabilities are of the temperature that the trainer scores with.
         """
@@ -76,7 +76,7 @@ class HFRolloutWorker(RolloutWorkerBase):
         start = len(prompt_ids)
         async for _, row in self._training.generate_async(data):
             ids, logprobs = row["output_ids"][0, start:], row["logprobs"][0, start:]
-        return {"ids": ids.tolist(), "logprobs": logprobs.tolist(), "version": self._policy_version()}
+        return ProbeAnswer(ids=tuple(ids.tolist()), logprobs=tuple(logprobs.tolist()), version=self._policy_version())
 
     async def close(self) -> None:
         """Stop serving and the engine's thread."""
@@ -85,10 +85,10 @@ class HFRolloutWorker(RolloutWorkerBase):
             self._environment.close()
             await asyncio.to_thread(self._loop.close)
 
-    async def _run(self, item: Mapping[str, Any]) -> PromptGroupRecord:
-        sample = {**item["sample"], "group_id": item["group_id"], "attempt": item["attempt"]}
+    async def _run(self, lease: PromptLease) -> PromptGroupRecord:
+        sample = {**lease.sample, "group_id": lease.group_id, "attempt": lease.attempt}
         sample["task_name"] = self.spec.env.type
-        return await self._manager(item).run(sample)
+        return await self._manager(lease).run(sample)
 
     def _row_capacity(self) -> int:
         rollout = self.spec.rollout
@@ -130,13 +130,11 @@ class HFRolloutWorker(RolloutWorkerBase):
             allow_truncated_sampling=self.spec.algorithm.allow_truncated_sampling,
         )
 
-    def _manager(self, item: Mapping[str, Any]) -> RolloutManager:
-        """Return the manager for this kind of item, made at first use."""
-        training = item["mode"] == "train"
-        temperature = None if training else 0.0 if item["greedy"] else float(item["temperature"])
-        key = (temperature, int(item["num_generations"]))
+    def _manager(self, lease: PromptLease) -> RolloutManager:
+        """Return the manager for this kind of lease, made at first use."""
+        key = (lease.temperature, lease.num_generations)
         if key not in self._managers:
-            generation = self._training if training else self._generation(temperature)
+            generation = self._training if lease.temperature is None else self._generation(lease.temperature)
             self._managers[key] = RolloutManager(
                 self._tokenizer,
                 {self.spec.env.type: self._environment},

@@ -1,50 +1,100 @@
-"""The loop of a rollout worker over local channels: what is leased when, and where every group ends."""
+"""The loop of a rollout worker over a fake of the runner's ledger: what is leased when, and where every group ends."""
 
 import asyncio
+import logging
 from contextlib import contextmanager
 
 import pytest
 
-from rl_core.api.errors import ConfigError, GenerationUnavailable, RolloutDataFailure, RolloutTimeout
+from rl_core.api.errors import ConfigError, GenerationUnavailable, RolloutDataFailure, RolloutTimeout, WorkerLost
 from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
-from rl_core.rollouts.serving import PromptServer
+from rl_core.messages.groups import PromptLease, ValidationScores
+from rl_core.rollouts.serving import POLL_SECONDS, PromptServer
+
+STOPPED = "the rollout stopped before the group ended"
+LATE = "its weights are not those that are served"
 
 
-def item(index, mode="train", version=1, rows=2):
-    return {
-        "mode": mode,
-        "sample": {"idx": index},
-        "group_id": f"g{index}",
-        "lease_token": f"t{index}",
-        "attempt": 1,
-        "policy_version": version,
-        "num_generations": rows,
-        "greedy": mode != "train",
-    }
+def lease(index, *, mode="train", version=1, rows=2, seconds=120.0):
+    return PromptLease(
+        mode=mode,
+        group_id=f"g{index}",
+        token=f"t{index}",
+        sample={"idx": index},
+        num_generations=rows,
+        attempt=1,
+        policy_version=version,
+        temperature=None if mode == "train" else 0.0,
+        lease_seconds=seconds,
+    )
+
+
+class FakeRunner:
+    """A `LeaseSource` that gives out what a test puts in; a poll waits until there is something, or the test ends it."""
+
+    def __init__(self):
+        self.pending, self.polls, self.renewed, self.given_back, self.stale = [], [], [], [], set()
+        self.failure = None
+        self.refuses = False
+        self.changed = asyncio.Condition()
+
+    async def lease_groups(self, want, seconds, version):
+        assert seconds == POLL_SECONDS
+        self.polls.append((want, version))
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.pending or self.refuses or self.failure)
+        if self.failure is not None:
+            raise self.failure
+        found, self.pending = self.pending[:want], self.pending[want:]
+        return [one for one in found if one is not None]
+
+    async def renew(self, tokens):
+        self.renewed.append(list(tokens))
+        if self.failure is not None:
+            raise self.failure
+        return [token for token in tokens if token in self.stale]
+
+    async def give_back(self, token, reason, message):
+        self.given_back.append((token, reason, message))
+        if self.failure is not None:
+            raise self.failure
+
+    async def put(self, *leases):
+        async with self.changed:
+            self.pending += leases
+            self.changed.notify_all()
+
+    async def end_poll(self):
+        """Let the poll that waits end with nothing, as when its time is up."""
+        await self.put(None)
+
+    async def set(self, **state):
+        async with self.changed:
+            vars(self).update(state)
+            self.changed.notify_all()
 
 
 class Harness:
     def __init__(self):
-        self.channels = [
-            Channel.create(n, local=True, delivery=d) for n, d in (("p", "lease"), ("t", "auto"), ("v", "auto"))
-        ]
-        self.prompts, self.trajectories, self.validation = self.channels
-        self.given_back, self.waits, self.started, self.holds = [], [], [], {}
-        self.version, self.limit, self.failure = 1, 100, None
+        self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
+        self.runner = FakeRunner()
+        self.waits, self.started, self.holds = [], [], {}
+        self.version, self.limit, self.failure, self.now = 1, 100, None, 0.0
         self.server = PromptServer(
             self.run,
-            give_back=self.give_back,
+            self.runner,
             row_limit=lambda: self.limit,
             group_rows=2,
             version=lambda: self.version,
             waiting=self.waiting,
+            clock=lambda: self.now,
         )
 
     async def run(self, given):
-        self.started.append(given["group_id"])
-        if given["group_id"] in self.holds:
-            await self.holds[given["group_id"]].wait()
+        self.started.append(given.group_id)
+        if given.group_id in self.holds:
+            await self.holds[given.group_id].wait()
         if self.failure is not None:
             raise self.failure
         rewards = [0.5, float("nan")]
@@ -52,25 +102,21 @@ class Harness:
             Completion(message_log=[], reward=r, metrics={"gen_tokens": 3}, truncated=False) for r in rewards
         ]
         return PromptGroupRecord(
-            prompt_idx=given["sample"]["idx"],
+            prompt_idx=given.sample["idx"],
             prompt=[],
             extra_env_info=None,
             metadata={},
             completions=completions,
-            group_id=given["group_id"],
+            group_id=given.group_id,
         )
-
-    async def give_back(self, *args):
-        self.given_back.append(args)
 
     @contextmanager
     def waiting(self, what, on):
         self.waits.append((what, on))
         yield
 
-    async def put(self, *items):
-        for one in items:
-            await self.prompts.put_async(one)
+    def hold(self, *indices):
+        self.holds |= {f"g{index}": asyncio.Event() for index in indices}
 
     @staticmethod
     async def depth(channel):
@@ -80,10 +126,20 @@ class Harness:
         for _ in range(20):
             await asyncio.sleep(0.001)
 
+    async def until(self, condition):
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.001)
+
     def start(self, *, gate=True):
-        self.server.start(*self.channels)
+        self.server.start(self.trajectories, self.validation)
         if gate:
             self.server.open()
+
+    async def serving(self, *leases):
+        self.start()
+        await self.runner.put(*leases)
+        await self.settle()
 
 
 @pytest.fixture
@@ -91,87 +147,117 @@ async def harness():
     made = Harness()
     yield made
     await made.server.stop()
+    await made.runner.set(refuses=True)  # ends the polls that wait
+    await made.settle()
 
 
-async def test_a_finished_group_is_put_with_its_lease_token_and_then_acknowledged(harness):
-    harness.start()
-    await harness.put(item(0))
+async def test_a_finished_group_is_put_with_the_token_of_its_lease(harness):
+    await harness.serving(lease(0))
     record = await harness.trajectories.get_async(timeout=60)
     assert (record.group_id, record.lease_token) == ("g0", "t0")
     await harness.settle()
-    assert (
-        await harness.depth(harness.prompts) == 0
-        and harness.server.groups_in_flight == 0
-        and harness.server.groups_done == 1
-    )
+    assert harness.server.groups_in_flight == 0 and harness.server.groups_done == 1
+    assert harness.runner.given_back == []
 
 
-async def test_a_closed_gate_leases_nothing_and_says_what_it_waits_for(harness):
+async def test_a_closed_gate_asks_for_nothing_and_says_what_it_waits_for(harness):
     harness.start(gate=False)
-    await harness.put(item(0))
     await harness.settle()
-    assert (
-        harness.started == [] and await harness.depth(harness.prompts) == 1 and harness.waits == [("weights", "actor")]
-    )
+    assert harness.runner.polls == [] and harness.waits == [("weights", "actor")]
     harness.server.open()
+    await harness.runner.put(lease(0))
     assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
 
 
-async def test_closing_the_gate_ends_a_lease_that_waits_and_loses_no_prompt(harness):
-    harness.start()
-    await harness.settle()
-    harness.server.close()
-    await harness.put(item(0))
-    await harness.settle()
-    assert harness.started == [] and await harness.depth(harness.prompts) == 1
-
-
-async def test_prompts_put_together_start_together_up_to_the_row_limit(harness):
+async def test_one_poll_asks_for_all_that_fits_and_the_next_for_what_is_left(harness):
     harness.limit = 6
-    harness.holds = {f"g{i}": asyncio.Event() for i in range(4)}
-    harness.start()
+    harness.hold(0, 1, 2, 3)
+    await harness.serving()
+    assert harness.runner.polls == [(3, 1)] and harness.waits == [("prompts", "ledger")]
+    await harness.runner.put(lease(0), lease(1))
     await harness.settle()
-    assert (await asyncio.to_thread(harness.prompts.stats)).keys["default_queue"].waiters == 1
-    await harness.prompts.put_many_async([item(i) for i in range(4)])
+    assert harness.runner.polls == [(3, 1), (1, 1)] and harness.started == ["g0", "g1"]
+    await harness.runner.put(lease(2), lease(3))
     await harness.settle()
-    assert harness.started == ["g0", "g1", "g2"] and await harness.depth(harness.prompts) == 1
-
-
-async def test_a_row_limit_that_fell_takes_leases_back(harness):
-    harness.limit = 8
-    harness.start()
-    await harness.settle()
-    harness.limit = 2
-    harness.server.close()
-    harness.server.open()
-    await harness.settle()
-    harness.holds = {"g0": asyncio.Event()}
-    await harness.prompts.put_many_async([item(i) for i in range(3)])
-    await harness.settle()
-    assert harness.started == ["g0"] and await harness.depth(harness.prompts) == 2
-
-
-async def test_a_prompt_that_arrives_as_the_gate_closes_goes_back(harness):
-    harness.start()
-    await harness.settle()
-    await harness.put(item(0))
-    harness.server.close()
-    await harness.settle()
-    assert harness.started == [] and await harness.depth(harness.prompts) == 1
-
-
-async def test_leasing_stops_at_the_row_limit_and_goes_on_when_rows_end(harness):
-    harness.limit = 3
-    harness.holds = {f"g{i}": asyncio.Event() for i in range(4)}
-    harness.start()
-    await harness.put(*[item(i) for i in range(4)])
-    await harness.settle()
-    assert harness.started == ["g0", "g1"]
+    assert harness.started == ["g0", "g1", "g2"] and len(harness.runner.polls) == 2
     harness.holds["g0"].set()
     await harness.settle()
-    assert harness.started == ["g0", "g1", "g2"]
+    assert harness.started[3:] == ["g3"]
 
 
+async def test_a_rollout_without_groups_says_that_it_waits_for_them_also_when_the_last_ends_during_a_poll(harness):
+    harness.hold(0)
+    await harness.serving(lease(0))
+    before = len(harness.waits)
+    harness.holds["g0"].set()
+    await harness.settle()
+    assert harness.waits[before:] == [("prompts", "ledger")] and len(harness.runner.polls) == 2
+
+
+async def test_a_row_limit_that_fell_gives_back_what_no_longer_fits(harness):
+    harness.limit = 8
+    harness.hold(0)
+    await harness.serving()
+    harness.limit = 2
+    await harness.runner.put(*[lease(i) for i in range(3)])
+    await harness.settle()
+    assert harness.started == ["g0"]
+    assert [given[:2] for given in harness.runner.given_back] == [("t1", "stale"), ("t2", "stale")]
+
+
+async def test_a_poll_is_not_cancelled_by_the_gate_and_what_it_brings_late_is_given_back(harness):
+    await harness.serving()
+    harness.server.close()
+    await harness.runner.put(lease(0))
+    await harness.settle()
+    assert harness.started == [] and harness.runner.given_back == [("t0", "stale", LATE)]
+
+
+async def test_a_question_outlives_a_sync_and_brings_the_groups_of_the_new_version(harness):
+    await harness.serving()
+    harness.server.close()
+    harness.version = 2
+    harness.server.open()
+    await harness.runner.put(lease(0, version=2))
+    await harness.settle()
+    assert harness.runner.polls[0] == (50, 1) and harness.started == ["g0"] and harness.runner.given_back == []
+
+
+async def test_a_lease_for_other_weights_than_those_served_is_given_back(harness):
+    await harness.serving(lease(0, version=2))
+    assert harness.started == [] and harness.runner.given_back == [("t0", "stale", LATE)]
+
+
+async def test_an_empty_answer_is_asked_again_at_once(harness):
+    await harness.serving()
+    for count in (2, 3, 4):
+        harness.now += POLL_SECONDS
+        await harness.runner.end_poll()
+        await harness.until(lambda count=count: len(harness.runner.polls) == count)
+
+
+async def test_a_runner_that_refuses_at_once_is_not_asked_again_and_again_but_soon_enough(harness):
+    harness.runner.refuses = True
+    await harness.serving()
+    await harness.settle()
+    assert 1 <= len(harness.runner.polls) <= 10
+    await harness.runner.set(refuses=False)
+    await harness.runner.put(lease(0))
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
+
+
+async def test_a_runner_out_of_reach_is_asked_until_it_is_back_and_reported_once(harness, caplog):
+    harness.runner.failure = WorkerLost("the runner is gone")
+    with caplog.at_level(logging.WARNING):
+        harness.start()
+        await harness.until(lambda: len(harness.runner.polls) >= 3)
+    assert caplog.text.count("the runner is gone") == 1
+    await harness.runner.set(failure=None)
+    await harness.runner.put(lease(0))
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
+
+
+@pytest.mark.parametrize("mode", ["train", "validate"])
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -182,110 +268,126 @@ async def test_leasing_stops_at_the_row_limit_and_goes_on_when_rows_end(harness)
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-async def test_a_failed_group_is_given_back_by_its_kind_and_acknowledged(harness, error, reason):
+async def test_a_failed_group_is_given_back_by_its_kind(harness, error, reason, mode):
     harness.failure = error
-    harness.start()
-    await harness.put(item(0))
-    await harness.settle()
-    assert harness.given_back == [("g0", "t0", reason, f"{type(error).__name__}: {error}")]
-    assert await harness.depth(harness.prompts) == 0 and await harness.depth(harness.trajectories) == 0
+    await harness.serving(lease(0, mode=mode))
+    assert harness.runner.given_back == [("t0", reason, f"{type(error).__name__}: {error}")]
+    assert await harness.depth(harness.trajectories) == await harness.depth(harness.validation) == 0
+    assert harness.server.groups_in_flight == 0
 
 
-async def test_a_record_that_no_message_can_hold_is_given_back_once_and_not_made_again(harness, monkeypatch):
-    async def put(record, **_):
-        raise ValueError("header must have at most 64 bytes, got 65")
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (ValueError("header of 65 bytes"), "data", "the record cannot be sent: header of 65 bytes"),
+        (ConfigError("no channel t"), "infrastructure", "the record could not be delivered: no channel t"),
+        (OSError("no room"), "infrastructure", "the record could not be delivered: no room"),
+    ],
+    ids=["no message can hold it", "the channel is gone", "the machine fails"],
+)
+async def test_a_record_that_does_not_arrive_is_given_back_with_whose_fault_it_is(
+    harness, monkeypatch, error, reason, message
+):
+    async def put(record):
+        raise error
 
     monkeypatch.setattr(harness.trajectories, "put_async", put)
-    harness.start()
-    await harness.put(item(0))
+    await harness.serving(lease(0))
+    assert harness.runner.given_back == [("t0", reason, message)] and harness.server.groups_done == 0
+
+
+async def test_validation_is_answered_with_scores(harness):
+    await harness.serving(lease(0, mode="validate"))
+    assert await harness.validation.get_async(timeout=60) == ValidationScores(
+        group_id="g0", token="t0", rewards=(0.5, None), lengths=(3, 3), truncated=(False, False)
+    )
+    assert await harness.depth(harness.trajectories) == 0
+
+
+async def test_held_leases_are_renewed_until_their_groups_end(harness):
+    harness.hold(0, 1)
+    await harness.serving(lease(0, seconds=0.01), lease(1, seconds=0.01))
+    await harness.until(lambda: ["t0", "t1"] in harness.runner.renewed)
+    harness.holds["g0"].set()
+    await harness.until(lambda: harness.runner.renewed[-1] == ["t1"])
+    harness.holds["g1"].set()
     await harness.settle()
-    told = "the record cannot be sent: header must have at most 64 bytes, got 65"
-    assert harness.given_back == [("g0", "t0", "data", told)] and harness.started == ["g0"]
-    assert await harness.depth(harness.prompts) == 0
-
-
-async def test_a_record_that_meets_a_missing_channel_server_goes_back_and_is_no_bad_data(harness, monkeypatch):
-    put, refusals = harness.trajectories.put_async, []
-
-    async def refuse_once(record, **more):
-        if not refusals:
-            refusals.append(record)
-            raise ConfigError("the channel server knows no such channel")
-        await put(record, **more)
-
-    monkeypatch.setattr(harness.trajectories, "put_async", refuse_once)
-    harness.start()
-    await harness.put(item(0))
+    count = len(harness.runner.renewed)
     await harness.settle()
-    assert harness.given_back == [] and harness.started == ["g0", "g0"]
-    assert await harness.depth(harness.trajectories) == 1
+    assert len(harness.runner.renewed) == count
 
 
-async def test_validation_answers_scores_or_the_error(harness):
-    harness.start()
-    await harness.put(item(0, mode="validation"))
-    assert await harness.validation.get_async(timeout=60) == {
-        "group_id": "g0", "prompt_idx": 0, "rewards": [0.5, None], "lengths": [3, 3], "truncated": [False, False], "error": None,
-    }  # fmt: skip
-    harness.failure = RolloutDataFailure("broken")
-    await harness.put(item(1, mode="validation"))
-    answer = await harness.validation.get_async(timeout=60)
-    assert answer["rewards"] == [] and "broken" in answer["error"] and harness.given_back == []
-
-
-async def test_a_prompt_for_newer_weights_goes_back_until_they_are_here(harness):
-    harness.start()
-    await harness.put(item(0, version=2))
+async def test_a_group_whose_lease_is_no_longer_current_is_dropped_without_an_answer(harness):
+    harness.hold(0, 1)
+    harness.runner.stale = {"t0"}
+    await harness.serving(lease(0, seconds=0.01), lease(1, seconds=0.01))
+    await harness.until(lambda: harness.server.groups_in_flight == 1)
+    harness.holds["g1"].set()
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g1"
     await harness.settle()
-    assert harness.started == []
-    harness.version = 2
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
+    assert harness.runner.given_back == [] and await harness.depth(harness.trajectories) == 0
+
+
+async def test_renewals_go_on_after_the_runner_was_out_of_reach(harness, caplog):
+    harness.hold(0)
+    await harness.serving(lease(0, seconds=0.01))
+    with caplog.at_level(logging.WARNING):
+        await harness.runner.set(failure=WorkerLost("the runner is gone"))
+        count = len(harness.runner.renewed)
+        await harness.until(lambda: len(harness.runner.renewed) >= count + 3)
+        await harness.runner.set(failure=None)
+        count = len(harness.runner.renewed)
+        await harness.until(lambda: len(harness.runner.renewed) >= count + 2)
+    assert caplog.text.count("leases cannot be renewed") == 1 and harness.server.groups_in_flight == 1
 
 
 async def test_pausing_lets_groups_end(harness):
-    harness.holds = {"g0": asyncio.Event()}
-    harness.start()
-    await harness.put(item(0))
-    await harness.settle()
+    harness.hold(0)
+    await harness.serving(lease(0))
     pausing = asyncio.ensure_future(harness.server.pause(60))
     await harness.settle()
     assert not pausing.done()
     harness.holds["g0"].set()
     await pausing
     assert await harness.depth(harness.trajectories) == 1 and harness.server.groups_in_flight == 0
+    assert harness.runner.given_back == []
 
 
 @pytest.mark.parametrize("how", ["pause", "stop"])
-async def test_groups_that_cannot_end_return_to_the_channel(harness, how):
-    harness.holds = {"g0": asyncio.Event()}
-    harness.start()
-    await harness.put(item(0))
-    await harness.settle()
+async def test_groups_that_cannot_end_are_given_back_as_stale(harness, how):
+    harness.hold(0)
+    await harness.serving(lease(0))
     await (harness.server.pause(0.01) if how == "pause" else harness.server.stop())
-    assert (
-        await harness.depth(harness.prompts) == 1
-        and await harness.depth(harness.trajectories) == 0
-        and harness.given_back == []
-    )
+    assert harness.runner.given_back == [("t0", "stale", STOPPED)]
+    assert await harness.depth(harness.trajectories) == 0 and harness.server.groups_in_flight == 0
+
+
+async def test_a_group_that_was_leased_in_the_moment_of_a_stop_is_given_back_too(harness):
+    harness.start()
+    await harness.until(lambda: harness.runner.polls)
+    stopped = asyncio.ensure_future(harness.until(lambda: harness.server.groups_in_flight))
+    await harness.runner.put(lease(0))
+    harness.hold(0)
+    await stopped
+    await harness.server.stop()
+    assert harness.runner.given_back == [("t0", "stale", STOPPED)]
+
+
+async def test_a_stop_ends_though_nothing_can_be_given_back(harness):
+    harness.hold(0)
+    await harness.serving(lease(0))
+    harness.runner.failure = WorkerLost("the runner is gone")
+    await harness.server.stop()
+    assert harness.server.groups_in_flight == 0
 
 
 async def test_starting_twice_keeps_one_loop_and_a_stopped_server_starts_again(harness):
     harness.start()
-    harness.start()
-    await harness.put(item(0))
+    await harness.serving(lease(0))
     await harness.trajectories.get_async(timeout=60)
     await harness.server.stop()
-    harness.start()
-    await harness.put(item(1))
+    await harness.runner.end_poll()  # the poll of before the stop
+    await harness.settle()
+    await harness.serving(lease(1))
     assert (await harness.trajectories.get_async(timeout=60)).group_id == "g1"
-    assert harness.started == ["g0", "g1"]
-
-
-async def test_a_channel_that_was_closed_is_not_asked_again_and_again(harness):
-    harness.start()
-    await harness.settle()
-    await harness.prompts.close_async()
-    await harness.settle()
-    calls = len(harness.waits)
-    await harness.settle()
-    assert len(harness.waits) == calls
+    assert harness.started == ["g0", "g1"] and harness.runner.given_back == []

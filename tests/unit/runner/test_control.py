@@ -100,7 +100,8 @@ def test_a_port_in_use_is_a_configuration_error_with_the_way_out(server):
     ids=["cluster", "one machine", "no token"],
 )
 def test_the_control_port_is_open_to_others_in_a_cluster_only(token, in_cluster, host):
-    runner = SimpleNamespace(status=dict, controls=lambda: SimpleNamespace(actions=dict))
+    parts = SimpleNamespace(controls=lambda: SimpleNamespace(actions=dict))
+    runner = SimpleNamespace(status=dict, parts=parts)
     served = serve(runner, 0, token, in_cluster=in_cluster)
     assert served._server.server_address[0] == host
     served.close()

@@ -6,7 +6,9 @@ import pytest
 
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import DeclaredWait, MemberState
-from rl_core.runner.status import Phase, StatusBoard
+from rl_core.runner.ledger import GroupState, HeldGroup
+from rl_core.runner.presence import Presence
+from rl_core.runner.status import MOST_GROUPS, Phase, StatusBoard
 
 SOON = {"stall": {"seconds": 10.0}}
 
@@ -26,13 +28,18 @@ def member(name, *, state="serving", version=0, wait=None, progress=None):
 
 def board(members, **spec):
     job = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 2}, **spec})
-    return StatusBoard(job, SimpleNamespace(members=lambda **which: members), epoch=2)
+    there = SimpleNamespace(members=lambda **which: members)
+    return StatusBoard(job, there, Presence(job, there, job="j", patient=False), epoch=2)
+
+
+def snapshot(board):
+    return board.snapshot({}, [])
 
 
 def test_a_role_tells_ready_lost_versions_and_lag():
     told = board([member("actor:0", state="ready"), member("rollout:0", version=4)])
     told.set(policyVersion=5, step=5)
-    status = told.snapshot()
+    status = snapshot(told)
     rollout = next(role for role in status["roles"] if role["name"] == "rollout")
     assert rollout == {"name": "rollout", "desired": 2, "ready": 1, "lost": 1, "versions": {"4": 1}, "lag": 1}
     assert (status["epoch"], status["step"], status["totalSteps"]) == (2, 5, 200)
@@ -41,7 +48,7 @@ def test_a_role_tells_ready_lost_versions_and_lag():
 def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
     states = [state.value for state in MemberState if state is not MemberState.LOST]
     told = board([member(f"{role}:0", state=state) for role in ("actor", "rollout", "env") for state in states])
-    members = told.snapshot()["members"]
+    members = snapshot(told)["members"]
     assert {m["state"] for m in members} == {"joining", "updating", "serving", "draining", "drained"}
     assert [m["detail"] for m in members] == states * 3
     assert [m["state"] for m in members if m["detail"] == "ready"] == ["serving", "joining", "serving"]
@@ -49,7 +56,7 @@ def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
 
 def test_a_lost_member_is_told_while_it_is_wanted_and_counts_for_nothing():
     gone = [member("rollout:0", state="lost", version=4), member("rollout:7", state="lost", version=4)]
-    status = board([*gone, member("rollout:1", version=5)]).snapshot()
+    status = snapshot(board([*gone, member("rollout:1", version=5)]))
     told = {m["name"]: (m["state"], m["policyVersion"], m["deviceUuids"]) for m in status["members"]}
     assert told == {"rollout:0": ("lost", None, []), "rollout:1": ("serving", 5, [])}
     assert [m["name"] for m in status["missing"] if m["role"] == "rollout"] == ["rollout:0"]
@@ -71,7 +78,7 @@ def test_a_phase_ends_with_its_block_even_by_an_error():
 def test_waits_of_members_and_of_the_runner_form_the_graph():
     told = board([member("rollout:0", wait=DeclaredWait(what="scores", on="env:0", since_seconds=3.0))])
     with told.during(Phase.GENERATING):
-        waits = {(wait["who"], wait["on"]) for wait in told.snapshot()["waits"]}
+        waits = {(wait["who"], wait["on"]) for wait in snapshot(told)["waits"]}
     assert waits == {("rollout:0", "env:0"), ("runner", "rollout")}
 
 
@@ -80,7 +87,7 @@ def test_a_failure_is_counted_and_told_at_the_end():
     told.count_failure("rollout", "lost")
     told.count_failure("rollout", "lost")
     told.end(Phase.FAILED, {"type": "DataError", "message": "bad"})
-    status = told.snapshot()
+    status = snapshot(told)
     assert status["failures"] == {"rollout/lost": 2} and status["failure"]["message"] == "bad"
     assert status["phase"] == "Failed" and status["stall"] is None
 
@@ -97,10 +104,10 @@ def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
     monkeypatch.setattr("rl_core.runner.status.now_text", lambda: next(clock))
     worker = member("rollout:0", progress={"tokens": 1})
     told = board([worker])
-    first = told.snapshot()["lastProgress"]
-    assert told.snapshot()["lastProgress"] == first, "nothing moved"
+    first = snapshot(told)["lastProgress"]
+    assert snapshot(told)["lastProgress"] == first, "nothing moved"
     worker.progress["tokens"] = 2
-    assert told.snapshot()["lastProgress"] > first
+    assert snapshot(told)["lastProgress"] > first
 
 
 @pytest.mark.parametrize(("phase", "blamed"), [(Phase.GENERATING, "rollout:1"), (Phase.DEGRADED, "rollout:2")])
@@ -113,10 +120,22 @@ def test_a_stall_names_the_rollout_that_waits_for_nobody_and_is_counted_on(monke
     told = board([*here, *leaving, member("rollout:2", state="updating")], rollout={"replicas": 1}, failurePolicy=SOON)
     monkeypatch.setattr(told._stall, "clock", lambda: clock.now)
     with told.during(phase):
-        told.snapshot()
+        snapshot(told)
         clock.now = 1e6
-        stall = told.snapshot()["stall"]
+        stall = snapshot(told)["stall"]
     assert stall["reason"] == "WaitingForRollout"
     assert [
         name for name in (f"rollout:{rank}" for rank in range(5)) if f"{name} declares none" in stall["message"]
     ] == [blamed]
+
+
+def test_who_holds_which_group_since_when_is_shown_beside_the_numbers_of_the_ledger():
+    held = HeldGroup(group_id="0-7", state=GroupState.LEASED, owner="rollout:1 (0.0)", seconds=12.34, attempt=2)
+    taken = HeldGroup(group_id="0-8", state=GroupState.CONSUMED, owner="", seconds=1.0, attempt=1)
+    ledger = board([]).snapshot({"ledger/leased": 1.0}, [held, taken])["ledger"]
+    assert ledger["ledger/leased"] == 1.0
+    assert ledger["groups"] == [
+        {"id": "0-7", "state": "leased", "owner": "rollout:1 (0.0)", "seconds": 12.3, "attempt": 2},
+        {"id": "0-8", "state": "consumed", "owner": None, "seconds": 1.0, "attempt": 1},
+    ]
+    assert len(board([]).snapshot({}, [held] * 1000)["ledger"]["groups"]) == MOST_GROUPS

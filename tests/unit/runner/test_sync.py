@@ -1,6 +1,5 @@
-"""The content check: served weights that score a prompt differently end the run (I2)."""
+"""A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run (I2)."""
 
-import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -8,8 +7,12 @@ import pytest
 
 from rl_core.api.errors import DeadlineExceeded, WeightsDiverged, WorkerLost
 from rl_core.api.job import RLJobSpec
+from rl_core.messages.groups import ProbeAnswer
 from rl_core.messages.weights import PublishReport
-from rl_core.runner.sync import WeightSync, sync_metrics
+from rl_core.runner.changes import AppliedSpec
+from rl_core.runner.content_check import ContentCheck
+from rl_core.runner.presence import Presence
+from rl_core.runner.sync import WeightSync
 
 
 class FakeResult:
@@ -51,9 +54,16 @@ class FakeCluster:
     def __init__(self, answers):
         self.answers = answers
 
-    def members(self, role):
+    def members(self, role=None):
         return [
-            SimpleNamespace(name=name, address=f"tcp://{name}", host_token="h", state="serving")
+            SimpleNamespace(
+                name=name,
+                address=f"tcp://{name}",
+                host_token="h",
+                state="serving",
+                incarnation=(0, 0),
+                policy_version=0,
+            )
             for name in self.answers
         ]
 
@@ -65,66 +75,86 @@ class FakeCluster:
         return answer
 
 
-def make(answers, **weights):
-    spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "weights": weights})
-    membership = SimpleNamespace(sync_lock=threading.Lock(), rejoin=lambda names: None)
-    return WeightSync(spec, cluster=FakeCluster(answers), actor=FakeActor(), membership=membership, probe_prompt=[1, 2])
+class Run:
+    """A sync over fakes of the cluster and the actors, with real parts between."""
+
+    def __init__(self, answers, actor=None, *, content_check=True):
+        weights = {"contentCheck": content_check}
+        spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "weights": weights})
+        applied, self.cluster = AppliedSpec(spec), FakeCluster(answers)
+        self.actor = actor(self.cluster) if actor else FakeActor()
+        self.presence = Presence(spec, self.cluster, job="j", patient=False)
+        self.check = ContentCheck(applied, cluster=self.cluster, actor=self.actor, prompt_ids=[1, 2])
+        self.rejoined, self.served = [], []
+        self.sync = WeightSync(
+            applied,
+            cluster=self.cluster,
+            actor=self.actor,
+            members=SimpleNamespace(sync_lock=threading.Lock(), rejoin=self.rejoined.extend),
+            presence=self.presence,
+            dispatcher=SimpleNamespace(
+                serves=lambda processes, version: self.served.append((list(processes), version))
+            ),
+            check=self.check,
+        )
 
 
 def probe(*logprobs, version=3):
-    return {"ids": [5] * len(logprobs), "logprobs": list(logprobs), "version": version}
+    return ProbeAnswer(ids=(5,) * len(logprobs), logprobs=logprobs, version=version)
 
 
-def test_agreeing_rollouts_pass_and_are_counted_as_served():
-    sync = make({"rollout:0": probe(-1.0, -1.0005), "rollout:1": probe(-1.0, -0.9995)})
-    report = sync.publish(3)
-    sync.confirm()
-    assert report.acked == ("rollout:0", "rollout:1") and sync.acked_at(3) == {"rollout:0", "rollout:1"}
-    assert sync.acked_at(2) == frozenset() and sync.digest == "d"
-    assert sync_metrics(report) == {
+def test_agreeing_rollouts_pass_and_are_known_to_serve():
+    run = Run({"rollout:0": probe(-1.0, -1.0005), "rollout:1": probe(-1.0, -0.9995)})
+    run.sync.publish(3)
+    run.check.confirm()
+    assert run.presence.serving(3) == 2 and run.presence.serving(2) == 0 and run.sync.digest == "d"
+    assert run.served == [([("rollout:0", (0, 0)), ("rollout:1", (0, 0))], 3)]
+    assert run.sync.metrics() == {
         "weights/version": 3.0,
         "weights/publish_seconds": 0.1,
         "weights/apply_seconds": 0.05,
         "weights/pause_seconds": 0.06,
         "weights/bytes": 8.0,
         "weights/failed_receivers": 0.0,
+        "weights/content_check_passed_total": 2.0,
+        "weights/content_check_skipped_total": 0.0,
     }
 
 
 @pytest.mark.parametrize("wrong", [-1.01, float("nan")], ids=["other weights", "nan"])
 def test_a_rollout_that_scores_differently_ends_the_run_by_name(wrong):
-    sync = make({"rollout:0": probe(-1.0), "rollout:1": probe(wrong)})
-    sync.publish(3)
+    run = Run({"rollout:0": probe(-1.0), "rollout:1": probe(wrong)})
+    run.sync.publish(3)
     with pytest.raises(
         WeightsDiverged, match="rollout:1 must score a fixed prompt like the trainer at version 3 within 0.001"
     ):
-        sync.confirm()
+        run.check.confirm()
 
 
 def test_the_next_sync_does_not_start_before_the_check_of_the_last_is_in():
-    sync = make({"rollout:0": probe(-2.0)})
-    sync.publish(3)
+    run = Run({"rollout:0": probe(-2.0)})
+    run.sync.publish(3)
     with pytest.raises(WeightsDiverged):
-        sync.publish(4)
+        run.sync.publish(4)
 
 
 def test_a_rollout_lost_meanwhile_or_already_further_is_not_judged():
-    sync = make({"rollout:0": WorkerLost("gone"), "rollout:1": probe(-9.0, version=4)})
-    sync.publish(3)
-    with contextlib.closing(sync):
-        sync.confirm()
+    run = Run({"rollout:0": WorkerLost("gone"), "rollout:1": probe(-9.0, version=4)})
+    run.sync.publish(3)
+    run.check.confirm()
+    assert run.sync.metrics()["weights/content_check_skipped_total"] == 2.0
 
 
 def test_the_check_can_be_switched_off():
-    sync = make({"rollout:0": probe(-9.0)}, contentCheck=False)
-    sync.publish(3)
-    sync.confirm()
+    run = Run({"rollout:0": probe(-9.0)}, content_check=False)
+    run.sync.publish(3)
+    run.check.confirm()
 
 
 class LosingActor(FakeActor):
     """Too few acknowledge as long as `lost` members are asked; then the hub knows of the loss."""
 
-    def __init__(self, cluster, lost):
+    def __init__(self, cluster, lost=("rollout:0",)):
         self.cluster, self.lost, self.asked = cluster, lost, []
 
     def sync_model_to_rollout(self, version, receivers, min_acks):
@@ -143,14 +173,13 @@ class FailingResult(FakeResult):
 
 
 def test_a_version_is_published_though_its_only_rollout_dies_while_it_is_sent():
-    sync = make({"rollout:0": probe(-1.0)})
-    sync._actor = LosingActor(sync._cluster, ["rollout:0"])
-    assert sync.publish(3).acked == ()
-    assert sync._actor.asked == [(["rollout:0"], 1), ([], 0)]
+    run = Run({"rollout:0": probe(-1.0)}, LosingActor)
+    run.sync.publish(3)
+    assert run.actor.asked == [(["rollout:0"], 1), ([], 0)] and run.presence.serving(3) == 0
 
 
 def test_a_rollout_that_lives_and_does_not_acknowledge_is_an_error():
-    sync = make({"rollout:0": probe(-1.0)})
-    sync._actor.sync_model_to_rollout = lambda *args: FailingResult(DeadlineExceeded("too few"))
+    run = Run({"rollout:0": probe(-1.0)})
+    run.actor.sync_model_to_rollout = lambda *args: FailingResult(DeadlineExceeded("too few"))
     with pytest.raises(DeadlineExceeded, match="too few"):
-        sync.publish(3)
+        run.sync.publish(3)

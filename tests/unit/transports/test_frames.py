@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -364,3 +366,9 @@ def test_another_wire_version_is_named():
     parts = frames.encode(1)
     with pytest.raises(FrameError, match="wire version must be 1, got 2"):
         frames.decode([b"\x02" + parts[0][1:]])
+
+
+def test_messages_travel_while_another_thread_imports_torch(monkeypatch):
+    """A heartbeat was lost in that moment: the module is there, its classes are not."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert frames.decode(frames.encode({"reason": FinishReason.STOP})) == {"reason": "stop"}

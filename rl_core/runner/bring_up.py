@@ -1,0 +1,79 @@
+"""Brings the run up once, in this order: the gang, its weights (resumed or fresh), their first publication, the rollouts and envs."""
+
+import logging
+
+from rl_core.api.settings import DeadlinesSpec
+from rl_core.runner.checkpoints import Checkpoints
+from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.members import Members, Point
+from rl_core.runner.progress import Progress
+from rl_core.runner.status import StatusBoard
+from rl_core.runner.stopping import StopController
+from rl_core.runner.sync import WeightSync
+from rl_core.workers.group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class BringUp:
+    """The start of a run (runtime.md 8)."""
+
+    def __init__(
+        self,
+        deadlines: DeadlinesSpec,
+        progress: Progress,
+        *,
+        actor: WorkerGroup,
+        members: Members,
+        dispatcher: Dispatcher,
+        sync: WeightSync,
+        checkpoints: Checkpoints,
+        board: StatusBoard,
+        stops: StopController,
+        resume: str,
+        first_epoch: int | None,
+    ) -> None:
+        """`resume` is auto, none or a path; `first_epoch` the epoch of the run's first start."""
+        self.loaded = False
+        """Whether the actors hold weights that may be saved."""
+        self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
+        self._dispatcher, self._sync, self._checkpoints = dispatcher, sync, checkpoints
+        self._board, self._stops, self._resume, self._first_epoch = board, stops, resume, first_epoch
+
+    def run(self, *, at: Point) -> None:
+        """Return once enough rollouts serve the present weights; `at()` is the loop's point in waits that have no bound."""
+        seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
+        self._members.await_actors(seconds, at=at)
+        stops.wait(self._actor.init_worker(), seconds)
+        self._load()
+        stops.wait(self._actor.set_global_step(progress.version))
+        self.loaded = True
+        address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
+        self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
+        self._members.open(address)
+        self._members.await_envs(seconds, at=at)
+        self.await_rollouts(at=at)
+
+    def await_rollouts(self, *, at: Point) -> None:
+        """Wait, as Degraded once training began, until enough rollouts serve the current version."""
+        progress, deadlines = self._progress, self._deadlines
+        limit = deadlines.degraded if progress.step else deadlines.wait_ready
+        self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
+
+    def _load(self) -> None:
+        """Resume from the checkpoint that was asked for, or begin a history of its own."""
+        checkpoint = self._checkpoints.find(self._resume, first_epoch=self._first_epoch)
+        if checkpoint is None:
+            self._checkpoints.begin_afresh()
+            return
+        state = self._checkpoints.restore(checkpoint, self._actor)
+        progress = self._progress
+        progress.load_state_dict(state)
+        self._dispatcher.load_state_dict(state["ledger"])
+        self._board.set(
+            step=progress.step,
+            policyVersion=progress.version,
+            reward=progress.reward,
+            checkpoint=self._checkpoints.describe(str(checkpoint.path)),
+        )
+        logger.info("resumed at step %s, version %s", progress.step, progress.version)

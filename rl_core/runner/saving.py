@@ -1,0 +1,126 @@
+"""Saves what the run came to: checkpoints when they are due, the last one and the model at the end, and patience with a full storage."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
+from rl_core.runner.changes import AppliedSpec
+from rl_core.runner.checkpoints import Checkpoints, as_one
+from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.progress import Progress
+from rl_core.runner.status import Phase, StatusBoard
+from rl_core.runner.stopping import StopController, StopKind
+from rl_core.runner.sync import WeightSync
+from rl_core.workers.group import WorkerGroup
+from rl_core.workers.result import WorkerErrors
+
+logger = logging.getLogger(__name__)
+ROOM_PAUSE = 5.0
+"""Seconds between two attempts to write to a full storage."""
+
+
+class Saving:
+    """What is written, when, and what a refusal means. Called by the loop."""
+
+    def __init__(
+        self,
+        applied: AppliedSpec,
+        progress: Progress,
+        checkpoints: Checkpoints,
+        *,
+        actor: WorkerGroup,
+        dispatcher: Dispatcher,
+        sync: WeightSync,
+        board: StatusBoard,
+        stops: StopController,
+        output: Path,
+        room_pause: float = ROOM_PAUSE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`output` gets the exported model."""
+        self.checkpoints = checkpoints
+        self._applied, self._progress = applied, progress
+        self._actor, self._dispatcher, self._sync = actor, dispatcher, sync
+        self._board, self._stops, self._output = board, stops, output
+        self._room_pause, self._clock = room_pause, clock
+
+    def due(self) -> bool:
+        """Return whether the step just finished is to be saved; never when it is rolled back."""
+        if self._stops.kind is StopKind.ROLLBACK:
+            return False
+        every, step = self._applied.spec.checkpoint.every_steps, self._progress.step
+        asked = self.checkpoints.take_ask()
+        return asked or (every is not None and step % every == 0) or step >= self._applied.spec.algorithm.steps
+
+    def save(self) -> None:
+        """Publish a checkpoint of the last finished step, unless it exists. Raises InfrastructureError when the storage refuses."""
+        progress = self._progress
+        if self.checkpoints.last_step == progress.step:
+            return
+        state = progress.state_dict() | {"ledger": self._dispatcher.state_dict()}
+        with self._board.during(Phase.CHECKPOINTING):
+            path = self.checkpoints.save(
+                progress.step,
+                self._actor,
+                state,
+                version=progress.version,
+                weights_digest=self._sync.digest,
+                reward=progress.reward,
+            )
+        self._board.set(checkpoint=self.checkpoints.describe(path))
+
+    def try_save(self) -> None:
+        """Publish a checkpoint, or report and count that the storage refused: the next one may succeed, and training loses nothing."""
+        try:
+            self.save()
+        except WorkerLost:
+            raise
+        except InfrastructureError as error:
+            self._report_refusal(error, "training goes on from the weights in memory")
+
+    def finish(self, *, resumable: bool) -> None:
+        """Save what the run came to: a checkpoint of the last step, and the model unless the run is to be resumed."""
+        if resumable:
+            if self._stops.kind is not StopKind.ROLLBACK:
+                self.save()
+            return
+        until = self._clock() + self._applied.spec.runtime.deadlines.degraded
+        try:
+            self.with_patience(self.save, until)
+        finally:
+            self.with_patience(self._export, until)
+
+    def _export(self) -> None:
+        try:
+            self._stops.wait(self._actor.export_hf(str(self._output / "model")))
+        except WorkerErrors as errors:
+            raise as_one(errors) from errors
+
+    def with_patience(self, write: Callable[[], None], until: float | None = None) -> None:
+        """Do a write that the run cannot go on or end without; while the storage is full try again, unless the run is asked to end.
+
+        `until`: clock at which to give up, None = deadlines.degraded from now.
+        Raises ConfigError when no room was made: a restart would only train the same steps again and meet the same storage.
+        """
+        until = self._clock() + self._applied.spec.runtime.deadlines.degraded if until is None else until
+        while True:
+            try:
+                write()
+                return
+            except StorageFull as error:
+                left = until - self._clock()
+                if self._stops.kind not in (None, StopKind.FINISH):
+                    raise
+                if self._stops.asked or left <= 0:
+                    raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
+                self._report_refusal(error, f"what was trained waits in memory for room, {left:.0f} s more")
+            with self._board.during(Phase.CHECKPOINTING):
+                self._stops.wait_asked(min(self._room_pause, left))
+                self._stops.check()
+
+    def _report_refusal(self, error: InfrastructureError, reaction: str) -> None:
+        logger.error("%s; %s", error, reaction)
+        self._board.count_failure("runner", "checkpoint")
+        self._board.set(checkpoint={**self._board.fact("checkpoint"), "error": str(error)})

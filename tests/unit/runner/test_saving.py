@@ -1,0 +1,189 @@
+"""What is saved, when, and what a storage that refuses means."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from account import Account
+
+from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull
+from rl_core.api.job import RLJobSpec
+from rl_core.runner.changes import AppliedSpec
+from rl_core.runner.presence import Presence
+from rl_core.runner.progress import Progress
+from rl_core.runner.saving import Saving
+from rl_core.runner.status import Phase, StatusBoard
+from rl_core.runner.stopping import StopController, StopKind
+from rl_core.workers.result import WorkerErrors
+
+
+class Checkpoints:
+    """Stands in for runner.Checkpoints: refuses so many saves; `meanwhile(number)` happens at each refusal."""
+
+    def __init__(self, refusals=0, meanwhile=lambda number: None):
+        self.refusals, self.meanwhile, self.saved, self.last_step, self.asked = refusals, meanwhile, [], None, False
+
+    def save(self, step, actor, state, **facts):
+        if self.refusals:
+            self.refusals -= 1
+            self.meanwhile(self.refusals)
+            raise StorageFull("checkpoint of step 3 could not be written: No space left on device")
+        self.saved.append(step)
+        return "checkpoints/step-00000003"
+
+    def take_ask(self):
+        asked, self.asked = self.asked, False
+        return asked
+
+    def describe(self, path):
+        return {"path": path}
+
+
+class Run:
+    """Real parts around a storage; the clock moves a second at each look."""
+
+    def __init__(self, refusals=0, *, patience=60.0, **spec):
+        job = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"steps": 10}}
+        job["runtime"] = {"deadlines": {"degraded": patience}}
+        self.applied = AppliedSpec(RLJobSpec.model_validate(job | spec))
+        cluster = SimpleNamespace(members=lambda *role, **also: [])
+        presence = Presence(self.applied.spec, cluster, job="j", patient=False)
+        self.board = StatusBoard(self.applied.spec, cluster, presence, epoch=0)
+        self.stops = StopController(lambda: self.board.phase, cancel_training=lambda: None)
+        self.checkpoints, self.exports, self.now = Checkpoints(refusals), [], 0.0
+        self.progress = Progress(step=3, version=3)
+        self.saving = Saving(
+            self.applied,
+            self.progress,
+            self.checkpoints,
+            actor=self,
+            dispatcher=Account().dispatcher,
+            sync=SimpleNamespace(digest="d"),
+            board=self.board,
+            stops=self.stops,
+            output=Path("out"),
+            room_pause=0.0,
+            clock=self.look,
+        )
+
+    def look(self):
+        self.now += 1.0
+        return self.now
+
+    def export_hf(self, path):
+        self.exports.append(path)
+        return self
+
+    def wait(self, timeout=None):
+        return []
+
+
+def test_a_checkpoint_is_due_by_period_on_request_and_at_the_end():
+    run = Run(checkpoint={"everySteps": 5})
+    assert not run.saving.due()
+    run.checkpoints.asked = True
+    assert run.saving.due() and not run.saving.due()
+    run.progress.step = 5
+    assert run.saving.due()
+    run.progress.step = 10
+    assert run.saving.due()
+
+
+@pytest.mark.parametrize("later", [StopKind.INTERRUPT, StopKind.SUSPEND, None])
+def test_a_run_that_is_rolled_back_saves_nothing_whatever_else_is_asked(later):
+    run = Run()
+    run.stops.stop("failurePolicy.klBlowUp has fired", StopKind.ROLLBACK)
+    if later is not None:
+        run.stops.stop("later", later)
+    run.checkpoints.asked = True
+    run.progress.step = 10
+    assert not run.saving.due()
+    run.saving.finish(resumable=True)
+    assert run.checkpoints.saved == [] and run.exports == []
+
+
+def test_a_run_that_is_to_be_resumed_saves_a_checkpoint_and_no_model():
+    run = Run()
+    run.stops.stop("SIGTERM", StopKind.INTERRUPT)
+    run.saving.finish(resumable=True)
+    assert run.checkpoints.saved == [3] and run.exports == []
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again():
+    run = Run()
+    run.checkpoints.last_step = 3
+    run.saving.save()
+    assert run.checkpoints.saved == []
+
+
+def test_training_goes_on_when_a_periodic_checkpoint_is_refused():
+    run = Run(refusals=1)
+    run.saving.try_save()
+    status = run.board.snapshot({}, [])
+    assert status["failures"] == {"runner/checkpoint": 1} and "No space left" in status["checkpoint"]["error"]
+
+
+def test_a_finished_run_waits_for_room_and_saves_what_it_came_to():
+    run, phases = Run(refusals=3), []
+    run.checkpoints.meanwhile = lambda number: phases.append(run.board.phase)
+    run.saving.finish(resumable=False)
+    assert run.checkpoints.saved == [3] and run.exports == ["out/model"] and phases == [Phase.CHECKPOINTING] * 3
+
+
+def test_a_full_storage_ends_the_run_as_no_restart_helps_and_the_model_is_tried_all_the_same():
+    run = Run(refusals=1000, patience=3.0)
+    with pytest.raises(ConfigError, match="No space left on device; then resume the run"):
+        run.saving.finish(resumable=False)
+    assert run.checkpoints.saved == [] and run.exports == ["out/model"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(StopKind.FINISH, ConfigError), (StopKind.INTERRUPT, StorageFull), (StopKind.SUSPEND, StorageFull)],
+)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nobody_who_asked_for_the_end_is_kept_waiting_for_room(kind, error, when):
+    run = Run(refusals=1000, patience=1e9)
+    if when == "before":
+        run.stops.stop("enough", kind)
+    else:
+        run.checkpoints.meanwhile = lambda left: left > 990 or run.stops.stop("enough", kind)
+    with pytest.raises(error, match="No space left on device"), run.board.during(Phase.CHECKPOINTING):
+        run.saving.finish(resumable=False)
+    assert run.checkpoints.refusals >= 989 and run.exports == ["out/model"]
+
+
+def test_a_run_that_fails_while_it_waits_for_room_says_why():
+    run = Run(refusals=1000, patience=1e9)
+    run.checkpoints.meanwhile = lambda left: left > 995 or run.stops.fail(ConfigError("a rollout diverged"))
+    with pytest.raises(ConfigError, match="a rollout diverged"):
+        run.saving.finish(resumable=False)
+
+
+def test_an_export_of_several_ranks_waits_for_room_too():
+    run, told = Run(), InfrastructureError("actor rank 0 could not export the model")
+    refusals = [WorkerErrors("actor.export_hf failed on 2 of 2 ranks", [StorageFull("no room"), told])] * 2
+
+    def wait(timeout=None):
+        if refusals:
+            raise refusals.pop()
+        return []
+
+    run.wait = wait
+    run.saving.finish(resumable=False)
+    assert run.checkpoints.saved == [3] and run.exports == ["out/model"] * 3
+
+
+def test_a_trained_step_whose_ledger_finds_no_room_is_not_left_as_if_it_were_unfinished():
+    """Left by Stopped, the weights would be saved without it, and its groups trained once more."""
+    run, refusals = Run(), []
+
+    def append():
+        refusals.append(1)
+        if len(refusals) == 2:
+            run.stops.stop("enough")
+        raise StorageFull("the ledger could not be written")
+
+    with pytest.raises(ConfigError, match="ledger could not be written"):
+        run.saving.with_patience(append)
+    assert len(refusals) == 2
