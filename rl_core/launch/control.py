@@ -49,14 +49,14 @@ class ControlClient:
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == http.HTTPStatus.BAD_REQUEST:
-                    raise ConfigError(_told(error)) from error
+                    raise ConfigError(_refusal(error)) from error
             return None
         except (OSError, ValueError, http.client.HTTPException):
             return None
         return found if isinstance(found, dict) else None
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _refusal(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read())["error"])
     except (OSError, ValueError, KeyError, TypeError):

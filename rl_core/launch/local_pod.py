@@ -40,7 +40,7 @@ class LocalPod:
         self.returncode: int | None = None
         """Exit code once ended, 128 + n after signal n."""
         self.reason = ""
-        """What the supervisor told about the end."""
+        """What the supervisor reported about the end."""
         self.expected = False
         """Whether its end was asked for."""
         self.ended = asyncio.Event()

@@ -72,7 +72,7 @@ class RestartPolicy:
         return Decision(action=Action.RESTART_POD, pause=pause, reason=reason)
 
     def reported(self, status: Mapping[str, Any]) -> Decision:
-        """Decide on what the runner tells: bad numbers before a stall."""
+        """Decide on what the runner reports: bad numbers before a stall."""
         trip = rules.tripped(self._spec, status.get("streaks"))
         if trip is None:
             return self.stalled(status.get("stall"))

@@ -128,7 +128,7 @@ class Workspace:
         return found if isinstance(found, dict) else {}
 
     def write_status(self, status: Mapping[str, Any], *, restarts: int) -> None:
-        """Replace the status; a full disk is told and does not end the run."""
+        """Replace the status; a full disk is logged and does not end the run."""
         try:
             write_json(self.folder / "status.json", {**status, "restarts": restarts})
         except OSError as error:
@@ -140,7 +140,7 @@ class Workspace:
         return status.get("phase") in FINAL_PHASES and status.get("epoch") == epoch
 
     def final_status(self, code: int | None, failure: str, *, epoch: int) -> dict[str, Any]:
-        """Return the status that tells the end with exit code `code`, also where the runner could not."""
+        """Return the last status of a run that ended with exit code `code`, also where the runner could not write it."""
         status = self.read_status() or {"schema": 1, "epoch": epoch, "step": 0}
         if code == 0:
             status["phase"] = "Suspended" if status.get("phase") == "Suspended" else "Finished"

@@ -22,7 +22,7 @@ ENDS_BEFORE_BACKOFF, ENDS_WINDOW = 5, 600.0
 """A pod that ended more often than this inside this many seconds is replaced with a pause."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 10.0, 300.0
 """Seconds; each further end doubles the pause."""
-STALL_PATIENCE = 60.0
+REPEAT_SECONDS = 60.0
 """Least seconds after an act on a stall until the same silence is acted on again."""
 ROLE_OF_STALL = {"WaitingForRollout": "rollout", "WaitingForEnv": "env"}
 SHORTAGE = "WaitingForPods"
@@ -35,7 +35,7 @@ class PodEnd:
 
     role: str
     code: int | None
-    """Exit code of the container that decides; None when no container told one (evicted, deleted)."""
+    """Exit code of the container that decides; None when no container reported one (evicted, deleted)."""
     init: bool = False
     """Whether an init container failed; its codes are not ours."""
     reasons: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
     if acted_at is None or at - since > acted_at:
         return True
     elapsed = at - acted_at
-    return elapsed >= max(since - elapsed, STALL_PATIENCE)
+    return elapsed >= max(since - elapsed, REPEAT_SECONDS)
 
 
 def rule_on_stall(stall: StallSpec, reason: str, *, acts: int) -> tuple[str, str]:

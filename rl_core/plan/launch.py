@@ -64,7 +64,7 @@ def build_launch_plan(
     The placement block decides who has which accelerators; with mode colocated actor and rollout share pods and claims.
     `replicas` overrides the pod counts of elastic roles (`{"rollout": 4}`). `host` None: actor-0's name in the job's headless
     Service; a host (local mode, 127.0.0.1): all pods share that machine, so that devices are numbered over all of them.
-    `attempts` by role is the first half of the incarnation of pods made now; a replacement needs a higher one than its forerunner.
+    `attempts` by role is the first half of the incarnation of pods made now; a replacement needs a higher one than the pod that it replaces.
     Raises ConfigError for replicas of another role or below 0, for accelerators that do not divide over processes, and for a placement
     that the pods of the job cannot honour (PlacementError).
     """

@@ -20,7 +20,7 @@ from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_en
 POD_FIELDS = frozenset(field.alias for field in PodSpec.model_fields.values())
 ROLES = ("actor", "rollout", "env")
 FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options")
-TOLD = (
+QUOTED = (
     "model.path",
     "model.dtype",
     "data.train",
@@ -37,9 +37,13 @@ TOLD = (
     "env.type",
     "placement.mode",
 )
-"""Fields with a rule of their own, which tells both values; the others are compared block by block, to keep the definition small."""
+"""Fields with a rule of their own, whose message quotes both values; the others are compared block by block, to keep the definition small."""
 SUSPENDED = "oldSelf.?suspend.orValue(false)"
-PLACED = "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, k.contains('{}'))"
+PLACED = (
+    "has(self.placement) && has(self.placement.componentPlacement)"
+    " && self.placement.componentPlacement.exists(k, k.contains('{}'))"
+)
+"""Whether the written placement numbers the pods of a role."""
 WAY_OUT = "while the job is not suspended, got {}; set suspend: true, then edit it"
 
 
@@ -54,7 +58,7 @@ def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Itera
             continue
         inner: Any = field.annotation
         is_block = isinstance(inner, type) and issubclass(inner, BaseModel)
-        if is_block and any(name.startswith(f"{path}.") for name in (*FREE, *TOLD)):
+        if is_block and any(name.startswith(f"{path}.") for name in (*FREE, *QUOTED)):
             yield from frozen_fields(inner, f"{path}.")
         else:
             yield path
@@ -69,10 +73,10 @@ def transition_rules() -> list[Schema]:
         values=(old, new),
         field="managedBy",
     )
-    others = [path for path in frozen_fields() if path not in TOLD]
+    others = [path for path in frozen_fields() if path not in QUOTED]
     blocks = groupby(others, key=lambda path: path.partition(".")[0])
-    told, placed = (_told(path) for path in TOLD), (_placed(role) for role in ("rollout", "env"))
-    return [fixed, *told, *placed, *(_block(block, list(paths)) for block, paths in blocks)]
+    own = [*map(_quoted, QUOTED), *map(_placed, ("rollout", "env"))]
+    return [fixed, *own, *(_block(block, list(paths)) for block, paths in blocks)]
 
 
 def _placed(role: str) -> Schema:
@@ -87,7 +91,7 @@ def _placed(role: str) -> Schema:
     )
 
 
-def _told(path: str) -> Schema:
+def _quoted(path: str) -> Schema:
     """Return the rule for one field."""
     if field_at(path, RLJobSpec).is_required():
         new, old = f"self.{path}", f"oldSelf.{path}"

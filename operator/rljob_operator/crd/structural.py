@@ -44,7 +44,7 @@ LIST_KEYS = {
 """Key fields of the lists that are maps by meaning; a key makes an entry unique. Other lists are replaced as a whole."""
 
 
-UNTOLD = frozenset(
+UNDESCRIBED = frozenset(
     model.__name__
     for module in (affinity, volumes, pods)
     for model in vars(module).values()
@@ -114,9 +114,9 @@ class _Converter:
     def _object(self, node: Schema, path: str) -> Schema:
         result: Schema = {"type": "object"} | _copied(node)
         if "properties" in node:
-            untold = {"description": None} if node["title"] in UNTOLD else {}
+            hidden = {"description": None} if node["title"] in UNDESCRIBED else {}
             result["properties"] = {
-                name: self.convert(inner | untold, f"{path}.{name}") for name, inner in node["properties"].items()
+                name: self.convert(inner | hidden, f"{path}.{name}") for name, inner in node["properties"].items()
             }
             if node.get("required"):
                 result["required"] = node["required"]

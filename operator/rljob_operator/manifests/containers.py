@@ -1,4 +1,4 @@
-"""The containers of a pod: one supervisor each, told by its environment which processes to run, and the user's init containers."""
+"""The containers of a pod: one supervisor each, whose environment says which processes to run, and the user's init containers."""
 
 from __future__ import annotations
 

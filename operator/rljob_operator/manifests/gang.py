@@ -79,8 +79,8 @@ def _spec(job: RLJob, role: str, size: int, api: str) -> dict[str, Any]:
 def _name(job: RLJob, role: str, spec: Mapping[str, Any], api: str) -> str:
     """Return the name of a gang; for the built-in API one of another spec, or of another job of the name, is another object.
 
-    There the spec cannot change, and the API server keeps a deleted group while pods name it: those of a job made anew would
-    hold the group of their forerunner for good.
+    There the spec cannot change, and the API server keeps a deleted group while pods name it: pods of a job made anew would
+    hold the earlier job's group for good.
     """
     name = f"{job.metadata.name}-{role}-gang"
     return f"{name}-{meta.digest([meta.identity(job)[2], spec])[:8]}" if api == BUILT_IN else name

@@ -5,7 +5,7 @@
     env              in: its RPC port from rollouts and actor-0      out: DNS, hub and channel of actor-0, `env.egress`
     all              in: metrics from labelled namespaces
 
-Policies add up, so actor-0 has one more than its siblings. Pods are chosen by the job's uid: a forerunner of the same name is a stranger.
+Policies add up, so actor-0 has one more than its siblings. Pods are chosen by the job's uid: an earlier job of the same name is a stranger.
 """
 
 from __future__ import annotations

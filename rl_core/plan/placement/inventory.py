@@ -22,7 +22,7 @@ class NodeInfo:
     accelerators: int
     """Number of accelerators."""
     accelerator_type: str | None = None
-    """Their type; None = not told."""
+    """Their type; None = unknown."""
     hardware: tuple[str, ...] = ()
     """Type name of each further unit of hardware, such as ("robot", "robot", "camera")."""
     first_accelerator: int = 0

@@ -11,7 +11,7 @@ from rl_core.api.cel import Cel, literal
 from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
 from rljob_operator.crd.__main__ import PATHS
 from rljob_operator.crd.document import COLUMNS, document, render, validations_of
-from rljob_operator.crd.freeze import FREE, TOLD, frozen_fields
+from rljob_operator.crd.freeze import FREE, QUOTED, frozen_fields
 from rljob_operator.crd.rules import cel_rule, field_at
 from rljob_operator.crd.structural import structural
 
@@ -115,7 +115,7 @@ def test_a_field_without_a_bound_stops_the_generator():
 
 def test_fixed_fields_and_free_fields_together_are_the_spec():
     frozen = set(frozen_fields())
-    assert set(TOLD) <= frozen
+    assert set(QUOTED) <= frozen
     for path in (*MUTABLE_FIELDS, *OPERATOR_FIELDS):
         assert field_at(path, RLJobSpec) is not None
     for name in (field.alias for field in RLJobSpec.model_fields.values()):
