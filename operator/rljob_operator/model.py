@@ -118,8 +118,8 @@ class Observed:
     foreign: tuple[str, ...] = ()
     """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Creates that were refused and have not succeeded since: `kind/name` -> the API server's words (quota, admission, missing account).
-    A plan names them again each time; apply paces the tries."""
+    """Creates and applies that were refused and have not succeeded since: `kind/name` -> the API server's words (quota, admission,
+    missing account, a field that cannot change). A plan names them again each time; apply paces the tries."""
     claims: Mapping[str, Object] = field(default_factory=dict)
     """The PersistentVolumeClaims of all roles' volumes, by name; absent = not found."""
     progress: Progress | None = None
@@ -129,7 +129,7 @@ class Observed:
 class Deletion:
     """One object to delete; always with a uid precondition."""
 
-    kind: Literal["Pod", "RLJob"]
+    kind: Literal["Pod", "RLJob", "ResourceClaimTemplate"]
     name: str
     uid: str
     grace_seconds: int | None = None

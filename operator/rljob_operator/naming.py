@@ -55,9 +55,9 @@ def network_policy(job: str, target: str) -> str:
     return f"{job}-{target}"
 
 
-def claim_template(job: str, role: str) -> str:
-    """Return the name of the ResourceClaimTemplate of a role's accelerators."""
-    return f"{job}-{role}-gpus"
+def claim_template(job: str, role: str, digest: str) -> str:
+    """Return the name of the ResourceClaimTemplate of a role's accelerators; `digest` stands for its content, which cannot change."""
+    return f"{job}-{role}-gpus-{digest}"
 
 
 def output_folder(job: str, uid: str) -> str:

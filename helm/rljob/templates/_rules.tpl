@@ -19,8 +19,11 @@
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [resource.k8s.io]
-  resources: [resourceclaims, resourceclaimtemplates]
+  resources: [resourceclaims]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaimtemplates]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [scheduling.k8s.io, scheduling.volcano.sh, scheduling.x-k8s.io]
   resources: [podgroups]  # the first of these that the cluster serves; without the right pods are scheduled one by one
   verbs: [get, list, watch, create, patch]

@@ -1,7 +1,8 @@
 """Accelerators: the device plugin's resource, or claims of resource.k8s.io/v1 against a DeviceClass (DRA).
 
-An exclusive claim comes from a ResourceClaimTemplate per role and goes with its pod. Containers of one pod share its claim; two
-colocated pods share a named one.
+An exclusive claim comes from a ResourceClaimTemplate per role and goes with its pod. A template's spec cannot change, so its name
+carries a hash of it: with another deviceClass or number of gpus the role gets another template, for its next pods. Containers of one
+pod share its claim; two colocated pods share a named one.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
 
 def templates(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
     """Return the ResourceClaimTemplates of the roles whose accelerators are claims."""
-    name, _, _ = meta.identity(job)
     specs: dict[str, RoleSpec] = {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}
     return [
         meta.support(
             job,
             "ResourceClaimTemplate",
-            naming.claim_template(name, role),
+            _template_name(job, role, spec),
             {"spec": {"spec": _request(spec)}},
             api_version=API_VERSION,
             component=role,
@@ -64,7 +64,6 @@ def shared(job: RLJob, plan: LaunchPlan, *, config: OperatorConfig) -> list[dict
 
 def of_pod(job: RLJob, pod: PodPlan) -> list[dict[str, Any]]:
     """Return `spec.resourceClaims` of a pod: its accelerators, and the claims the user named."""
-    name, _, _ = meta.identity(job)
     specs = {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}
     roles: list[RoleSpec] = [specs[container.image_role] for container in pod.containers]
     found: dict[str, dict[str, Any]] = {}
@@ -72,7 +71,7 @@ def of_pod(job: RLJob, pod: PodPlan) -> list[dict[str, Any]]:
         source = (
             {"resourceClaimName": pod.claim.name}
             if pod.claim.name is not None
-            else {"resourceClaimTemplateName": naming.claim_template(name, pod.role)}
+            else {"resourceClaimTemplateName": _template_name(job, pod.role, specs[pod.role])}
         )
         found[NAME] = {"name": NAME, **source}
     for role in roles:
@@ -89,6 +88,11 @@ def references(spec: RoleSpec, pod: PodPlan) -> list[dict[str, str]]:
         for claim in spec.resource_claims
     ]
     return own + users
+
+
+def _template_name(job: RLJob, role: str, spec: RoleSpec) -> str:
+    name, _, uid = meta.identity(job)
+    return naming.claim_template(name, role, meta.digest([uid, _request(spec)])[:8])
 
 
 def _request(spec: RoleSpec) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from rl_core.api.job import MANAGER
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests
-from rljob_operator.model import ControlCall, Object, Observed, OperatorConfig, Plan
+from rljob_operator.model import ControlCall, Deletion, Object, Observed, OperatorConfig, Plan
 from rljob_operator.reconcile import cleanup, deadlines, lifecycle, notes, outlook, parsing, scaling, situation, storage
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import status as statuses
@@ -57,7 +57,7 @@ def _plan(situation: Situation, known: ParsedJob) -> Plan:
     return Plan(
         status=status,
         progress_only=status is not None and statuses.is_progress_only(situation.record.raw, status),
-        delete=moves.delete,
+        delete=(*moves.delete, *_old_templates(situation, course, obstacle, known)),
         ensure=_support(situation, course, obstacle, known),
         ensure_secret=course.stage is Stage.RUN and obstacle is None and not situation.earlier,
         create=_build(situation, course, moves.create),
@@ -86,6 +86,16 @@ def _support(situation: Situation, course: Course, obstacle: Obstacle | None, kn
     if course.stage is not Stage.RUN or obstacle is not None or situation.earlier:
         return ()
     return parsing.missing_objects(situation.job, situation.observed.objects, config=situation.config, known=known)
+
+
+def _old_templates(
+    situation: Situation, course: Course, obstacle: Obstacle | None, known: ParsedJob
+) -> tuple[Deletion, ...]:
+    """Return the claim templates to delete; a pod that is not bound yet may still need the one it names."""
+    unbound = any(not pod.scheduled for pod in situation.pods.values())
+    if course.stage is not Stage.RUN or obstacle is not None or situation.earlier or unbound:
+        return ()
+    return parsing.old_templates(situation.job, situation.observed.objects, config=situation.config, known=known)
 
 
 def _build(situation: Situation, course: Course, wanted: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -16,11 +17,12 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import API_VERSION, RLJob
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests, naming
-from rljob_operator.model import Object, OperatorConfig
+from rljob_operator.model import Deletion, Object, OperatorConfig
 
 LONGEST_PROBLEM = 2000
 """Characters of a validation message in a condition."""
 KEPT_METADATA = ("name", "namespace", "uid", "labels", "annotations")
+CLAIM_TEMPLATE: Final = "ResourceClaimTemplate"
 KUBECTL_COPY = "kubectl.kubernetes.io/last-applied-configuration"
 
 
@@ -89,6 +91,19 @@ def missing_objects(
     return tuple(o for o in wanted if not _holds(held.get((o["kind"], _meta(o)["name"])), _digest(o), uid))
 
 
+def old_templates(
+    job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob
+) -> tuple[Deletion, ...]:
+    """Return the deletions of our ResourceClaimTemplates in `present` that the job as it is makes no more."""
+    wanted = {name for kind, name, _ in _digests(job, config, known) if kind == CLAIM_TEMPLATE}
+    ours = (o for o in present if o.get("kind") == CLAIM_TEMPLATE and _owned(o, job.metadata.uid))
+    return tuple(
+        Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(o)["name"]), uid=str(_meta(o)["uid"]))
+        for o in ours
+        if _meta(o)["name"] not in wanted
+    )
+
+
 def _digests(job: RLJob, config: OperatorConfig, known: ParsedJob) -> tuple[tuple[str, str, str], ...]:
     if known.config != config:
         objects = manifests.support.build(job, config=config)
@@ -99,8 +114,10 @@ def _digests(job: RLJob, config: OperatorConfig, known: ParsedJob) -> tuple[tupl
 
 def _holds(found: Object | None, digest: str, uid: str | None) -> bool:
     """Return whether an object is ours and as we would write it."""
-    if found is None or _digest(found) != digest:
-        return False
+    return found is not None and _digest(found) == digest and _owned(found, uid)
+
+
+def _owned(found: Object, uid: str | None) -> bool:
     owners = _meta(found).get("ownerReferences")
     return isinstance(owners, list) and any(isinstance(o, Mapping) and o.get("uid") == uid for o in owners)
 

@@ -20,12 +20,12 @@ from rljob_operator import kinds
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from rljob_operator.kinds import Kind
 from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan
-from rljob_operator.naming import LABEL_JOB, LABEL_JOB_UID
+from rljob_operator.naming import ANNOTATION_MANIFEST_HASH, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.runtime import status_patch
 from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.fairness import FairSlots
-from rljob_operator.runtime.memory import JobMemory
+from rljob_operator.runtime.memory import BackOff, JobMemory
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Applier:
             written = await self._write_status(work, pauses)
             if not written:
                 return Applied(again_after=0.0, stale=True)
-        pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work.key, deletion))
+        pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
         await self._assert_secret(work)
         pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
@@ -160,28 +160,44 @@ class Applier:
             if job is not None:
                 self._cache.drop(kinds.RLJOB, job)
 
-    async def _delete(self, key: JobKey, deletion: Deletion) -> float:
-        """Delete an object; gone already is as good. Returns 0: the job must be looked at with it gone."""
-        kind = kinds.by_name(deletion.kind)
+    async def _delete(self, work: Application, deletion: Deletion) -> float:
+        """Delete an object; gone already is as good.
+
+        Returns 0 when that changed what is there, since the job must be looked at without it, else the pause before the next try: a
+        finalizer may hold an object for ever.
+        """
+        kind, now = kinds.by_name(deletion.kind), self._clock()
+        back_off = work.memory.futile.get(deletion.uid)
+        if back_off is not None and (pause := back_off.left(now)) > 0:
+            return pause
         try:
             answer = await self._cluster.delete(
-                kind, key.namespace, deletion.name, uid=deletion.uid, grace_seconds=deletion.grace_seconds
+                kind, work.key.namespace, deletion.name, uid=deletion.uid, grace_seconds=deletion.grace_seconds
             )
         except (NotFound, Conflict):  # Conflict: the name has another uid, so ours is gone
-            self._cache.drop_uid(kind, key, deletion.name, deletion.uid)
+            gone = changed = True
+        except Forbidden as error:
+            if deletion.kind != kinds.CLAIM_TEMPLATE.kind:
+                raise
+            # A chart before this operator's gives no right to it; the template goes with the job.
+            logger.warning("ResourceClaimTemplate %s was not deleted: %s", deletion.name, error.message)
+            gone = changed = False
+        else:
+            gone = _is_gone(answer)
+            changed = answer.get("kind") == kind.kind and self._cache.put(kind, answer) is not None
+        if gone:
+            self._cache.drop_uid(kind, work.key, deletion.name, deletion.uid)
+        if gone or changed:
+            work.memory.futile.pop(deletion.uid, None)
             return 0.0
-        if _is_gone(answer):
-            self._cache.drop_uid(kind, key, deletion.name, deletion.uid)
-        elif answer.get("kind") == kind.kind:
-            self._cache.put(kind, answer)
-        return 0.0
+        return work.memory.futile.setdefault(deletion.uid, BackOff()).failed(now)
 
     async def _ensure(self, work: Application, obj: Object) -> float | None:
         """Apply a supporting object; return a pause when an earlier job's or someone else's holds the name."""
         kind = kinds.of(obj["apiVersion"], obj["kind"])
         name = obj["metadata"]["name"]
-        label = f"{kind.kind}/{name}"
-        if (pause := work.memory.pause(label, now=self._clock())) > 0:
+        label, manifest = f"{kind.kind}/{name}", manifest_hash(obj)
+        if (pause := work.memory.pause(label, now=self._clock(), manifest=manifest)) > 0:
             return pause
         async with self._slots.hold(work.key):
             if self._cache.entry(kind, work.key, name) is None:
@@ -191,7 +207,7 @@ class Applier:
             try:
                 answer = await self._cluster.apply(kind, work.key.namespace, name, obj)
             except (Forbidden, Invalid, NotFound) as error:
-                return self._refused(work, label, error)
+                return self._refused(work, label, error, manifest=manifest)
         self._cache.put(kind, answer)
         work.memory.clear(label)
         return None
@@ -219,6 +235,8 @@ class Applier:
             memory.clear(label)
         except (Forbidden, Invalid) as error:
             self._refused(work, label, error)
+        else:
+            memory.clear(label)
         memory.secret_due = now + self._secret_seconds
 
     async def _create(self, work: Application, pod: Mapping[str, Any]) -> float | None:
@@ -259,13 +277,18 @@ class Applier:
         work.memory.clear(label)
         return None if labels[LABEL_JOB_UID] == work.uid else FORERUNNER_PAUSE
 
-    def _refused(self, work: Application, label: str, error: ApiError) -> float:
+    def _refused(self, work: Application, label: str, error: ApiError, *, manifest: str = "") -> float:
         """Note a refusal for `reconcile` to tell of; return 0 when it is news, else the pause before the next try."""
         now = self._clock()
-        if work.memory.refuse(label, error.message, now=now):
+        if work.memory.refuse(label, error.message, now=now, manifest=manifest):
             logger.warning("%s was refused: %s", label, error.message)
             return 0.0
-        return work.memory.pause(label, now=now)
+        return work.memory.pause(label, now=now, manifest=manifest)
+
+
+def manifest_hash(obj: Mapping[str, Any]) -> str:
+    """Return the hash that tells a supporting object's content; empty for one without."""
+    return str((obj["metadata"].get("annotations") or {}).get(ANNOTATION_MANIFEST_HASH, ""))
 
 
 def _is_gone(answer: Mapping[str, Any]) -> bool:

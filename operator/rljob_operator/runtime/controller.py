@@ -20,7 +20,7 @@ from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progres
 from rljob_operator.naming import LABEL_JOB
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime import logs
-from rljob_operator.runtime.apply import Application, Applier
+from rljob_operator.runtime.apply import Application, Applier, manifest_hash
 from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.memory import JobMemory
@@ -109,6 +109,9 @@ class Controller:
                 return None
             job, memory = fresh, self._memory_of(key, fresh)
             plan = self._plan(key, job, memory)
+        wanted = {f"{obj['kind']}/{obj['metadata']['name']}": manifest_hash(obj) for obj in plan.ensure}
+        if memory.forget_refused_applies(wanted):
+            plan = self._plan(key, job, memory)
         applied = await self._applier.apply(
             Application(key=key, job=job, plan=plan, memory=memory, progress_interval=self._progress_interval())
         )
@@ -142,10 +145,10 @@ class Controller:
         return max(self._progress_seconds, self._running / WRITES_PER_SECOND)
 
     def _drop_settled_refusals(self, key: JobKey, memory: JobMemory) -> None:
-        """Forget refusals of objects that are there by now."""
-        for label in list(memory.refusals):
+        """Forget refused creates of objects that are there by now; that an older form of an object is there settles no refused apply."""
+        for label, refusal in list(memory.refusals.items()):
             kind, _, name = label.partition("/")
-            if self._cache.holds(key, kind, name):
+            if not refusal.manifest and self._cache.holds(key, kind, name):
                 memory.clear(label)
 
     async def _refresh(self, key: JobKey) -> None:

@@ -11,18 +11,37 @@ from rljob_operator.reconcile.parsing import ParsedJob
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
-"""Seconds between tries of a create the API server refused; doubling."""
+"""Seconds between tries of a request that was refused or changed nothing; doubling."""
+
+
+@dataclass(slots=True)
+class BackOff:
+    """When something that did not help may be tried again."""
+
+    tries: int = 0
+    next_try: float = 0.0
+    """Seconds since 1970."""
+
+    def failed(self, now: float) -> float:
+        """Count a try that did not help; return the seconds until the next."""
+        pause = min(FIRST_PAUSE * 2.0 ** min(self.tries, 20), LONGEST_PAUSE)
+        self.tries, self.next_try = self.tries + 1, now + pause
+        return pause
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the next try; 0 when its time has come."""
+        return max(self.next_try - now, 0.0)
 
 
 @dataclass(slots=True)
 class Refusal:
-    """A create that was refused and has not succeeded since."""
+    """A create or an apply that was refused and has not succeeded since."""
 
     words: str
     """The API server's."""
-    tries: int
-    next_try: float
-    """Seconds since 1970."""
+    manifest: str = ""
+    """Manifest hash of what was refused; empty for a pod or a Secret, whose presence alone settles it."""
+    back_off: BackOff = field(default_factory=BackOff)
 
 
 @dataclass(slots=True)
@@ -35,6 +54,8 @@ class JobMemory:
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
     """By `Kind/name`."""
+    futile: dict[str, BackOff] = field(default_factory=dict)
+    """By uid: deletions that were accepted and changed nothing, as a finalizer holds the object."""
     foreign: set[str] = field(default_factory=set)
     """`Kind/name` of names held by others."""
     progress_written: float = 0.0
@@ -46,18 +67,31 @@ class JobMemory:
     claims_due: float = 0.0
     """When they are to be read again."""
 
-    def refuse(self, label: str, words: str, *, now: float) -> bool:
-        """Note that a create was refused, and set the time of its next try; return whether it is the first refusal."""
+    def refuse(self, label: str, words: str, *, now: float, manifest: str = "") -> bool:
+        """Note that an object was refused, and set the time of its next try; return whether it is the first refusal of this object."""
         known = self.refusals.get(label)
-        tries = known.tries + 1 if known is not None else 1
-        pause = min(FIRST_PAUSE * 2.0 ** min(tries - 1, 20), LONGEST_PAUSE)
-        self.refusals[label] = Refusal(words, tries, now + pause)
-        return known is None
+        news = known is None or known.manifest != manifest
+        refusal = Refusal(words, manifest) if known is None or news else known
+        refusal.words = words
+        refusal.back_off.failed(now)
+        self.refusals[label] = refusal
+        return news
 
-    def pause(self, label: str, *, now: float) -> float:
-        """Return the seconds until a refused create may be tried again; 0 when it may."""
+    def pause(self, label: str, *, now: float, manifest: str = "") -> float:
+        """Return the seconds until a refused object may be tried again; 0 when it may, or when another one is wanted by now."""
         refusal = self.refusals.get(label)
-        return max(refusal.next_try - now, 0.0) if refusal is not None else 0.0
+        return refusal.back_off.left(now) if refusal is not None and refusal.manifest == manifest else 0.0
+
+    def forget_refused_applies(self, wanted: Mapping[str, str]) -> bool:
+        """Forget refused applies that are not `wanted` (label -> manifest hash) any more; return whether there were any."""
+        settled = [
+            label
+            for label, refusal in self.refusals.items()
+            if refusal.manifest and wanted.get(label) != refusal.manifest
+        ]
+        for label in settled:
+            del self.refusals[label]
+        return bool(settled)
 
     def clear(self, label: str) -> None:
         """Forget what stood in the way of a name."""

@@ -1,8 +1,9 @@
 """The work queue between events and `reconcile`: which job is looked at, when, and by whom.
 
-Three promises: a key added many times while it waits is handled once; a key is never handled twice at the same time (added
-meanwhile, it is handled again afterwards); a key that fails waits longer each time, and no other key waits with it. Pure asyncio, on
-the loop's own clock, so that a test with a fake loop time sees minutes pass in no time.
+Four promises: a key added many times while it waits is handled once; a key is never handled twice at the same time (added
+meanwhile, it is handled again afterwards); a key that fails waits longer each time, and no other key waits with it; a key that asks
+for one turn after another is slowed down. Pure asyncio, on the loop's own clock, so that a test with a fake loop time sees minutes
+pass in no time.
 
             add(key) ----------> ready ----> worker 1..N ----> handle(key)
     add_after(key, s) -> delayed --^                              |
@@ -26,6 +27,10 @@ K = TypeVar("K", bound=Hashable)
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 60.0
 """Seconds; the pause doubles from the first to the longest, each times a factor of 0.5 to 1."""
+FREE_REPEATS = 10
+"""Times in a row that a key may ask to be handled again at once: an intent, its effects and what came of them are a few."""
+LEAST_INTERVAL = 1.0
+"""Seconds between two turns of a key that asks for more than that: nothing it does helps, and it must not take the workers."""
 
 
 class QueueObserver(Protocol):
@@ -76,6 +81,8 @@ class WorkQueue(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._sequence = 0
         self._failures: dict[K, int] = {}
+        self._repeats: dict[K, int] = {}
+        """Turns in a row after which a key asked for another at once."""
         self._wake_workers = asyncio.Event()
         self._wake_timer = asyncio.Event()
 
@@ -117,11 +124,6 @@ class WorkQueue(Generic[K]):
         heapq.heappush(self._heap, (due, self._sequence, key))
         self._wake_timer.set()
 
-    def forget(self, key: K) -> None:
-        """Drop the key's failures and its delayed turn: the object is gone."""
-        self._failures.pop(key, None)
-        self._delayed.pop(key, None)
-
     async def run(self, handle: Callable[[K], Awaitable[float | None]], *, workers: int) -> None:
         """Handle keys until cancelled; `handle` returns after how many seconds it wants the key again, or None."""
         async with asyncio.TaskGroup() as group:
@@ -146,6 +148,7 @@ class WorkQueue(Generic[K]):
             else:
                 self._observer.finished(self._now() - began, "success")
                 self._failures.pop(key, None)
+                again = self._slowed(key, again)
             finally:
                 self._busy.discard(key)
             if key in self._since:  # added while it was handled
@@ -153,6 +156,14 @@ class WorkQueue(Generic[K]):
                 self._wake_workers.set()
             elif again is not None:
                 self.add_after(key, again)
+
+    def _slowed(self, key: K, again: float | None) -> float | None:
+        """Return when a key that wants another turn in `again` seconds gets it."""
+        if again is None or again > 0:
+            self._repeats.pop(key, None)
+            return again
+        repeats = self._repeats[key] = self._repeats.get(key, 0) + 1
+        return again if repeats <= FREE_REPEATS else LEAST_INTERVAL
 
     def _fail(self, key: K, error: Exception) -> float:
         """Count the failure and return the pause before the next try, in seconds."""

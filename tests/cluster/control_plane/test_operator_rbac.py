@@ -22,6 +22,11 @@ NOT_EXERCISED: dict[Right, str] = {
     ): "the claim of two colocated pods; RLJobs with placement colocated are refused so far",
     ("patch", "resource.k8s.io", "resourceclaims"): "the same",
     ("get", "resource.k8s.io", "resourceclaims"): "the same",
+    (
+        "delete",
+        "resource.k8s.io",
+        "resourceclaimtemplates",
+    ): "after an edit of deviceClass or gpus of a suspended job; tests/unit/operator/test_reconcile_life.py holds that it is used",
     **dict.fromkeys(
         {(verb, kind.group, kind.plural) for verb in ("get", "watch", "create", "patch") for kind in gang.KINDS},
         "no API for gangs is served here; test_gang.py and test_gang_crds.py hold that these are used",

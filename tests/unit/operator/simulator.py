@@ -151,13 +151,17 @@ class World:
         for deletion in plan.delete:
             yield lambda deletion=deletion: self._delete(deletion)
         for obj in plan.ensure:
-            yield lambda obj=obj: self.objects.__setitem__(
-                (obj["kind"], obj["metadata"]["name"]), copy.deepcopy(dict(obj))
-            )
+            yield lambda obj=obj: self._ensure(obj)
         for pod in plan.create:
             yield lambda pod=pod: self._create(pod)
         for call in plan.calls:
             yield lambda call=call: self._call(call)
+
+    def _ensure(self, obj: Any) -> None:
+        made = copy.deepcopy(dict(obj))
+        self._uids += 1
+        made["metadata"]["uid"] = f"object-{self._uids}"
+        self.objects[obj["kind"], obj["metadata"]["name"]] = made
 
     def _write(self, status: Any) -> None:
         self.job["status"] = json.loads(json.dumps(status))
@@ -166,6 +170,9 @@ class World:
     def _delete(self, deletion: Any) -> None:
         if deletion.kind == "RLJob":
             self.deleted_job = deletion.uid == self.job["metadata"]["uid"]
+            return
+        if deletion.kind == "ResourceClaimTemplate":
+            assert self.objects.pop((deletion.kind, deletion.name))["metadata"]["uid"] == deletion.uid
             return
         pod = self.pods.get(deletion.name)
         if pod is None or uid_of(pod) != deletion.uid:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rljob_operator import kinds
-from rljob_operator.errors import Conflict, Forbidden, NotFound, Unavailable
+from rljob_operator.errors import Conflict, Forbidden, Invalid, NotFound, Unavailable
 from rljob_operator.model import ControlCall, Deletion, EventNote, Plan
 from rljob_operator.runtime.apply import FORERUNNER_PAUSE, Application, Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
@@ -216,6 +216,52 @@ async def test_a_refused_create_is_told_at_once_and_tried_again_ever_later(bench
     bench.now[0] += 4.0
     await bench.apply(create=(pod("x-env-0"),))
     assert not bench.memory.refusals and bench.cluster.of(kinds.POD) == ["x-env-0"]
+
+
+def hashed_service(manifest):
+    made = service()
+    made["metadata"]["annotations"] = {"rljob.dev/manifest-hash": manifest}
+    return made
+
+
+async def test_a_refused_apply_is_paced_and_another_manifest_is_sent_at_once(bench):
+    bench.cache.put(kinds.SERVICE, bench.cluster.put(kinds.SERVICE, "ns", hashed_service("1")))
+    bench.cluster.fail("apply", "x", *[Invalid("spec: Invalid value: field is immutable")] * 3)
+    assert (await bench.apply(ensure=(hashed_service("2"),))).again_after == 0.0, "it is told of at once"
+    for _ in range(20):
+        assert (await bench.apply(ensure=(hashed_service("2"),))).again_after == 1.0
+    assert bench.verbs.count("apply") == 1
+    bench.now[0] += 1.0
+    assert (await bench.apply(ensure=(hashed_service("2"),))).again_after == 2.0
+    assert bench.verbs.count("apply") == 2
+    await bench.apply(ensure=(hashed_service("3"),))
+    assert bench.verbs.count("apply") == 3
+
+
+async def test_a_deletion_that_changes_nothing_is_tried_ever_later(bench):
+    held = bench.cluster.put(kinds.POD, "ns", pod("x-env-0", deletionTimestamp="t", finalizers=["their/own"]))
+    bench.cache.put(kinds.POD, held)
+
+    async def delete(kind, namespace, name, *, uid, grace_seconds=None):
+        bench.cluster.calls.append(("delete", kind.kind, name))
+        return held
+
+    bench.cluster.delete = delete
+    forced = Deletion(kind="Pod", name="x-env-0", uid=held["metadata"]["uid"], grace_seconds=0)
+    pauses = []
+    for _ in range(4):
+        pauses.append((await bench.apply(delete=(forced,))).again_after)
+        assert (await bench.apply(delete=(forced,))).again_after == pauses[-1], "not sent before its time"
+        bench.now[0] += pauses[-1]
+    assert pauses == [1.0, 2.0, 4.0, 8.0] and bench.verbs.count("delete") == 4
+
+
+async def test_a_refused_secret_that_is_made_later_is_refused_no_more(bench):
+    bench.cluster.fail("create", "x-keys-1", Forbidden("exceeded quota"))
+    await bench.apply(ensure_secret=True, create=(pod("x-env-0"),))
+    assert bench.memory.refusals
+    await bench.apply(ensure_secret=True, create=(pod("x-env-1"),))
+    assert not bench.memory.refusals
 
 
 async def test_one_refused_pod_does_not_hold_up_the_others(bench):

@@ -133,6 +133,39 @@ async def test_a_refusal_is_forgotten_when_the_object_is_there(bench):
     assert bench.seen[1][1].refusals == {}
 
 
+def service(text, manifest):
+    meta = {"name": "x", "labels": LABELS, "annotations": {"rljob.dev/manifest-hash": manifest}}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {"is": text}}
+
+
+async def test_a_refused_apply_is_not_forgotten_because_the_older_form_is_there(bench):
+    def refuse(work):
+        work.memory.refuse("Service/x", "field is immutable", now=1000.0, manifest="2")
+        return Applied()
+
+    bench.cache.put(kinds.SERVICE, bench.cluster.put(kinds.SERVICE, "ns", service("old", "1")))
+    bench.plans = [Plan(ensure=(service("new", "2"),))] * 2
+    bench.applier.effect = refuse
+    await bench.controller.handle(KEY)
+    await bench.controller.handle(KEY)
+    assert bench.seen[-1][1].refusals == {"Service/x": "field is immutable"}
+    assert bench.applier.works[-1].memory.pause("Service/x", now=1000.5, manifest="2") > 0
+
+
+async def test_a_refused_apply_is_forgotten_when_it_is_wanted_no_more(bench):
+    def refuse_the_first(work):
+        if work.plan.ensure:
+            work.memory.refuse("Service/x", "field is immutable", now=1000.0, manifest="2")
+        return Applied()
+
+    bench.cache.put(kinds.SERVICE, bench.cluster.put(kinds.SERVICE, "ns", service("old", "1")))
+    bench.plans = [Plan(ensure=(service("new", "2"),))]
+    bench.applier.effect = refuse_the_first
+    await bench.controller.handle(KEY)
+    await bench.controller.handle(KEY)  # the edit was taken back
+    assert bench.seen[-1][1].refusals == {}
+
+
 async def test_names_of_others_are_read_again_until_they_are_free(bench):
     bench.cluster.put(kinds.POD, "ns", {"metadata": {"name": "x-env-0"}})
     bench.applier.effect = lambda work: work.memory.foreign.add("Pod/x-env-0") or Applied()

@@ -15,7 +15,7 @@ from rl_core.api.pods import PodSpec
 from rl_core.plan import keys
 from rl_core.plan.launch import PodPlan
 from rljob_operator import manifests, naming
-from rljob_operator.manifests import containers
+from rljob_operator.manifests import claims, containers
 from rljob_operator.model import OperatorConfig
 
 JOBS = {
@@ -272,8 +272,9 @@ def test_the_values_of_a_full_role_are_those_written():
     assert container["resources"] == FULL_POD["resources"] | {
         "claims": [{"name": "gpus"}, {"name": "nic", "request": "one"}, {"name": "shared"}]
     }
+    (template,) = (t for t in claims.templates(JOBS["full"], config=CONFIG) if "rollout" in t["metadata"]["name"])
     assert spec["resourceClaims"] == [
-        {"name": "gpus", "resourceClaimTemplateName": "sums-rollout-gpus"},
+        {"name": "gpus", "resourceClaimTemplateName": template["metadata"]["name"]},
         {"name": "nic", "resourceClaimTemplateName": "nics"},
         {"name": "shared", "resourceClaimName": "all"},
     ]

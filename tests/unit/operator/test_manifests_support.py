@@ -1,6 +1,7 @@
 """Service, ConfigMap, claims, gangs and their hashes."""
 
 import json
+import re
 
 import pytest
 from manifest_samples import CONFIG, UID, full_job, make_job, make_plan
@@ -60,9 +61,23 @@ def test_claim_templates_are_made_for_roles_with_accelerators_by_dra_only():
     dra = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
     found = support(make_job(actor={"gpus": 2} | dra, rollout={"gpus": 1}, env=dra))
     (key,) = (key for key in found if key[0] == "ResourceClaimTemplate")
-    assert key[1] == "sums-actor-gpus"
+    assert re.fullmatch("sums-actor-gpus-[0-9a-f]{8}", key[1])
     (request,) = found[key]["spec"]["spec"]["devices"]["requests"]
     assert request["exactly"] == {"deviceClassName": "gpu.example.com", "allocationMode": "ExactCount", "count": 2}
+
+
+@pytest.mark.parametrize("change", [{"gpus": 4}, {"deviceClass": "other.example.com"}], ids=str)
+def test_a_claim_template_of_another_content_is_another_object_that_pods_name(change):
+    actor = {"gpus": 2, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
+    names = []
+    for fields in (actor, actor | change):
+        job = make_job(actor=fields)
+        (template,) = manifests.claims.templates(job, config=CONFIG)
+        pod = next(pod for pod in make_plan(job).pods if pod.role == "actor")
+        (claim,) = manifests.pods.build(job, pod, config=CONFIG)["spec"]["resourceClaims"]
+        assert claim["resourceClaimTemplateName"] == template["metadata"]["name"]
+        names.append(template["metadata"]["name"])
+    assert names[0] != names[1]
 
 
 # --- accelerators shared by actor and rollout --------------------------------------------------------------------------------
@@ -84,7 +99,8 @@ def test_two_containers_of_a_colocated_pod_share_one_claim():
         actor, rollout = pod["spec"]["containers"]
         assert (actor["name"], rollout["name"]) == ("actor", "rollout")
         assert actor["resources"] == rollout["resources"] == {"claims": [{"name": "gpus"}]}
-        assert pod["spec"]["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "sums-actor-gpus"}]
+        (claim,) = pod["spec"]["resourceClaims"]
+        assert claim["name"] == "gpus" and claim["resourceClaimTemplateName"].startswith("sums-actor-gpus-")
         ports = [port["containerPort"] for container in (actor, rollout) for port in container["ports"]]
         assert len(ports) == len(set(ports))
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rljob_operator.runtime.queue import FIRST_BACKOFF, LONGEST_BACKOFF, WorkQueue
+from rljob_operator.runtime.queue import FIRST_BACKOFF, FREE_REPEATS, LONGEST_BACKOFF, WorkQueue
 
 
 def steady() -> float:
@@ -155,17 +155,33 @@ def test_an_event_overtakes_the_time_a_key_waits_for(fake_time):
     fake_time(scenario())
 
 
-def test_a_forgotten_key_is_not_handled_at_its_time(fake_time):
+def test_a_key_that_always_wants_another_turn_at_once_is_slowed_down(fake_time):
     async def scenario():
-        queue, seen = WorkQueue(), []
-        queue.add_after("a", 3)
-        queue.forget("a")
+        queue, turns = WorkQueue(), {"hot": 0, "calm": 0}
 
         async def handle(key):
-            seen.append(key)
+            turns[key] += 1
+            return 0.0 if key == "hot" else None
 
-        await run_for(queue, handle, seconds=100)
-        assert seen == []
+        queue.add("hot")
+        queue.add("calm")
+        await run_for(queue, handle, seconds=30)
+        assert turns["calm"] == 1 and FREE_REPEATS + 25 <= turns["hot"] <= FREE_REPEATS + 32
+
+    fake_time(scenario())
+
+
+def test_a_few_turns_in_a_row_are_free(fake_time):
+    async def scenario():
+        queue, at = WorkQueue(), []
+
+        async def handle(key):
+            at.append(asyncio.get_running_loop().time())
+            return 0.0 if len(at) % 6 else 5.0
+
+        queue.add("x")
+        await run_for(queue, handle, seconds=12)
+        assert at == [0.0] * 6 + [5.0] * 6 + [10.0] * 6
 
     fake_time(scenario())
 

@@ -67,6 +67,23 @@ def test_a_template_that_drifts_replaces_no_pod() -> None:
     assert world.pods["x-rollout-0"]["spec"]["containers"][0]["image"] == "other:2"
 
 
+def test_an_edited_device_class_gets_another_claim_template_and_the_old_one_goes() -> None:
+    def templates() -> list[str]:
+        return [name for kind, name in world.objects if kind == "ResourceClaimTemplate"]
+
+    actor = {"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
+    world = running(actor=actor)
+    (old,) = templates()
+    world.edit(suspend=True)
+    world.run_until(lambda: world.phase == "Suspended")
+    world.edit(suspend=False, actor={"deviceClass": "other.example.com"})
+    world.run_until(lambda: world.phase == "Running")
+    world.go_on(ticks=3)
+    (new,) = templates()
+    claim = world.pods["x-actor-0"]["spec"]["resourceClaims"][0]
+    assert new != old and claim["resourceClaimTemplateName"] == new
+
+
 # --- suspension --------------------------------------------------------------------------------------------------------
 
 

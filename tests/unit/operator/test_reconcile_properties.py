@@ -237,6 +237,7 @@ def settles(job: dict[str, Any], observed: Observed) -> None:
     for _ in range(5):
         plan = reconcile(job, observed, START, config=CONFIG)
         if plan.status is None:
+            assert plan.requeue_after is None or plan.requeue_after > 0, "an equal look must not follow at once"
             return
         job = {**job, "status": json.loads(json.dumps(plan.status))}
     raise AssertionError(f"never settles: {plan.status}")
