@@ -81,15 +81,14 @@ class Ranks:
         self.device = device
         self._timeout = timeout
         self._failures = 0
-        self._store = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
+        self._meeting = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
         self._data_group = self._make_data_group()
 
     def _make_data_group(self) -> Any:
-        """Return the process group of this rank's data group; None: all ranks."""
-        if self.sizes.data in (1, self.size):
+        """Return the process group of the ranks that hold the same part of the model; None: all ranks, or this one alone."""
+        if self._meeting is None or self.sizes.data in (1, self.size):
             return None
-        # Every rank makes all groups, in the same order: a group's store keys are counted.
-        made = [(members, dist.new_group(members)) for members in self.sizes.data_groups()]
+        made = [(members, self._meeting.group(members)) for members in self.sizes.data_groups()]
         return next(group for members, group in made if self.rank in members)
 
     @property
@@ -185,15 +184,16 @@ class Ranks:
 
     def _roll_call(self) -> list[int]:
         """Return the ranks that do not show up within `ROLL_CALL_SECONDS`; rank 0 when its store is gone."""
-        if self._store is None:
+        if self._meeting is None:
             return []
+        store = self._meeting.store
         self._failures += 1
         keys = [f"rljob/alive/{self._failures}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         try:
-            self._store.set(keys[self.rank], "1")
+            store.set(keys[self.rank], "1")
             while (
-                missing := [r for r, key in enumerate(keys) if not self._store.check([key])]
+                missing := [r for r, key in enumerate(keys) if not store.check([key])]
             ) and time.monotonic() < deadline:
                 time.sleep(0.1)
         except (dist.DistError, RuntimeError):

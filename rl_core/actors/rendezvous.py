@@ -8,9 +8,10 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -26,37 +27,51 @@ LOOPBACK = "127.0.0.1"
 RESOLVE_SECONDS = 0.5
 """Pause between two attempts to resolve MASTER_ADDR, whose DNS record may come after the process."""
 
-_meetings: dict[int, dist.Store] = {}
-"""Store of the process group made here, by its world size; a process has one group in its life."""
+
+class Meeting(NamedTuple):
+    """What a rank keeps of the rendezvous."""
+
+    store: dist.Store
+    address: str
+    """Of this rank, on the network of the ranks."""
+
+    def group(self, members: Sequence[int]) -> Any:
+        """Return a process group of some ranks; every rank makes every group, in the same order."""
+        with _listening_on(self.address):
+            return dist.new_group(list(members))
 
 
-def join(size: int, rank: int, device: torch.device, timeout: float) -> dist.Store | None:
-    """Join the process group of `size` ranks and return the store they meet at; None when somebody else made the group.
+_meetings: dict[int, Meeting] = {}
+"""By world size; a process has one process group in its life, and finds it again here."""
+
+
+def join(size: int, rank: int, device: torch.device, timeout: float) -> Meeting:
+    """Join the process group of `size` ranks, all of which are there when this returns.
 
     A group of one, which only a wrapper for half precision asks for, is made on loopback.
     Raises ConfigError without MASTER_ADDR and MASTER_PORT, InfrastructureError when the ranks do not find each other.
     """
     limit = timedelta(seconds=timeout)
     if dist.is_initialized():
-        if (dist.get_world_size(), dist.get_rank()) != (size, rank):
+        if size not in _meetings or dist.get_rank() != rank:
             raise ConfigError(
-                f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}, the actor was given {rank} of {size}"
+                f"this process must have no process group but that of actor rank {rank} of {size}, got one as rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}; make none beside it"
             )
-        return _meetings.get(size)
+        return _meetings[size]
     _raise_file_limit()
-    address, store = (LOOPBACK, dist.HashStore()) if size == 1 else _meet(size, rank, limit)
+    meeting = Meeting(dist.HashStore(), LOOPBACK) if size == 1 else _meet(size, rank, limit)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        with _listening_on(address):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        with _listening_on(meeting.address):
+            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
         raise InfrastructureError(f"actor rank {rank} of {size} could not join the process group: {error}") from error
-    _meetings[size] = store
-    return store
+    _meetings[size] = meeting
+    return meeting
 
 
-def _meet(size: int, rank: int, limit: timedelta) -> tuple[str, dist.Store]:
-    """Return this rank's address on the ranks' network, and the store, in which all of them have joined."""
+def _meet(size: int, rank: int, limit: timedelta) -> Meeting:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
@@ -81,7 +96,7 @@ def _meet(size: int, rank: int, limit: timedelta) -> tuple[str, dist.Store]:
             f"actor rank {rank} of {size} did not reach rank 0 at {host}:{port}: {error}"
         ) from error
     _await_all(store, size, rank, limit)
-    return address, store
+    return Meeting(store, address)
 
 
 def _await_all(store: dist.Store, size: int, rank: int, limit: timedelta) -> None:

@@ -24,7 +24,7 @@ class StepReport:
         self._counts = counts
         self._before = asdict(counts)
         self._stats: list[Mapping[str, Stat]] = []
-        self._last: list[Mapping[str, Stat]] = []
+        self._last: list[Mapping[str, Stat]] | None = None
         self._norms: list[float] = []
         self._rate = 0.0
         self._seconds: dict[str, float] = {}
@@ -50,7 +50,10 @@ class StepReport:
         self._stats.append(stats)
 
     def add_step(self, stats: Iterable[Mapping[str, Stat]], *, norm: float, rate: float) -> None:
-        """Take in the micro-batches of one optimizer step, its gradient norm (equal on all ranks) and learning rate."""
+        """Take in the micro-batches of one optimizer step, its gradient norm (equal on all ranks) and learning rate.
+
+        `stats` is empty on a rank that has no loss; each statistic is told on one rank.
+        """
         self._last = list(stats)
         self._stats.extend(self._last)
         self._norms.append(norm)
@@ -62,7 +65,7 @@ class StepReport:
         Raises ConfigError for a bound on what the loss, one of the user's, does not report.
         """
         bounds = {"maxPolicyRatio": ("ratio_mean", ratio), "maxPolicyKl": ("approx_kl", kl)}
-        if not self._last or all(bound is None for _, bound in bounds.values()):
+        if self._last is None or all(bound is None for _, bound in bounds.values()):
             return False
         values = finish_stats(_over_ranks(ranks, merge_stats(self._last)))
         for field, (metric, bound) in bounds.items():

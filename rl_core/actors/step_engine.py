@@ -129,7 +129,8 @@ class StepEngine:
         prepared = self._require_batch("run_training")
         columns, started = prepared.columns(), time.perf_counter()
         batch, report = prepared.batch, StepReport(self._backend.counts)
-        report.add(prepared.metrics)
+        if self._ranks.receives:  # once for all ranks that train the same rows
+            report.add(prepared.metrics)
         try:
             with self._ranks.guard("training"):
                 lengths = batch.lengths.tolist()

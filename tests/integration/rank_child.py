@@ -1,0 +1,39 @@
+"""One rank of a process group: `python rank_child.py RANK DATA TENSOR OUT`; what it saw goes to OUT as JSON."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rl_core.actors.ranks import ParallelSizes, Ranks
+
+
+def listening() -> list[str]:
+    """Return the addresses this process listens on."""
+    return sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN})
+
+
+def main() -> None:
+    rank, data, tensor, out = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    ranks = Ranks(ParallelSizes(data=data, tensor=tensor), rank=rank, device=torch.device("cpu"), timeout=60)
+    seen = {"grouped": dist.is_initialized()}
+    seen["sum"] = float(ranks.sum_rows(torch.tensor(10.0**rank)))
+    seen["rows"] = ranks.gather_rows(f"of {rank}")
+    seen["all"] = ranks.gather(rank)
+    seen["exchanged"] = ranks.exchange_rows(torch.arange(data) + 10 * rank, [1] * data).tolist()
+    seen["largest"] = ranks.largest(rank)
+    if ranks.size == 1:
+        seen["mesh"] = ranks.mesh.size()
+    seen |= {"listening": listening(), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard}
+    ranks.barrier()
+    out.write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

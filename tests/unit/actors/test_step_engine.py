@@ -1,0 +1,213 @@
+"""What a step trains does not depend on who trains it, how many ranks there are, or how rows are cut (I9)."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import actor_samples
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.actors.backend import Scores, StepCancelled
+from rl_core.actors.schedule import OptimizerCounts
+from rl_core.actors.step_engine import StepEngine
+from rl_core.algorithms.stats import finish_stats, merge_stats
+from rl_core.api.algorithm import AlgorithmSpec
+
+RECORDS = [actor_samples.make_record(group) for group in range(6)]
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+class Meeting:
+    """Where the threads that stand for ranks exchange what they hold."""
+
+    def __init__(self, size):
+        self.size, self.held, self.barrier = size, {}, threading.Barrier(size, timeout=30)
+
+    def swap(self, rank, value):
+        self.held[rank] = value
+        self.barrier.wait()
+        found = [self.held[other] for other in range(self.size)]
+        self.barrier.wait()  # nobody writes the next value before all have read this one
+        return found
+
+
+class ThreadRanks:
+    """Data ranks that are threads of this process."""
+
+    def __init__(self, meeting, rank):
+        self.meeting, self.rank = meeting, rank
+        self.size = self.data_size = meeting.size
+        self.data_rank, self.receives = rank, True
+
+    def guard(self, doing):
+        return nullcontext()
+
+    def gather(self, structure):
+        return self.meeting.swap(self.rank, structure)
+
+    gather_rows = gather
+
+    def largest(self, number):
+        return max(self.gather(number))
+
+    def sum_rows(self, tensor):
+        return torch.stack(self.gather(tensor)).sum(0)
+
+    def exchange_rows(self, rows, counts):
+        return torch.cat([parts[self.rank] for parts in self.gather(rows.split(list(counts)))])
+
+
+class TinyBackend:
+    """A bigram model in float64: a table of logits by the token before. Keeps each optimizer step's gradient instead of applying it."""
+
+    max_length, hidden_size = 64, 8
+
+    def __init__(self, has_loss=True):
+        generator = torch.Generator().manual_seed(3)
+        self.table = torch.randn(actor_samples.VOCAB, actor_samples.VOCAB, generator=generator, dtype=torch.float64)
+        self.table.requires_grad_()
+        self.counts, self.has_loss = OptimizerCounts(), has_loss
+        self.gradients, self.parts = [], []
+
+    def scores(self, rows):
+        before = rows.columns.input_ids.roll(1, dims=1)
+        logits = self.table[before].log_softmax(-1)
+        log_probs = logits.gather(-1, rows.columns.input_ids[..., None])[..., 0]
+        mask = rows.columns.loss_mask
+        entropy = -(logits.exp() * logits).sum(-1)
+        # The losses want float32; a token's own gradient is the same in any cut, and all sums are made in float64.
+        return Scores(torch.where(mask, log_probs, 0).float(), torch.where(mask, entropy, 0).float())
+
+    def forward_backward(self, parts, objective, normalizers, *, proceed):
+        stats = []
+        for rows in parts:
+            try:
+                proceed()
+            except StepCancelled:
+                self.table.grad = None
+                raise
+            self.parts.append(rows)
+            result = objective(self.scores(rows), rows.columns, normalizers)
+            result.loss.backward()
+            stats.append(result.metrics)
+        return stats if self.has_loss else []
+
+    def score_rows(self, parts, *, proceed):
+        return [self.scores(rows).log_probs.detach() for rows in parts] if self.has_loss else []
+
+    def optimizer_step(self):
+        self.gradients.append(self.table.grad)
+        self.table.grad = None
+        self.counts.attempted += 1
+        self.counts.applied += 1
+        return 1.0, [0.1]
+
+    def reference(self):
+        return nullcontext()
+
+
+def make_engine(backend, ranks, *, tokens=4096, **algorithm):
+    spec = AlgorithmSpec.model_validate({"promptsPerStep": len(RECORDS), "groupSize": 4, **algorithm})
+    return StepEngine(backend, ranks, spec, micro_batch_tokens=tokens, response_limit=12)
+
+
+def train(engine, records=RECORDS):
+    engine.load(records)
+    engine.compute_log_probs()
+    engine.compute_advantages()
+    return engine.train(1)
+
+
+def step_over(num_ranks, *, tokens=4096, **algorithm):
+    """Train on ranks that are threads, groups dealt in turn; return the gradient of each optimizer step over all of them, and metrics."""
+    meeting, backends = Meeting(num_ranks), [TinyBackend() for _ in range(num_ranks)]
+
+    def run(rank):
+        engine = make_engine(backends[rank], ThreadRanks(meeting, rank), tokens=tokens, **algorithm)
+        return train(engine, RECORDS[rank::num_ranks])
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        metrics = list(pool.map(run, range(num_ranks)))
+    gradients = [torch.stack(parts).sum(0) for parts in zip(*(b.gradients for b in backends), strict=True)]
+    return gradients, metrics, backends
+
+
+def same_but_times(ours, theirs):
+    names = [name for name in ours if not name.startswith(("time/", "perf/"))]
+    return {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, abs=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_ranks=st.integers(1, 3),
+    tokens=st.integers(18, 200),
+    optimizer_steps=st.sampled_from([1, 2]),
+    aggregation=st.sampled_from(AGGREGATIONS),
+)
+def test_any_cut_over_ranks_and_micro_batches_gives_the_gradient_of_the_whole_batch(
+    num_ranks, tokens, optimizer_steps, aggregation
+):
+    loss = {"aggregation": aggregation, "klCoefficient": 0.1, "entropyCoefficient": 0.05}
+    options = {"loss": loss, "optimizerStepsPerBatch": optimizer_steps}
+    whole, expected, _ = step_over(1, **options)
+    cut, metrics, backends = step_over(num_ranks, tokens=tokens, **options)
+    assert len(cut) == len(whole) == optimizer_steps
+    for ours, theirs in zip(cut, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert len({len(backend.parts) for backend in backends}) == 1, "ranks run equally many micro-batches"
+    for of_rank in metrics:
+        assert same_but_times(of_rank, expected[0])
+
+
+def test_statistics_of_a_pipeline_come_from_its_last_stage_alone():
+    """Two ranks that train the same rows, of which one has the loss: metrics are those of one rank, on both."""
+    meeting = Meeting(2)
+
+    class Stage(ThreadRanks):
+        def __init__(self, rank):
+            super().__init__(meeting, rank)
+            self.data_size, self.data_rank, self.receives = 1, 0, rank == 0
+
+        def gather_rows(self, structure):
+            return [structure]
+
+    def run(rank):
+        return train(make_engine(TinyBackend(has_loss=rank == 1), Stage(rank), **options))
+
+    options = {"recomputeLogProbs": True, "maxPolicyKl": 0.5, "optimizerStepsPerBatch": 2}
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.map(run, range(2))
+    _, (alone,), _ = step_over(1, **options)
+    assert same_but_times(first, alone) and same_but_times(last, alone)
+
+
+def test_a_cancelled_step_leaves_no_gradient_and_no_groups():
+    meeting = Meeting(1)
+    backend = TinyBackend()
+    began = []
+
+    def progress():
+        began.append(True)
+        if len(began) == 2:
+            engine.cancel()
+
+    spec = AlgorithmSpec.model_validate({"promptsPerStep": len(RECORDS), "groupSize": 4})
+    engine = StepEngine(
+        backend, ThreadRanks(meeting, 0), spec, micro_batch_tokens=32, response_limit=12, progress=progress
+    )
+    assert train(engine) is None
+    assert len(backend.parts) == 2 and backend.table.grad is None and engine.prepared is None
+    assert backend.counts == OptimizerCounts()
+    began[:] = [True] * 10
+    assert train(engine)["actor/update_success"] == 1
+
+
+def test_parts_hold_every_row_once_within_the_token_budget():
+    _, _, (backend,) = step_over(1, tokens=40)
+    assert all(sum(part.lengths) <= 40 for part in backend.parts)
+    numbers = [number for part in backend.parts for number in part.numbers]
+    assert sorted(numbers) == list(range(4 * len(RECORDS)))
+    assert finish_stats(merge_stats([])) == {}
