@@ -148,7 +148,10 @@ class Connection:
         if self._state is _State.CLOSED:
             call.fail(self._closed(call))
             return
-        self._queue.append(call)
+        if call.waits and self._state is _State.READY:  # goes at once: it may do what calls short of credit wait for
+            self._queue.appendleft(call)
+        else:
+            self._queue.append(call)
         self._expect(call.deadline)
         self._flush()
 

@@ -112,6 +112,12 @@ class TestContract:
             channel.put(number, timeout=60)
         assert [handle.wait(60) for handle in waiting] == list(range(len(waiting)))
 
+    def test_puts_that_wait_for_room_and_for_credit_do_not_hold_up_the_gets_that_make_room(self, connect):
+        channel = Channel.create("narrow", maxsize=1, client=connect())
+        handles = [channel.put(number, async_op=True) for number in range(2 * rpc_wire.MAX_CALLS)]
+        assert [channel.get(timeout=60) for _ in handles] == list(range(len(handles)))
+        assert all(handle.wait(60) is None for handle in handles)
+
     def test_nowait_and_deadlines(self, connect):
         channel = Channel.create("f", maxsize=1, client=connect())
         with pytest.raises(ChannelEmpty):
