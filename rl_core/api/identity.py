@@ -9,7 +9,7 @@ from rl_core.api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The identity of one process of a job (runtime.md 2)."""
+    """The identity of one process of a job (runtime.md 2); where it runs is `rl_core.plan.placement.Placement`."""
 
     job: str
     """Job name."""
@@ -31,10 +31,6 @@ class Identity:
     """Rank inside the group."""
     world_size: int
     """Size of the group as planned; for elastic roles the hub's live set is the truth."""
-    local_rank: int = 0
-    """Index among the local devices the process sees."""
-    local_world_size: int = 1
-    """Number of local devices the process sees."""
     attempt: int = 0
     """Attempt given by the operator or launcher (first half of the incarnation)."""
     restarts: int = 0
@@ -47,8 +43,6 @@ class Identity:
     """Folder with CURVE keys; empty = no keys, loopback only."""
     config: str = ""
     """Path of the resolved job (JSON); empty where the job arrives at hello."""
-    visible_devices: tuple[str, ...] = ()
-    """Accelerators this process may use, as in VISIBLE_DEVICES."""
     pod_ip: str = ""
     """Address of the pod that others reach this process at; empty = as its socket says."""
     rpc_port: int = 0
@@ -108,15 +102,12 @@ class Identity:
             group=text("GROUP_NAME", role),
             rank=number("RANK", "0"),
             world_size=number("WORLD_SIZE", "1"),
-            local_rank=number("LOCAL_RANK", "0"),
-            local_world_size=number("LOCAL_WORLD_SIZE", "1"),
             attempt=incarnation[0],
             restarts=incarnation[1],
             hub=text("RLJOB_HUB", ""),
             channel=text("RLJOB_CHANNEL", ""),
             curve_dir=text("RLJOB_CURVE_DIR", ""),
             config=text("RLJOB_CONFIG", ""),
-            visible_devices=tuple(part for part in text("VISIBLE_DEVICES", "").split(",") if part),
             pod_ip=text("RLJOB_POD_IP", ""),
             rpc_port=number("RLJOB_RPC_PORT", "0"),
             in_cluster=bool(env.get("KUBERNETES_SERVICE_HOST") or env.get("RLJOB_POD_IP")),

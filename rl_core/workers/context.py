@@ -18,6 +18,7 @@ from rl_core.api.errors import InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.messages.members import DeclaredWait, Heartbeat, MemberState, MemberView, View
 from rl_core.observability import logging as process_log
+from rl_core.plan.placement import Placement
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers import processes
 
@@ -56,6 +57,7 @@ class WorkerContext:
         self,
         identity: Identity | None = None,
         *,
+        placement: Placement | None = None,
         keys: "KeyRing | None" = None,
         address: str = "",
         device_uuids: tuple[str, ...] = (),
@@ -64,11 +66,12 @@ class WorkerContext:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know what is given; `identity` None is that of a worker outside a job.
+        """Know what is given; `identity` and `placement` None are those of a worker outside a job.
 
         `address` is that of this process's RPC server; `on_change` is called on any thread when something should be reported at once.
         """
         self.identity = stand_alone_identity() if identity is None else identity
+        self.placement = Placement.from_env({}) if placement is None else placement
         self.keys = keys
         self.address = address
         self.device_uuids = device_uuids

@@ -26,6 +26,7 @@ from rl_core.api.user_code import load_extensions
 from rl_core.messages.members import MemberState
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
+from rl_core.plan.placement import Placement
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer
@@ -50,7 +51,7 @@ MOST_CALLS = 1024
 class Host:
     """One worker process from start to end. Its server listens once it is made."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, placement: Placement) -> None:
         self.identity = identity
         self._keys = KeyRing(Path(identity.curve_dir), identity.role) if identity.curve_dir else None
         self._callers: dict[str, set[str]] = {"runner": {"construct", "execute", "retire"}}
@@ -60,9 +61,10 @@ class Host:
         self._server = self._start_server()
         self._context = WorkerContext(
             identity,
+            placement=placement,
             keys=self._keys,
             address=self._reachable_address(),
-            device_uuids=device_uuids(identity.visible_devices),
+            device_uuids=device_uuids(tuple(placement.visible_accelerators)),
             on_change=lambda: self._registration.report_soon(),
         )
         self._registration = Registration(self._context, connect=self._connect_hub, start_over=self._reset)
@@ -233,8 +235,8 @@ async def _on_handlers(work: Coroutine[Any, Any, None]) -> None:
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, HandlerLoop.shared().loop))
 
 
-async def _run(identity: Identity) -> int:
-    return await Host(identity).run()
+async def _run(identity: Identity, placement: Placement) -> int:
+    return await Host(identity, placement).run()
 
 
 def main() -> int:
@@ -242,13 +244,13 @@ def main() -> int:
     faulthandler.enable()
     events.descriptor()  # before anything is started that could inherit the variable
     try:
-        identity = Identity.from_env()
+        identity, placement = Identity.from_env(), Placement.from_env()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     configure_logging(identity)
     try:
-        return asyncio.run(_run(identity))
+        return asyncio.run(_run(identity, placement))
     except RLJobError as error:
         logger.error("%s", error)
         return exit_code(error)

@@ -5,7 +5,6 @@ in one thread, one at a time; async ones on the worker's loop, where nothing may
 """
 
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -89,7 +88,8 @@ class Worker:
     @property
     def device(self) -> str:
         """`cuda:N`, N among the devices this process sees, or `cpu`."""
-        return f"cuda:{self.identity.local_rank}" if self.identity.visible_devices else "cpu"
+        place = self._context.placement
+        return f"cuda:{place.device_index}" if place.visible_accelerators else "cpu"
 
     @property
     def worker_address(self) -> WorkerAddress:
@@ -98,21 +98,21 @@ class Worker:
 
     @property
     def worker_info(self) -> WorkerInfo:
-        """What this process told at hello."""
+        """What this process is to the others."""
         host, port = split_address(self._context.address) if self._context.address else ("127.0.0.1", 0)
-        visible = self.identity.visible_devices
+        place = self._context.placement
         return WorkerInfo(
             address=self.worker_address,
             rank=self.rank,
             group_world_size=self.world_size,
-            cluster_node_rank=int(os.environ.get("CLUSTER_NODE_RANK", "0")),
-            accelerator_type=os.environ.get("ACCELERATOR_TYPE") or None,
-            accelerator_rank=int(os.environ.get("LOCAL_ACCELERATOR_RANK", "-1")),
-            available_accelerators=visible,
+            cluster_node_rank=place.cluster_node_rank,
+            accelerator_type=place.accelerator_type,
+            accelerator_rank=place.local_accelerator_rank,
+            available_accelerators=tuple(place.visible_accelerators),
             device_uuids=self._context.device_uuids,
             node_ip=host,
             node_port=port,
-            hardware_infos=tuple(part for part in os.environ.get("LOCAL_HARDWARE_RANKS", "").split(",") if part),
+            hardware_infos=tuple(map(str, place.local_hardware_ranks)),
         )
 
     @property

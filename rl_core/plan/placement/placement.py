@@ -35,17 +35,20 @@ class Placement:
     isolate_accelerator: bool
     """Whether it sees its own accelerators only."""
 
+    @property
+    def device_index(self) -> int:
+        """Number of its first accelerator as torch counts: it numbers what a process sees, an isolated one only its own."""
+        if self.isolate_accelerator:
+            return 0
+        return self.local_hardware_ranks[0] if self.local_hardware_ranks else self.local_rank
+
     def to_env(self) -> dict[str, str]:
         """Return the identity variables of the process; CUDA_VISIBLE_DEVICES hides from it what is not its own."""
         devices = ",".join(self.visible_accelerators)
-        # torch counts the devices that a process sees: an isolated one has only its own, whatever their numbers on the node.
-        index, count = 0, 1
-        if not self.isolate_accelerator:
-            index = self.local_hardware_ranks[0] if self.local_hardware_ranks else self.local_rank
-            count = len(self.visible_accelerators) or self.local_world_size
+        count = 1 if self.isolate_accelerator else len(self.visible_accelerators) or self.local_world_size
         return {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(index),
+            "LOCAL_RANK": str(self.device_index),
             "LOCAL_WORLD_SIZE": str(count),
             "NODE_RANK": str(self.placement_node_rank),
             "CLUSTER_NODE_RANK": str(self.cluster_node_rank),

@@ -40,6 +40,7 @@ STUB = {
 PROBE = """
 import json, os, signal, sys, time
 from rl_core.api.identity import Identity
+from rl_core.plan.placement import Placement
 from rl_core.transports.curve import KeyRing
 from rl_core.workers.devices import device_uuids
 
@@ -53,7 +54,7 @@ def writable(folder):
 identity = Identity.from_env()
 print("PROBE " + json.dumps({
     "process": identity.name,
-    "uuids": device_uuids(identity.visible_devices),
+    "uuids": device_uuids(tuple(Placement.from_env().visible_accelerators)),
     "pod_ip": identity.pod_ip,
     "user": os.getuid(),
     "keys": sorted(name for name in os.listdir(identity.curve_dir) if not name.startswith(".")),

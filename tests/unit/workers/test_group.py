@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from rl_core.api.errors import ConfigError, InfrastructureError
 from rl_core.api.roles import EnvSpec
 from rl_core.messages.calls import PackedSpec
+from rl_core.plan.placement import Placement
 from rl_core.workers import arguments
+from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import GROUP_NAMES
 from rl_core.workers.servant import load_class
 from rl_core.workers.worker import Worker
@@ -104,6 +107,21 @@ def test_a_worker_outside_a_job_stands_alone():
         pass
     with pytest.raises(InfrastructureError, match="outside a job"):
         asyncio.run(worker.hub_call("admit"))
+
+
+def test_a_worker_knows_its_planned_place_and_its_device_as_torch_counts():
+    placed = Placement(
+        rank=2, cluster_node_rank=3, placement_node_rank=1, local_rank=0, local_world_size=2, accelerator_type="H200",
+        visible_accelerators=["4", "5"], local_accelerator_rank=4, local_hardware_ranks=[4, 5], node_group_label="cluster",
+        isolate_accelerator=True,
+    )  # fmt: skip
+    worker = worker_classes.Plain.hosted(WorkerContext(placement=placed, device_uuids=("GPU-a", "GPU-b")))
+    info = worker.worker_info
+    assert (info.cluster_node_rank, info.accelerator_type, info.accelerator_rank) == (3, "H200", 4)
+    assert info.available_accelerators == ("4", "5") == info.hardware_infos and info.device_uuids == ("GPU-a", "GPU-b")
+    assert worker.device == "cuda:0"
+    shared = worker_classes.Plain.hosted(WorkerContext(placement=replace(placed, isolate_accelerator=False)))
+    assert shared.device == "cuda:4"
 
 
 def test_a_free_port_can_be_bound_at_once():
