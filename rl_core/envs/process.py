@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
@@ -17,6 +18,8 @@ from rl_core.workers import processes
 
 HIDDEN_ENV = ("RLJOB_CURVE_DIR", "RLJOB_EVENTS_FD", "RLJOB_CONFIG", "RLJOB_HUB", "RLJOB_CHANNEL")
 """Variables user code has no business with: keys, addresses and the launcher's pipe."""
+MARK = "RLJOB_ENV_PROCESS"
+"""Variable that tells which env process a program belongs to."""
 LAST_WORDS_SECONDS = 1.0
 """How long an answer may still be read after the process that sent it has ended."""
 
@@ -32,8 +35,11 @@ class EnvProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         label: str,
+        mark: str,
     ) -> None:
         self._process = process
+        self._mark = mark
+        """`NAME=value` in its environment, which whatever it starts inherits."""
         self._reader, self._writer = reader, writer
         self._label = label
         self._ended = asyncio.create_task(process.wait())
@@ -83,13 +89,14 @@ class EnvProcess:
     @classmethod
     async def _spawn(cls, label: str) -> Self:
         near, far = socket.socketpair()
+        mark = f"{MARK}={uuid.uuid4().hex}"
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-u", "-m", "rl_core.envs.child", str(far.fileno()), str(os.getpid())),
                 pass_fds=(far.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # so that what user code starts is killed with it, and Ctrl-C does not reach it
-                env=child_environment(os.environ),
+                env=child_environment(os.environ) | dict([mark.split("=")]),
             )
         except OSError as error:
             near.close()
@@ -97,7 +104,7 @@ class EnvProcess:
         finally:
             far.close()
         reader, writer = await asyncio.open_connection(sock=near)
-        return cls(process, reader, writer, label)
+        return cls(process, reader, writer, label, mark)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
         """Return the child's answers, one per row, or its one failure for all of them.
@@ -177,6 +184,9 @@ class EnvProcess:
                 self._process.pid, signal.SIGKILL
             )  # not Process.kill, which may reap the child before its watcher
         await asyncio.shield(self._ended)
+        # A program in a session of its own is in no group of the child's; it is known by the environment it inherited. One that
+        # was started without it lives until the worker ends, when the supervisor kills all that is left of it.
+        await asyncio.to_thread(processes.kill_marked, self._mark)
         self._writer.close()
         with suppress(ConnectionError, OSError):
             await self._writer.wait_closed()

@@ -4,11 +4,17 @@ Linux only. Used by the supervisor and the local launcher; no state of its own.
 """
 
 import ctypes
+import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+KILL_SECONDS = 5.0
+"""How long marked processes are looked for and killed; one that still lives then hangs in the kernel."""
+_LOOK_PAUSE = 0.005
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -109,3 +115,21 @@ def marked(*marks: str) -> Iterator[int]:
             continue
         if all(mark in b"\0" + environment + b"\0" for mark in wanted):
             yield int(entry.name)
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL all processes whose environment holds `mark`, and wait until they are gone. Blocks.
+
+    Looks until two looks in a row find none: a program that is just being started shows no environment for a moment.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    clean = 0
+    while clean < 2:
+        found = list(marked(mark))
+        for pid in found:
+            kill(pid, signal.SIGKILL)
+        clean = 0 if found else clean + 1
+        if time.monotonic() > deadline:
+            logger.warning("processes %s with %s could not be killed within %.0f s", found, mark, KILL_SECONDS)
+            return
+        time.sleep(_LOOK_PAUSE)

@@ -54,6 +54,10 @@ def answer(completion):
     if completion == "forge": os.write(int(sys.argv[1]), wire.pack([]))
     if completion == "forge a number": os.write(int(sys.argv[1]), wire.pack(1))
     if completion == "memory": return float(len(bytearray(1 << 32)))
+    if completion.startswith("daemon "):
+        say, path = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)", completion.split()[1]
+        subprocess.run(["sh", "-c", 'setsid "$0" -c "$1" > "$2" &', sys.executable, say, path], check=True)
+        while not (os.path.exists(path) and os.path.getsize(path)): time.sleep(0.01)
     if completion == "orphan":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
         time.sleep(3600)
@@ -375,6 +379,19 @@ async def test_what_user_code_started_dies_with_it(start):
     orphan = int(found[0])
     assert (await call)[0] == ["RolloutTimeout"]
     await wait_until(lambda: gone(orphan))
+
+
+@pytest.mark.parametrize("end", ["kill", "leave", "hang"])
+async def test_a_daemon_lives_as_long_as_the_process_whose_code_started_it(start, tmp_path, end):
+    """A program in a session of its own, whose parent has ended: no signal to a group and no walk down the tree finds it."""
+    running = await start(step_deadline=STEP_SECONDS)
+    told = tmp_path / "pid"
+    assert (await running.ask(f"daemon {told}"))[0] == [1.0]
+    daemon = int(told.read_text())
+    assert (await running.ask("fine"))[0] == [1.0] and not gone(daemon)
+    await running.ask(end)
+    await wait_until(lambda: gone(daemon))
+    assert (await running.ask("fine"))[0] == [1.0]
 
 
 async def test_a_caller_that_gives_up_leaves_no_row_behind(start):
