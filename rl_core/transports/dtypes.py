@@ -65,11 +65,15 @@ def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryvi
         raise ValueError(
             f"is a {type(tensor).__name__}; send a plain tensor (for a DTensor: full_tensor() or to_local())"
         )
+    if tensor.is_nested:
+        raise ValueError("is nested; send the list of its tensors (unbind())")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ValueError(f"has layout {tensor.layout} on {tensor.device}; only dense tensors with data travel")
     code = CODES.get(str(tensor.dtype).removeprefix("torch."))
     if code is None:
         raise ValueError(f"has dtype {tensor.dtype}, which cannot travel; convert it to one of {', '.join(NAMES)}")
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise ValueError("has no memory: it was freed, as FSDP does between uses; gather it first")
     if not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError("is not contiguous; call .contiguous()")
     shape = tuple(tensor.shape)

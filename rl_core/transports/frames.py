@@ -1,14 +1,15 @@
-"""Messages on the wire: frame 0 is a version byte and a msgpack header, frames 1..n are raw array bytes (runtime.md 4).
+"""Messages on the wire: frame 0 is a version byte and a msgpack header, the rest are raw bytes (runtime.md 4).
 
 Header keys: `k` kind, `e` epoch, `i` request id, `s` sender, `m` method, `p` skeleton, `t` table of [dtype, shape,
-nbytes, crc or nil] and, where not empty, `o` options of the RPC. Called by `rpc` and the channel; `encode` and `decode` are
-the faces for one object.
+nbytes, crc or nil] and, where not empty, `o` options of the RPC. `encode` and `decode` are the faces for one object: one frame
+per array. `encode_message` is for sockets, which refuse a frame over FRAME_BYTES before they know who sends it: a skeleton over
+SKELETON_BYTES travels behind the header, and `p` is its size; what is larger than a frame travels in several.
 
 The skeleton is packed into bytes before it enters the header: a router reads the header and never pays for the body.
-Decoded arrays view the received memory and are read-only by contract.
+Decoded arrays view the received memory and are read-only by contract; those that came in several frames are copied together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -36,6 +37,10 @@ __all__ = [
 ]
 
 VERSION = 1
+FRAME_BYTES = 4 * 2**20
+"""Largest frame on a socket. A stranger can make a process hold one of them per connection, for the time of a handshake."""
+SKELETON_BYTES = 64 * 1024
+"""Largest skeleton inside the header of a message for a socket."""
 Part = Any
 """bytes, memoryview or a zmq.Frame: whatever shows its memory through the buffer protocol."""
 
@@ -45,7 +50,7 @@ class Limits:
     """Bounds of one message; beyond them the sender raises ValueError and the receiver FrameError."""
 
     header_bytes: int = 64 * 2**20
-    """Size of frame 0."""
+    """Size of header and skeleton."""
     tensors: int = 65_536
     """Number of arrays."""
     tensor_bytes: int = 4 * 2**30
@@ -64,7 +69,8 @@ class FrameHeader:
     request_id: Any
     sender: Any
     method: str | None
-    skeleton: bytes
+    skeleton: bytes | int
+    """Its size where it travels behind the header."""
     table: list[tuple[int, tuple[int, ...], int, int | None]]
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -87,7 +93,8 @@ def encode(obj: Any, *, limits: Limits = LIMITS, checksum: bool = False) -> list
     `checksum` adds a CRC32C per array. Raises TypeError (a type that cannot travel) or ValueError (not contiguous, out
     of range, nested over 64, a cycle, over `limits`) with the path of the value.
     """
-    return encode_message("data", obj, epoch=None, request_id=None, sender=None, limits=limits, checksum=checksum)
+    header, buffers = _packed("data", obj, limits, checksum)
+    return [_head(header, limits.header_bytes), *buffers]
 
 
 def encode_message(
@@ -99,32 +106,51 @@ def encode_message(
     sender: Any,
     method: str | None = None,
     options: dict[str, Any] | None = None,
-    limits: Limits = LIMITS,
-    checksum: bool = False,
 ) -> list[Part]:
-    """Return a message as parts. Raises as `encode`."""
+    """Return a message as parts of at most FRAME_BYTES for a socket. Raises as `encode`."""
+    header, buffers = _packed(kind, obj, LIMITS, False)
+    header |= {"e": epoch, "i": request_id, "s": sender, "m": method}
+    if options:
+        header["o"] = options
+    if len(header["p"]) > SKELETON_BYTES:
+        buffers.insert(0, memoryview(header["p"]))
+        header["p"] = len(header["p"])
+    return [_head(header, FRAME_BYTES), *(piece for buffer in buffers for piece in _pieces(buffer))]
+
+
+def _packed(kind: str, obj: Any, limits: Limits, checksum: bool) -> tuple[dict[str, Any], list[memoryview]]:
+    """Return the header of a message and its arrays."""
     packing = Packing(obj)
     if len(packing.frames) > limits.tensors:
         raise ValueError(
             f"message must hold at most {limits.tensors} tensors, got {len(packing.frames)}; send it in pieces"
         )
-    table, buffers = [], []
+    if len(packing.skeleton) > limits.header_bytes:
+        raise ValueError(
+            f"header must have at most {limits.header_bytes} bytes, got {len(packing.skeleton)}; send large data as arrays"
+        )
+    table = []
     for index, (code, shape, buffer) in enumerate(packing.frames):
         if buffer.nbytes > limits.tensor_bytes:
             raise ValueError(
                 f"tensor {index} must have at most {limits.tensor_bytes} bytes, got {buffer.nbytes}; split it"
             )
         table.append([code, list(shape), buffer.nbytes, crc32c(buffer) if checksum else None])
-        buffers.append(buffer)
-    header = {"k": kind, "e": epoch, "i": request_id, "s": sender, "m": method, "p": packing.skeleton, "t": table}
-    if options:
-        header["o"] = options
+    header = {"k": kind, "e": None, "i": None, "s": None, "m": None, "p": packing.skeleton, "t": table}
+    return header, [buffer for _, _, buffer in packing.frames]
+
+
+def _head(header: dict[str, Any], most: int) -> bytes:
     head = b"\x01" + _pack_header(header)
-    if len(head) > limits.header_bytes:
-        raise ValueError(
-            f"header must have at most {limits.header_bytes} bytes, got {len(head)}; send large data as arrays"
-        )
-    return [head, *buffers]
+    if len(head) > most:
+        raise ValueError(f"header must have at most {most} bytes, got {len(head)}; send fewer and larger arrays")
+    return head
+
+
+def _pieces(buffer: memoryview) -> list[memoryview]:
+    if buffer.nbytes <= FRAME_BYTES:
+        return [buffer]
+    return [buffer[start : start + FRAME_BYTES] for start in range(0, buffer.nbytes, FRAME_BYTES)]
 
 
 def _pack_header(value: Any) -> bytes:
@@ -187,8 +213,10 @@ def read_header(part: Part, *, limits: Limits = LIMITS) -> FrameHeader:
 
 def _checked_header(header: dict[str, Any], limits: Limits) -> FrameHeader:
     kind, method, skeleton, table = header["k"], header["m"], header["p"], header["t"]
-    if type(kind) is not str or type(skeleton) is not bytes or type(method) not in (str, type(None)):
-        raise FrameError("header fields k, m and p must be text, text or nil, and bytes")
+    if type(kind) is not str or type(skeleton) not in (bytes, int) or type(method) not in (str, type(None)):
+        raise FrameError("header fields k, m and p must be text, text or nil, and bytes or their number")
+    if type(skeleton) is int and not 0 < skeleton <= limits.header_bytes:
+        raise FrameError(f"skeleton must have 1 to {limits.header_bytes} bytes, got {skeleton}")
     if type(header["e"]) not in (int, type(None)) or type(table) is not list or len(table) > limits.tensors:
         raise FrameError(f"header fields e and t must be an integer and a list of at most {limits.tensors} entries")
     options = header.get("o", {})
@@ -216,14 +244,29 @@ def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ..
 
 def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False) -> Any:
     """Return the object of a checked header and its frames. Raises FrameError."""
-    if len(parts) != len(header.table):
-        raise FrameError(f"message must have {len(header.table)} array frames, got {len(parts)}")
+    frames = iter(parts)
+    skeleton = header.skeleton if isinstance(header.skeleton, bytes) else _joined(frames, header.skeleton, "skeleton")
     arrays: list[Frame] = []
-    for index, ((code, shape, nbytes, crc), part) in enumerate(zip(header.table, parts, strict=True)):
-        buffer = memoryview(part).cast("B")
-        if buffer.nbytes != nbytes:
-            raise FrameError(f"array frame {index} must have {nbytes} bytes, got {buffer.nbytes}")
+    for index, (code, shape, nbytes, crc) in enumerate(header.table):
+        buffer = _joined(frames, nbytes, f"array {index}")
         if crc is not None and crc32c(buffer) != crc:
-            raise FrameError(f"array frame {index} is damaged: its CRC32C differs from the header's")
+            raise FrameError(f"array {index} is damaged: its CRC32C differs from the header's")
         arrays.append((code, shape, buffer))
-    return Unpacking(arrays, copy=copy).value(header.skeleton)
+    if next(frames, None) is not None:
+        raise FrameError("message has more frames than its header tells")
+    return Unpacking(arrays, copy=copy).value(skeleton)
+
+
+def _joined(frames: Iterator[Part], nbytes: int, what: str) -> memoryview:
+    """Return the next `nbytes` bytes: one frame as it is, or several copied together."""
+    pieces: list[memoryview] = []
+    size = 0
+    while not pieces or size < nbytes:
+        frame = next(frames, None)
+        if frame is None:
+            raise FrameError(f"{what} must have {nbytes} bytes, got {size}")
+        pieces.append(memoryview(frame).cast("B"))
+        size += pieces[-1].nbytes
+    if size != nbytes:
+        raise FrameError(f"{what} must have {nbytes} bytes, got {size}")
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import zmq
 
 from rl_core.api.errors import ConfigError
+from rl_core.transports.frames import FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ RECONNECT_MS = (200, 5_000)
 CONNECT_TIMEOUT_MS = 5_000
 """How long one attempt may take: a host that is gone answers nothing, and its successor has another address."""
 
+MAX_FRAME_BYTES = FRAME_BYTES + 1024
+"""Largest frame that is received, its encryption included."""
 LONGEST_SLEEP = 86_400.0
 """Seconds of one sleep at most: poll and epoll refuse more than 24 days."""
 
@@ -233,7 +236,7 @@ def descriptor(socket: zmq.Socket[Any]) -> int:
 
 
 def configure(socket: zmq.Socket[Any]) -> None:
-    """Set what all sockets share: heartbeats, bounded linger, reconnection; queues are bounded by credit, not dropped."""
+    """Set what all sockets share: heartbeats, bounded linger, reconnection, bounded frames; queues are bounded by credit, not dropped."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -242,6 +245,8 @@ def configure(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+    # before it knows who sends, ZeroMQ holds a whole frame: a larger one ends the connection
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -1,12 +1,13 @@
 """RPC with CURVE keys over real sockets: who may connect, whose key a server has, what becomes of a call when a stranger takes its place."""
 
+import socket
 import time
 
 import pytest
 from rpc_samples import identity
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, WorkerLost
-from rl_core.transports import curve
+from rl_core.transports import curve, sockets
 from rl_core.transports.rpc import RpcClient, RpcServer
 
 
@@ -64,6 +65,22 @@ class TestCurve:
         client = RpcClient(hub.address, None, identity("runner"))
         with pytest.raises(DeadlineExceeded):
             client.call_sync("add", 1, timeout=0.7)
+        client.close()
+
+    def test_a_stranger_cannot_make_the_server_hold_a_large_message(self, hub, keys):
+        """It speaks ZMTP by hand: a greeting with CURVE, then a frame of 1 GB, before it has proven any key."""
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+        host, port = sockets.split_address(hub.address)
+        sent = 0
+        with socket.create_connection((host, port), timeout=60) as stranger:
+            stranger.sendall(greeting)
+            stranger.sendall(b"\x06" + (2**30).to_bytes(8, "big"))  # a long command frame
+            with pytest.raises(ConnectionError):
+                while sent < 2**28:
+                    stranger.sendall(bytes(2**16))
+                    sent += 2**16
+        client = RpcClient(hub.address, keys("rollout"), identity("rollout"), service="hub")
+        assert client.call_sync("add", 1, 2) == 3
         client.close()
 
     def test_a_role_cannot_be_claimed(self, hub, keys):

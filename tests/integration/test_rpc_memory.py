@@ -12,9 +12,10 @@ from rl_core.transports.rpc import RpcClient, RpcServer
 
 
 def test_large_arrays_travel_whole_both_ways(client):
-    big = np.arange(300_000, dtype=np.float64)
-    again = client.call_sync("echo", {"big": big, "small": big[:10]})
+    big = np.arange(1_300_001, dtype=np.float64)
+    again = client.call_sync("echo", {"big": big, "small": big[:10], "text": "x" * big.nbytes})
     assert np.array_equal(again["big"], big) and np.array_equal(again["small"], big[:10])
+    assert again["text"] == "x" * big.nbytes
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["both", "server only"])

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -154,6 +155,19 @@ def self_containing():
     return items
 
 
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+def freed():
+    """A tensor whose memory was given back, as FSDP does with parameters between their uses."""
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def deep(levels):
     value: object = 1
     for _ in range(levels):
@@ -172,6 +186,8 @@ def deep(levels):
         ([np.zeros(2, dtype=">i4")], ValueError, "byte order"),
         ([torch.zeros(2, 2).to_sparse()], ValueError, "only dense"),
         ([torch.zeros(2, device="meta")], ValueError, "meta"),
+        ({"a": [1, nested()]}, ValueError, "tensor at a[1] is nested"),
+        ({"a": [freed()]}, ValueError, "tensor at a[0] has no memory"),
         ({"a": {3: 2**63}}, ValueError, "integer at a[3] must fit into int64, got 9223372036854775808"),
         ([1, -(2**63) - 1], ValueError, "integer at [1]"),
         ({"x": Unregistered()}, TypeError, "Unregistered at x cannot travel"),
@@ -189,6 +205,11 @@ def test_what_cannot_travel_is_refused_at_the_sender_with_its_path(value, error,
     with pytest.raises(error) as caught:
         frames.encode(value)
     assert words in str(caught.value)
+
+
+def test_what_torch_itself_refuses_to_read_is_refused_with_its_path():
+    with pytest.raises(ValueError, match=r"tensor at a\[0\] cannot be read: .*; send a plain dense tensor"):
+        torch.vmap(lambda row: frames.encode({"a": [row]}))(torch.zeros(2, 3))
 
 
 def test_sixty_four_levels_travel():
@@ -233,6 +254,33 @@ def test_a_request_id_keeps_its_type(request_id):
     assert (message.request_id, message.sender) == (request_id, ("actor", 0))
     with pytest.raises(TypeError, match="header fields must be plain values, got set"):
         frames.encode_message("call", 1, epoch=0, request_id={1}, sender=None)
+
+
+class TestFramesOfSockets:
+    """No frame is larger than sockets take before they know who sends it."""
+
+    @pytest.mark.parametrize("size", [frames.FRAME_BYTES, frames.FRAME_BYTES + 1, 3 * frames.FRAME_BYTES - 7])
+    def test_large_arrays_texts_and_bytes_travel_in_several(self, size):
+        value = {
+            "array": np.arange(size, dtype=np.uint8), "tensor": torch.arange(size // 4, dtype=torch.float32),
+            "text": "x" * size, "bytes": b"y" * size, "empty": np.zeros((0, 3)),
+        }  # fmt: skip
+        parts = frames.encode_message("call", value, epoch=0, request_id=1, sender=None)
+        assert max(memoryview(part).nbytes for part in parts) <= frames.FRAME_BYTES
+        assert parts[0][0] == frames.VERSION and len(parts[0]) < 1024, "a router reads the header alone"
+        again = frames.decode_message([bytes(part) for part in parts]).obj
+        assert np.array_equal(again["array"], value["array"]) and torch.equal(again["tensor"], value["tensor"])
+        assert (again["text"], again["bytes"], again["empty"].shape) == (value["text"], value["bytes"], (0, 3))
+
+    def test_a_piece_too_few_or_too_many_is_a_frame_error(self):
+        parts = frames.encode_message("call", "x" * frames.FRAME_BYTES, epoch=0, request_id=1, sender=None)
+        for damaged in (parts[:-1], [*parts, b"x"], [parts[0], *parts[2:]]):
+            with pytest.raises(FrameError):
+                frames.decode_message(damaged)
+
+    def test_a_header_that_fits_no_frame_is_refused_at_the_sender(self):
+        with pytest.raises(ValueError, match="header must have at most 4194304 bytes"):
+            frames.encode_message("call", 1, epoch=0, request_id="x" * frames.FRAME_BYTES, sender=None)
 
 
 class TestRecords:
