@@ -73,7 +73,7 @@ def run_rollout() -> float:
     ready = time.process_time()
     import torch
 
-    engine = worker._loop.engine
+    engine = worker._built().engine.loop.engine
     shapes = engine.names_and_shapes().items()
     engine.load_weights([(name, torch.ones(s) if len(s) == 1 else torch.randn(s) * 0.05) for name, s in shapes], 1)
     engine.generate([[5, 6, 7, 8]] * 256, {"max_new_tokens": 64}, range(256))

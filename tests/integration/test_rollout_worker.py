@@ -152,6 +152,7 @@ class World:
         context.files = tokenizer_files()
         context.hub = RpcClient(self.ledger.server.address)
         self.worker.init_worker()
+        self.engine = self.worker._built().engine
         handlers = {n: getattr(self.worker, n) for n in ("weights_offer", "weights_transfer", "weights_commit")}
         self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
         self.publisher = WeightPublisher(self.spec, 0)
@@ -283,7 +284,7 @@ def test_a_late_joiner_pulls_the_committed_version_and_serves_it(world):
 
 def test_the_served_weights_are_the_published_ones(world):
     world.publish(1, seed=9)
-    served = dict(world.worker._loop.engine._decoder.weights.named_tensors())
+    served = dict(world.engine.loop.engine._decoder.weights.named_tensors())
     for name, tensor in random_state(9).items():
         assert served[name].equal(tensor), name
 
@@ -293,7 +294,7 @@ def test_probe_scores_a_continuation_at_the_training_temperature():
     try:
         world.publish(1, seed=4)
         answer = world.on_loop(world.worker.probe([3, 4, 5], 4))
-        assert answer["version"] == 1 and 1 <= len(answer["ids"]) <= 4
+        assert answer.version == 1 and 1 <= len(answer.ids) == len(answer.logprobs) <= 4
         again = world.on_loop(world.worker.probe([3, 4, 5], 4))
         assert again == answer
     finally:
@@ -374,7 +375,7 @@ def test_groups_wait_for_an_env_worker_to_appear(world):
     world.start()
     world.publish(1, seed=1)
     world.put(0)
-    wait_for(lambda: world.worker._loop.statistics()["rows"] == 4)
+    wait_for(lambda: world.engine.loop.statistics()["rows"] == 4)
     world.show_env(True)
     (record,) = records(world, 1)
     assert len(record.completions) == 4 and not world.ledger.given_back

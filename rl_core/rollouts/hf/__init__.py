@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.rollouts.hf.engine import HFEngine
     from rl_core.rollouts.hf.generation import HFGeneration
-    from rl_core.rollouts.hf.rows import GenerationOutput
+    from rl_core.rollouts.hf.running import GenerationOutput
     from rl_core.rollouts.hf.worker import HFRolloutWorker
 
 __all__ = ["GenerationOutput", "HFEngine", "HFGeneration", "HFRolloutWorker"]
 _HOMES = {
-    "GenerationOutput": "rows",
+    "GenerationOutput": "running",
     "HFEngine": "engine",
     "HFGeneration": "generation",
     "HFRolloutWorker": "worker",

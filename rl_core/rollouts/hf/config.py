@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.api.errors import RolloutConfigError
+from rl_core.rollouts.model_files import token_ids
 
 FAMILIES = frozenset({"qwen2", "qwen3", "llama"})
 """`model_type`s of the lean forward; others go through transformers."""
@@ -96,13 +97,6 @@ def unsupported(raw: Mapping[str, Any]) -> str | None:
     if raw.get("quantization_config"):
         return "quantised weights are not run by the lean forward"
     return None
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Return an eos setting (None, one id or several) as a tuple."""
-    if value is None:
-        return ()
-    return tuple(int(one) for one in value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _default_head_dim(raw: Mapping[str, Any], family: str) -> int:

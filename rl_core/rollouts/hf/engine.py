@@ -17,12 +17,12 @@ from torch import Tensor
 
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.records import FinishReason
-from rl_core.rollouts.hf.config import token_ids
 from rl_core.rollouts.hf.decoder import Decoder
 from rl_core.rollouts.hf.models import decoder_for
-from rl_core.rollouts.hf.rows import GenerationOutput, Request, Rows
+from rl_core.rollouts.hf.running import GenerationOutput, Request, Rows
 from rl_core.rollouts.hf.sampling import Draw, SamplingParams
 from rl_core.rollouts.hf.stopping import StopIds, StopStrings
+from rl_core.rollouts.model_files import token_ids
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill at most; bounds its activations."""

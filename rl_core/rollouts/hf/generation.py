@@ -23,7 +23,7 @@ from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, Gener
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.loop import EngineLoop, Result, Row
 from rl_core.rollouts.hf.mailbox import Mailbox
-from rl_core.rollouts.hf.rows import GenerationOutput
+from rl_core.rollouts.hf.running import GenerationOutput
 from rl_core.rollouts.hf.sampling import SamplingParams, unique
 
 HONOURED = frozenset(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.rollouts.hf.engine import HFEngine
-from rl_core.rollouts.hf.rows import GenerationOutput
+from rl_core.rollouts.hf.running import GenerationOutput
 from rl_core.rollouts.hf.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -10,12 +9,11 @@ from typing import Any
 
 import torch
 
-from rl_core.api.errors import ConfigError, RolloutConfigError, shown
-from rl_core.rollouts.hf.config import DecoderConfig, token_ids, unsupported
+from rl_core.api.errors import RolloutConfigError
+from rl_core.rollouts.hf.config import DecoderConfig, unsupported
 from rl_core.rollouts.hf.decoder import Decoder, LeanDecoder
 from rl_core.rollouts.hf.weights import DecoderWeights
-
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+from rl_core.rollouts.model_files import read_config
 
 
 def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decoder:
@@ -69,40 +67,3 @@ def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: 
     from rl_core.rollouts.hf.generic import empty_transformers_model
 
     return empty_transformers_model(raw, dtype=dtype, device=device)
-
-
-def generation_eos_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, none where there is no such file.
-
-    Raises ConfigError for one that cannot be read: without its ids, generations would run on to their limit.
-    """
-    if GENERATION_FILE not in files:
-        return ()
-    eos = _parsed(files, GENERATION_FILE).get("eos_token_id")
-    try:
-        return token_ids(eos)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{GENERATION_FILE}: eos_token_id must be a token id, a list of them or null, got {shown(eos)}; mend or remove it"
-        ) from error
-
-
-def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the parsed config.json. Raises ConfigError when it is missing or not a JSON object."""
-    if CONFIG_FILE not in files:
-        raise ConfigError(
-            f"model files must hold {CONFIG_FILE}, got {sorted(files)}; point model.path to a model folder"
-        )
-    return _parsed(files, CONFIG_FILE)
-
-
-def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        raw = json.loads(files[name])
-    except ValueError as error:
-        raise ConfigError(f"{name} must be JSON: {error}; mend the file in the folder of model.path") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{name} must hold an object, got {type(raw).__name__}; mend the file in the folder of model.path"
-        )
-    return raw

@@ -10,8 +10,8 @@ from rl_core.api.errors import DataError, RolloutConfigError
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.cache import KVCache
 from rl_core.rollouts.hf.config import DecoderConfig
-from rl_core.rollouts.hf.products import add_linear, linear, padded_rows
-from rl_core.rollouts.hf.rope import deinterleave, interleave
+from rl_core.rollouts.hf.cpu.products import add_linear, linear, padded_rows
+from rl_core.rollouts.hf.cpu.rope import deinterleave, interleave
 from rl_core.rollouts.hf.sampling import SamplingParams
 from rl_core.rollouts.hf.weights import DecoderWeights
 

@@ -1,9 +1,9 @@
-"""What the engine reads from the files of a model folder, and which are refused with the file, what is wrong and the way out."""
+"""What a rollout reads from the files of a model folder, and which are refused with the file, what is wrong and the way out."""
 
 import pytest
 
 from rl_core.api.errors import ConfigError
-from rl_core.rollouts.hf.models import generation_eos_ids, read_config
+from rl_core.rollouts.model_files import generation_eos_ids, read_config
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""The worker's base over a fake engine: what it asks of the port, and when it serves. No model, no hub, a real publisher."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from rl_core.api.errors import ConfigError, GenerationUnavailable, InfrastructureError
+from rl_core.api.job import RLJobSpec
+from rl_core.messages.groups import ProbeAnswer
+from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, RolloutWorkerBase
+from rl_core.rollouts.engine import AlwaysResident, build_engine
+from rl_core.rollouts.gate import gated
+from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.target import InPlaceTarget
+
+
+class CountingGeneration(GenerationInterface):
+    """Goes on with 7, 8, 9, ... and remembers what it was asked."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def generate_async(self, data, greedy=False):
+        self.seen.append(data)
+        count = data["max_new_tokens"][0]
+        ids = torch.tensor([data["input_ids"][0].tolist() + list(range(7, 7 + count))])
+        yield 0, BatchedDataDict({"output_ids": ids, "logprobs": torch.full(ids.shape, -0.5)})
+
+
+class DictTarget:
+    """Holds weights as a dict."""
+
+    def __init__(self, log):
+        self.log, self.held = log, {}
+
+    async def prepare(self, deadline):
+        self.log.append("prepare")
+
+    def names_and_shapes(self):
+        return {"w": ((2,), "float32")}
+
+    def load(self, tensors, version):
+        self.held = {name: tensor.clone() for name, tensor in tensors}
+
+    async def resume(self, version, digest):
+        self.log.append(f"resume {version}")
+
+
+class FakeEngine:
+    row_capacity, max_seq_len, policy_version = 12, 32, 5
+
+    def __init__(self):
+        self.log, self.configs = [], []
+        self.weight_target, self.residency = DictTarget(self.log), AlwaysResident()
+        self.backend = CountingGeneration()
+
+    def generation(self, config, *, validation=False):
+        self.configs.append((config, validation))
+        return self.backend
+
+    def close(self):
+        self.log.append("close")
+
+
+def tokenizer_files():
+    from tokenizers import Tokenizer, models
+
+    return {
+        "config.json": json.dumps({"max_position_embeddings": 24}).encode(),
+        "tokenizer.json": Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")).to_str().encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}).encode(),
+    }
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def asked():
+    return []
+
+
+@pytest.fixture
+async def worker(engine, asked):
+    spec = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "rollout": {"sampling": {"temperature": 0.7, "stop": ["x"], "maxNewTokens": 9}},
+    }
+
+    def build(*args):
+        asked.append(args)
+        return engine
+
+    made = RolloutWorkerBase(spec, build=build)
+    made._context.files = tokenizer_files()
+    yield made
+    await made.close()
+
+
+async def test_the_engine_is_built_once_for_the_longest_sequence_of_the_model(worker, asked):
+    worker.init_worker()
+    worker.init_worker()
+    ((spec, files, device, max_seq_len, on_step),) = asked
+    assert (spec, device, max_seq_len) == (worker.spec, "cpu", 24) and files is worker.files
+    on_step(3)
+    assert worker._context.heartbeat().progress["tokens"] == 3
+
+
+async def test_training_takes_the_jobs_sampling_settings(worker, engine):
+    worker.init_worker()
+    expected = {
+        "max_new_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": None, "stop_strings": ["x"],
+        "stop_token_ids": worker.spec.rollout.sampling.stop_token_ids, "_pad_token_id": 0,
+    }  # fmt: skip
+    assert engine.configs == [(expected, False)]
+
+
+async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_proven(worker, engine):
+    assert worker.status()["version"] == -1
+    with pytest.raises(InfrastructureError, match="call init_worker first"):
+        await worker.probe([3], 2)
+    worker.init_worker()
+    with pytest.raises(GenerationUnavailable, match="no proven weights are served"):
+        await worker.probe([3], 2)
+    publisher = WeightPublisher(worker.spec, 0)
+    try:
+        await asyncio.to_thread(publisher.publish, 5, {"w": torch.tensor([1.0, 2.0])}, [], 0)
+        assert (await worker.join(publisher.address))["version"] == 5
+    finally:
+        await asyncio.to_thread(publisher.close)
+    assert engine.log == ["prepare", "resume 5"] and engine.weight_target.held["w"].tolist() == [1.0, 2.0]
+    assert await worker.probe([3, 4], 2) == ProbeAnswer(ids=(7, 8), logprobs=(-0.5, -0.5), version=5)
+    (seen,) = engine.backend.seen
+    assert len(seen["seeds"]) == 1
+    await worker.on_new_epoch(1)
+    with pytest.raises(GenerationUnavailable):
+        await worker.probe([3], 2)
+
+
+async def test_closing_ends_the_engine(worker, engine):
+    worker.init_worker()
+    await worker.close()
+    assert engine.log == ["close"]
+
+
+async def test_an_engine_is_prepared_only_when_the_worker_is_empty_and_what_may_be_written_in_place_stays_so():
+    log = []
+
+    async def pause(deadline):
+        log.append(f"pause {deadline}")
+
+    class InPlace(DictTarget):
+        def destinations(self):
+            return {"w": "here"}
+
+    plain, in_place = gated(DictTarget(log), pause), gated(InPlace(log), pause)
+    await plain.prepare(8.0)
+    assert log == ["pause 8.0", "prepare"]
+    assert not isinstance(plain, InPlaceTarget)
+    assert isinstance(in_place, InPlaceTarget) and in_place.destinations() == {"w": "here"}
+
+
+def test_an_engine_that_nobody_knows_is_refused_with_those_that_there_are():
+    spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    rollout = spec.rollout.model_copy(update={"engine": "abacus"})
+    with pytest.raises(ConfigError, match="rollout.engine must be one of hf, got 'abacus'"):
+        build_engine(spec.model_copy(update={"rollout": rollout}), {}, "cpu", 8, lambda rows: None)
