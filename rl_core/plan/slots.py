@@ -78,9 +78,10 @@ def place_processes(spec: RLJobSpec, pods: Mapping[str, int], *, one_machine: bo
     order = _order(spec, slots)
     first = {role: [0] * pods[role] for role in ROLES}
     if one_machine:
-        first = _numbered(order, slots, pods)
-        if spec.placement.mode == "colocated":
-            first["rollout"] = first["actor"]
+        colocated = spec.placement.mode == "colocated"
+        first = _numbered([role for role in order if not (colocated and role == "rollout")], slots, pods)
+        if colocated:
+            first["rollout"] = first["actor"] + [0] * pods["rollout"]  # `colocate` refuses more rollouts than actors
     return {role: slots[role].place(first[role][: pods[role]]) for role in ROLES}
 
 
@@ -159,14 +160,15 @@ def _read(spec: RLJobSpec, inventory: Inventory) -> ModelParallelComponentPlacem
 def _check_role(role: RoleSlots, found: ModelParallelComponentPlacement) -> int:
     """Return the first resource of a role. Raises PlacementError unless the role's processes have the resources that its pods offer."""
     written = _resources_by_process(found.get_strategy(role.name))
-    start = written[0][0]
+    taken, start = found.get_hardware_ranks(role.name), written[0][0]
     count = role.pods * role.processes
     offered = [list(range(start + rank * role.share, start + (rank + 1) * role.share)) for rank in range(count)]
     if written != offered:
         what = f"{count} processes with {role.share} {'accelerators' if role.gpus else 'process slots'} each"
         raise PlacementError(
             f"{FIELD}: component {role.name} must be what its pods are ({what}: {role.name}.replicas {role.pods}, gpus {role.gpus}, "
-            f"{role.processes} processes per pod), got {written}; write {start}-{offered[-1][-1]}, or change the fields of {role.name}"
+            f"{role.processes} processes per pod), got {len(written)} processes "
+            f"on {len(taken)} from {taken[0]} to {taken[-1]}; write {start}-{offered[-1][-1]}, or change the fields of {role.name}"
         )
     return start
 

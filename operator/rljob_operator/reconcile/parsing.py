@@ -61,7 +61,7 @@ def _parse(text: str) -> RLJob | str:
     except ValidationError as error:
         return problems(error)
     except ConfigError as error:
-        return str(error)
+        return _shortened(str(error))
     return job
 
 
@@ -72,7 +72,10 @@ def problems(error: ValidationError) -> str:
         path = ".".join(str(part) for part in item["loc"]) or "the object"
         got = "" if isinstance(item["input"], Mapping | list) else f", got {item['input']!r}"
         parts.append(f"{path}: {item['msg'].removeprefix('Value error, ')}{got}")
-    text = "; ".join(parts)
+    return _shortened("; ".join(parts))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= LONGEST_PROBLEM else text[: LONGEST_PROBLEM - 3] + "..."
 
 

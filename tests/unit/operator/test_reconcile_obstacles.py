@@ -48,6 +48,16 @@ def test_a_spec_that_is_not_understood_is_told_and_makes_no_pods(spec: dict[str,
     assert world.reconcile().status is None and not world.plan().events
 
 
+def test_a_refusal_that_quotes_thousands_of_ranks_fits_into_the_status() -> None:
+    placed = {"componentPlacement": {"actor": "0-4095", "rollout": "0-4095"}}
+    blocks = {"actor": {"replicas": 64, "processesPerPod": 64}, "algorithm": {"promptsPerStep": 4096}}
+    world = World(make_job(placement=placed, **blocks, rollout={"replicas": 1024}, env={"replicas": 1}))
+    world.reconcile()
+    message = world.condition("Accepted")["message"]
+    assert message.startswith("placement.componentPlacement: mode must be colocated for these sets, got disaggregated")
+    assert len(message) <= 2000
+
+
 def test_a_running_job_whose_spec_is_no_longer_understood_keeps_its_pods() -> None:
     world = running()
     names = sorted(world.pods)

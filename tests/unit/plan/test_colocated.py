@@ -78,6 +78,20 @@ def test_on_one_machine_actor_and_rollout_of_a_colocated_job_see_the_same_accele
     assert seen["actor-0"] == seen["rollout-0"] == ("0", "1") and seen["actor-1"] == seen["rollout-1"] == ("2", "3")
 
 
+def test_on_one_machine_a_colocated_job_leaves_no_accelerator_out():
+    written = job(2, 2, 1)
+    env = written.spec.env.model_copy(update={"gpus": 1})
+    found = planned(colocated(written).model_copy(update={"env": env}), host="127.0.0.1")
+    assert processes(found)["env-0"][0].visible_devices == ("2",)
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+@pytest.mark.parametrize("odd", [{"rollout": 2}, {"rollout_gpus": 2}], ids=["replicas", "gpus"])
+def test_a_colocated_job_of_unequal_halves_is_refused(odd, host):
+    with pytest.raises(ConfigError, match="must have equal replicas and gpus"):
+        planned(colocated(job(**odd)), host=host)
+
+
 def test_two_supervisors_of_a_pod_listen_on_different_ports():
     (pod,) = (pod for pod in colocate(plan(), shape="containers").pods if pod.role == "actor")
     ports = [container.processes[0].env["RLJOB_HEALTH_PORT"] for container in pod.containers]
