@@ -48,10 +48,17 @@ def labels(job: RLJob | Object, *, component: str, version: str | None = None) -
 def owner(job: RLJob | Object) -> dict[str, Any]:
     """Return the owner reference that lets the garbage collector end an object with its job.
 
-    Without blockOwnerDeletion, which needs rights on the job's finalizers on some clusters.
+    blockOwnerDeletion: a job deleted in the foreground is gone when its pods are (the right to `rljobs/finalizers` is for this).
     """
     name, _, uid = identity(job)
-    return {"apiVersion": API_VERSION, "kind": "RLJob", "name": name, "uid": uid, "controller": True}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "RLJob",
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
 
 
 def metadata(job: RLJob | Object, name: str, *, component: str, version: str | None = None) -> dict[str, Any]:

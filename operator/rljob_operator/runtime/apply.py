@@ -1,7 +1,8 @@
 """Carries out a Plan: the only place where a reconcile touches the cluster.
 
-Order: status (the intent), deletions, supporting objects, the Secret, pods, control calls, events. A status that meets a newer object
-ends the application, since the rest was decided on old facts. Every answer goes into the cache at once, so that the next reconcile
+Order: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls. A status that meets a newer object
+ends the application, since the rest was decided on old facts. Events come right after the status that they tell of: once it is
+written no later look makes them again. Every answer goes into the cache at once, so that the next reconcile
 sees what this one did. Nothing here decides: a name that is taken or a create that is refused is noted in the job's memory, and
 `reconcile` makes words of it.
 """
@@ -105,13 +106,13 @@ class Applier:
             written = await self._write_status(work, pauses)
             if not written:
                 return Applied(again_after=0.0, stale=True)
+        for note in work.plan.events:
+            self._recorder.record(work.job, note)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
         await self._assert_secret(work)
         pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
         await self._each(work.plan.calls, lambda call: self._runner.call(work.uid, call))
-        for note in work.plan.events:
-            self._recorder.record(work.job, note)
         if work.plan.requeue_after is not None:
             pauses.append(work.plan.requeue_after)
         return Applied(again_after=min(pauses, default=None))

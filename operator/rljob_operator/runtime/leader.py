@@ -50,6 +50,8 @@ class Leadership:
         self._seen_at = 0.0
         self._held: dict[str, Any] | None = None
         """The Lease as we wrote it last; None while we do not hold it."""
+        self._held_since = 0.0
+        """Loop time before the request that wrote it was sent: the others count from when it lands, which its answer may be long after."""
 
     @property
     def leading(self) -> bool:
@@ -62,8 +64,16 @@ class Leadership:
         return self._identity if self._held is not None else self._seen[0]
 
     async def acquire(self) -> None:
-        """Return once this replica holds the Lease."""
-        while not await self._try_acquire():
+        """Return once this replica holds the Lease, with time left to act on it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._held_since = loop.time()
+            if await self._try_acquire():
+                if loop.time() < self._held_since + self._duration * 2 / 3:
+                    break
+                logger.warning("the Lease was taken, but the answer came too late to act on it; trying again")
+                self._held = None
+                continue
             await asyncio.sleep(self._duration / 5)
         logger.info("holding the Lease %s/%s as %s", self._namespace, self._name, self._identity)
         self._on_change(True)
@@ -71,16 +81,15 @@ class Leadership:
     async def keep(self) -> None:
         """Renew until cancelled; raises LeaseLost when another holds it or renewal failed for too long."""
         loop = asyncio.get_running_loop()
-        renewed = loop.time()
         while True:
-            await asyncio.sleep(self._duration / 3)
-            deadline = renewed + self._duration * 2 / 3
+            await asyncio.sleep(max(self._held_since + self._duration / 3 - loop.time(), 0.0))
             try:
-                async with asyncio.timeout_at(deadline):
-                    renewed = await self._renew_until_done()
+                async with asyncio.timeout_at(self._held_since + self._duration * 2 / 3):
+                    self._held_since = await self._renew_until_done()
             except TimeoutError as error:
                 self._lose()
-                raise LeaseLost(f"Lease {self._name} could not be renewed for {loop.time() - renewed:.1f} s") from error
+                silence = loop.time() - self._held_since
+                raise LeaseLost(f"Lease {self._name} could not be renewed for {silence:.1f} s") from error
 
     async def release(self) -> None:
         """Give the Lease back so that a standby need not wait for its end; failures are left to that wait."""
@@ -132,7 +141,10 @@ class Leadership:
             holder = (lease.get("spec") or {}).get("holderIdentity")
             if holder != self._identity:
                 raise LeaseLost(f"Lease {self._name} is held by {holder!r}") from None
-            self._held = lease  # our own earlier write, whose answer was lost
+            self._held = (
+                lease  # our own earlier write, whose answer was lost: it landed we do not know when, so write again
+            )
+            await self._renew()
         except NotFound:
             self._held = await self._create(transitions=0)
 

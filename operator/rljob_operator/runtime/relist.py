@@ -85,25 +85,35 @@ class Relister:
                 due[kind] = loop.time() + (self._interval if await self._try(kind) else FAILED_PAUSE)
 
     async def list(self, kind: Kind) -> bool:
-        """List one kind in every namespace watched, and drop what is gone; return False when the operator has to do without the kind."""
+        """List one kind in every namespace watched, and drop what is gone; return False when the operator has to do without the kind.
+
+        A namespace where it may not be listed, as it was deleted with our rights in it, is left out while another can be listed.
+        """
+        refused: dict[str | None, Forbidden | NotFound] = {}
         for namespace in self._namespaces:
-            for attempt in range(1, ATTEMPTS + 1):
-                try:
-                    await self._list(kind, namespace)
-                    break
-                except Expired:  # the pages' snapshot went away in between
-                    if attempt == ATTEMPTS:
-                        raise
-                except NotFound:
-                    if kind == RLJOB:
-                        raise
-                    return False
-                except Forbidden as error:
-                    if kind not in self._alternatives:
-                        raise
-                    logger.warning("%s.%s are not used, for want of rights: %s", kind.plural, kind.group, error)
-                    return False
-        return True
+            try:
+                await self._list_patiently(kind, namespace)
+            except (Forbidden, NotFound) as error:
+                refused[namespace] = error
+        if len(refused) < len(self._namespaces):
+            for namespace, refusal in refused.items():
+                logger.warning("%s of namespace %s are left out: %s", kind.plural, namespace, refusal)
+            return True
+        first = next(iter(refused.values()))
+        if isinstance(first, NotFound) and kind != RLJOB:
+            return False
+        if isinstance(first, Forbidden) and kind in self._alternatives:
+            logger.warning("%s.%s are not used, for want of rights: %s", kind.plural, kind.group, first)
+            return False
+        raise first
+
+    async def _list_patiently(self, kind: Kind, namespace: str | None) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._list(kind, namespace)
+            except Expired:  # the pages' snapshot went away in between
+                if attempt == ATTEMPTS:
+                    raise
 
     async def _list(self, kind: Kind, namespace: str | None) -> None:
         began = self._cache.now()

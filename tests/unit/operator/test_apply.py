@@ -306,6 +306,20 @@ async def test_pods_are_made_in_parallel_within_the_jobs_limit(bench):
     assert len(bench.cluster.of(kinds.POD)) == 12
 
 
+async def test_events_of_a_written_status_are_not_lost_with_a_create_that_fails(bench):
+    note = EventNote(type="Warning", reason="PodFailed", message="exit code 1")
+    bench.cluster.fail("create", "x-env-0", Unavailable("no answer"))
+    with pytest.raises(Unavailable):
+        await bench.apply(status={"phase": "Restarting"}, create=(pod("x-env-0"),), events=(note,))
+    assert bench.recorder.notes == [note]
+
+
+async def test_events_of_a_status_that_was_not_written_are_not_told(bench):
+    bench.cluster.put(kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "job-uid"}, "status": {"phase": "Failed"}})
+    await bench.apply(status={"phase": "Running"}, events=(EventNote(type="Normal", reason="Started", message=""),))
+    assert bench.recorder.notes == []
+
+
 async def test_calls_and_events_are_passed_on(bench):
     call = ControlCall(method="POST /drain", body={"pods": ["x-rollout-1"]}, ip="10.0.0.1")
     note = EventNote(type="Normal", reason="Scaled", message="down")

@@ -112,6 +112,69 @@ def test_a_leader_whose_lease_another_holds_ends_at_once(fake_time, cluster):
     fake_time(scenario())
 
 
+def late(cluster, seconds, *, verb):
+    """Have the next request of a kind land at once, and its answer come after so many seconds."""
+    send = getattr(cluster, verb)
+
+    async def answer_late(*args):
+        setattr(cluster, verb, send)
+        answer = await send(*args)
+        await asyncio.sleep(seconds)
+        return answer
+
+    setattr(cluster, verb, answer_late)
+
+
+@pytest.mark.parametrize("verb", ["create", "replace"])
+def test_an_answer_that_comes_when_another_may_lead_makes_no_leader(fake_time, cluster, verb):
+    async def scenario():
+        if verb == "replace":
+            free = {"holderIdentity": "", "renewTime": "", "leaseDurationSeconds": 15}
+            cluster.put(kinds.LEASE, "sys", {"metadata": {"name": NAME}, "spec": free})
+        first, second, led = replica(cluster, "a"), replica(cluster, "b"), []
+        late(cluster, 20.0, verb=verb)
+        acquiring = asyncio.create_task(first.acquire())
+        await asyncio.sleep(0.1)
+        await second.acquire()
+        keeping = asyncio.create_task(second.keep())
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            led.append(first.leading and second.leading)
+        assert not any(led) and not acquiring.done()
+        acquiring.cancel()
+        keeping.cancel()
+
+    fake_time(scenario())
+
+
+def test_the_time_that_the_acquiring_answer_took_counts(fake_time, cluster):
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        leader = replica(cluster, "a")
+        late(cluster, 9.0, verb="create")
+        await leader.acquire()
+        cluster.fail("replace", NAME, *[Unavailable("no answer")] * 1000)
+        with pytest.raises(LeaseLost):
+            await leader.keep()
+        assert loop.time() <= 10.0 + 0.01
+
+    fake_time(scenario())
+
+
+def test_a_renewal_whose_answer_was_lost_is_written_again(fake_time, cluster):
+    async def scenario():
+        leader = replica(cluster, "a")
+        await leader.acquire()
+        cluster.put(kinds.LEASE, "sys", cluster.objects["Lease", "sys", NAME])  # the renewal whose answer never came
+        cluster.calls.clear()
+        keeping = asyncio.create_task(leader.keep())
+        await asyncio.sleep(6)
+        assert [verb for verb, _, _ in cluster.calls] == ["replace", "read", "replace"]
+        keeping.cancel()
+
+    fake_time(scenario())
+
+
 def test_two_that_start_together_do_not_both_lead(fake_time, cluster):
     async def scenario():
         replicas = [replica(cluster, name) for name in "abcd"]

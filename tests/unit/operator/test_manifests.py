@@ -83,7 +83,14 @@ def test_names_labels_and_owner_belong_to_the_job(pod):
     role, index = meta["labels"]["rljob.dev/role"], meta["labels"]["rljob.dev/index"]
     assert meta["name"] == spec["hostname"] == f"sums-{role}-{index}" and spec["subdomain"] == "sums"
     assert meta["ownerReferences"] == [
-        {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "name": "sums", "uid": UID, "controller": True}
+        {
+            "apiVersion": "rljob.dev/v1alpha1",
+            "kind": "RLJob",
+            "name": "sums",
+            "uid": UID,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
     ]
     assert meta["labels"]["rljob.dev/job"] == meta["labels"]["app.kubernetes.io/instance"] == "sums"
     assert meta["labels"]["rljob.dev/job-uid"] == UID and meta["labels"]["rljob.dev/epoch"] == "1"

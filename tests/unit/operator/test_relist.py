@@ -80,6 +80,25 @@ def test_a_watch_that_began_anew_is_followed_by_one_list_when_it_is_quiet(fake_t
     fake_time(scenario())
 
 
+@pytest.mark.parametrize("refusal", [Forbidden("no right"), NotFound("no namespace")], ids=["403", "404"])
+def test_a_namespace_that_was_deleted_holds_up_no_other(fake_time, cluster, refusal):
+    async def scenario():
+        bench = Bench(cluster, namespaces=("gone", "ns"))
+        listing = cluster.list
+
+        async def list_but_one(kind, namespace, *, selector=""):
+            if namespace == "gone":
+                raise refusal
+            async for page in listing(kind, namespace, selector=selector):
+                yield page
+
+        cluster.list = list_but_one
+        await bench.relister.fill()
+        assert bench.relister.filled.is_set() and bench.names() == ["x-env-0"] and bench.cache.job(KEY) is not None
+
+    fake_time(scenario())
+
+
 def test_each_kind_is_listed_once_per_interval(fake_time, cluster):
     async def scenario():
         bench = Bench(cluster, interval=100.0)
