@@ -1,7 +1,8 @@
 """Keyed FIFO queues between processes: `Channel` and what it hands out. See `channel` for the face, `core` for the rules."""
 
 from rl_core.channel.channel import Channel
-from rl_core.channel.delivery import AsyncHandle, Delivery
-from rl_core.channel.stats import ChannelStats, KeyStats
+from rl_core.channel.handle import AsyncHandle
+from rl_core.channel.model import Delivery
+from rl_core.messages.channel import ChannelStats, KeyStats
 
 __all__ = ["AsyncHandle", "Channel", "ChannelStats", "Delivery", "KeyStats"]

@@ -1,11 +1,11 @@
 """The port between the faces of a channel and where its items are: `client` (a server process) or `local` (this process)."""
 
 import concurrent.futures
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_core.channel.model import ChannelOptions, Key, TakeKind
+from rl_core.channel.model import Delivery
+from rl_core.messages.channel import ChannelOptions, Key
 
 DEFAULT_KEY = "default_queue"
 DEFAULT_TIMEOUT = 600.0
@@ -13,40 +13,26 @@ DEFAULT_TIMEOUT = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TakeRequest:
-    """One take: `get`, `lease` or `batch` (with target)."""
+class PutRequest:
+    """One put."""
 
+    item: Any
+    weight: float
     key: Key
-    kind: TakeKind
     timeout: float
     nowait: bool = False
-    target: float = 0.0
-    allow_oversize: bool = False
-    most: int = 1
-    """Items of a `get` or `lease` at most; it waits for the first only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PutRequest:
-    """One put: `items` are accepted together, in their order, with `weights`; `ack` is acknowledged in the same moment."""
+class TakeRequest:
+    """One take: of the oldest item, or of a batch."""
 
-    items: Sequence[Any]
-    weights: Sequence[float]
     key: Key
     timeout: float
     nowait: bool = False
-    ack: Any = None
-    """A Delivery."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """An item as it arrived; the backend's `load` makes the object of it."""
-
-    token: str
-    attempt: int
-    weight: float
-    payload: Any
+    target: float | None = None
+    """Weight of the batch; None = one item."""
+    allow_oversize: bool = False
 
 
 class Backend(Protocol):
@@ -55,23 +41,19 @@ class Backend(Protocol):
     options: ChannelOptions
 
     def put(self, request: PutRequest) -> "concurrent.futures.Future[None]":
-        """Done when all items are accepted. Raises TypeError or ValueError at once for what cannot travel."""
+        """Done when the item is accepted. Raises TypeError or ValueError at once for what cannot travel or never fits."""
 
-    def take(self, request: TakeRequest) -> "concurrent.futures.Future[list[Taken]]":
+    def take(self, request: TakeRequest) -> "concurrent.futures.Future[list[Delivery]]":
         """Done when the take is complete; cancelled or not fetched, its items go back to the head."""
 
-    def load(self, taken: Taken) -> Any:
-        """Return the item of `taken`."""
+    def load(self, delivery: Delivery) -> Any:
+        """Return the item of `delivery`."""
 
     def confirm(self, tokens: list[str]) -> None:
-        """Tell that items of `get` and `batch` have been received; they are deleted."""
+        """Tell that items have been received; they are deleted."""
 
-    def give_back(self, taken: list[Taken], *, lost: bool = False, loaded: bool = False) -> None:
-        """Return items nobody got; `lost` counts an attempt. The memory of `loaded` ones goes back with their arrays."""
-
-    def watch(self, delivery: Any) -> None:
-        """Keep the lease of `delivery` (it has `token`) while the object lives."""
+    def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
+        """Return items that nobody got to the head. The memory of `loaded` ones goes back with their arrays."""
 
     def control(self, verb: str, *args: Any) -> "concurrent.futures.Future[Any]":
-        """ack(token), nack(token, delay), extend(token, seconds), depth(key), full(key), stats(), register(), done(),
-        close(key, error), dead(key) -> [Taken]."""
+        """depth(key), full(key), stats(), register(), done(), close(key, error)."""

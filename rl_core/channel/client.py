@@ -1,33 +1,26 @@
 """A process's connection to the channel server; `configure` sets the one that Channel uses.
 
-Receipts of `get` ride on the next take or leave a little later; leases are renewed by the I/O thread while their Delivery
-lives. How items get to the server is told in `puts`.
+Receipts of what was taken ride on the next take or leave a little later. How items get to the server is told in `puts`.
 """
 
 import concurrent.futures
 import functools
 import itertools
-import logging
 import threading
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity
 from rl_core.channel import payload
-from rl_core.channel.backend import PutRequest, Taken, TakeRequest
-from rl_core.channel.model import ChannelOptions
-from rl_core.channel.puts import MARGIN, Target, Uplink
+from rl_core.channel.backend import PutRequest, TakeRequest
+from rl_core.channel.model import Delivery
+from rl_core.channel.puts import MARGIN, Uplink
+from rl_core.messages.channel import ChannelOptions, SegmentPart
 from rl_core.transports import frames, rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.shared_memory import Placement
-from rl_core.transports.sockets import IoThread, Timer
-
-if TYPE_CHECKING:
-    from rl_core.channel.delivery import Delivery
-
-logger = logging.getLogger(__name__)
+from rl_core.transports.sockets import IoThread
 
 Future = concurrent.futures.Future
 CONFIRM_SECONDS = 0.005
@@ -38,10 +31,9 @@ class ChannelClient:
     """One per process. `identity` None = anonymous, legal without keys only."""
 
     def __init__(self, address: str, keys: KeyRing | None = None, identity: Identity | None = None) -> None:
-        self.rpc = RpcClient(address, keys, identity, service="channel", share_memory=True, on_welcome=self._on_welcome)
+        self.rpc = RpcClient(address, keys, identity, service="channel", share_memory=True)
         self.uplink = Uplink(self.rpc)
         self.receipts = _Receipts(self.rpc)
-        self.leases = _Leases(self.rpc)
         self._registrations: dict[str, list[int]] = {}
         """Numbers of this process's producers by channel."""
         self._numbers = itertools.count()
@@ -50,13 +42,12 @@ class ChannelClient:
         """Return the backend of a channel known to exist."""
         return RemoteBackend(self, name, options)
 
-    def create(self, name: str, options: ChannelOptions) -> "Future[Any]":
+    def create(self, name: str, options: ChannelOptions) -> "Future[RemoteBackend]":
         """Create the channel or connect to its equal. The future raises ConfigError when it differs."""
-        return self.rpc.start_call(
-            "create", (name, options), {}, idempotent=True, convert=functools.partial(self.backend, name)
-        )
+        convert = functools.partial(self.backend, name)
+        return self.rpc.start_call("create", (name, options), {}, idempotent=True, convert=convert)
 
-    def connect(self, name: str, timeout: float) -> "Future[Any]":
+    def connect(self, name: str, timeout: float) -> "Future[RemoteBackend]":
         """Wait until the channel exists."""
         convert = functools.partial(self.backend, name)
         return self.rpc.start_call(
@@ -84,14 +75,9 @@ class ChannelClient:
 
     def close(self) -> None:
         """Close the connection; the server returns what this process holds."""
-        self.leases.close()
         self.receipts.flush()
         self.rpc.close()
         self.uplink.copier.shutdown(wait=False)  # what it still writes fails at the closed connection
-
-    def _on_welcome(self, known: bool) -> None:
-        if not known and hasattr(self, "uplink"):  # the first welcome may come before the constructor ends
-            self.uplink.spares.clear()
 
 
 class RemoteBackend:
@@ -104,39 +90,20 @@ class RemoteBackend:
         self._name = name
 
     def put(self, request: PutRequest) -> "Future[None]":
-        """Return a future that is done when the server has accepted the items."""
-        encoded = [payload.encode(item) for item in request.items]
-        self.options.check_fits(self._name, [payload.nbytes(parts) for parts in encoded])
-        shape = [[weight, len(parts)] for weight, parts in zip(request.weights, encoded, strict=True)]
-        ack = request.ack
-        target = Target(
-            self._name, request.key, shape, request.timeout, request.nowait,
-            None if ack is None else self._lease(ack), IoThread.shared().clock(),
-        )  # fmt: skip
-        future = self._client.uplink.put(list(itertools.chain.from_iterable(encoded)), target)
-        if ack is not None:
-            future.add_done_callback(lambda done: self._client.leases.end_with(ack.token, done))
-        return future
+        """Return a future that is done when the server has accepted the item."""
+        parts = frames.encode(request.item)
+        self.options.check_fits(self._name, sum(memoryview(part).nbytes for part in parts))
+        return self._client.uplink.put(self._name, parts, request)
 
-    def _lease(self, delivery: "Delivery") -> list[str]:
-        """Return (channel, token) of a lease of the same server. Raises ValueError for another's."""
-        backend = delivery.backend
-        if not isinstance(backend, RemoteBackend) or backend._client is not self._client:
-            raise ValueError("ack must be a delivery of the same channel server as the put; acknowledge it by itself")
-        return [backend._name, delivery.token]
-
-    def take(self, request: TakeRequest) -> "Future[list[Taken]]":
+    def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
         """Return a future of what was taken."""
         receipts = self._client.receipts.collect()
-        args = (self._name, request.key, request.kind, request.timeout, receipts)
-        options: dict[str, Any] = {"nowait": request.nowait}
-        if request.kind == "batch":
-            options |= {"target": request.target, "allow_oversize": request.allow_oversize}
-        elif request.most > 1:
-            options["most"] = request.most
+        args = (
+            self._name, request.key, request.timeout, request.nowait, request.target, request.allow_oversize, receipts
+        )  # fmt: skip
         try:
             timeout = request.timeout + MARGIN
-            future = self._rpc.start_call("take", args, options, timeout=timeout, waits=True, convert=_rows)
+            future = self._rpc.start_call("take", args, {}, timeout=timeout, waits=True, convert=_deliveries)
         except BaseException:
             self._client.receipts.put_back(receipts)
             raise
@@ -144,28 +111,30 @@ class RemoteBackend:
             future.add_done_callback(lambda done: self._client.receipts.restore(receipts, done))
         return future
 
-    def load(self, taken: Taken) -> Any:
+    def load(self, delivery: Delivery) -> Any:
         """Decode the item; large arrays view the server's segments."""
-        parts = [
-            self._rpc.borrow(Placement(part[0], part[1]), part[2]) if isinstance(part, list) else part
-            for part in taken.payload
-        ]
-        return frames.decode(parts)
+        return frames.decode(
+            [
+                self._rpc.borrow(Placement(part.segment, part.generation), part.nbytes)
+                if isinstance(part, SegmentPart)
+                else part
+                for part in delivery.payload
+            ]
+        )
 
     def confirm(self, tokens: list[str]) -> None:
         """Tell the server, with the next take or a little later, that items arrived."""
         self._client.receipts.add(self._name, tokens)
 
-    def give_back(self, taken: list[Taken], *, lost: bool = False, loaded: bool = False) -> None:
+    def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
         """Return items nobody got, and the memory they lie in unless arrays over it will."""
-        for entry in taken:
-            for spot in [] if loaded else payload.placements(entry.payload):
+        if not deliveries:
+            return
+        for delivery in [] if loaded else deliveries:
+            for spot in payload.placements(delivery.payload):
                 self._rpc.give_back(spot)
-            self._rpc.start_call("nack", (self._name, entry.token, 0.0, lost), {})
-
-    def watch(self, delivery: Any) -> None:
-        """Renew the lease while the object lives."""
-        self._client.leases.add(self._name, delivery, self.options.lease_seconds)
+        tokens = [delivery.token for delivery in deliveries]
+        self._rpc.start_call("give_back", (self._name, tokens), {}, idempotent=True)
 
     def control(self, verb: str, *args: Any) -> "Future[Any]":
         """Start one of the verbs of `backend.Backend`."""
@@ -173,21 +142,10 @@ class RemoteBackend:
             return self._client.register(self._name)
         if verb == "done":
             return self._client.done(self._name)
-        call = functools.partial(self._rpc.start_call, verb)
-        if verb == "ack":
-            self._client.leases.forget(args[0])
-            return call((self._name, *args), {})
-        if verb == "nack":
-            self._client.leases.forget(args[0])
-            return call((self._name, *args), {})
-        if verb == "extend":
-            return call((self._name, [args[0]], args[1]), {}, convert=lambda stale: not stale)
-        if verb == "dead":
-            return call((self._name, *args), {}, idempotent=True, convert=_rows)
         if verb == "close":
             key, error = args
-            return call((self._name, key, None if error is None else rpc_wire.pack_error(error)), {}, idempotent=True)
-        return call((self._name, *args), {}, idempotent=True)
+            args = (key, None if error is None else rpc_wire.pack_error(error))
+        return self._rpc.start_call(verb, (self._name, *args), {}, idempotent=True)
 
 
 class _Receipts:
@@ -199,6 +157,7 @@ class _Receipts:
         self._pending: dict[str, list[str]] = {}
         self._armed = False
         self._lock = threading.Lock()
+        """Guards the two above: any thread receives items, the I/O thread sends what waited too long."""
 
     def add(self, channel: str, tokens: list[str]) -> None:
         """Confirm `tokens` with the next take, at the latest after CONFIRM_SECONDS."""
@@ -228,69 +187,14 @@ class _Receipts:
 
     def flush(self) -> None:
         """Send what waits."""
-        self._armed = False
+        with self._lock:
+            self._armed = False
         if pending := self.collect():
             self._rpc.start_call("confirm", (pending,), {}, idempotent=True)
 
 
-class _Leases:
-    """Deliveries that live in this process; their leases are renewed every third of their length."""
-
-    def __init__(self, rpc: RpcClient) -> None:
-        self._rpc = rpc
-        self._io = IoThread.shared()
-        self._held: dict[str, tuple[str, weakref.ref[Any]]] = {}
-        self._interval = float("inf")
-        self._timer: Timer | None = None
-        self._closed = False
-
-    def add(self, channel: str, delivery: Any, lease_seconds: float) -> None:
-        """Renew `delivery` from now on."""
-        self._held[delivery.token] = (channel, weakref.ref(delivery))
-        self._io.call_soon(self._arm, lease_seconds / 3)
-
-    def forget(self, token: str) -> None:
-        """Renew no more: acknowledged or given back."""
-        self._held.pop(token, None)
-
-    def end_with(self, token: str, put: "Future[None]") -> None:
-        """Renew no more if `put`, which was to acknowledge the lease, was accepted."""
-        if not put.cancelled() and put.exception() is None:
-            self.forget(token)
-
-    def close(self) -> None:
-        """Renew nothing any more."""
-        self._closed = True
-        self._held.clear()
-
-    def _arm(self, interval: float) -> None:
-        if self._timer is None or interval < self._interval:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._interval = interval
-            self._timer = self._io.call_at(self._io.clock() + interval, self._renew)
-
-    def _renew(self) -> None:
-        interval, self._timer, self._interval = self._interval, None, float("inf")
-        by_channel: dict[str, list[str]] = {}
-        for token, (channel, delivery) in list(self._held.items()):
-            if delivery() is None:
-                self._held.pop(token, None)
-            else:
-                by_channel.setdefault(channel, []).append(token)
-        for channel, tokens in by_channel.items():
-            self._rpc.start_call("extend", (channel, tokens, None), {}, idempotent=True, convert=self._drop_stale)
-        if by_channel and not self._closed:
-            self._arm(interval)
-
-    def _drop_stale(self, stale: list[str]) -> None:
-        for token in stale:
-            if self._held.pop(token, None) is not None:  # else acknowledged while the renewal was under way
-                logger.warning("a lease ended before its delivery was acknowledged; another consumer has the item")
-
-
-def _rows(rows: list[Any]) -> list[Taken]:
-    return [Taken(*row) for row in rows]
+def _deliveries(rows: list[list[Any]]) -> list[Delivery]:
+    return [Delivery(token, parts) for token, parts in rows]
 
 
 _current: ChannelClient | None = None

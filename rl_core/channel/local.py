@@ -14,9 +14,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from rl_core.api.errors import ChannelClosed
-from rl_core.channel.backend import PutRequest, Taken, TakeRequest
+from rl_core.channel.backend import PutRequest, TakeRequest
 from rl_core.channel.core import ChannelCore
-from rl_core.channel.model import ChannelOptions, Delivered, Put, Take
+from rl_core.channel.model import Delivery, Put, Take
+from rl_core.messages.channel import ChannelOptions
 from rl_core.transports.sockets import IoThread, Timer
 
 Future = concurrent.futures.Future
@@ -55,12 +56,11 @@ class _Process:
 class LocalBackend:
     """Implements `backend.Backend` in memory."""
 
-    _lock = threading.RLock()
-    """One for all channels of the process: a put on one may end a lease on another, and theirs may cross."""
-
     def __init__(self, name: str, options: ChannelOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
         self._core = ChannelCore(name, options)
+        self._lock = threading.RLock()
+        """Guards the core and the timer. Re-entrant: a result that is set runs the callbacks of whoever waits for it."""
         self._clock = clock
         self._client = _Process()
         self._registrations: list[int] = []
@@ -70,29 +70,24 @@ class LocalBackend:
         self._due = float("inf")
 
     def put(self, request: PutRequest) -> "Future[None]":
-        """Return a future that is done when the items are accepted."""
+        """Return a future that is done when the item is accepted."""
         future: Future[None] = Future()
-        now, ack = self._clock(), request.ack
-        if ack is not None and not isinstance(ack.backend, LocalBackend):
-            raise ValueError("ack must be a delivery of a local channel as the put is; acknowledge it by itself")
+        now = self._clock()
 
         def store(put: Put) -> None:
-            if _claim(future):
-                try:
-                    self._core.store(self._clock(), put, zip(request.items, request.weights, strict=True))
-                except ChannelClosed as error:
-                    future.set_exception(error)
-                else:
-                    if ack is not None:
-                        ack.backend.control("ack", ack.token)
-                    future.set_result(None)
-            else:
+            if not _claim(future):
                 self._core.cancel_put(self._clock(), put)
+                return
+            try:
+                self._core.store(self._clock(), put, request.item, request.weight)
+            except ChannelClosed as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
-        bounded = self.options.max_bytes is not None
-        sizes = tuple(_nbytes(item) if bounded else 0 for item in request.items)
+        nbytes = _nbytes(request.item) if self.options.max_bytes is not None else 0
         put = Put(
-            self._client, request.key, sizes, store, lambda error: _fail(future, error), now + request.timeout, now
+            self._client, request.key, nbytes, store, lambda error: _fail(future, error), now + request.timeout, now
         )
         with self._lock:
             self._core.put(now, put, nowait=request.nowait)
@@ -100,25 +95,20 @@ class LocalBackend:
         self._on_cancel(future, put, self._core.cancel_put)
         return future
 
-    def take(self, request: TakeRequest) -> "Future[list[Taken]]":
+    def take(self, request: TakeRequest) -> "Future[list[Delivery]]":
         """Return a future of what was taken."""
-        future: Future[list[Taken]] = Future()
+        future: Future[list[Delivery]] = Future()
         now = self._clock()
 
-        def hand_over(take: Take, delivered: list[Delivered]) -> None:
+        def hand_over(take: Take, deliveries: list[Delivery]) -> None:
             if _claim(future):
-                future.set_result(
-                    [
-                        Taken(entry.token, entry.item.attempt, entry.item.weight, entry.item.payload)
-                        for entry in delivered
-                    ]
-                )
+                future.set_result(deliveries)
             else:
                 self._core.cancel_take(self._clock(), take)
 
         take = Take(
-            self._client, request.key, request.kind, hand_over, lambda error: _fail(future, error), now + request.timeout, now,
-            target=request.target, allow_oversize=request.allow_oversize, most=request.most,
+            self._client, request.key, hand_over, lambda error: _fail(future, error), now + request.timeout, now,
+            target=request.target, allow_oversize=request.allow_oversize,
         )  # fmt: skip
         with self._lock:
             self._core.take(now, take, nowait=request.nowait)
@@ -126,20 +116,19 @@ class LocalBackend:
         self._on_cancel(future, take, self._core.cancel_take)
         return future
 
-    def load(self, taken: Taken) -> Any:
+    def load(self, delivery: Delivery) -> Any:
         """Return the item itself: it never left the process."""
-        return taken.payload
+        return delivery.payload
 
     def confirm(self, tokens: list[str]) -> None:
-        """Delete what `get` delivered."""
+        """Delete what was taken."""
         with self._lock:
             self._core.confirm(self._clock(), tokens)
 
-    def give_back(self, taken: list[Taken], *, lost: bool = False, loaded: bool = False) -> None:
+    def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
         """Return items nobody got."""
         with self._lock:
-            for entry in taken:
-                self._core.nack(self._clock(), entry.token, lost=lost)
+            self._core.give_back(self._clock(), [delivery.token for delivery in deliveries])
 
     def control(self, verb: str, *args: Any) -> "Future[Any]":
         """Return a finished future of one of the verbs of `backend.Backend`."""
@@ -152,18 +141,9 @@ class LocalBackend:
             future.set_exception(error)
         return future
 
-    def watch(self, delivery: Any) -> None:
-        """Leases inside one process are not renewed: whoever needs longer calls `extend`."""
-
     def _verb(self, verb: str, now: float, *args: Any) -> Any:
         core = self._core
-        self._core.tick(now)
-        if verb == "ack":
-            return core.ack(now, args[0])
-        if verb == "nack":
-            return core.nack(now, args[0], delay=args[1])
-        if verb == "extend":
-            return not core.extend(now, [args[0]], args[1])
+        core.tick(now)
         if verb == "depth":
             return core.depth(args[0])
         if verb == "full":
@@ -178,8 +158,6 @@ class LocalBackend:
             return core.done_producing(now, self._client, self._registrations.pop()) if self._registrations else None
         if verb == "close":
             return core.close(now, *args)
-        if verb == "dead":
-            return [Taken(token, item.attempt, item.weight, item.payload) for token, item in core.dead_items(args[0])]
         raise ValueError(f"bug: channels have no verb {verb!r}")
 
     def _on_cancel(self, future: "Future[Any]", operation: Operation, undo: Callable[[float, Operation], None]) -> None:

@@ -15,7 +15,6 @@ from rl_core.api.errors import (
     DataError,
     DeadlineExceeded,
     EpochFenced,
-    InfrastructureError,
     ProducerLost,
 )
 from rl_core.api.identity import Identity
@@ -23,9 +22,9 @@ from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
 from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
+from rl_core.messages.channel import SegmentPart
 from rl_core.transports import curve, frames, rpc_wire
 from rl_core.transports.links import SharedMemory
-from rl_core.transports.rpc import RpcClient
 
 MIB = 2**20
 
@@ -197,9 +196,9 @@ class TestLargeItems:
 
     def test_they_lie_in_segments_of_the_server_and_are_freed(self, channel, server):
         store = SharedMemory.shared().store
-        array = np.arange(2 * MIB, dtype=np.int64)  # too large for a segment lent in advance
+        array = np.arange(2 * MIB, dtype=np.int64)
         channel.put({"array": array, "small": array[:3]})
-        assert server.stats()["memory"]["lent"] == 1
+        assert server.stats().memory["lent"] == 1
         item = channel.get()
         assert np.array_equal(item["array"], array)
         wait_until(lambda: channel.stats().bytes == 0)
@@ -220,35 +219,9 @@ class TestLargeItems:
         channel.put(np.zeros(2 * MIB))
         waiting = channel.put(np.ones(2 * MIB), async_op=True)
         channel.qsize()
-        assert server.stats()["memory"]["lent"] == 1 and not waiting.done()
+        assert server.stats().memory["lent"] == 1 and not waiting.done()
         assert channel.get()[0] == 0
         assert waiting.wait(60) is None and channel.get()[0] == 1
-
-    def test_a_second_item_goes_into_a_segment_lent_in_advance(self, channel, server):
-        for number in range(5):
-            channel.put(np.full(MIB, number, np.uint8))
-        counts = server.stats()
-        assert counts["memory"]["lent"] == 6, "five items and one segment for the next"
-        assert counts["channels"]["c"]["bytes"] < 5.1 * MIB, "the segment in advance is nobody's item"
-        assert [int(channel.get()[-1]) for _ in range(5)] == list(range(5))
-
-    @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "deleted"])
-    def test_a_producer_taken_for_lost_cannot_write_into_what_it_was_lent(self, connect, server, mapped):
-        client = connect(identity())
-        channel = Channel.create("c", client=client)
-        channel.put(np.zeros(MIB, np.uint8))
-        ((name, _, size),) = client.uplink.spares._free
-        if mapped:
-            SharedMemory.shared().reader.view(name, 0, size)
-        else:
-            SharedMemory.shared().reader._maps.pop(name, None)
-        (peer,) = server._rpc.peers()
-        peer.link.lost()
-        if mapped:
-            with pytest.raises(InfrastructureError, match="taken for lost"):
-                channel.put(np.ones(MIB, np.uint8))
-        channel.put(np.full(MIB, 2, np.uint8))
-        assert [int(channel.get()[0]) for _ in range(2)] == [0, 2]
 
     def test_without_shared_memory_they_go_by_socket(self, server, connect, monkeypatch):
         from rl_core.transports import rpc_connection
@@ -257,55 +230,7 @@ class TestLargeItems:
         channel = Channel.create("s", client=connect())
         array = np.arange(MIB, dtype=np.int64)
         channel.put(array)
-        assert np.array_equal(channel.get(), array) and server.stats()["memory"]["lent"] == 0
-
-    def test_an_expired_lease_of_a_large_item_can_be_read_by_the_next(self, connect, clock):
-        channel = Channel.create("l", lease_seconds=10, client=connect())
-        channel.put(np.full(MIB, 3, np.uint8))
-        first = channel.lease()
-        clock.now += 11
-        second = channel.lease()
-        assert second.attempt == 2 and first.item[0] == second.item[0] == 3
-        assert first.ack() is False and second.ack() is True
-
-    @pytest.mark.parametrize("nbytes", [10, MIB])
-    def test_items_put_together_are_leased_together(self, channel, server, nbytes):
-        """Small ones in one message, large ones through segments; an answer ends the lease of its item."""
-        channel.put_many([np.full(nbytes, value, np.uint8) for value in range(3)], weights=[4, 5, 6])
-        before = server.stats()["transport"]["calls"]
-        deliveries = channel.lease_many(8)
-        assert server.stats()["transport"]["calls"] == before + 1
-        assert [(delivery.item[0], delivery.item.nbytes, delivery.weight) for delivery in deliveries] == [
-            (value, nbytes, value + 4) for value in range(3)
-        ]
-        channel.put(np.full(nbytes, 9, np.uint8), key="answers", ack=deliveries[1])
-        assert [delivery.ack() for delivery in deliveries] == [True, False, True]
-        assert channel.get("answers")[0] == 9
-
-    def test_a_renewal_that_crosses_the_end_of_its_lease_warns_of_nothing(self, connect, caplog):
-        client = connect()
-        channel = Channel.create("crossed", lease_seconds=10, client=client)
-        channel.put_many(["answered", "lost"])
-        answered, lost = channel.lease_many(2)
-        channel.put("answer", key="answers", ack=answered)
-        client.leases._drop_stale([answered.token])  # what the server says to a renewal that arrives behind the answer
-        assert "another consumer" not in caplog.text
-        client.leases._drop_stale([lost.token])
-        assert "another consumer has the item" in caplog.text
-
-    def test_an_answer_that_is_not_accepted_leaves_the_lease(self, channel):
-        channel.put("prompt")
-        delivery = channel.lease()
-        channel.close("answers")
-        with pytest.raises(ChannelClosed):
-            channel.put("answer", key="answers", ack=delivery)
-        assert delivery.ack() is True
-
-    def test_an_answer_through_another_server_is_refused(self, channel):
-        local = Channel.create("l", local=True)
-        local.put(1)
-        with pytest.raises(ValueError, match="same channel server"):
-            channel.put(1, ack=local.lease())
+        assert np.array_equal(channel.get(), array) and server.stats().memory["lent"] == 0
 
     def test_an_item_over_max_bytes_is_refused(self, connect):
         channel = Channel.create("b", max_bytes=MIB, client=connect())
@@ -314,111 +239,85 @@ class TestLargeItems:
                 channel.put(np.zeros(MIB), async_op=async_op)
         assert channel.stats().bytes == 0
 
+    def test_a_segment_in_a_put_that_reserved_no_room_is_refused(self, channel):
+        part = SegmentPart(segment="rljob-u1-1-1", generation=1, nbytes=MIB)
+        rpc = channel._backend._client.rpc
+        with pytest.raises(ConfigError, match="reserve room for it"):
+            rpc.call_sync("put", "c", "default_queue", 0.0, [part], 5.0, False)
+        room = rpc.call_sync("reserve", "c", "default_queue", [MIB], 5.0, False)
+        with pytest.raises(ConfigError, match=f"the reservation was for {MIB} bytes"):
+            rpc.call_sync("hand_over", room.ticket, 0.0, [part])
+        assert channel.stats().bytes == 0
+
+
+@pytest.fixture
+async def remote(server):
+    """A channel for coroutines."""
+    client = await asyncio.to_thread(ChannelClient, server.address)
+    yield await asyncio.to_thread(lambda: Channel.create("a", client=client))
+    client.close()
+
 
 class TestAsync:
-    async def test_coroutines_and_deliveries(self, server):
-        client = await asyncio.to_thread(ChannelClient, server.address)
-        channel = await Channel.create_async("a", client=client)
-        getting = asyncio.create_task(channel.get_async())
-        await channel.put_async(np.zeros(MIB, np.uint8))
+    async def test_coroutines(self, remote):
+        getting = asyncio.create_task(remote.get_async())
+        await remote.put_async(np.zeros(MIB, np.uint8))
         assert (await getting).nbytes == MIB
         for number in range(3):
-            await channel.put_async(number)
-        await channel.close_async()
-        seen = []
-        for _ in range(3):
-            async with await channel.lease_async() as delivery:
-                seen.append(delivery.item)
-        assert seen == [0, 1, 2]
+            await remote.put_async(number, weight=1)
+        await asyncio.to_thread(remote.close)
+        assert await remote.get_batch_async(2) == [0, 1] and await remote.get_async() == 2
         with pytest.raises(ChannelClosed):
-            await channel.get_async()
-        client.close()
+            await remote.get_async()
 
     @pytest.mark.parametrize("moment", ["waiting", "answered"])
-    async def test_a_cancelled_get_returns_its_item_to_the_head(self, server, moment):
+    async def test_a_cancelled_get_returns_its_item_to_the_head(self, remote, moment):
         """`answered`: the item is on its way, or here already, when the task is cancelled."""
-        client = await asyncio.to_thread(ChannelClient, server.address)
-        channel = await Channel.create_async("a", client=client)
         for round_ in range(10):
-            getting = asyncio.create_task(channel.get_async())
+            getting = asyncio.create_task(remote.get_async())
             await asyncio.sleep(0.01)
             if moment == "answered":
-                first = channel.put(f"{round_} first", async_op=True)
-                second = channel.put(f"{round_} second", async_op=True)
+                first = remote.put(f"{round_} first", async_op=True)
+                second = remote.put(f"{round_} second", async_op=True)
                 while not second.done():  # holds the loop: the answer to `getting` is here, its task has not run
                     time.sleep(0.002)
             getting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await getting
             if moment == "waiting":
-                first = channel.put(f"{round_} first", async_op=True)
-                await channel.put_async(f"{round_} second")
+                first = remote.put(f"{round_} first", async_op=True)
+                await remote.put_async(f"{round_} second")
             await first.async_wait(60)
-            assert await channel.get_async(timeout=60) == f"{round_} first"
-            assert await channel.get_async(timeout=60) == f"{round_} second"
-        stats = await channel.stats_async()
-        assert stats.expired == 0 and stats.depth == 0
-        client.close()
+            assert await remote.get_async(timeout=60) == f"{round_} first"
+            assert await remote.get_async(timeout=60) == f"{round_} second"
+        assert (await asyncio.to_thread(remote.stats)).depth == 0
 
-    async def test_sync_faces_refuse_the_event_loop_and_do_nothing(self, server):
-        client = await asyncio.to_thread(ChannelClient, server.address)
-        channel = await Channel.create_async("a", client=client)
-        for face in (lambda: channel.put(1), channel.get, channel.qsize, channel.lease):
+    async def test_sync_faces_refuse_the_event_loop_and_do_nothing(self, remote):
+        for face in (lambda: remote.put(1), remote.get, remote.qsize, remote.stats):
             with pytest.raises(RuntimeError, match="event-loop thread"):
                 face()
-        assert (await channel.stats_async()).puts == 0
-        client.close()
+        assert (await asyncio.to_thread(remote.stats)).puts == 0
 
 
 class TestMembers:
-    def test_a_client_that_leaves_returns_what_it_holds_at_once(self, connect):
+    def test_a_client_that_leaves_returns_what_it_has_not_received_at_once(self, connect):
         leaving, staying = connect(identity(rank=0)), connect(identity(rank=1))
         channel = Channel.create("c", client=staying)
-        channel.put("x")
-        delivery = Channel.connect("c", client=leaving).lease()
-        leaving.close()
-        again = channel.lease(timeout=60)
-        assert again.item == "x" and again.attempt == 2
-        del delivery
-
-    def test_consumer_lost_returns_a_members_leases_at_once(self, connect, server):
-        lost, other = connect(identity(rank=0)), connect(identity(rank=1))
-        channel = Channel.create("c", client=other)
-        for item in "ab":
+        for item in "xy":
             channel.put(item)
-        first = Channel.connect("c", client=lost).lease()
-        second = channel.lease()
-        assert server.consumer_lost("rollout:0", (0, 0)) == 1
-        again = channel.lease(timeout=60)
-        assert again.item == "a" and again.attempt == 2
-        assert first.ack() is False and second.ack() is True
-
-    def test_the_runner_may_say_so_by_rpc(self, connect, server):
-        lost = connect(identity(rank=0))
-        channel = Channel.create("c", client=lost)
-        channel.put("a")
-        channel.lease()
-        runner = RpcClient(server.address, identity=identity("runner"))
-        assert runner.call_sync("consumer_lost", "rollout:0", (0, 0)) == 1
-        assert runner.call_sync("server_stats")["channels"]["c"]["leases"] == 0
-        runner.close()
+        taken = Channel.connect("c", client=leaving).get(async_op=True)
+        wait_until(taken.done)
+        assert channel.get() == "y"
+        leaving.close()
+        assert channel.get(timeout=60) == "x" and channel.stats().redelivered == 1
 
     def test_a_newer_incarnation_replaces_the_older_one(self, connect):
         channel = Channel.create("c", client=connect(identity(attempt=0)))
         channel.put("a")
-        old = channel.lease()
-        again = Channel.connect("c", client=connect(identity(attempt=1))).lease(timeout=60)
-        assert again.attempt == 2 and old.ack() is False
-
-    def test_leases_are_renewed_while_their_delivery_lives(self, server, connect, clock):
-        channel = Channel.create("c", lease_seconds=0.15, client=connect())
-        channel.put("a")
-        delivery = channel.lease()
-        (leased,) = server._channels["c"]._out.values()
-        for _ in range(4):  # the injected clock moves, the renewals come by real time
-            clock.now += 0.1
-            wait_until(lambda: leased.expires >= clock.now + 0.15)
-        assert channel.stats().expired == 0 and delivery.ack() is True
+        old = channel.get(async_op=True)
+        wait_until(old.done)
+        again = Channel.connect("c", client=connect(identity(attempt=1)))
+        assert again.get(timeout=60) == "a"
 
     def test_a_lost_producer_is_named(self, connect):
         producer = connect(identity("actor", rank=2))
@@ -435,7 +334,7 @@ class TestMembers:
         channel = Channel.create("c", client=connect(identity("actor")))
         for _ in range(2):
             channel.register_producer()
-        assert channel.stats().producers == ["actor:0"]
+        assert channel.stats().producers == ("actor:0",)
         channel.done_producing()
         channel.put("of the other")
         channel.done_producing()
@@ -454,14 +353,16 @@ class TestMembers:
 
 
 class TestTransportLosses:
-    def test_items_and_leases_survive_a_broken_connection(self, connect):
+    def test_items_and_receipts_survive_a_broken_connection(self, connect):
         client = connect()
         channel = Channel.create("c", client=client)
         channel.put("a")
-        delivery = channel.lease()
+        handle = channel.get(async_op=True)
+        wait_until(handle.done)
         _cut(client)
         channel.put("b")
-        assert delivery.ack() is True and channel.get(timeout=60) == "b"
+        assert handle.wait() == "a" and channel.get(timeout=60) == "b"
+        wait_until(lambda: channel.stats().bytes == 0)
 
     def test_a_waiting_get_survives_a_broken_connection(self, connect):
         client = connect()
@@ -496,8 +397,8 @@ class TestRoles:
         channel = Channel.create("c", client=rollout)
         channel.put(np.arange(100_000))
         assert channel.get().sum() == np.arange(100_000).sum()
-        with pytest.raises(ConfigError, match="role rollout may not call 'consumer_lost'"):
-            rollout.rpc.call_sync("consumer_lost", "rollout:1", (0, 0))
+        with pytest.raises(ConfigError, match="role rollout may not call 'server_stats'"):
+            rollout.rpc.call_sync("server_stats")
         for forbidden, method in ((channel.close, "close"), (channel.register_producer, "register")):
             with pytest.raises(ConfigError, match=f"role rollout may not call '{method}'"):
                 forbidden()

@@ -112,7 +112,7 @@ def wait_until(condition, seconds=60):
 
 @pytest.mark.parametrize("size", [MIB, 12 * MIB])
 async def test_large_puts_cancelled_at_any_moment_keep_no_room_and_no_segment(server, client, size):
-    channel = await Channel.create_async("c", client=client, maxsize=100)
+    channel = await asyncio.to_thread(lambda: Channel.create("c", client=client, maxsize=100))
     item = np.zeros(size, np.uint8)
     for number in range(24):
         put = asyncio.ensure_future(channel.put_async(item))
@@ -124,8 +124,8 @@ async def test_large_puts_cancelled_at_any_moment_keep_no_room_and_no_segment(se
         pass
 
     def nothing_is_held():
-        memory = server.stats()["memory"]
-        return server.stats()["channels"]["c"]["bytes"] == 0 and memory["lent"] <= 2  # lent in advance
+        stats = server.stats()
+        return stats.channels["c"].bytes == 0 and stats.memory["lent"] == 0
 
     await asyncio.to_thread(wait_until, nothing_is_held)
 
@@ -179,37 +179,27 @@ def _waiters(channel):
     return keys["default_queue"].waiters if "default_queue" in keys else 0
 
 
-def test_many_leases_take_what_one_message_carries(client):
+def test_an_item_that_cannot_be_decoded_is_gone_and_holds_no_other_up(client, monkeypatch):
     channel = Channel.create("c", client=client)
-    for _ in range(1_700):
-        channel.put(b"x" * 40_000)
-    first = channel.lease_many(1_700, timeout=120)
-    second = channel.lease_many(1_700, timeout=120)
-    assert 500 < len(first) < 1_700 and len(first) + len(second) <= 1_700 and channel.lease_many(10)
-
-
-def test_one_item_that_cannot_be_decoded_takes_no_other_to_the_dead_list(client, monkeypatch):
-    channel = Channel.create("c", client=client, delivery="lease")
-    channel.put_many(["good", "bad", "fine"])
+    for item in ("good", "bad", "fine"):
+        channel.put(item, weight=1)
     load = RemoteBackend.load
 
-    def picky(self, taken):
-        item = load(self, taken)
+    def picky(self, delivery):
+        item = load(self, delivery)
         if item == "bad":
             raise FrameError("the record of this item is not known here")
         return item
 
     monkeypatch.setattr(RemoteBackend, "load", picky)
-    for _ in range(5):
-        with pytest.raises(FrameError, match="not known here"):
-            channel.lease_many(3, timeout=60)
-    deliveries = channel.lease_many(3, timeout=60)
-    assert [(delivery.item, delivery.attempt) for delivery in deliveries] == [("good", 1), ("fine", 1)]
-    assert channel.stats().dead_items == 1
+    with pytest.raises(FrameError, match="not known here"):
+        channel.get_batch(3, timeout=60)
+    assert [channel.get(timeout=60) for _ in range(2)] == ["good", "fine"]
+    wait_until(lambda: channel.stats().bytes == 0)
 
 
 def test_a_handle_whose_item_cannot_be_decoded_tells_so_each_time(client, monkeypatch):
-    def refuse(self, taken):
+    def refuse(self, delivery):
         raise FrameError("the record of this item is not known here")
 
     monkeypatch.setattr(RemoteBackend, "load", refuse)

@@ -43,7 +43,7 @@ async def put(channel, *items):
 async def left(channel):
     """Return what the channel holds, in order."""
     found = []
-    while (await channel.stats_async()).depth:
+    while await asyncio.to_thread(channel.qsize):
         item = await channel.get_async()
         found.append(item if isinstance(item, EndOfStep) else item.group_id)
     return found

@@ -2,7 +2,8 @@
 
 from rl_core.api.errors import ChannelClosed
 from rl_core.channel.core import ChannelCore
-from rl_core.channel.model import ChannelOptions, Put, Take
+from rl_core.channel.model import Put, Take
+from rl_core.messages.channel import ChannelOptions
 
 
 class Process:
@@ -21,27 +22,32 @@ class Bench:
         self.core = ChannelCore("c", ChannelOptions(**options), on_drop=self.dropped.append)
         self.process = Process("actor:0")
 
-    def put(self, *items, key="k", weight=0.0, nbytes=1, client=None, timeout=600.0, nowait=False):
+    def put(self, item, *, key="k", weight=0.0, nbytes=1, client=None, timeout=600.0, nowait=False):
         outcome = []
 
         def store(put):
             try:
-                self.core.store(self.now, put, [(item, weight) for item in items])
+                self.core.store(self.now, put, item, weight)
                 outcome.append("stored")
             except ChannelClosed as error:
                 outcome.append(error)
 
-        sizes = (nbytes,) * len(items)
-        put = Put(client or self.process, key, sizes, store, outcome.append, self.now + timeout, self.now)
+        put = Put(client or self.process, key, nbytes, store, outcome.append, self.now + timeout, self.now)
         self.core.put(self.now, put, nowait=nowait)
         return Operation(put, outcome)
 
-    def take(self, kind="get", *, key="k", client=None, timeout=600.0, nowait=False, **options):
+    def reserve(self, key):
+        """Return a put that has room and whose item is still to come."""
+        put = Put(self.process, key, 1, lambda put: None, lambda error: None, 1e9, self.now)
+        self.core.put(self.now, put)
+        assert put.admitted
+        return put
+
+    def take(self, *, key="k", client=None, timeout=600.0, nowait=False, **options):
         outcome = []
         take = Take(
             client or self.process,
             key,
-            kind,
             lambda take, delivered: outcome.append(delivered),
             outcome.append,
             self.now + timeout,
@@ -77,12 +83,8 @@ class Operation:
 
     @property
     def items(self):
-        return [entry.item.payload for entry in self.result]
+        return [delivery.payload for delivery in self.result]
 
     @property
     def tokens(self):
-        return [entry.token for entry in self.result]
-
-    @property
-    def attempts(self):
-        return [entry.item.attempt for entry in self.result]
+        return [delivery.token for delivery in self.result]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, DeadlineExceeded, ProducerLost
-from rl_core.channel.model import ChannelOptions, Put, exact_sum
+from rl_core.channel.model import exact_sum
+from rl_core.messages.channel import ChannelOptions, KeyStats
 from tests.unit.channel.core_bench import Bench, Process
 
 
@@ -62,10 +63,10 @@ class TestRoom:
         assert bench.receive() == [1] and bench.receive() == [2]
 
     def test_any_number_of_puts_may_wait_for_room_that_comes_at_once(self):
-        bench = Bench(maxsize=1000)
-        puts = [bench.put(number) for number in range(2000)]
-        assert bench.take(most=1000).items == list(range(1000))
-        assert all(put.done for put in puts) and bench.core.depth("k") == 1000
+        bench = Bench(maxsize=1)
+        puts = [bench.put(number, weight=1) for number in range(2000)]
+        assert bench.take(target=1999).items == list(range(1999))
+        assert all(put.done for put in puts) and bench.core.depth("k") == 1
 
     def test_keys_do_not_share_maxsize_but_share_max_bytes(self):
         bench = Bench(maxsize=1, max_bytes=10)
@@ -73,14 +74,14 @@ class TestRoom:
         assert bench.receive(key=1) == ["a"]
         assert bench.core.depth(2) == 1
 
-    def test_leased_items_count_as_bytes_but_not_as_items(self):
+    def test_items_with_consumers_count_as_bytes_but_not_as_items(self):
         bench = Bench(maxsize=1, max_bytes=10)
         bench.put("a", nbytes=6)
-        lease = bench.take("lease")
+        take = bench.take()
         assert bench.core.depth("k") == 0
         second = bench.put("b", nbytes=6)
         assert not second.done
-        assert bench.core.ack(bench.now, lease.tokens[0])
+        bench.core.confirm(bench.now, take.tokens)
         assert second.done
 
     def test_put_nowait_is_full_before_the_payload_is_needed(self):
@@ -93,30 +94,6 @@ class TestRoom:
         with pytest.raises(ValueError, match="item has 11 bytes, channel 'c' holds at most 10; raise max_bytes"):
             Bench(max_bytes=10).put("a", nbytes=11)
 
-    def test_items_put_together_wait_until_there_is_room_for_all_of_them(self):
-        bench = Bench(maxsize=3)
-        bench.put("a", "b")
-        together = bench.put("c", "d")
-        behind = bench.put("e")
-        assert not together.done and not behind.done and bench.core.depth("k") == 2
-        assert bench.receive() == ["a"]
-        assert together.done and not behind.done
-        assert [bench.receive() for _ in range(4)] == [["b"], ["c"], ["d"], ["e"]]
-        assert bench.core.bytes == 0
-
-    def test_items_put_together_that_are_more_than_a_key_holds_are_refused_at_once(self):
-        with pytest.raises(ValueError, match="put fewer"):
-            Bench(maxsize=2).put(1, 2, 3)
-        with pytest.raises(ValueError, match="raise max_bytes"):
-            Bench(max_bytes=2).put(1, 2, 3)
-
-    def test_cancelling_items_put_together_gives_all_their_room_up(self):
-        bench = Bench(maxsize=2, max_bytes=9)
-        bench.put("a", nbytes=3)
-        together = bench.put("b", "c", nbytes=3)
-        bench.core.cancel_put(bench.now, together.waiting)
-        assert bench.put("d", nbytes=3).done and bench.core.bytes == 6
-
     def test_a_put_that_timed_out_stores_nothing(self):
         bench = Bench(maxsize=1)
         bench.put("a")
@@ -125,10 +102,31 @@ class TestRoom:
         assert isinstance(late.result, DeadlineExceeded)
         assert bench.receive() == ["a"] and bench.core.depth("k") == 0
 
+    def test_a_put_waits_for_the_one_before_it_of_the_same_process_and_key_only(self):
+        bench = Bench()
+        first = bench.reserve("k")
+        behind = [bench.put("second", timeout=5), bench.put("third")]
+        assert bench.put("other", client=Process("b")).done and bench.put("elsewhere", key="l").done
+        assert isinstance(bench.put("now", nowait=True).result, ChannelFull)
+        assert not any(put.done for put in behind)
+        bench.pass_time(5)
+        assert isinstance(behind[0].result, DeadlineExceeded)
+        bench.core.store(bench.now, first, "first", 0.0)
+        assert behind[1].done and [bench.receive() for _ in range(3)] == [["other"], ["first"], ["third"]]
+
+    @pytest.mark.parametrize("end", ["cancelled", "lost"])
+    def test_a_put_whose_item_never_comes_holds_nobody_back(self, end):
+        bench = Bench(maxsize=1)
+        first, own = bench.reserve("k"), bench.put("own")
+        other = bench.put("other", client=Process("b"))
+        if end == "lost":
+            bench.core.client_lost(bench.now, bench.process)
+        bench.core.cancel_put(bench.now, first)
+        assert (own.done, other.done) == (end == "cancelled", end == "lost") and bench.core.bytes == 1
+
     def test_room_that_is_given_up_goes_to_the_next(self):
         bench = Bench(maxsize=1)
-        admitted = Put(bench.process, "k", (1,), lambda put: None, lambda error: None, 1e9, bench.now)
-        bench.core.put(bench.now, admitted)
+        admitted = bench.reserve("k")
         waiting = bench.put("b")
         assert not waiting.done, "reserved room is taken"
         bench.core.cancel_put(bench.now, admitted)
@@ -144,8 +142,8 @@ class TestKeys:
             bench.put(number, key=number)
             assert bench.receive(key=number) == [number]
         stats = bench.core.stats(bench.now)
-        assert stats["keys"] == {} and bench.core._keys == {} and bench.core.next_due() == float("inf")
-        assert (stats["puts"], stats["gets"], stats["bytes"]) == (10_000, 10_000, 0)
+        assert stats.keys == {} and bench.core._keys == {} and bench.core.next_due() == float("inf")
+        assert (stats.puts, stats.gets, stats.bytes) == (10_000, 10_000, 0)
 
     def test_a_key_whose_item_is_with_a_consumer_comes_back_with_it(self):
         bench = Bench()
@@ -159,12 +157,11 @@ class TestKeys:
     def test_a_key_with_waiting_takes_or_reserved_room_stays(self):
         bench = Bench(maxsize=1)
         taken = bench.take(key="taken", timeout=50)
-        admitted = Put(bench.process, "room", (1,), lambda put: None, lambda error: None, 1e9, bench.now)
-        bench.core.put(bench.now, admitted)
+        admitted = bench.reserve("room")
         bench.put("x", key="other")
         bench.receive(key="other")
         assert list(bench.core._keys) == ["taken", "room"] and bench.core.next_due() == bench.now + 50
-        bench.core.store(bench.now, admitted, [("y", 0.0)])
+        bench.core.store(bench.now, admitted, "y", 0.0)
         bench.put("z", key="taken")
         assert taken.items == ["z"] and bench.receive(key="room") == ["y"] and bench.core._keys == {}
 
@@ -216,38 +213,12 @@ class TestDeadlines:
         assert put() is None
 
 
-class TestSeveralAtATime:
-    def test_a_take_gets_what_is_there_up_to_its_number_and_waits_for_the_first_only(self):
-        bench = Bench()
-        waiting = bench.take("lease", most=3)
-        assert not waiting.done
-        bench.put("a", "b")
-        assert waiting.items == ["a", "b"]
-        bench.put("c", "d", "e", "f")
-        assert bench.take("lease", most=3).items == ["c", "d", "e"] and bench.core.depth("k") == 1
-
-    def test_what_is_put_together_is_shared_by_the_takes_that_wait(self):
-        bench = Bench()
-        first, second = bench.take("lease", most=2), bench.take("lease", most=2)
-        bench.put(1, 2, 3, 4)
-        assert first.items == [1, 2] and second.items == [3, 4]
-
-    def test_each_item_has_a_lease_of_its_own(self):
-        bench = Bench()
-        bench.put("a", "b", "c")
-        lease = bench.take("lease", most=3)
-        assert bench.core.ack(bench.now, lease.tokens[0]) and bench.core.nack(bench.now, lease.tokens[1])
-        assert bench.take("lease", most=3).items == ["b"]
-        bench.core.client_lost(bench.now, bench.process)
-        assert bench.take("lease", most=3).items == ["b", "c"]
-
-
 class TestBatch:
     def batch(self, weights, target, **options):
         bench = Bench()
         for number, weight in enumerate(weights):
             bench.put(number, weight=weight)
-        return bench, bench.take("batch", target=target, **options)
+        return bench, bench.take(target=target, **options)
 
     def test_the_example_of_the_specification(self):
         bench, take = self.batch([4, 1, 6], 8)
@@ -302,7 +273,7 @@ class TestBatch:
 
     def test_concurrent_batches_never_interleave(self):
         bench, first = self.batch([], 4)
-        second = bench.take("batch", target=4)
+        second = bench.take(target=4)
         for number in range(4):
             bench.put(number, weight=2)
         assert first.items == [0, 1] and second.items == [2, 3]
@@ -323,7 +294,7 @@ class TestBatch:
         other = Process("other")
         for number in range(3):
             bench.put(number, weight=1)
-        take = bench.take("batch", target=9, timeout=5, client=other)
+        take = bench.take(target=9, timeout=5, client=other)
         assert bench.core.depth("k") == 0
         if how == "deadline":
             bench.pass_time(5)
@@ -336,114 +307,58 @@ class TestBatch:
 
     def test_held_items_make_room_for_puts(self):
         bench = Bench(maxsize=1)
-        take = bench.take("batch", target=3)
+        take = bench.take(target=3)
         assert [bench.put(number, weight=1).done for number in range(3)] == [True] * 3
         assert take.items == [0, 1, 2]
 
 
 class TestDelivery:
-    def test_auto_keeps_the_item_until_its_receipt(self):
+    def test_an_item_is_deleted_on_its_receipt_and_not_before(self):
         bench = Bench()
-        bench.put("x", client=bench.process)
-        consumer = Process("c")
-        bench.take(client=consumer)
-        assert bench.dropped == []
-        bench.core.client_lost(bench.now, consumer)
-        again = bench.take()
-        assert again.items == ["x"] and again.attempts == [2]
-        bench.core.confirm(bench.now, again.tokens)
+        bench.put("x", nbytes=5)
+        take = bench.take()
+        assert bench.dropped == [] and bench.core.bytes == 5
+        for _ in range(2):  # a receipt that is repeated means nothing
+            bench.core.confirm(bench.now, take.tokens)
         assert bench.dropped == ["x"] and bench.core.bytes == 0
 
-    def test_a_get_that_nobody_took_returns_to_the_head_uncounted(self):
+    def test_a_lost_consumer_returns_what_it_had_not_confirmed_to_its_old_place_at_once(self):
+        bench, consumer = Bench(), Process("rollout:1")
+        for item in "abcd":
+            bench.put(item)
+        takes = [bench.take(client=consumer) for _ in range(3)]
+        bench.core.confirm(bench.now, takes[1].tokens)
+        bench.core.client_lost(bench.now, consumer)
+        assert [bench.receive() for _ in range(3)] == [["a"], ["c"], ["d"]]
+        assert bench.core.counters["redelivered"] == 2
+
+    def test_a_receipt_of_the_lost_consumer_does_not_delete_what_another_has(self):
+        bench, consumer = Bench(), Process("rollout:1")
+        bench.put("x")
+        lost = bench.take(client=consumer)
+        bench.core.client_lost(bench.now, consumer)
+        again = bench.take()
+        bench.core.confirm(bench.now, lost.tokens)
+        bench.core.client_lost(bench.now, bench.process)
+        assert again.items == ["x"] and bench.receive(client=Process("c")) == ["x"]
+
+    def test_a_take_that_nobody_got_returns_to_the_head(self):
         bench = Bench()
         bench.put("x")
         bench.put("y")
         take = bench.take()
         bench.core.cancel_take(bench.now, take.waiting)
-        again = bench.take()
-        assert again.items == ["x"] and again.attempts == [1]
+        assert bench.receive() == ["x"] and bench.receive() == ["y"]
 
-    def test_ack_deletes_a_lease_once(self):
-        bench = Bench(delivery="lease")
-        bench.put("x")
-        token = bench.take("lease").tokens[0]
-        assert bench.core.ack(bench.now, token) is True
-        assert bench.core.ack(bench.now, token) is False
-        assert bench.core.counters["stale_acks"] == 1 and bench.dropped == ["x"]
-
-    def test_an_expired_lease_comes_back_in_its_old_place_with_the_next_attempt(self):
-        bench = Bench(lease_seconds=10)
+    def test_a_part_of_a_batch_may_be_given_back(self):
+        bench = Bench()
         for item in "abc":
-            bench.put(item)
-        first = bench.take("lease")
-        bench.take("lease")
-        bench.pass_time(10)
-        assert bench.core.counters["expired"] == 2
-        again = bench.take("lease")
-        assert again.items == ["a"] and again.attempts == [2]
-        assert bench.take("lease").items == ["b"] and bench.take("lease").items == ["c"]
-        assert bench.core.ack(bench.now, first.tokens[0]) is False, "a stale token's ack is refused without effect"
-        assert bench.core.ack(bench.now, again.tokens[0]) is True
-
-    def test_a_renewed_lease_does_not_expire_and_extend_never_shortens(self):
-        bench = Bench(lease_seconds=10)
-        bench.put("a")
-        token = bench.take("lease").tokens[0]
-        for _ in range(5):
-            bench.pass_time(9)
-            assert bench.core.extend(bench.now, [token]) == []
-        bench.core.extend(bench.now, [token], 50)
-        bench.core.extend(bench.now, [token], 1)
-        bench.pass_time(49)
-        assert bench.core.ack(bench.now, token) is True
-        assert bench.core.extend(bench.now, [token]) == [token]
-
-    def test_a_lost_consumer_returns_its_leases_at_once(self):
-        bench = Bench()
-        consumer = Process("rollout:1")
-        for item in "ab":
-            bench.put(item)
-            bench.take("lease", client=consumer)
-        waiting = bench.take("lease")
-        bench.core.client_lost(bench.now, consumer)
-        assert waiting.items == ["a"] and waiting.attempts == [2]
-
-    def test_a_nack_counts_no_attempt_and_may_be_delayed(self):
-        bench = Bench()
-        bench.put("a")
-        bench.put("b")
-        token = bench.take("lease").tokens[0]
-        assert bench.core.nack(bench.now, token, delay=5) is True
-        assert bench.core.nack(bench.now, token) is False
-        assert bench.receive() == ["b"]
-        waiting = bench.take("lease")
-        bench.pass_time(4)
-        assert not waiting.done
-        bench.pass_time(1)
-        assert waiting.items == ["a"] and waiting.attempts == [1]
-
-    def test_after_the_last_attempt_an_item_is_dead_and_tells_so(self):
-        bench = Bench(max_attempts=2)
-        bench.put("poison", nbytes=5)
+            bench.put(item, weight=1)
+        batch = bench.take(target=3)
+        bench.core.confirm(bench.now, batch.tokens[1:2])
         for _ in range(2):
-            consumer = Process("c")
-            bench.take("lease", client=consumer)
-            bench.core.client_lost(bench.now, consumer)
-        assert bench.core.depth("k") == 0 and bench.core.counters["dead"] == 1
-        assert bench.core.bytes == 0, "the dead do not take the room of the living"
-        ((token, item),) = bench.core.dead_items("k")
-        assert item.payload == "poison" and bench.core.dead_items("other") == []
-        assert bench.core.nack(bench.now, token) is True
-        revived = bench.take("lease")
-        assert revived.items == ["poison"] and revived.attempts == [1]
-
-    def test_a_dead_item_is_removed_by_its_ack(self):
-        bench = Bench(max_attempts=1, lease_seconds=1)
-        bench.put("poison")
-        bench.take("lease")
-        bench.pass_time(1)
-        assert bench.core.ack(bench.now, bench.core.dead_items("k")[0][0]) is True
-        assert bench.core.dead_items("k") == [] and bench.dropped == ["poison"]
+            bench.core.give_back(bench.now, [batch.tokens[2], batch.tokens[0]])
+        assert bench.receive() == ["a"] and bench.receive() == ["c"] and bench.core.depth("k") == 0
 
 
 class TestEnds:
@@ -480,11 +395,11 @@ class TestEnds:
         bench.core.close(bench.now)
         assert isinstance(waiting.result, ChannelClosed)
 
-    def test_an_item_leased_elsewhere_keeps_a_closed_channel_open_for_its_return(self):
+    def test_an_item_with_another_consumer_keeps_a_closed_channel_open_for_its_return(self):
         bench = Bench()
         other = Process("other")
         bench.put("a")
-        bench.take("lease", client=other)
+        bench.take(client=other)
         bench.core.close(bench.now)
         waiting = bench.take()
         assert not waiting.done
@@ -494,7 +409,7 @@ class TestEnds:
     def test_what_a_consumer_holds_itself_does_not_keep_it_waiting(self):
         bench = Bench()
         bench.put("a")
-        bench.take("lease")
+        bench.take()
         bench.core.close(bench.now)
         assert isinstance(bench.take().result, ChannelClosed)
 
@@ -517,7 +432,7 @@ class TestEnds:
         bench = Bench()
         for number in (1, 2, 2):  # the same registration twice is one: its message was repeated
             bench.core.register_producer(bench.process, number)
-        assert bench.core.stats(bench.now)["producers"] == ["actor:0"]
+        assert bench.core.stats(bench.now).producers == ("actor:0",)
         bench.core.done_producing(bench.now, bench.process, 1)
         bench.core.done_producing(bench.now, bench.process, 1)
         assert bench.put("of the other").result == "stored"
@@ -547,15 +462,11 @@ class TestEnds:
         bench.put("secret", weight=2, nbytes=6)
         bench.now += 3
         stats = bench.core.stats(bench.now)
-        assert stats["keys"]["k"] == {"depth": 1, "bytes": 6, "oldest_age_seconds": 3.0, "waiters": 0}
+        assert stats.keys == {"k": KeyStats(key="k", depth=1, bytes=6, oldest_age_seconds=3.0, waiters=0)}
         assert "secret" not in str(stats)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"maxsize": -1}, {"max_bytes": 0}, {"delivery": "often"}, {"lease_seconds": 0}, {"max_attempts": 0}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"maxsize": -1}, {"max_bytes": 0}], ids=str)
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match="must be"):
         ChannelOptions(**options)

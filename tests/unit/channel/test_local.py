@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import itertools
-import threading
 import time
 
 import numpy as np
@@ -11,8 +9,7 @@ import pytest
 
 from rl_core.api.errors import ChannelClosed, ChannelEmpty, ChannelFull, ConfigError, DeadlineExceeded
 from rl_core.channel import Channel
-from rl_core.channel.backend import Taken
-from rl_core.channel.delivery import Delivery
+from rl_core.collective.routing import route_key
 from rl_core.transports import frames
 from rl_core.transports.sockets import IoThread
 
@@ -58,58 +55,6 @@ def test_max_bytes_bounds_what_lies_in_the_channel():
         channel.put(np.zeros(13))
     channel.get()
     channel.put_nowait(np.zeros(12))
-
-
-def test_items_put_together_are_leased_together(channel):
-    channel.put_many("abc", weights=[1, 2, 3])
-    deliveries = channel.lease_many(2)
-    assert [(delivery.item, delivery.weight) for delivery in deliveries] == [("a", 1), ("b", 2)]
-    deliveries[0].nack()
-    assert [delivery.item for delivery in channel.lease_many(9)] == ["a", "c"]
-
-
-def test_a_put_ends_a_lease_of_another_channel_in_the_same_moment(channel):
-    answers = Channel.create("answers", maxsize=1, local=True)
-    channel.put_many([1, 2])
-    first, second = channel.lease_many(2)
-    answers.put("of 1", ack=first)
-    assert first.ack() is False
-    with pytest.raises(DeadlineExceeded):
-        answers.put("of 2", ack=second, timeout=0)
-    assert second.ack() is True
-
-
-def test_puts_that_end_each_others_leases_do_not_wait_for_each_other():
-    left, right = (Channel.create(name, local=True) for name in ("left", "right"))
-    for channel in (left, right):
-        channel.put_many(range(500))
-
-    def carry(source, target):
-        for _ in range(500):
-            delivery = source.lease(timeout=5)
-            target.put(delivery.item, key="out", ack=delivery)
-
-    threads = [threading.Thread(target=carry, args=pair, daemon=True) for pair in itertools.permutations((left, right))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert left.qsize("out") == right.qsize("out") == 500
-
-
-def test_a_lease_of_a_server_cannot_end_with_a_local_put(channel):
-    delivery = Delivery(object(), Taken("1", 1, 0.0, "item"), "item")
-    with pytest.raises(ValueError, match="ack must be a delivery of a local channel"):
-        channel.put("answer", ack=delivery)
-    assert channel.empty()
-
-
-@pytest.mark.parametrize(("items", "weights"), [([], None), ([1], []), ([1, 2], [1])])
-def test_a_put_of_several_needs_items_and_a_weight_each(channel, items, weights):
-    with pytest.raises(ValueError, match="one weight each"):
-        channel.put_many(items, weights)
-    with pytest.raises(ValueError, match="most must be at least 1"):
-        channel.lease_many(0)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
@@ -184,46 +129,6 @@ def test_waiting_does_not_spin(channel):
     assert time.process_time() - before < 0.15
 
 
-class TestLeases:
-    def test_a_context_acknowledges_or_returns(self, channel):
-        channel.put("x")
-        with pytest.raises(KeyError), channel.lease():
-            raise KeyError
-        with channel.lease() as delivery:
-            assert delivery.item == "x" and delivery.attempt == 1
-        assert channel.empty() and channel.stats().leases == 0
-
-    def test_stale_tokens_answer_false(self, channel):
-        channel.put("x")
-        delivery = channel.lease()
-        assert delivery.nack() is True
-        assert delivery.ack() is False and delivery.nack() is False and delivery.extend(5) is False
-        assert channel.stats().stale_acks == 2
-
-    def test_an_expired_lease_is_delivered_again(self):
-        channel = Channel.create("c", local=True, lease_seconds=1.0)
-        channel.put("x")
-        first = channel.lease()
-        second = channel.lease(timeout=10)
-        assert second.item == "x" and second.attempt == 2
-        assert first.ack() is False and second.ack() is True
-
-    def test_dead_items_can_be_looked_at_and_removed(self):
-        channel = Channel.create("c", local=True, lease_seconds=0.02, max_attempts=1)
-        channel.put("x")
-        channel.lease()
-        with pytest.raises(DeadlineExceeded):
-            channel.get(timeout=0.2)
-        (dead,) = channel.dead_items()
-        assert dead.item == "x" and channel.stats().dead_items == 1
-        assert dead.ack() is True and channel.dead_items() == []
-
-    def test_get_on_a_lease_channel_takes_and_acknowledges(self):
-        channel = Channel.create("c", local=True, delivery="lease")
-        channel.put("x")
-        assert channel.get() == "x" and channel.stats().leases == 0
-
-
 class TestEnds:
     def test_what_is_stored_is_delivered_after_close_then_gets_end(self, channel):
         channel.put(0)
@@ -289,14 +194,14 @@ class TestAsync:
         for face in (
             channel.get,
             channel.qsize,
-            channel.lease,
+            channel.stats,
             channel.close,
             lambda: channel.put(1),
             channel.get_nowait,
         ):
             with pytest.raises(RuntimeError, match="event-loop thread"):
                 face()
-        assert (await channel.stats_async()).depth == 1
+        assert (await asyncio.to_thread(channel.stats)).depth == 1
         handle = channel.get(async_op=True)
         assert await handle.async_wait() == "x"
 
@@ -317,12 +222,11 @@ class TestNames:
         with pytest.raises(ConfigError, match="channel 'named' exists with .*use equal options or connect"):
             Channel.create("named", maxsize=4, local=True)
 
-    async def test_connect_finds_it(self):
+    def test_connect_finds_it(self):
+        Channel.create("other", local=True)
         first = Channel.create("named", maxsize=1, local=True)
-        await first.put_async("x")
-        found = await Channel.connect_async("named")
-        assert await found.get_async() == "x"
-        assert await asyncio.to_thread(lambda: Channel.connect("named").qsize()) == 0
+        first.put("x")
+        assert Channel.connect("named").get() == "x"
 
     def test_a_producer_registered_through_one_handle_is_done_through_another(self):
         first, second = (Channel.create("named", local=True) for _ in range(2))
@@ -360,6 +264,13 @@ class TestNames:
         assert Channel.create("named", maxsize=2, local=True).empty()
 
 
+def test_keys_of_routes_have_their_queues_and_their_stats(channel):
+    key = route_key("actor", "rollout", 0, 1)
+    channel.put("x", key=key)
+    assert channel.stats().keys[key].depth == 1 and channel.get(key=key) == "x"
+    assert channel.stats().keys == {}
+
+
 def test_an_item_larger_than_the_channel_is_refused_at_once_also_without_waiting():
     channel = Channel.create("small", max_bytes=10, local=True)
     with pytest.raises(ValueError, match="item has 11 bytes, channel 'small' holds at most 10; raise max_bytes"):
@@ -374,7 +285,7 @@ def test_what_one_server_cannot_do_is_refused():
 
 def test_stats_have_the_metrics_of_the_specification(channel):
     channel.put({"secret": 1})
-    names = {"depth", "bytes", "oldest_age_seconds", "leases", "waiters", "put_wait_seconds"}
-    totals = {"puts_total", "gets_total", "redelivered_total", "expired_total", "dead_total"}
+    names = {"depth", "bytes", "oldest_age_seconds", "waiters", "put_wait_seconds"}
+    totals = {"puts_total", "gets_total", "redelivered_total"}
     assert set(channel.stats().metrics()) == {f"channel/{name}" for name in names | totals}
     assert "secret" not in str(channel) and "1 items" in str(channel)

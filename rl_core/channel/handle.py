@@ -1,13 +1,11 @@
-"""What a consumer holds: `Delivery` (an item on lease) and `AsyncHandle` (an operation under way)."""
+"""Waiting for an operation of a channel: at once, in a coroutine, or later through an `AsyncHandle`."""
 
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from rl_core.api.errors import DeadlineExceeded
-from rl_core.channel.backend import Backend, Taken
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.transports.sockets import IoThread
 
@@ -84,61 +82,3 @@ class AsyncHandle(Generic[Value]):
     def __del__(self) -> None:
         if not self._received:  # the collector may run anywhere, under any lock: the work is done elsewhere
             IoThread.shared().call_soon(self._abandon, self._future)
-
-
-class Delivery:
-    """An item on lease, renewed while this object lives. As a context manager: ack at the end, nack on an exception."""
-
-    def __init__(self, backend: Backend, taken: Taken, item: Any) -> None:
-        self.item = item
-        self.token = taken.token
-        self.attempt = taken.attempt
-        """1 + consumers lost with it."""
-        self.weight = taken.weight
-        self.backend = backend
-
-    def ack(self) -> bool:
-        """Delete the item for good; False when this lease had ended already."""
-        return bool(wait_sync(lambda: self.backend.control("ack", self.token), "Delivery.ack"))
-
-    def nack(self, delay: float = 0) -> bool:
-        """Return the item to its place, after `delay` seconds; False when this lease had ended already. Counts no attempt."""
-        return bool(wait_sync(lambda: self.backend.control("nack", self.token, delay), "Delivery.nack"))
-
-    def extend(self, seconds: float) -> bool:
-        """Let the lease run at least `seconds` from now; False when it had ended already."""
-        return bool(wait_sync(lambda: self.backend.control("extend", self.token, seconds), "Delivery.extend"))
-
-    async def ack_async(self) -> bool:
-        """Return `ack()` from a coroutine."""
-        return bool(await wait_async(self.backend.control("ack", self.token)))
-
-    async def nack_async(self, delay: float = 0) -> bool:
-        """Return `nack(delay)` from a coroutine."""
-        return bool(await wait_async(self.backend.control("nack", self.token, delay)))
-
-    async def extend_async(self, seconds: float) -> bool:
-        """Return `extend(seconds)` from a coroutine."""
-        return bool(await wait_async(self.backend.control("extend", self.token, seconds)))
-
-    def __enter__(self) -> "Delivery":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.ack()
-        else:
-            self.nack()
-
-    async def __aenter__(self) -> "Delivery":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            await self.ack_async()
-        else:
-            await self.nack_async()

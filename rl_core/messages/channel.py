@@ -1,0 +1,142 @@
+"""What a channel, its server and its users tell each other (runtime.md 5).
+
+user -> server   create(name, ChannelOptions) -> ChannelOptions       connect(name, timeout) -> ChannelOptions
+user -> server   put(channel, key, weight, parts, timeout, nowait)
+user -> server   reserve(channel, key, sizes of the parts, timeout, nowait) -> Room, then hand_over(ticket, weight, parts) or abort(ticket)
+user -> server   take(channel, key, timeout, nowait, target, allow_oversize, receipts) -> [[token, parts]]
+user -> server   confirm(receipts), give_back(channel, tokens)         receipts: tokens of received items by channel
+user -> server   depth(channel, key), full(channel, key), stats(channel) -> ChannelStats, server_stats() -> ServerStats
+user -> server   register(channel, registration), done(channel, registration), close(channel, key, PackedError | None)
+"""
+
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.messages.registry import record
+
+Key = Any
+"""What items are queued under: str, int or a tuple of these."""
+
+
+@record
+class ChannelOptions:
+    """What `create` fixes for the life of a channel; a second `create` must repeat it."""
+
+    maxsize: int = 0
+    """Most stored items per key; 0 = unbounded. Items with consumers do not count."""
+    max_bytes: int | None = None
+    """Most payload bytes in the channel, those with consumers included; None = unbounded."""
+
+    def __post_init__(self) -> None:
+        if self.maxsize < 0 or (self.max_bytes is not None and self.max_bytes <= 0):
+            raise ValueError(f"maxsize must be >= 0 and max_bytes > 0 or None, got {self.maxsize} and {self.max_bytes}")
+
+    def check_equal(self, name: str, existing: "ChannelOptions") -> None:
+        """Raise ConfigError when channel `name` exists with other options than these."""
+        if self != existing:
+            raise ConfigError(
+                f"channel {name!r} exists with {existing}, asked for {self}; use equal options or connect"
+            )
+
+    def check_fits(self, name: str, nbytes: int) -> None:
+        """Raise ValueError when an item of `nbytes` is larger than all of channel `name`."""
+        if self.max_bytes is not None and nbytes > self.max_bytes:
+            raise ValueError(
+                f"item has {nbytes} bytes, channel {name!r} holds at most {self.max_bytes}; raise max_bytes"
+            )
+
+
+@record
+class SegmentPart:
+    """A part of a payload that lies in shared memory of the server."""
+
+    segment: str
+    generation: int
+    """Rises each time the segment is lent: a late release does not hit its next holder."""
+    nbytes: int
+
+
+@record
+class Room:
+    """Room for an item, granted to a producer."""
+
+    ticket: int
+    """What the item is handed over with."""
+    segments: tuple[SegmentPart | None, ...]
+    """By part: where to write it; None = send it with the message."""
+
+
+@record
+class KeyStats:
+    """One key that holds items or has takes waiting."""
+
+    key: Key
+    depth: int
+    bytes: int
+    oldest_age_seconds: float
+    waiters: int
+    """Takes waiting."""
+
+
+@record
+class ChannelStats:
+    """One channel at one moment; never payloads."""
+
+    name: str
+    queues: tuple[KeyStats, ...]
+    """The keys in use."""
+    bytes: int
+    """Payload bytes held, with those on their way to consumers."""
+    producers: tuple[str, ...]
+    """Processes with registered producers that are alive and not done."""
+    closed: bool
+    put_wait_seconds: float
+    """Summed over all puts."""
+    puts: int
+    gets: int
+    redelivered: int
+    """Items that came back because their consumer was lost or gave up."""
+
+    @property
+    def keys(self) -> dict[Key, KeyStats]:
+        """Return the stats of the keys in use."""
+        return {queue.key: queue for queue in self.queues}
+
+    @property
+    def depth(self) -> int:
+        """Return the stored items of all keys."""
+        return sum(queue.depth for queue in self.queues)
+
+    @property
+    def oldest_age_seconds(self) -> float:
+        """Return the age of the oldest stored item; 0 when there is none."""
+        return max((queue.oldest_age_seconds for queue in self.queues), default=0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of runtime.md 5 by name, for the whole channel."""
+        return {
+            "channel/depth": self.depth,
+            "channel/bytes": self.bytes,
+            "channel/oldest_age_seconds": self.oldest_age_seconds,
+            "channel/waiters": sum(queue.waiters for queue in self.queues),
+            "channel/put_wait_seconds": self.put_wait_seconds,
+            "channel/puts_total": self.puts,
+            "channel/gets_total": self.gets,
+            "channel/redelivered_total": self.redelivered,
+        }
+
+    def __str__(self) -> str:
+        keys = ", ".join(
+            f"{queue.key!r}: {queue.depth} items, {queue.bytes} bytes, oldest {queue.oldest_age_seconds:.1f} s"
+            for queue in self.queues
+        )
+        return f"Channel({self.name!r}, {'closed' if self.closed else 'open'}, {{{keys}}})"
+
+
+@record
+class ServerStats:
+    """All channels of a server, and what its transport and its shared memory count."""
+
+    channels: dict[str, ChannelStats]
+    transport: dict[str, int]
+    memory: dict[str, int]
