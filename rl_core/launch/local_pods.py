@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,14 +98,7 @@ class LocalPods:
     def sweep(self, pod: str | None = None, *, seconds: float = POD_SWEEP_SECONDS) -> None:
         """Kill what carries our mark and is left (of one pod), until it is gone or `seconds` are over."""
         marks = [f"RLJOB_LAUNCHER={self._mark}", *([f"RLJOB_POD={pod}"] if pod else [])]
-        until = time.monotonic() + seconds
-        while left := list(processes.marked(*marks)):
-            for pid in left:
-                processes.kill(pid, signal.SIGKILL)
-            if time.monotonic() >= until:
-                logger.warning("processes %s of %s are killed and still there", left, pod or "the run")
-                return
-            time.sleep(0.02)
+        processes.kill_marked(*marks, seconds=seconds)
 
     def _note(self, pod: LocalPod, event: dict[str, Any]) -> None:
         if event["event"] == "started":

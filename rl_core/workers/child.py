@@ -79,7 +79,7 @@ class Child:
         self.name = name
         self.returncode: int | None = None
         self.state: str | None = None
-        """State it last told; None before its first sign of life."""
+        """State it last reported; None before its first sign of life."""
         self.started = clock()
         """Clock of its start."""
         self.last_alive: float | None = None
@@ -140,7 +140,7 @@ class Child:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.returncode = self._popen.returncode = code
-        processes.kill_group(self.pid, signal.SIGKILL)  # what it left behind
+        processes.kill_group(self.pid, signal.SIGKILL)  # what it started and left in its group
         for reader in (self._events, self._output):
             reader.drain()
             reader.close()

@@ -108,7 +108,7 @@ class Cluster:
         return [text for name in names if (text := self._stage(name)) is not None]
 
     def retire(self, member_name: str) -> PendingCall:
-        """Begin to drain a member for good; its heartbeats tell `draining`, then `drained`."""
+        """Begin to drain a member for good; its heartbeats report `draining`, then `drained`."""
         return self._submit(member_name, "retire", timeout=self.rpc_deadline)
 
     def call(self, member_name: str, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a worker knows about its process and job, and what the heartbeats tell about it. The host makes it; workers read it.
+"""What a worker knows about its process and job, and what the heartbeats report about it. The host makes it; workers read it.
 
 Used from three sides: the host's control thread (heartbeats, view), the worker's loop, and the worker's method thread. One lock
 guards counters, waits, the view and the connections; it is held for microseconds and never while something is called.
@@ -99,7 +99,7 @@ class WorkerContext:
         """Wakes one coroutine each."""
         self._peers: dict[str, RpcClient] = {}
 
-    # --- told by the worker ----------------------------------------------------------------------------------------
+    # --- from the worker -------------------------------------------------------------------------------------------
 
     def record_progress(self, kind: str, n: float = 1) -> None:
         """Count progress: the stall detector watches that some counter of the job moves."""
@@ -112,7 +112,7 @@ class WorkerContext:
             self._metrics[name] = value
 
     def set_state(self, state: str) -> None:
-        """Tell the hub a new state at once. A retired process only drains: other states are not taken."""
+        """Report a new state to the hub at once. A retired process only drains: other states are not taken."""
         wanted = MemberState(state)
         if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
             self.state = wanted
@@ -124,7 +124,7 @@ class WorkerContext:
         self.set_state(MemberState.DRAINING)
 
     def set_policy_version(self, version: int | None, digest: str | None) -> None:
-        """Tell the hub at once which weights this process holds."""
+        """Report to the hub at once which weights this process holds."""
         self.policy_version, self.digest = version, digest
         process_log.set_policy_version(version)
         self._on_change()
@@ -158,7 +158,7 @@ class WorkerContext:
                 view_version=self._view_version,
             )
 
-    # --- told by the hub -------------------------------------------------------------------------------------------
+    # --- from the hub ----------------------------------------------------------------------------------------------
 
     def welcome(self, job: "RLJob | None", files: Mapping[str, bytes], view: View) -> None:
         """Take in the hub's answer to hello."""

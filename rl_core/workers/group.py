@@ -26,7 +26,7 @@ __all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
 
 logger = logging.getLogger(__name__)
 MARGIN = 5.0
-"""Seconds a call outlives its deadline: who waits for all ranks tells which are missing before a single one gives up."""
+"""Seconds a call to one rank outlives the deadline of all: the error that names every missing rank comes before that of one."""
 
 
 class WorkerGroup:
@@ -49,9 +49,10 @@ class WorkerGroup:
         self._args, self._kwargs = arguments.pack(args, kwargs or {})
         self._max_concurrency: int | None = None
         self._lock = threading.Lock()
+        """Guards `_asked`: the thread of `launch` and that of the hub may find a gang complete at the same time."""
         self._cluster: Cluster | None = None
         self._asked: dict[str, tuple[tuple[int, int], PendingCall]] = {}
-        """Incarnation by name of the fixed group's members that were told to construct, and the call."""
+        """By member of a fixed group: the incarnation that was last sent `construct`, and that call."""
         self._name = ""
 
     @classmethod
@@ -113,7 +114,7 @@ class WorkerGroup:
         cluster.on_joined(self._construct_joined)
         if cluster.hub.started:
             cluster.wait_ready([self.name], limit)
-            for _, call in list(self._asked.values()):  # who held another worker was ready before it was told
+            for _, call in list(self._asked.values()):  # a member that held another worker was ready already
                 call.future.result()
         return self
 
@@ -192,7 +193,7 @@ class WorkerGroup:
                 self._construct_once(one)
 
     def _construct_once(self, member: Member) -> None:
-        with self._lock:  # the thread of `launch` and that of the hub may find the gang whole at once
+        with self._lock:
             if member.name not in self._asked or self._asked[member.name][0] != member.incarnation:
                 call = self.cluster.construct(member.name, self._spec(), timeout=self.cluster.ready_deadline)
                 self._asked[member.name] = (member.incarnation, call)

@@ -72,7 +72,7 @@ class Host:
             self._context,
             before_build=self._load_extensions,
             on_methods=self._serve_methods,
-            on_ready=self._tell_ready,
+            on_ready=self._report_ready,
         )
         self._stop = asyncio.Event()
         self._extended = False
@@ -119,7 +119,7 @@ class Host:
     # --- epochs and ends -------------------------------------------------------------------------------------------
 
     async def _reset(self, epoch: int) -> None:
-        """Drop everything of the old hub and be of `epoch`: the present one when the hub is gone and its successor will tell."""
+        """Drop everything of the old hub and be of `epoch`: the present one when the hub is gone and only its successor knows the next."""
         context = self._context
         context.enter_epoch(epoch)
         self._server.set_epoch(epoch)
@@ -131,7 +131,7 @@ class Host:
         self._connect_channel()
 
     async def _retire(self) -> None:
-        """RPC of the runner: begin to drain for good. Returns at once; the heartbeats tell `draining`, then `drained`."""
+        """RPC of the runner: begin to drain for good. Returns at once; the heartbeats report `draining`, then `drained`."""
         if not self._context.retired:
             self._context.retire()
             self._retiring = asyncio.ensure_future(self._drain_for_good())
@@ -198,12 +198,12 @@ class Host:
             self._callers.setdefault(role, set()).update(names)
         self._server.add_handlers(methods)
 
-    async def _tell_ready(self) -> None:
+    async def _report_ready(self) -> None:
         """Have the hub know the new state before the runner hears that the construction is done. On the handlers' loop."""
         try:
             await self._registration.send_heartbeat()
         except (DeadlineExceeded, InfrastructureError) as error:
-            logger.debug("the next heartbeat will tell: %s", error)
+            logger.debug("the next heartbeat will report it: %s", error)
 
     # --- connections -----------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ _CALLERS = {
 
 
 class Hub:
-    """Knows every worker process of the job and tells the runner when one comes or is gone."""
+    """Knows every worker process of the job and informs the runner when one comes or is gone."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Hub:
         self._lock = threading.Lock()
         """Guards the membership."""
         self._changed = threading.Condition(self._lock)
+        """Notified after every change, for `wait_changed`."""
         self._order = threading.RLock()
         """Held from a change until everybody has it in hand: else a loss that the sweep finds and the hello of the replacement
         could be heard the wrong way round. Taken before `_lock`."""

@@ -1,4 +1,4 @@
-"""One worker process as the hub sees it: what every process knows of it, and what only the hub is told."""
+"""One worker process as the hub sees it: what every process knows of it, and what only the hub knows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

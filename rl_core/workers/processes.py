@@ -117,19 +117,19 @@ def marked(*marks: str) -> Iterator[int]:
             yield int(entry.name)
 
 
-def kill_marked(mark: str) -> None:
-    """SIGKILL all processes whose environment holds `mark`, and wait until they are gone. Blocks.
+def kill_marked(*marks: str, seconds: float = KILL_SECONDS) -> None:
+    """SIGKILL all processes whose environment holds all `marks`, and wait until they are gone, at most `seconds`. Blocks.
 
     Looks until two looks in a row find none: a program that is just being started shows no environment for a moment.
     """
-    deadline = time.monotonic() + KILL_SECONDS
+    deadline = time.monotonic() + seconds
     clean = 0
     while clean < 2:
-        found = list(marked(mark))
+        found = list(marked(*marks))
         for pid in found:
             kill(pid, signal.SIGKILL)
         clean = 0 if found else clean + 1
-        if time.monotonic() > deadline:
-            logger.warning("processes %s with %s could not be killed within %.0f s", found, mark, KILL_SECONDS)
+        if time.monotonic() >= deadline:
+            logger.warning("processes %s with %s are killed and still there", found, ", ".join(marks))
             return
         time.sleep(_LOOK_PAUSE)

@@ -251,5 +251,5 @@ def _read_job(text: str | None) -> "RLJob | None":
         return RLJob.model_validate_json(text)
     except ValueError as error:
         raise Ended(
-            2, f"the runner must tell a job as this version knows it, got: {error}; use images of the same release"
+            2, f"the runner's job must be one that this version knows, got: {error}; use images of the same release"
         ) from error

@@ -1,4 +1,4 @@
-"""How a supervisor tells the hub that one of its children ended. Imported when that happens, so that supervisors stay small."""
+"""How a supervisor reports to the hub that one of its children ended. Imported when that happens, so that supervisors stay small."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ TIMEOUT = 3.0
 
 
 def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> None:
-    """Tell the hub that the process described by `environ`, in its `restarts`-th restart, ended with `code`.
+    """Report to the hub that the process described by `environ`, in its `restarts`-th restart, ended with `code`.
 
     A hub that does not answer learns it by the missing heartbeats.
     """
@@ -29,6 +29,6 @@ def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> 
     try:
         client.call_sync("child_ended", ended, code, timeout=TIMEOUT, idempotent=True)
     except RLJobError as error:
-        logger.warning("could not tell the hub that %s ended: %s", child.name, error)
+        logger.warning("could not report to the hub that %s ended: %s", child.name, error)
     finally:
         client.close()

@@ -44,7 +44,7 @@ class Servant:
         """Serve in `context`.
 
         `before_build` is called in the thread that builds the object; `on_methods` is given the handlers of methods to be
-        served under their own names; `on_ready` is awaited when the object is there, before the caller of `construct` is told.
+        served under their own names; `on_ready` is awaited when the object is there, before `construct` returns.
         """
         self.worker: Worker | None = None
         self._context = context
@@ -53,17 +53,17 @@ class Servant:
         self._on_ready = on_ready
         self._served: set[str] = set()
         self._built_from: bytes | None = None
-        self._epoch_told = context.epoch
         self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._slots = asyncio.Semaphore(ASYNC_CONCURRENCY)
         self._building = asyncio.Lock()
+        """Held while an object is built: a second `construct` must see the first one's object, to keep it or to close it."""
         self._running = 0
         """Methods under way."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def construct(self, spec: WorkerSpec) -> MethodResult:
-        """Build the object; the same spec again keeps it and tells it the epoch."""
+        """Build the object; the same spec again keeps it and has it enter the present epoch."""
         async with self._building:
             await self._construct(spec)
             await self._on_ready()
@@ -77,7 +77,6 @@ class Servant:
 
     async def new_epoch(self, epoch: int) -> None:
         """Have the object drop what belongs to older epochs."""
-        self._epoch_told = epoch
         await self._hook("on_new_epoch", epoch)
 
     async def drain(self) -> None:
@@ -177,7 +176,10 @@ class Servant:
         def guarded() -> Any:
             try:
                 return work()
-            except (StopIteration, SystemExit) as error:  # no future takes the one, the other ends the loop
+            except (
+                StopIteration,
+                SystemExit,
+            ) as error:  # a future refuses StopIteration, and SystemExit would end the loop
                 raise self._remote(method, error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)

@@ -1,4 +1,4 @@
-"""The process that owns a pod: starts its processes, restarts what may be restarted, ends them all, tells why (runtime.md 3.6).
+"""The process that owns a pod: starts its processes, restarts what may be restarted, ends them all, writes down why (runtime.md 3.6).
 
 Run by `python -m rl_core.launch.pod` in a container and on one machine alike. Invariant: when `run` returns, or the
 supervisor or its launcher is killed, no process of the pod is left.
@@ -41,7 +41,7 @@ GANG_GRACE = 2.0
 """Seconds the rest of a pod has to end after one of its processes failed; none after the runner, without which nothing is saved."""
 _TICK = 1.0
 _WARM_UP = 5.0
-"""Seconds after the start at which the way to the hub is loaded, so that a child's end is told within milliseconds."""
+"""Seconds after the start at which the way to the hub is loaded, so that a child's end is reported within milliseconds."""
 
 
 class ExitCode(IntEnum):
@@ -107,7 +107,8 @@ class Supervisor:
         """Its last lines."""
         self._launcher: socket.socket | None = None
         self._signals = 0
-        self._told: set[int] = set()
+        self._asked_to_end: set[int] = set()
+        """Pids that got SIGTERM."""
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,14 +207,14 @@ class Supervisor:
         reason = _describe(child.name, code)
         (logger.info if code == 0 else logger.warning)("%s", reason)
         events.report("ended", name=child.name, pid=child.pid, code=code, reason=reason)
-        self._kill_orphans()
+        self._kill_orphans()  # before a restart: what an ended child left behind may hold its devices and ports
         self._remove_shared_memory()
         self._changed.set()
         if self._code is not None:
             return
         ended_by_request = self._signals > 0
         if kind_of(process) == "worker" and not ended_by_request and self._env_of(process).get("RLJOB_HUB"):
-            self._spawn_task(asyncio.to_thread(self._tell_hub, process, self._restarts.get(process.name, 0), code))
+            self._spawn_task(asyncio.to_thread(self._report_to_hub, process, self._restarts.get(process.name, 0), code))
         if code == ExitCode.DONE:
             if kind_of(process) == "runner":
                 self._decide(ExitCode.DONE, reason)
@@ -232,6 +233,7 @@ class Supervisor:
 
     async def _restart(self, process: "ProcessPlan") -> None:
         await asyncio.sleep(self._budgets[process.name].pause)
+        # During the pause the pod may have failed, or been asked to end: nothing is started then.
         if self._code is None and not self._signals:
             self._restarts[process.name] = self._restarts.get(process.name, 0) + 1
             self._start(process)
@@ -271,27 +273,29 @@ class Supervisor:
             self._kill_all()
 
     async def _drain(self) -> None:
+        """End the runner alone, because it saves with the help of the others, then the others with what is left of the grace."""
+        # The kubelet kills the container when the grace is over: we kill a little earlier, to write down why the pod ended.
         deadline = self._clock() + self._grace - min(5.0, self._grace / 4)
         runner = [c for name, c in self._children.items() if kind_of(self._plans[name]) == "runner" and c.running]
-        self._tell_to_end(runner)
+        self._ask_to_end(runner)
         await self._wait_ended(runner, deadline)
         await self._end_others(max(deadline - self._clock(), 0.0))
 
     async def _end_others(self, seconds: float) -> None:
         """SIGTERM all, SIGKILL what is left after `seconds`."""
         running = [child for child in self._children.values() if child.running]
-        self._tell_to_end(running)
+        self._ask_to_end(running)
         await self._wait_ended(running, self._clock() + seconds)
         for child in running:
             if child.running:
                 logger.warning("%s did not end in time: SIGKILL", child.name)
                 child.kill()
 
-    def _tell_to_end(self, children: list[Child]) -> None:
+    def _ask_to_end(self, children: list[Child]) -> None:
         """SIGTERM each child once: the end of the runner and a signal to us may both get here, and a second one means haste."""
         for child in children:
-            if child.pid not in self._told:
-                self._told.add(child.pid)
+            if child.pid not in self._asked_to_end:
+                self._asked_to_end.add(child.pid)
                 child.signal(signal.SIGTERM)
 
     async def _wait_ended(self, children: list[Child], deadline: float) -> None:
@@ -308,7 +312,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await self._wait_ended(list(self._children.values()), self._clock() + 5)
-        for _ in range(20):
+        for _ in range(20):  # each generation that is killed leaves its own children to us
             self._kill_orphans()
             if not self._orphans():
                 return
@@ -342,20 +346,20 @@ class Supervisor:
             self._decide(ExitCode.INFRASTRUCTURE, f"the supervisor failed: {error}")
             self._kill_all()
 
-    # --- telling ---------------------------------------------------------------------------------------------------
+    # --- reporting -------------------------------------------------------------------------------------------------
 
     def _relay(self, name: str, line: bytes) -> None:
         prefix = f"[{name}] ".encode() if len(self._processes) > 1 else b""
         try:
             sys.stdout.buffer.write(prefix + line + b"\n")
             sys.stdout.buffer.flush()
-        except (OSError, AttributeError):
-            return  # a full disk must not end a run
+        except (OSError, AttributeError):  # the log's disk is full, or there is no stdout: neither must end a run
+            return
 
     def _forward(self, child: Child, event: dict[str, Any]) -> None:
         events.report(event.pop("event"), **{"name": child.name, **event})
 
-    def _tell_hub(self, process: "ProcessPlan", restarts: int, code: int) -> None:
+    def _report_to_hub(self, process: "ProcessPlan", restarts: int, code: int) -> None:
         from rl_core.workers.report import report_child_ended
 
         report_child_ended(self._env_of(process), restarts, code)

@@ -20,6 +20,7 @@ class Timers:
         self.clock = clock
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
+        """Guards the sums: methods run in several threads and on a loop."""
 
     def add(self, tag: str, seconds: float) -> None:
         """Add `seconds` to the sum of `tag`."""

@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """Planned size of the group; for elastic roles `members` tells the truth."""
+        """Planned size of the group; for elastic roles `members` is the truth."""
         return self.identity.world_size
 
     @property
@@ -176,7 +176,7 @@ class Worker:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    # --- telling ---------------------------------------------------------------------------------------------------
+    # --- reporting -------------------------------------------------------------------------------------------------
 
     def record_progress(self, kind: str, n: float = 1) -> None:
         """Count progress (tokens, records, micro-steps, buckets, env steps); without any the run counts as stalled."""
@@ -191,11 +191,11 @@ class Worker:
         return self._context.waiting(what, on)
 
     def set_state(self, state: str) -> None:
-        """Tell the hub at once: ready, updating, serving, draining."""
+        """Report a state to the hub at once: ready, updating, serving, draining."""
         self._context.set_state(state)
 
     def set_policy_version(self, version: int | None, digest: str | None = None) -> None:
-        """Tell the hub at once which weights this worker holds; None = none."""
+        """Report to the hub at once which weights this worker holds; None = none."""
         self._context.set_policy_version(version, digest)
 
     @staticmethod

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl_core.launch import local_pods
 from rl_core.launch.local_pods import LAST_SWEEP_SECONDS, POD_SWEEP_SECONDS, LocalPods
 from rl_core.launch.workspace import Workspace
+from rl_core.workers import processes
 
 
 class Strays:
@@ -38,9 +38,10 @@ class Strays:
 )
 def test_killed_strays_are_waited_for_and_told_when_they_stay(tmp_path, monkeypatch, caplog, takes, seconds, told):
     strays = Strays(takes)
-    for name in ("processes", "time"):
-        monkeypatch.setattr(local_pods, name, strays)
+    for name, value in (("marked", strays.marked), ("kill", strays.kill), ("time", strays)):
+        monkeypatch.setattr(processes, name, value)
     pods = LocalPods(Workspace(tmp_path), environ={}, on_end=lambda pod: None)
     pods.sweep("j-rollout-0", seconds=seconds)
-    assert bool(strays.marked()) == told == ("[7] of j-rollout-0 are killed and still there" in caplog.text)
+    assert "RLJOB_POD=j-rollout-0" in strays.marks
+    assert bool(strays.marked()) == told == ("processes [7] with" in caplog.text)
     assert min(takes, seconds) <= strays.now < seconds + 1
