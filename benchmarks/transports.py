@@ -72,7 +72,7 @@ def serve_bulk():
     for line in sys.stdin:
         if line.strip() == "bulk":
             ticket = sender.offer([data])
-            print(ticket["address"], ticket["ticket"].hex(), ticket["key"].hex(), flush=True)
+            print(ticket.address, ticket.ticket.hex(), ticket.key.hex(), flush=True)
         else:
             for chunk in chunks([data]):
                 if line.strip() == "tagged":
@@ -226,6 +226,7 @@ def tensor_cases(stack):
 
 
 def bulk_cases(stack):
+    from rl_core.messages.weights import BulkTicket
     from rl_core.transports.bulk import WINDOW, BulkReceiver
 
     other = Other("bulk")
@@ -237,7 +238,7 @@ def bulk_cases(stack):
     def ours():
         other.tell("bulk")
         address, ticket, key = other.line().split()
-        for chunk in BulkReceiver({"address": address, "ticket": bytes.fromhex(ticket), "key": bytes.fromhex(key)}):
+        for chunk in BulkReceiver(BulkTicket(address=address, ticket=bytes.fromhex(ticket), key=bytes.fromhex(key))):
             del chunk
 
     def plain():

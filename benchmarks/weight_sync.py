@@ -61,7 +61,7 @@ def serve_receiver(options):
     """A WeightReceiver over a dict of tensors, written in place or copied by the engine."""
     import torch
 
-    from rl_core.transports import shared_memory
+    from rl_core.transports import tokens
     from rl_core.transports.rpc import RpcServer
     from rl_core.weights import assembly, words
     from rl_core.weights.receiver import WeightReceiver
@@ -91,7 +91,7 @@ def serve_receiver(options):
 
     receiver = WeightReceiver(None, None, 0, Engine())
     server = RpcServer("tcp://127.0.0.1:0", receiver.handlers()).start()
-    print(json.dumps({"address": server.address, "host_token": shared_memory.host_token()}), flush=True)
+    print(json.dumps({"address": server.address, "host_token": tokens.host_token()}), flush=True)
     sys.stdin.read()
 
 

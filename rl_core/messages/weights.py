@@ -90,14 +90,23 @@ class SharedSource:
 
 
 @record
+class BulkTicket:
+    """Lets one receiver read one bulk stream."""
+
+    address: str
+    """`tcp://host:port` of the sender."""
+    ticket: bytes
+    """Names the stream; used up when it is shown."""
+    key: bytes
+    """Key of the tags that authenticate each chunk."""
+
+
+@record
 class StreamSource:
     """A bulk stream of all buckets, good for one receiver."""
 
     kind: ClassVar[str] = "stream"
-    address: str
-    ticket: bytes
-    key: bytes
-    """Key of the tags that authenticate each chunk."""
+    ticket: BulkTicket
     encrypted: bool
     """Whether the stream is secret as well (CURVE)."""
 

@@ -1,7 +1,7 @@
 """Bulk streams: large buffers from one process to another by plain ZeroMQ, authentic but not secret (runtime.md 4).
 
     sender = BulkSender("tcp://127.0.0.1:0")
-    ticket = sender.offer([array1, array2])          # a dict: hand it out over RPC, whose connection proved who asks
+    ticket = sender.offer([array1, array2])          # a record: hand it out over RPC, whose connection proved who asks
     for chunk in BulkReceiver(ticket): ...           # uint8 memoryviews of at most 1 MiB, in order
 
 A ticket is good for one stream. Each chunk carries a BLAKE3 tag keyed with the ticket's session key over its number and
@@ -16,14 +16,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import zmq
 from blake3 import blake3
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError
+from rl_core.api.errors import DeadlineExceeded, FrameError, InfrastructureError
+from rl_core.messages.weights import BulkTicket
 from rl_core.transports import sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.sockets import IoThread
@@ -125,6 +126,7 @@ class BulkSender:
         self._closing = False
         self._swept_at = clock()
         self._lock = threading.Lock()
+        """Guards `_offers`: callers offer while the sender's thread takes."""
         self._thread = threading.Thread(target=self._run, name="rljob-bulk", daemon=True)
         self._thread.start()
 
@@ -137,7 +139,7 @@ class BulkSender:
             self._socket.close(0)
             raise
 
-    def offer(self, buffers: Iterable[Any], *, share: Share | None = None) -> dict[str, Any]:
+    def offer(self, buffers: Iterable[Any], *, share: Share | None = None) -> BulkTicket:
         """Return a ticket for one stream of `buffers`, which must stay unwritten until it ended.
 
         `buffers` may be a generator; it is run on the sender's thread. `share` None = a key and tags of its own.
@@ -147,7 +149,7 @@ class BulkSender:
         ticket, share = secrets.token_bytes(16), share or Share()
         with self._lock:
             self._offers[ticket] = _Stream(buffers, share, self._clock())
-        return {"address": self.address, "ticket": ticket, "key": share.key}
+        return BulkTicket(address=self.address, ticket=ticket, key=share.key)
 
     def close(self) -> None:
         """End all streams and the thread."""
@@ -246,16 +248,13 @@ class BulkReceiver:
 
     def __init__(
         self,
-        ticket: Mapping[str, Any],
+        ticket: BulkTicket,
         keys: KeyRing | None = None,
         *,
         timeout: float = 60.0,
         wake: int | None = None,
     ) -> None:
-        try:
-            self._address, self._ticket, self._key = ticket["address"], ticket["ticket"], ticket["key"]
-        except KeyError as error:
-            raise ConfigError(f"a bulk ticket must have address, ticket and key, got {sorted(ticket)}") from error
+        self._address, self._ticket, self._key = ticket.address, ticket.ticket, ticket.key
         self._keys, self._timeout, self._wake = keys, timeout, wake
         self._number = 0
 
@@ -278,22 +277,6 @@ class BulkReceiver:
                 yield chunk
         finally:
             socket.close(0)
-
-    def read_into(self, target: Any) -> int:
-        """Copy the whole stream to the start of `target` (a writable buffer) and return its bytes.
-
-        Raises FrameError when it does not fit.
-        """
-        memory = np.frombuffer(target, np.uint8)
-        filled = 0
-        for chunk in self:
-            if filled + chunk.nbytes > memory.nbytes:
-                raise FrameError(
-                    f"the stream from {self._address} has more than the {memory.nbytes} bytes there is room for"
-                )
-            memory[filled : filled + chunk.nbytes] = np.frombuffer(chunk, np.uint8)
-            filled += chunk.nbytes
-        return filled
 
     def _next(self, socket: zmq.Socket[Any], poller: zmq.Poller) -> memoryview | None:
         if self._number % _CREDIT_STEP == 0 or not sockets.readable(socket):

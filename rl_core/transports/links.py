@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from rl_core.transports import shared_memory
+from rl_core.transports import shared_memory, tokens
 from rl_core.transports.shared_memory import Placement
 from rl_core.transports.sockets import IoThread
 
@@ -30,10 +30,8 @@ class SharedMemory:
 
     def __init__(self, uid: str = "") -> None:
         self.pid = os.getpid()
-        shared_memory.remove_orphans()  # of processes that were killed; their supervisor may be gone too
-        self.token = shared_memory.Token(
-            uid
-        )  # before the first segment: what has no token is taken for a dead process's
+        tokens.remove_orphans()  # of processes that were killed; their supervisor may be gone too
+        self.token = tokens.Token(uid)  # before the first segment: what has no token is taken for a dead process's
         self.store = shared_memory.SegmentStore(uid)
         self.reader = shared_memory.SegmentReader()
 

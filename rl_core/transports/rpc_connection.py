@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, FrameError, InfrastructureError, WorkerLost
 from rl_core.api.identity import Identity
 from rl_core.messages.rpc import Caller, Hello, Welcome
-from rl_core.transports import frames, rpc_wire, shared_memory, sockets
+from rl_core.transports import frames, rpc_wire, sockets, tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
 from rl_core.transports.links import Loans, SharedMemory
@@ -296,7 +296,7 @@ class Connection:
         self._server, self._refusal = welcome.caller, ""
         replaced = self._instance is not None and self._instance != welcome.instance
         self._instance = welcome.instance
-        can_read = self._share_memory and shared_memory.readable(welcome.memory)
+        can_read = self._share_memory and tokens.readable(welcome.memory)
         self.shares_memory = can_read and welcome.readable is True
         self._state = _State.READY
         self._send("attach", can_read)

@@ -15,7 +15,7 @@ import zmq
 from rl_core.api.errors import ConfigError, EpochFenced, FrameError
 from rl_core.api.identity import Identity
 from rl_core.messages.rpc import Caller, Hello, Welcome
-from rl_core.transports import curve, frames, rpc_wire, shared_memory, sockets
+from rl_core.transports import curve, frames, rpc_wire, sockets, tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.frames import FrameHeader
 from rl_core.transports.handlers import HandlerRunner
@@ -203,7 +203,7 @@ class RpcServer:
             instance=self._instance,
             known=peer.welcome,
             memory=shared.token.proof if shared is not None else None,
-            readable=shared is not None and shared_memory.readable(hello.memory),
+            readable=shared is not None and tokens.readable(hello.memory),
             running=tuple(number for number in hello.pending if number in peer.calls),
             finished=tuple(number for number in hello.pending if number in peer.finished),
         )

@@ -2,83 +2,35 @@
 
 The process that creates a segment owns it: it lends it to holders (connections), gets it back by their release messages or
 when they are gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and
-keep the mapping. A full store is not an error: the caller sends by socket.
-
-Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is the process's and nobody can guess it, so nobody
-can lie in wait under a name; it is told to peers only. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives
-and proves to a peer that both see the same /dev/shm. What another user put into /dev/shm is never opened for use nor removed.
+keep the mapping. A full store is not an error: the caller sends by socket. `tokens` tells whose files are whose.
 """
 
-import errno
-import fcntl
-import functools
 import logging
 import mmap
 import os
-import re
-import secrets
-import stat
 import threading
-import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_core.api.errors import FrameError
-from rl_core.messages.rpc import MemoryProof
+from rl_core.transports import tokens
+from rl_core.transports.tokens import DIRECTORY
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = Path("/dev/shm")
 THRESHOLD = 256 * 1024
 """Arrays of this many bytes and more are worth a segment; below, the socket is as fast."""
 RESERVE = 64 * 2**20
 """Bytes of /dev/shm left to others (NCCL, data loaders)."""
 IDLE_BYTES = 256 * 2**20
 """Most bytes kept in segments that nobody holds."""
-_SEGMENT = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-\d+")
-_TOKEN = re.compile(r"rljob-[a-z0-9]+-\d+-[0-9a-f]{16}-token")
-_OWNERLESS_SECONDS = 3_600.0
-"""Age at which a segment without a token, or an empty token, is nobody's."""
 _MAPPED = 256
-
-
-class NotOurs(OSError):
-    """The name in /dev/shm is taken by a folder, a pipe, a link, or a file of another user."""
-
-
-@functools.cache
-def _owner(uid: str, pid: int) -> str:
-    """Return what the names of this process begin with: 8 letters and digits of the job's uid, pid and a random part."""
-    short = re.sub(r"[^a-z0-9]", "", uid.lower())[:8] or "nojob"
-    return f"rljob-{short}-{pid}-{secrets.token_hex(8)}"
-
-
-def _open_own(path: Path, flags: int) -> int:
-    """Return a descriptor of a regular file of this user. Follows no link and does not wait for the other end of a pipe.
-
-    Raises NotOurs for anything else, and OSError as `os.open`.
-    """
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.EACCES, errno.ENXIO):
-            raise NotOurs(error.errno, f"{path} is no file of this user") from error
-        raise
-    if not _is_own(os.fstat(descriptor)):
-        os.close(descriptor)
-        raise NotOurs(errno.EPERM, f"{path} is no file of this user")
-    return descriptor
-
-
-def _is_own(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +77,7 @@ class SegmentStore:
         """`full` (placements refused), `created`, `reused`."""
         self._directory = directory
         self._capacity = capacity
-        self._owner = _owner(uid, os.getpid())
+        self._owner = tokens.owner_name(uid, os.getpid())
         self._number = 0
         self._idle: OrderedDict[str, Segment] = OrderedDict()
         self._lent: dict[tuple[str, int], tuple[Segment, Counter[Hashable]]] = {}
@@ -321,10 +273,10 @@ class SegmentReader:
             return memory
 
     def _open(self, name: str) -> mmap.mmap:
-        if not _SEGMENT.fullmatch(name):
+        if not tokens.SEGMENT_NAME.fullmatch(name):
             raise FrameError(f"{name!r} is not the name of a segment")
         try:
-            descriptor = _open_own(self._directory / name, os.O_RDWR)
+            descriptor = tokens.open_own(self._directory / name, os.O_RDWR)
         except OSError as error:
             raise FrameError(f"segment {name} cannot be opened: {error.strerror}; its owner may be gone") from error
         try:
@@ -340,126 +292,3 @@ class SegmentReader:
             del self._maps[name]
         while len(self._maps) >= _MAPPED:
             self._maps.popitem(last=False)
-
-
-class Token:
-    """Proof that two processes see the same /dev/shm as the same user; its lock tells that this process lives."""
-
-    def __init__(self, uid: str = "", *, directory: Path = DIRECTORY) -> None:
-        self._path = directory / f"{_owner(uid, os.getpid())}-token"
-        self._secret = secrets.token_bytes(32)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        os.write(
-            self._descriptor, self._secret
-        )  # after the lock: a token that is not empty and not locked is a dead one's
-
-    @property
-    def proof(self) -> MemoryProof:
-        """Return what a peer needs for `readable`."""
-        return MemoryProof(file=self._path.name, digest=blake2b(self._secret).digest())
-
-    def close(self) -> None:
-        """Delete the file and its lock."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-
-
-def readable(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
-    """Return whether the peer that showed `proof` has its segments where this process can read them."""
-    try:
-        if proof is None or not _TOKEN.fullmatch(proof.file):
-            return False
-        with os.fdopen(_open_own(directory / proof.file, os.O_RDONLY), "rb") as file:
-            return bool(blake2b(file.read(64)).digest() == proof.digest)
-    except (OSError, TypeError, ValueError):
-        return False
-
-
-def remove_orphans(*, directory: Path = DIRECTORY, now: Callable[[], float] = time.time) -> list[str]:
-    """Delete segments and tokens of this user's dead processes, of any job, and return their names.
-
-    Whoever kills all processes of a run leaves nobody to clean up after them, so every start does it. `now`: the time of files.
-    """
-    found, foreign = _entries(directory)
-    removed: list[str] = []
-    for owner, files in found.items():
-        if not _lives(directory / f"{owner}-token", now() - max(files.values())):
-            for name in files:
-                (directory / name).unlink(missing_ok=True)
-            removed += files
-    if foreign:
-        logger.info("left alone in %s what is not of this user or program: %s", directory, ", ".join(sorted(foreign)))
-    return removed
-
-
-def _entries(directory: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Return this user's segments and tokens, owner -> name -> time of the last change, and what else lies under our prefix."""
-    found: dict[str, dict[str, float]] = {}
-    foreign = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if not entry.name.startswith("rljob-") or entry.name.startswith("rljob-host-"):
-                continue
-            try:
-                about = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # its owner removed it meanwhile
-                continue
-            if _is_own(about) and (_SEGMENT.fullmatch(entry.name) or _TOKEN.fullmatch(entry.name)):
-                found.setdefault(entry.name.rpartition("-")[0], {})[entry.name] = about.st_mtime
-            else:
-                foreign.append(entry.name)
-    return found, foreign
-
-
-def _lives(token: Path, age: float) -> bool:
-    """Return whether the owner of files lives: its token is locked. Pids would not tell: other containers have their own.
-
-    `age`: seconds since any of them changed.
-    """
-    try:
-        descriptor = _open_own(token, os.O_RDONLY)
-    except FileNotFoundError:  # no lock to ask
-        return age < _OWNERLESS_SECONDS
-    except OSError as error:
-        logger.info("left alone what belongs to %s: %s", token.name, error)
-        return True
-    try:
-        if os.fstat(descriptor).st_size == 0:  # made, but not locked yet
-            return age < _OWNERLESS_SECONDS
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-@functools.cache
-def host_token(*, directory: Path = DIRECTORY) -> str:
-    """Return a text that is equal in exactly the processes (of one user) that share this host's /dev/shm.
-
-    Where its name is taken by what is not ours each process gets a text of its own: weights then go by stream.
-    """
-    path = directory / f"rljob-host-{os.geteuid()}"
-    try:
-        if not os.path.lexists(path):
-            _write_host_token(path)
-        with os.fdopen(_open_own(path, os.O_RDONLY)) as file:
-            return file.read(64)
-    except (OSError, ValueError) as error:
-        logger.warning("%s cannot be used (%s): weights go by stream on this host; remove what lies there", path, error)
-        return secrets.token_hex(16)
-
-
-def _write_host_token(path: Path) -> None:
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, secrets.token_hex(16).encode())
-        os.link(draft, path)  # whoever links first wins; the content is never half written
-    except FileExistsError:
-        return
-    finally:
-        os.close(descriptor)
-        draft.unlink()

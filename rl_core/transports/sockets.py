@@ -63,6 +63,7 @@ class IoThread:
 
     _shared: ClassVar["IoThread | None"] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    """Guards `_shared`: two threads at first use must not start two I/O threads."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.context = zmq.Context()
@@ -71,6 +72,7 @@ class IoThread:
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sleeping = False
+        """Whether the thread may be in its epoll, so that `call_soon` must wake it; else it looks at the queue anyway."""
         self._stopping = False
         self._soon: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []

@@ -29,7 +29,7 @@ from rl_core.messages.weights import (
     WeightSource,
     WeightTransfer,
 )
-from rl_core.transports import shared_memory, sockets
+from rl_core.transports import sockets, tokens
 from rl_core.transports.bulk import BulkSender
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
@@ -80,7 +80,7 @@ class WeightPublisher:
         self.epoch = epoch
         self._identity, self._keys = identity, keys
         self._deadlines = deadlines or Deadlines()
-        self._host_token = host_token if host_token is not None else shared_memory.host_token()
+        self._host_token = host_token if host_token is not None else tokens.host_token()
         store = SharedMemory.shared(identity.uid if identity is not None else "").store
         self._copies = HostCopies(store, bucket_bytes=self.cfg.weights.bucket_bytes, dtype=self.cfg.model.dtype)
         self._committed: HostCopy | None = None
@@ -285,7 +285,7 @@ class WeightPublisher:
         if self._bulk is None:
             host, _ = sockets.split_address(self.address)
             self._bulk = BulkSender(f"tcp://{host}:0", self._keys if encrypt else None)
-        return StreamSource(**self._bulk.offer([copy.memory], share=copy.share), encrypted=encrypt)
+        return StreamSource(ticket=self._bulk.offer([copy.memory], share=copy.share), encrypted=encrypt)
 
     def _client(self, name: str, address: str) -> RpcClient:
         client = self._clients.get(name)

@@ -32,7 +32,7 @@ from rl_core.messages.weights import (
     WeightSource,
     WeightTransfer,
 )
-from rl_core.transports import shared_memory
+from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights import words
@@ -319,7 +319,7 @@ class WeightReceiver:
             client.close()
 
     async def _pull_once(self, client: RpcClient, timeout: float | None) -> ReceiverAnswer:
-        request = PullRequest(host_token=shared_memory.host_token())
+        request = PullRequest(host_token=tokens.host_token())
         pulled = await client.call("weights_pull", request, timeout=timeout or self._deadlines.total(0))
         if not isinstance(pulled, PullOffer):
             raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {pulled.reason}")

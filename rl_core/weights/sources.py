@@ -53,8 +53,7 @@ class Sources:
     @contextlib.contextmanager
     def _stream(self, source: StreamSource, assembly: Assembly) -> Iterator[Tensors]:
         keys = self._keys if source.encrypted else None
-        ticket = {"address": source.address, "ticket": source.ticket, "key": source.key}
-        chunks = iter(BulkReceiver(ticket, keys, timeout=SILENCE_SECONDS, wake=self._wake))
+        chunks = iter(BulkReceiver(source.ticket, keys, timeout=SILENCE_SECONDS, wake=self._wake))
         with contextlib.closing(chunks):
             yield assembly.tensors(_positioned(chunks))
 

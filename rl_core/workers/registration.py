@@ -27,7 +27,7 @@ from rl_core.messages.members import (
     MemberView,
 )
 from rl_core.observability import events
-from rl_core.transports import shared_memory
+from rl_core.transports import tokens
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.member import ELASTIC_ROLES
@@ -144,7 +144,7 @@ class Registration:
             pod=identity.pod,
             address=context.address,
             pid=os.getpid(),
-            host_token=shared_memory.host_token(),
+            host_token=tokens.host_token(),
             incarnation=identity.incarnation,
             world_size=identity.world_size,
             state=context.state if context.retired else MemberState.JOINING,

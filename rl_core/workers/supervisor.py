@@ -394,8 +394,8 @@ def _describe(name: str, code: int) -> str:
 
 
 def _remove_orphaned_segments() -> None:
-    from rl_core.transports import shared_memory
+    from rl_core.transports import tokens
 
-    removed = shared_memory.remove_orphans()
+    removed = tokens.remove_orphans()
     if removed:
         logger.info("removed %d shared-memory segments of ended processes", len(removed))

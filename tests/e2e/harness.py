@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from rl_core.transports.shared_memory import DIRECTORY as SEGMENTS
+from rl_core.transports.tokens import DIRECTORY as SEGMENTS
 
 STEP_DEADLINE_S = 300.0
 

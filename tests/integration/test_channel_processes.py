@@ -16,7 +16,7 @@ from rl_core.api.identity import Identity
 from rl_core.channel import Channel
 from rl_core.channel.client import ChannelClient
 from rl_core.launch.ports import free_ports
-from rl_core.transports import shared_memory
+from rl_core.transports import tokens
 from rl_core.transports.rpc import RpcClient
 
 
@@ -150,11 +150,11 @@ def test_segments_of_a_killed_process_are_removed_by_its_supervisor(spawn):
     """
     process, segment = spawn(code, uid)
     assert segment.startswith(f"rljob-{uid}-{process.pid}-")
-    assert segment not in shared_memory.remove_orphans()
+    assert segment not in tokens.remove_orphans()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert segment in shared_memory.remove_orphans()
-    assert not (shared_memory.DIRECTORY / segment).exists()
+    assert segment in tokens.remove_orphans()
+    assert not (tokens.DIRECTORY / segment).exists()
 
 
 def test_a_killed_rpc_server_is_a_lost_worker_that_is_named(spawn):
@@ -208,7 +208,7 @@ def test_the_channel_server_runs_as_a_process_until_sigterm():
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     process.stderr.close()
-    assert not list(shared_memory.DIRECTORY.glob(f"rljob-u1-{process.pid}-*"))
+    assert not list(tokens.DIRECTORY.glob(f"rljob-u1-{process.pid}-*"))
 
 
 def test_a_channel_process_without_an_address_ends_with_the_code_of_a_bad_configuration():

@@ -21,7 +21,7 @@ from rl_core.messages.weights import ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.hf.worker import HFRolloutWorker
-from rl_core.transports import shared_memory
+from rl_core.transports import tokens
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
 from rl_core.weights.publisher import WeightPublisher
@@ -170,9 +170,7 @@ class World:
         return asyncio.run_coroutine_threadsafe(coroutine, HandlerLoop.shared().loop).result(120)
 
     def publish(self, version: int, seed: int):
-        receivers = [
-            ReceiverAddress(name="rollout:0", address=self.server.address, host_token=shared_memory.host_token())
-        ]
+        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
         return self.publisher.publish(
             version, random_state(seed), receivers, 1, ties={"lm_head.weight": "model.embed_tokens.weight"}
         )

@@ -15,7 +15,7 @@ import threading
 import torch
 
 from rl_core.api.identity import Identity
-from rl_core.transports import shared_memory
+from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcServer
 from rl_core.weights.deadlines import Deadlines
@@ -95,7 +95,7 @@ async def main():
 
     async def pull(address, elsewhere=False):
         if elsewhere:
-            shared_memory.host_token = lambda: "elsewhere"
+            tokens.host_token = lambda: "elsewhere"
         return list(await receiver.pull(address, timeout=60))
 
     async def set_epoch(epoch):
@@ -103,7 +103,7 @@ async def main():
 
     handlers = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, **receiver.handlers()}
     server = RpcServer("tcp://127.0.0.1:0", handlers, keys, identity).start()
-    about = {"address": server.address, "host_token": shared_memory.host_token()}
+    about = {"address": server.address, "host_token": tokens.host_token()}
     print(json.dumps(about), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await receiver.close()

@@ -1,12 +1,14 @@
 """Bulk streams: whole, in order, authentic, once per ticket; a bad peer costs only itself."""
 
+import dataclasses
 import os
 
 import numpy as np
 import pytest
 import zmq
 
-from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError
+from rl_core.api.errors import DeadlineExceeded, FrameError, InfrastructureError
+from rl_core.messages.weights import BulkTicket
 from rl_core.transports import bulk
 from rl_core.transports.bulk import BulkReceiver, BulkSender
 from rl_core.transports.curve import KeyRing, generate_keys
@@ -40,15 +42,6 @@ def test_chunks_are_bounded_and_do_not_cross_buffers(sender):
     assert sizes == [bulk.CHUNK_BYTES, 5, 7]
 
 
-def test_a_stream_is_read_into_memory_of_its_size(sender):
-    data = np.random.default_rng(0).integers(0, 255, 3_000_000, dtype=np.uint8)
-    target = np.zeros_like(data)
-    assert BulkReceiver(sender.offer([data]), timeout=20).read_into(target) == data.nbytes
-    assert np.array_equal(target, data)
-    with pytest.raises(FrameError, match="more than the 10 bytes"):
-        BulkReceiver(sender.offer([data]), timeout=20).read_into(bytearray(10))
-
-
 def test_a_ticket_is_good_for_one_stream(sender):
     ticket = sender.offer([b"abc"])
     assert [bytes(chunk) for chunk in BulkReceiver(ticket, timeout=20)] == [b"abc"]
@@ -57,7 +50,7 @@ def test_a_ticket_is_good_for_one_stream(sender):
 
 
 def test_a_wrong_key_is_noticed_at_the_first_chunk(sender):
-    ticket = {**sender.offer([b"abc"]), "key": bytes(32)}
+    ticket = dataclasses.replace(sender.offer([b"abc"]), key=bytes(32))
     with pytest.raises(FrameError, match="chunk 0 .* not authentic"):
         list(BulkReceiver(ticket, timeout=20))
 
@@ -84,7 +77,7 @@ def test_a_stream_changed_on_the_way_is_refused(attack):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    receiver = iter(BulkReceiver({"address": f"tcp://127.0.0.1:{port}", "ticket": b"t", "key": key}, timeout=20))
+    receiver = iter(BulkReceiver(BulkTicket(address=f"tcp://127.0.0.1:{port}", ticket=b"t", key=key), timeout=20))
     import threading
 
     def play():
@@ -132,17 +125,15 @@ def test_a_silent_sender_is_a_deadline_with_address_and_progress():
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(DeadlineExceeded, match=f"127.0.0.1:{port} sent nothing for 0.1 s after 0 chunks"):
-        list(BulkReceiver({"address": f"tcp://127.0.0.1:{port}", "ticket": b"t", "key": bytes(32)}, timeout=0.1))
+        list(BulkReceiver(BulkTicket(address=f"tcp://127.0.0.1:{port}", ticket=b"t", key=bytes(32)), timeout=0.1))
     router.close(0)
     context.term()
 
 
-def test_a_closed_sender_and_a_broken_ticket_are_refused(sender):
+def test_a_closed_sender_offers_nothing(sender):
     sender.close()
     with pytest.raises(InfrastructureError, match="closed"):
         sender.offer([b"x"])
-    with pytest.raises(ConfigError, match="must have address, ticket and key"):
-        BulkReceiver({"address": "tcp://127.0.0.1:1"})
 
 
 def test_streams_of_one_share_hash_each_chunk_once(sender, monkeypatch):
@@ -150,7 +141,7 @@ def test_streams_of_one_share_hash_each_chunk_once(sender, monkeypatch):
     real = bulk._tag
     monkeypatch.setattr(bulk, "_tag", lambda *args: (hashed.append(args[1:3]), real(*args))[1])
     tickets = [sender.offer([data], share=share) for _ in range(2)]
-    assert tickets[0]["key"] == tickets[1]["key"] and tickets[0]["ticket"] != tickets[1]["ticket"]
+    assert tickets[0].key == tickets[1].key and tickets[0].ticket != tickets[1].ticket
     for ticket in tickets:
         assert len(list(BulkReceiver(ticket, timeout=20))) == 5
     assert all(hashed.count((b"C", number)) == 3 for number in range(5))  # at the sender once, at each receiver once
