@@ -19,7 +19,7 @@ logger = logging.getLogger("rljob_operator")
 
 
 def main() -> int:
-    """Run until told to stop; return the exit code."""
+    """Run until a signal asks to stop; return the exit code."""
     try:
         settings = Settings.from_env(os.environ)
     except SettingError as error:

@@ -1,7 +1,7 @@
 """Names, labels and annotations of everything that belongs to a job (kubernetes.md 5). Pure.
 
 All names are functions of the job's name, of at most 40 characters, so that they fit into 63. The Secret's name carries the uid too:
-its presence is asserted by `create` alone, where 409 must mean that it is this job's and not its forerunner's. So does that of a gang
+its presence is asserted by `create` alone, where 409 must mean that it is this job's and not an earlier one's. So does that of a gang
 of the built-in API (manifests/gang.py).
 """
 
@@ -61,7 +61,7 @@ def claim_template(job: str, role: str, digest: str) -> str:
 
 
 def output_folder(job: str, uid: str) -> str:
-    """Return the folder of a job below `checkpoint.path`: a re-created job never mixes with its forerunner."""
+    """Return the folder of a job below `checkpoint.path`: a re-created job never mixes with an earlier one of its name."""
     return f"{job}-{uid[:8]}"
 
 

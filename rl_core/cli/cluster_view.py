@@ -1,4 +1,4 @@
-"""`rljob status|top|logs|scale` of a job on a cluster, told as the local commands tell a run."""
+"""`rljob status|top|logs|scale` of a job on a cluster, shown as the local commands show a run."""
 
 import json
 import sys
@@ -21,8 +21,12 @@ GOOD_WHEN_FALSE = frozenset({"Degraded", "Suspended", "Failed"})
 def show_status(side: ClusterSide, name: str, place: Place) -> int:
     """Print the job's status as JSON; return 0."""
     job = side.job(name, place)
-    told = {"name": name, "namespace": job["metadata"].get("namespace"), **(job.get("status") or {"phase": "Pending"})}
-    sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    document = {
+        "name": name,
+        "namespace": job["metadata"].get("namespace"),
+        **(job.get("status") or {"phase": "Pending"}),
+    }
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
     return 0
 
 
@@ -72,8 +76,8 @@ def scale(side: ClusterSide, name: str, place: Place, *, replicas: int | None, e
     """Set the number of rollouts or envs; return 0."""
     namespace = side.scale(name, place, replicas=replicas, envs=envs)
     counts = (("rollouts", replicas), ("envs", envs))
-    told = ", ".join(f"{count} {role}" for role, count in counts if count is not None)
-    sys.stdout.write(f"{name} (namespace {namespace}): {told} from the next step on\n")
+    counted = ", ".join(f"{count} {role}" for role, count in counts if count is not None)
+    sys.stdout.write(f"{name} (namespace {namespace}): {counted} from the next step on\n")
     return 0
 
 

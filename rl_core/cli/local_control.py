@@ -28,7 +28,7 @@ def scale(folder: Path, *, replicas: int | None, envs: int | None) -> int:
     if not connect(folder).change(generation, job["spec"]):
         raise ConfigError(f"the run in {folder} must answer at its control port, got nothing; is it running?")
     write_json(config, job)  # a restart of the actors reads it
-    sys.stdout.write(f"{folder}: {_told(replicas, envs)} from the next step on\n")
+    sys.stdout.write(f"{folder}: {_counts(replicas, envs)} from the next step on\n")
     return 0
 
 
@@ -44,6 +44,6 @@ def connect(folder: Path) -> ControlClient:
     return ControlClient(port, folder / PRIVATE / "keys" / TOKEN_FILE)
 
 
-def _told(replicas: int | None, envs: int | None) -> str:
+def _counts(replicas: int | None, envs: int | None) -> str:
     counts = (("rollouts", replicas), ("envs", envs))
     return ", ".join(f"{count} {role}" for role, count in counts if count is not None)

@@ -103,10 +103,10 @@ class Progress:
             position = min(position, size) + len(whole.encode())
             for line in whole.splitlines():
                 try:
-                    told = step_line(json.loads(line), self._total)
+                    line_of_step = step_line(json.loads(line), self._total)
                 except (ValueError, KeyError, TypeError):  # torn by a full disk, or a rest
                     continue
-                self.say(told)
+                self.say(line_of_step)
         sys.stdout.flush()
 
 

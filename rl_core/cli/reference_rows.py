@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 Node = Mapping[str, Any]
 MANY = 2**31
-"""Upper bounds from here on only keep numbers in the machine's range, and are not told."""
+"""Upper bounds from here on only keep numbers in the machine's range, and are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,5 +82,5 @@ def _type(node: Node, blocks: Mapping[str, Node]) -> str:
 
 def _bounds(node: Node) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    told = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node and node[key] < MANY]
-    return f" {', '.join(told)}" if told else ""
+    bounds = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node and node[key] < MANY]
+    return f" {', '.join(bounds)}" if bounds else ""

@@ -82,10 +82,10 @@ def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True
     """Yield one line per problem; `hub` references are checked when they are fetched, at the start of a run."""
     without_files = (_check_user_code, _check_placement, _check_schedule)
     for check in (_check_files, *without_files) if files else without_files:
-        yield from _told(lambda check=check: check(job, search_path))  # type: ignore[misc]
+        yield from _with_errors(lambda check=check: check(job, search_path))  # type: ignore[misc]
 
 
-def _told(check: Callable[[], Iterator[str]]) -> Iterator[str]:
+def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
     try:
         yield from check()
     except RLJobError as error:

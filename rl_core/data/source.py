@@ -14,7 +14,7 @@ from rl_core.data.hub import HUB_SCHEME, fetch
 
 GENERATED_SCHEME = "reasoning-gym://"
 SHOWN_PROBLEMS = 10
-"""Bad rows told one by one; the others are counted."""
+"""Bad rows named one by one; the others are counted."""
 Row = dict[str, Any]
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """What a process tells its parent: children started and ended, signs of life, state. One JSON line each on an inherited descriptor.
 
 The parent writes the descriptor's number into RLJOB_EVENTS_FD: worker -> supervisor -> launcher. Without it (a process
-started by hand, or a container's supervisor) nothing is told. Never blocks: a full pipe drops the line.
+started by hand, or a container's supervisor) nothing is reported. Never blocks: a full pipe drops the line.
 
 Lines are objects with `event`:
 `started {name, role, index, rank, pid, process}`, `ended {pid, code, reason, ...}`, `alive {state, version}`, `exit {code, reason, tail}`.

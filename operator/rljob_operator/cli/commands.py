@@ -90,8 +90,8 @@ def _suspend(name: str, place: Here, *, suspended: bool) -> int:
     connection = Connection.open(place)
     doing = f"{'suspending' if suspended else 'resuming'} job {name}"
     jobs.change(connection, name, {"suspend": suspended}, doing=doing)
-    told = "suspends at its next checkpoint" if suspended else "goes on from its newest checkpoint"
-    sys.stdout.write(f"{name}: {told}\n")
+    effect = "suspends at its next checkpoint" if suspended else "goes on from its newest checkpoint"
+    sys.stdout.write(f"{name}: {effect}\n")
     return 0
 
 

@@ -152,16 +152,16 @@ class Connection:
 
 def explain(error: ApiError, *, namespace: str, doing: str) -> ConfigError:
     """Return a refusal of the API server as an error for the user."""
-    told = error.message.strip()
+    words = error.message.strip()
     if isinstance(error, Forbidden):
         return ConfigError(
-            f"{doing} must be allowed in namespace {namespace}, got: {told}; ask the administrator, or use -n"
+            f"{doing} must be allowed in namespace {namespace}, got: {words}; ask the administrator, or use -n"
         )
-    if "could not find the requested resource" in told or told == "404 page not found":
+    if "could not find the requested resource" in words or words == "404 page not found":
         return ConfigError(
             f"{doing} needs the resource {RLJOB.plural}.{RLJOB.group}, which this cluster does not serve; install the chart helm/rljob"
         )
-    return ConfigError(f"{doing} was refused in namespace {namespace}: {told}")
+    return ConfigError(f"{doing} was refused in namespace {namespace}: {words}")
 
 
 def _in_cluster(settings: Any) -> bool:

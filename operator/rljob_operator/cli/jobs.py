@@ -17,7 +17,7 @@ SUGGESTIONS = 3
 
 
 @contextmanager
-def told(connection: Connection, doing: str, name: str = "") -> Iterator[None]:
+def explained(connection: Connection, doing: str, name: str = "") -> Iterator[None]:
     """Turn refusals of the API server inside the block into ConfigErrors; a job that is not there lists near names."""
     try:
         yield
@@ -31,19 +31,19 @@ def told(connection: Connection, doing: str, name: str = "") -> Iterator[None]:
 
 def read(connection: Connection, name: str) -> Json:
     """Return the job. Raises ConfigError when there is none of that name."""
-    with told(connection, f"reading job {name}", name):
+    with explained(connection, f"reading job {name}", name):
         return connection.read(RLJOB, name)
 
 
 def change(connection: Connection, name: str, spec: Json, *, doing: str) -> Json:
     """Merge-patch the job's spec and return the job."""
-    with told(connection, doing, name):
+    with explained(connection, doing, name):
         return connection.patch(RLJOB, name, {"spec": spec})
 
 
 def scale(connection: Connection, name: str, *, replicas: int | None, envs: int | None) -> None:
     """Set the number of rollouts by the scale subresource, as an autoscaler does, and that of envs in the spec."""
-    with told(connection, f"scaling job {name}", name):
+    with explained(connection, f"scaling job {name}", name):
         if replicas is not None:
             connection.patch(RLJOB, name, {"spec": {"replicas": replicas}}, subresource="scale")
         if envs is not None:

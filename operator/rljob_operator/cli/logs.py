@@ -31,7 +31,7 @@ def show(
     Raises ConfigError when no pod matches.
     """
     jobs.read(connection, name)
-    with jobs.told(connection, f"listing the pods of job {name}"):
+    with jobs.explained(connection, f"listing the pods of job {name}"):
         pods = connection.list(POD, selector=f"{naming.LABEL_JOB}={name}")
     chosen = [pod for pod in pods if _matches(pod, role=role, index=index, attempt=attempt)]
     if not chosen:

@@ -44,7 +44,7 @@ def submit(
     if code is not None:
         modules = config_map(code, job=name)
         job["spec"]["code"] = {"configMap": modules["metadata"]["name"]}
-    with jobs.told(connection, f"submitting {file}"):
+    with jobs.explained(connection, f"submitting {file}"):
         for other in others:
             connection.apply(kinds.of(other["apiVersion"], other["kind"]), other, dry_run=dry_run)
         if code is not None:

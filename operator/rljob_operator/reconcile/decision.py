@@ -15,7 +15,17 @@ from rl_core.api.job import MANAGER
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests
 from rljob_operator.model import ControlCall, Deletion, Object, Observed, OperatorConfig, Plan
-from rljob_operator.reconcile import cleanup, deadlines, lifecycle, notes, outlook, parsing, scaling, situation, storage
+from rljob_operator.reconcile import (
+    cleanup,
+    condition_facts,
+    deadlines,
+    lifecycle,
+    notes,
+    parsing,
+    scaling,
+    situation,
+    storage,
+)
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import status as statuses
 from rljob_operator.reconcile.conditions import Fact
@@ -52,7 +62,9 @@ def _plan(situation: Situation, known: ParsedJob) -> Plan:
     course = lifecycle.decide(situation)
     obstacle = storage.obstacle(situation) if course.stage is not Stage.ENDED else None
     moves = _moves(situation, course, obstacle)
-    facts: Mapping[str, Fact] = outlook.facts(situation, course, obstacle) if course.stage is not Stage.ENDED else {}
+    facts: Mapping[str, Fact] = (
+        condition_facts.facts(situation, course, obstacle) if course.stage is not Stage.ENDED else {}
+    )
     status = statuses.build(situation, course, facts, moves.draining)
     return Plan(
         status=status,
@@ -144,7 +156,7 @@ def _until_unreachable(situation: Situation) -> list[float]:
     progress = situation.observed.progress
     if progress is None or progress.failing_since is None:
         return []
-    left = progress.failing_since + outlook.UNREACHABLE_SECONDS - situation.now
+    left = progress.failing_since + condition_facts.UNREACHABLE_SECONDS - situation.now
     return [left] if left > 0 else []
 
 
@@ -157,7 +169,7 @@ def _refuse(job: Object, problem: str, now: float) -> Plan:
         gone = (cleanup.whole_job(str(meta.get("name", "")), str(meta.get("uid", ""))),) if ttl == 0.0 else ()
         return Plan(delete=gone, requeue_after=ttl or None)
     generation = meta.get("generation")
-    facts = outlook.refused(problem, record.conditions)
+    facts = condition_facts.refused(problem, record.conditions)
     status = statuses.refuse(job, record, facts, now=now, generation=generation if isinstance(generation, int) else 0)
     new = record.condition("Accepted")[1:] != ("InvalidSpec", problem)
     return Plan(status=status, events=notes.refusal(problem) if new else ())

@@ -94,13 +94,13 @@ def describe(pod: PodView) -> str:
     kind = "init container" if end.init else "container"
     code = f"{end.exit_code} ({end.reason})" if end.reason not in ("", "Error", "Completed") else str(end.exit_code)
     word = last_word(end)
-    told = ": ".join(part for part in (word.reason, word.tail[-TAIL:].strip()) if part)
+    text = ": ".join(part for part in (word.reason, word.tail[-TAIL:].strip()) if part)
     why = f" ({pod.disrupted or pod.reason})" if pod.disrupted or pod.reason else ""
-    return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {told}" if told else "")
+    return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {text}" if text else "")
 
 
 def decisive(pod: PodView) -> ContainerEnd | None:
-    """Return the container end that decides: the first with an error, else the first; None when no container told."""
+    """Return the container end that decides: the first with an error, else the first; None when no container has ended."""
     return next((end for end in pod.ended if end.exit_code != 0), pod.ended[0] if pod.ended else None)
 
 
@@ -127,16 +127,16 @@ def _judge_pod(situation: Situation, pod: PodView, record: Record) -> tuple[Find
     if pod.role == "actor" and code == 0 and not pod.deleting:
         return Finding(act=Act.NOTHING, reason="", message=""), record  # its part is done; the runner's end decides
     ruling = rules.rule_on(_pod_end(pod, end), situation.spec.failure_policy.rules)
-    told = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
+    text = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
     if ruling.action == "FailJob":
         reason = rules.FATAL_CODES.get(code or 0, "PodFailed") if ruling.rule is None else "FailurePolicyRule"
-        return Finding(act=Act.FAIL, reason=reason, message=told), _noted(situation, pod, record, ruling)
+        return Finding(act=Act.FAIL, reason=reason, message=text), _noted(situation, pod, record, ruling)
     reason = _reason(pod, end)
     if pod.role == "actor":
-        return Finding(act=Act.RESTART_JOB, reason=reason, message=told, counted=ruling.counted), record
+        return Finding(act=Act.RESTART_JOB, reason=reason, message=text, counted=ruling.counted), record
     act = {"RestartRole": Act.RESTART_ROLE, "RestartJob": Act.RESTART_JOB}.get(ruling.action, Act.REPLACE_PODS)
     noted = _noted(situation, pod, record, ruling)
-    return Finding(act=act, reason=reason, message=told, counted=ruling.counted, role=pod.role), noted
+    return Finding(act=act, reason=reason, message=text, counted=ruling.counted, role=pod.role), noted
 
 
 def _pod_end(pod: PodView, end: ContainerEnd | None) -> PodEnd:
@@ -231,8 +231,8 @@ def stall_words(stall: object) -> str:
         return "unknown"
     waits = stall.get("waits")
     edges = [w for w in waits if hasattr(w, "get")] if isinstance(waits, list) else []
-    told = "; ".join(f"{w.get('who')} waits for {w.get('on')} ({w.get('what')})" for w in edges[:8])
-    return str(stall.get("reason") or "unknown") + (f": {told}" if told else "")
+    text = "; ".join(f"{w.get('who')} waits for {w.get('on')} ({w.get('what')})" for w in edges[:8])
+    return str(stall.get("reason") or "unknown") + (f": {text}" if text else "")
 
 
 def _judge_numbers(situation: Situation) -> list[Finding]:

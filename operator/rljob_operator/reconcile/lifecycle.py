@@ -95,10 +95,10 @@ def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
     if finding.act is Act.FAIL:
         return replace(_end(situation, record, "Failed", finding.reason, finding.message), findings=course.findings)
     if finding.act is Act.PAUSE:
-        told = (
+        text = (
             f"paused by failurePolicy: {finding.message}; change the spec to go on, or set suspend to true and to false"
         )
-        return replace(course, stage=Stage.HALT, paused=True, reason="Pausing", message=told)
+        return replace(course, stage=Stage.HALT, paused=True, reason="Pausing", message=text)
     if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
         return _restart(situation, course, finding)
     return course
@@ -107,8 +107,8 @@ def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
 def _restart(situation: Situation, course: Course, finding: Finding) -> Course:
     record, limit = course.record, situation.spec.failure_policy.max_restarts
     if finding.counted and record.restarts >= limit:
-        told = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
-        return replace(_end(situation, record, "Failed", "MaxRestartsExceeded", told), findings=course.findings)
+        text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
+        return replace(_end(situation, record, "Failed", "MaxRestartsExceeded", text), findings=course.findings)
     counted = record.restarts + finding.counted
     gang, actor = after_end(record.ends.get(GANG) or Ends(), situation.now), record.role("actor")
     actor = replace(actor, restarts=actor.restarts + 1, failed=actor.failed + _num_failed(situation))

@@ -1,4 +1,4 @@
-"""Events: what `kubectl describe` tells of a job's life. Made of the step from the old status to the new, so each is told once."""
+"""Events: what `kubectl describe` shows of a job's life. Made of the step from the old status to the new, so each is written once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rljob_operator.model import EventNote, Object
+from rljob_operator.reconcile.condition_facts import NOT_DURABLE
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.failures import Act
 from rljob_operator.reconcile.lifecycle import Course, Stage
-from rljob_operator.reconcile.outlook import NOT_DURABLE
 from rljob_operator.reconcile.record import Record
 
 LONGEST_NOTE = 1000
@@ -29,9 +29,9 @@ EVENTS: Mapping[str, str] = {
     "PodReplaced": "a rollout or env pod ended and is replaced; the message holds its last words",
     "RoleRestarted": "all pods of a role are replaced; the message says why",
 }
-"""Reasons of events besides those of conditions, which are told when they turn to the bad. docs/operations.md lists both."""
+"""Reasons of events besides those of conditions, which become events when they turn to the bad. docs/operations.md lists both."""
 
-_TOLD = {
+_EVENT_STATUS = {
     "Accepted": ("False", ()),
     "Scheduled": ("False", ("PodsPending", "NotAccepted", "Suspended", "Finished")),
     "Ready": (
@@ -97,7 +97,7 @@ def _findings(course: Course) -> Iterator[EventNote]:
 
 
 def _conditions(record: Record, facts: Mapping[str, Fact]) -> Iterator[EventNote]:
-    for kind, (status, silent) in _TOLD.items():
+    for kind, (status, silent) in _EVENT_STATUS.items():
         fact = facts[kind]
         if (
             fact.status == status

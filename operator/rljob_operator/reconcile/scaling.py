@@ -1,6 +1,6 @@
 """Which pods to delete and to make while a job runs: the gang of the present epoch, rollouts and envs as many as wanted.
 
-Names are deterministic, so a pod is made when its name is free: a replacement waits for its forerunner to be gone, and for its
+Names are deterministic, so a pod is made when its name is free: a replacement waits until the pod before it is gone, and for its
 back-off. Surplus pods finish their work before they go.
 """
 

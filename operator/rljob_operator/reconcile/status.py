@@ -7,7 +7,7 @@ from typing import Any
 
 from rljob_operator import naming
 from rljob_operator.model import Object
-from rljob_operator.reconcile import conditions, deadlines, outlook
+from rljob_operator.reconcile import condition_facts, conditions, deadlines
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.lifecycle import Course, Stage
 from rljob_operator.reconcile.record import Record, draining_status, ends_status
@@ -41,7 +41,7 @@ def build(
         after = {**before, **_pods(situation, course.record)}
         after["columns"] = {**_mapping(before.get("columns")), **_role_columns(after["roles"])}
         return None if after == before else after
-    phase = outlook.phase_of(situation, course)
+    phase = condition_facts.phase_of(situation, course)
     record = course.record
     after = {
         "phase": phase,
@@ -50,7 +50,7 @@ def build(
         "epoch": record.epoch,
         "restarts": record.restarts,
         "totalRestarts": record.total_restarts,
-        **_told(situation, phase),
+        **_runner_progress(situation, phase),
         "startTime": _time(record.start_time),
         "completionTime": _time(record.completion_time),
         "suspendedSeconds": record.suspended_seconds or None,
@@ -64,7 +64,7 @@ def build(
     after["columns"] = {
         "step": f"{after.get('step') or 0}/{after['totalSteps']}",
         **_role_columns(after["roles"]),
-        "reason": outlook.explains(facts),
+        "reason": condition_facts.explains(facts),
     }
     after = {key: value for key, value in after.items() if value is not None}
     if after == before:
@@ -121,10 +121,10 @@ def _known(record: Record) -> dict[str, Fact]:
     }
 
 
-# --- what the runner tells -------------------------------------------------------------------------------------------
+# --- what the runner reports -------------------------------------------------------------------------------------------
 
 
-def _told(situation: Situation, phase: str) -> dict[str, Any]:
+def _runner_progress(situation: Situation, phase: str) -> dict[str, Any]:
     """Return the progress fields. Inside an epoch step and version never fall, whatever order answers come in."""
     before, report = situation.record.raw, situation.report
     kept = {
@@ -152,29 +152,29 @@ def _told(situation: Situation, phase: str) -> dict[str, Any]:
 
 
 def _lag(situation: Situation) -> int:
-    lag = outlook.rollout_role(situation).get("lag")
+    lag = condition_facts.rollout_role(situation).get("lag")
     return min(whole(lag) or 0, 2**31 - 1)
 
 
 def _checkpoint(report: Report) -> dict[str, Any]:
-    told = report.mapping("checkpoint")
+    reported = report.mapping("checkpoint")
     checkpoint: dict[str, Any] = {
-        key: told[key] for key in ("lastStep", "bestStep") if whole(told.get(key)) is not None
+        key: reported[key] for key in ("lastStep", "bestStep") if whole(reported.get(key)) is not None
     }
-    if isinstance(told.get("path"), str) and len(told["path"]) <= LONGEST_PATH:
-        checkpoint["path"] = told["path"]
-    if to_seconds(told.get("time")) is not None:
-        checkpoint["time"] = told["time"]
-    best = finite(told.get("bestReward"))
+    if isinstance(reported.get("path"), str) and len(reported["path"]) <= LONGEST_PATH:
+        checkpoint["path"] = reported["path"]
+    if to_seconds(reported.get("time")) is not None:
+        checkpoint["time"] = reported["time"]
+    best = finite(reported.get("bestReward"))
     return checkpoint | ({"bestReward": best} if best is not None else {})
 
 
 def _metrics(report: Report) -> list[dict[str, str]]:
-    told = report.mapping("metrics")
+    reported = report.mapping("metrics")
     names = sorted(
-        n for n, v in told.items() if isinstance(n, str) and len(n) <= LONGEST_NAME and isinstance(v, int | float)
+        n for n, v in reported.items() if isinstance(n, str) and len(n) <= LONGEST_NAME and isinstance(v, int | float)
     )
-    return [{"name": name, "value": f"{told[name]:.6g}"} for name in names[:METRICS]]
+    return [{"name": name, "value": f"{reported[name]:.6g}"} for name in names[:METRICS]]
 
 
 def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
 
 def _applied(situation: Situation) -> Any:
     report = situation.report
-    if report is not None and report.applied_generation:  # 0: a runner that has just started was told nothing yet
+    if report is not None and report.applied_generation:  # 0: a runner that has just started has got nothing yet
         return report.applied_generation
     return situation.record.raw.get("appliedGeneration")
 
@@ -231,7 +231,7 @@ def _role(situation: Situation, record: Record, role: str) -> dict[str, Any]:
 
 
 def _versions(situation: Situation) -> dict[str, int]:
-    versions = outlook.rollout_role(situation).get("versions")
+    versions = condition_facts.rollout_role(situation).get("versions")
     numbers = (
         [int(v) for v in versions if str(v).isdecimal() and len(str(v)) < 16] if isinstance(versions, Mapping) else []
     )

@@ -30,7 +30,7 @@ from rljob_operator.runtime.memory import BackOff, JobMemory
 
 logger = logging.getLogger(__name__)
 
-FORERUNNER_PAUSE = 1.0
+EARLIER_JOB_PAUSE = 1.0
 """Seconds until we look again whether an earlier job's object has left its name."""
 
 
@@ -273,10 +273,10 @@ class Applier:
         if labels.get(LABEL_JOB) != work.key.name or LABEL_JOB_UID not in labels:
             news = label not in work.memory.foreign
             work.memory.foreign.add(label)
-            return 0.0 if news else FORERUNNER_PAUSE
+            return 0.0 if news else EARLIER_JOB_PAUSE
         self._cache.put(kind, holder)
         work.memory.clear(label)
-        return None if labels[LABEL_JOB_UID] == work.uid else FORERUNNER_PAUSE
+        return None if labels[LABEL_JOB_UID] == work.uid else EARLIER_JOB_PAUSE
 
     def _refused(self, work: Application, label: str, error: ApiError, *, manifest: str = "") -> float:
         """Note a refusal for `reconcile` to tell of; return 0 when it is news, else the pause before the next try."""

@@ -38,7 +38,7 @@ APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 
 Observer = Callable[[str, str, str, float], None]
-"""Told (verb, plural, status code or error, seconds) of every request."""
+"""Called with (verb, plural, status code or error, seconds) of every request."""
 
 
 class Cluster(Protocol):

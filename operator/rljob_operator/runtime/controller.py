@@ -37,7 +37,7 @@ COUNT_SECONDS = 5.0
 
 ROLES = ("actor", "rollout", "env")
 END_PHASES = ("Succeeded", "Failed")
-WATERSHED_PHASES = (*END_PHASES, "Restarting", "Suspended")
+FRESH_READ_PHASES = (*END_PHASES, "Restarting", "Suspended")
 """Phases that are not entered on the word of the cache alone."""
 
 
@@ -102,7 +102,7 @@ class Controller:
         await self._recheck_foreign(key, memory)
         self._drop_settled_refusals(key, memory)
         plan = self._plan(key, job, memory)
-        if is_watershed(job, plan):
+        if needs_fresh_reads(job, plan):
             await self._refresh(key)
             fresh = self._cache.job(key)
             if fresh is None:
@@ -200,7 +200,7 @@ class Controller:
                 memory.clear(label)
 
 
-def is_watershed(job: Object, plan: Plan) -> bool:
+def needs_fresh_reads(job: Object, plan: Plan) -> bool:
     """Whether the plan deletes, restarts or ends something, and so must rest on fresh facts."""
     if plan.delete:
         return True
@@ -209,7 +209,7 @@ def is_watershed(job: Object, plan: Plan) -> bool:
     phase, epoch = plan.status.get("phase"), int(plan.status.get("epoch") or 0)
     if epoch_of(job) and epoch != epoch_of(job):  # from none to the first nothing ends
         return True
-    return phase in WATERSHED_PHASES and phase != phase_of(job)
+    return phase in FRESH_READ_PHASES and phase != phase_of(job)
 
 
 def phase_of(job: Object) -> str:

@@ -99,7 +99,7 @@ class Leadership:
         self._on_change(False)
         try:
             await self._give_back(held)
-        except Conflict:  # a renewal was on its way when we were told to stop
+        except Conflict:  # a renewal was on its way when this replica was to stop
             await self._give_back_newest()
         except ApiError as error:
             logger.info("the Lease could not be given back: %s", error)

@@ -40,7 +40,7 @@ def reinforce_plus_plus_advantages(
     """Return the sum of rewards at and after each trainable token, whitened over all ranks' tokens, [B, T] float32.
 
     The reward [B] stands at the row's last trainable token; `kl_coefficient` times the per-token KL is taken off each
-    token and told as `kl`. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
+    token and reported as `kl`. `baseline="group_mean"` first subtracts the mean of the group's valid rewards. `returns` are the sums before
     whitening. Source: Hu, "REINFORCE++" (2025).
     Raises ValueError for an unknown baseline, group_mean without group_ids, or a KL without log-probabilities.
     """

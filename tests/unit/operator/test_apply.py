@@ -7,7 +7,7 @@ import pytest
 from rljob_operator import kinds
 from rljob_operator.errors import Conflict, Forbidden, Invalid, NotFound, Unavailable
 from rljob_operator.model import ControlCall, Deletion, EventNote, Plan
-from rljob_operator.runtime.apply import FORERUNNER_PAUSE, Application, Applier
+from rljob_operator.runtime.apply import EARLIER_JOB_PAUSE, Application, Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.memory import JobMemory
@@ -181,7 +181,7 @@ async def test_a_pod_of_an_earlier_job_is_waited_for(bench):
     bench.cluster.put(kinds.POD, "ns", pod("x-env-0", uid="old-job"))
     applied = await bench.apply(create=(pod("x-env-0"),))
     assert bench.cache.entry(kinds.POD, KEY, "x-env-0") is not None, "observed, so that reconcile can say so"
-    assert not bench.memory.foreign and applied.again_after == FORERUNNER_PAUSE
+    assert not bench.memory.foreign and applied.again_after == EARLIER_JOB_PAUSE
 
 
 @pytest.mark.parametrize("kind", [kinds.POD, kinds.SERVICE], ids=["pod", "service"])
@@ -197,7 +197,7 @@ async def test_someone_elses_object_is_left_alone_and_told(bench, kind):
 async def test_a_service_of_an_earlier_job_is_not_taken_over(bench):
     old = bench.cluster.put(kinds.SERVICE, "ns", service(uid="old-job"))
     applied = await bench.apply(ensure=(service(),))
-    assert applied.again_after == FORERUNNER_PAUSE
+    assert applied.again_after == EARLIER_JOB_PAUSE
     assert bench.cluster.objects["Service", "ns", "x"] == old
 
 

@@ -16,7 +16,7 @@ from rl_core.api.status import Condition
 from rljob_operator.reconcile.conditions import REASONS, TYPES, Fact, merge
 from rljob_operator.reconcile.notes import EVENTS
 
-PURE = ("outlook", "storage", "failures", "lifecycle", "notes", "status", "decision")
+PURE = ("condition_facts", "storage", "failures", "lifecycle", "notes", "status", "decision")
 
 
 def literals() -> Iterator[str]:

@@ -6,7 +6,7 @@ from rljob_operator import kinds
 from rljob_operator.model import Deletion, OperatorConfig, Plan, Progress
 from rljob_operator.runtime.apply import Applied
 from rljob_operator.runtime.cache import Cache, JobKey
-from rljob_operator.runtime.controller import Controller, claim_names, is_watershed
+from rljob_operator.runtime.controller import Controller, claim_names, needs_fresh_reads
 
 KEY = JobKey("ns", "x")
 LABELS = {"rljob.dev/job": "x", "rljob.dev/job-uid": "job-uid"}
@@ -109,7 +109,7 @@ async def test_a_job_deleted_meanwhile_ends_the_look(bench):
     ids=["nothing", "progress", "first epoch", "restart", "end", "ended before", "deletion"],
 )
 def test_deletions_restarts_and_ends_need_fresh_facts(status, plan, expected):
-    assert is_watershed({"status": status}, plan) is expected
+    assert needs_fresh_reads({"status": status}, plan) is expected
 
 
 async def test_what_stood_in_the_way_is_shown_to_the_next_look(bench):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rl_core.plan.failure_rules import SHORTAGE
-from rljob_operator.reconcile import roster, storage
+from rljob_operator.reconcile import pod_lists, storage
 from rljob_operator.reconcile.conditions import TYPES, Fact
 from rljob_operator.reconcile.failures import Act, stall_words
 from rljob_operator.reconcile.lifecycle import Course, Stage
@@ -167,25 +167,27 @@ def _failed(situation: Situation, course: Course) -> Fact:
 
 def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) -> Fact:
     if situation.earlier:
-        told = f"pods of an earlier job named {situation.name} still end: {roster.listed(situation.earlier)}"
-        return Fact(status="False", reason="PreviousJobTerminating", message=told)
-    missing = roster.absent_pods(situation)
+        text = f"pods of an earlier job named {situation.name} still end: {pod_lists.listed(situation.earlier)}"
+        return Fact(status="False", reason="PreviousJobTerminating", message=text)
+    missing = pod_lists.absent_pods(situation)
     if obstacle is not None and missing:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
-    refusals = roster.refusals(situation, missing)
+    refusals = pod_lists.refusals(situation, missing)
     if refusals:
         reason = "QuotaExceeded" if "exceeded quota" in refusals else "CreateRefused"
         return Fact(status="False", reason=reason, message=refusals)
-    words = roster.grouped((pod.unschedulable, pod.name) for pod in roster.wanted_pods(situation) if pod.unschedulable)
+    words = pod_lists.grouped(
+        (pod.unschedulable, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.unschedulable
+    )
     if words:
         return Fact(status="False", reason="Unschedulable", message=words)
-    held = roster.backing_off(situation, course.record, missing)
+    held = pod_lists.backing_off(situation, course.record, missing)
     if held:
         return _backing_off("False", held)
-    unbound = [pod.name for pod in roster.wanted_pods(situation) if not pod.scheduled]
+    unbound = [pod.name for pod in pod_lists.wanted_pods(situation) if not pod.scheduled]
     if missing or unbound:
         return Fact(
-            status="False", reason="PodsPending", message=f"not bound yet: {roster.listed([*missing, *unbound])}"
+            status="False", reason="PodsPending", message=f"not bound yet: {pod_lists.listed([*missing, *unbound])}"
         )
     return Fact(status="True", reason="PodsScheduled")
 
@@ -200,22 +202,24 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
         return Fact(status="True", reason=reason, message=message)
     if obstacle is not None and not whole:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
-    stuck = roster.grouped((pod.waiting, pod.name) for pod in roster.wanted_pods(situation) if pod.waiting)
+    stuck = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.waiting)
     if stuck:
-        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in roster.wanted_pods(situation))
+        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in pod_lists.wanted_pods(situation))
         if image and reason == "ImagePullError" and "ImagePullBackOff" in stuck:
             stuck = message  # the kubelet alternates between the error and its back-off
         return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
     if scheduled.reason not in ("PodsScheduled", "PodsPending"):
         return Fact(status="False", reason="NotScheduled", message=scheduled.message)
     if situation.old_gang:
-        told = message if reason == "Restarting" else ""
-        return Fact(status="False", reason="Restarting", message=told)
+        text = message if reason == "Restarting" else ""
+        return Fact(status="False", reason="Restarting", message=text)
     if not whole or not all(pod.scheduled for pod in gang):
         return Fact(status="False", reason="WaitingForPods")
-    if preparing := roster.grouped((f"init container {pod.preparing} runs", pod.name) for pod in gang if pod.preparing):
+    if preparing := pod_lists.grouped(
+        (f"init container {pod.preparing} runs", pod.name) for pod in gang if pod.preparing
+    ):
         return Fact(status="False", reason="Preparing", message=preparing)
-    missing = roster.listed(sorted(pod for _, pod in report.missing)) if report is not None else ""
+    missing = pod_lists.listed(sorted(pod for _, pod in report.missing)) if report is not None else ""
     return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
 
 
@@ -266,12 +270,12 @@ def _in_sync(situation: Situation, course: Course) -> Fact:
     diverged = report.raw.get("diverged")
     failure = report.mapping("failure")
     if (isinstance(diverged, list) and diverged) or failure.get("type") == "WeightsDiverged":
-        told = (
-            roster.listed(sorted(map(str, diverged)))
+        text = (
+            pod_lists.listed(sorted(map(str, diverged)))
             if isinstance(diverged, list)
             else str(failure.get("message") or "")
         )
-        return Fact(status="False", reason="WeightsDiverged", message=told)
+        return Fact(status="False", reason="WeightsDiverged", message=text)
     role = rollout_role(situation)
     if not role.get("ready"):
         return Fact(status="Unknown", reason="NoRollouts")
@@ -295,33 +299,33 @@ def rollout_role(situation: Situation) -> Mapping[str, object]:
 
 
 def _backing_off(status: str, held: list[str]) -> Fact:
-    words = f"replacements wait after repeated ends: {roster.listed(held)}"
+    words = f"replacements wait after repeated ends: {pod_lists.listed(held)}"
     return Fact(status=status, reason="RestartBackOff", message=words)
 
 
 def _degraded(situation: Situation, course: Course) -> Fact:
     gang = set(situation.wanted("actor"))
-    elastic = [name for name in roster.absent_pods(situation) if name not in gang]
-    held = roster.backing_off(situation, course.record, elastic)
+    elastic = [name for name in pod_lists.absent_pods(situation) if name not in gang]
+    held = pod_lists.backing_off(situation, course.record, elastic)
     if held:
         return _backing_off("True", held)
     if phase_of(situation, course) != "Running":
         return Fact(status="False", reason="NotRunning")
-    short = {role: (situation.desired(role), roster.ready_pods(situation, role)) for role in ("rollout", "env")}
+    short = {role: (situation.desired(role), pod_lists.ready_pods(situation, role)) for role in ("rollout", "env")}
     if all(ready >= desired for desired, ready in short.values()):
         return Fact(status="False", reason="AllRolesReady")
-    told = ", ".join(
+    text = ", ".join(
         f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
     )
     if short["rollout"][1] < situation.spec.rollout.min_replicas:
         return Fact(
             status="True",
             reason="BelowMinimum",
-            message=f"{told}; the run waits for minReplicas {situation.spec.rollout.min_replicas}",
+            message=f"{text}; the run waits for minReplicas {situation.spec.rollout.min_replicas}",
         )
-    words = roster.grouped((pod.waiting, pod.name) for pod in roster.wanted_pods(situation) if pod.waiting)
+    words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.waiting)
     ended = "; ".join(finding.message for finding in course.findings if finding.act is Act.REPLACE_PODS)
     status, reason, message = situation.record.condition("Degraded")
     if ended or (status == "True" and reason == "PodEnded"):
         return Fact(status="True", reason="PodEnded", message=ended or message)
-    return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (told, words))))
+    return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (text, words))))

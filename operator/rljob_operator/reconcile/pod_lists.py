@@ -10,7 +10,7 @@ from rljob_operator.reconcile.record import GANG, Record
 from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 
 NAMED = 5
-"""Pods or texts told in a message; the rest is counted."""
+"""Pods or texts named in a message; the rest is counted."""
 
 
 def wanted_pods(situation: Situation) -> list[PodView]:
@@ -54,8 +54,8 @@ def grouped(pairs: Iterable[tuple[str, str]]) -> str:
     by_words: dict[str, list[str]] = {}
     for words, name in pairs:
         by_words.setdefault(words, []).append(name)
-    told = [f"{listed(names)}: {words}" for words, names in sorted(by_words.items(), key=lambda item: item[1])]
-    return "; ".join(told[:NAMED]) + (f"; and {len(told) - NAMED} more" if len(told) > NAMED else "")
+    texts = [f"{listed(names)}: {words}" for words, names in sorted(by_words.items(), key=lambda item: item[1])]
+    return "; ".join(texts[:NAMED]) + (f"; and {len(texts) - NAMED} more" if len(texts) > NAMED else "")
 
 
 def listed(names: Iterable[str]) -> str:
