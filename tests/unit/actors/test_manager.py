@@ -265,6 +265,18 @@ def test_load_verifies_the_manifest(make_manager, tmp_path):
         manager.load_checkpoint(str(published.path))
 
 
+def test_a_checkpoint_with_the_grad_scaler_that_once_was_saved_is_read(make_manager, tmp_path):
+    manager = make_manager()
+    set_grads(manager)
+    manager.optimizer_step()
+    manager.save_checkpoint(str(tmp_path), 1)
+    path = tmp_path / "actor.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scaler": {}}))
+    resumed = make_manager()
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.counts.applied == 1 and equal(weights(resumed), weights(manager))
+
+
 def test_missing_and_foreign_checkpoints_are_told_apart(make_manager, tmp_path):
     manager = make_manager()
     with pytest.raises(FileNotFoundError, match=r"actor\.json"):
