@@ -68,8 +68,8 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
         settings._attn_implementation = attention.PACKED
         model = _on_meta(model_class, settings, dtype)
     except Exception as error:  # transformers raises anything, a KeyError for an activation it does not know
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"config.json must describe a {architecture}: {told}; repair or download it again") from error
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"config.json must describe a {architecture}: {cause}; repair or download it again") from error
     model.tie_weights()
     return model
 

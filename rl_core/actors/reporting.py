@@ -1,4 +1,4 @@
-"""What one training step tells: statistics of all micro-batches and ranks, merged as sums and divided once."""
+"""What one training step reports: statistics of all micro-batches and ranks, merged as sums and divided once."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ class StepReport:
     """Collects over one `run_training`."""
 
     def __init__(self, counts: OptimizerCounts) -> None:
-        """`counts`: the actor's running counters; the report tells their values at the end of the step."""
+        """`counts`: the actor's running counters; the report has their values at the end of the step."""
         self._counts = counts
         self._before = asdict(counts)
         self._stats: list[Mapping[str, Stat]] = []
@@ -52,7 +52,7 @@ class StepReport:
     def add_step(self, stats: Iterable[Mapping[str, Stat]], *, norm: float, rate: float) -> None:
         """Take in the micro-batches of one optimizer step, its gradient norm (equal on all ranks) and learning rate.
 
-        `stats` is empty on a rank that has no loss; each statistic is told on one rank.
+        `stats` is empty on a rank that has no loss; each statistic is reported by one rank.
         """
         self._last = list(stats)
         self._stats.extend(self._last)
