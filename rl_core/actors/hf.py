@@ -69,7 +69,9 @@ def build_model(config: Mapping[str, Any], *, dtype: torch.dtype) -> "PreTrained
         model = _on_meta(model_class, settings, dtype)
     except Exception as error:  # transformers raises anything, a KeyError for an activation it does not know
         cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"config.json must describe a {architecture}: {cause}; repair or download it again") from error
+        raise ConfigError(
+            f"config.json must describe a {architecture}: {cause}; repair or download it again"
+        ) from error
     model.tie_weights()
     return model
 
