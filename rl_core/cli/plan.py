@@ -31,15 +31,21 @@ def show_plan(file: Path, settings: Sequence[str]) -> int:
 
 
 def process_table(plan: LaunchPlan, local: LaunchPlan) -> Table:
-    """Return one row per process: its devices as numbered in its pod by `plan`, and by `local` where one machine has all."""
-    table = Table("POD", "PROCESS", "RANK", "DEVICES", "LOCALLY", "THREADS", "MODULE", box=SIMPLE)
-    table.title = f"{len(plan.pods)} pods"
-    for pod, local_pod in zip(plan.pods, local.pods, strict=True):
-        for process, locally in zip(_processes(pod), _processes(local_pod), strict=True):
-            devices = (",".join(one.placement.visible_accelerators) or "cpu" for one in (process, locally))
-            threads = process.env.get("OMP_NUM_THREADS", "")
-            command = " ".join(process.command).removeprefix("python -m ")
-            table.add_row(pod.name, process.name, str(process.rank), *devices, threads, command)
+    """Return one row per process: its devices as numbered in its pod by `plan`, and where there are any, by `local` on one machine."""
+    pairs = [
+        (pod, process, locally)
+        for pod, local_pod in zip(plan.pods, local.pods, strict=True)
+        for process, locally in zip(_processes(pod), _processes(local_pod), strict=True)
+    ]
+    numbered = any(process.visible_devices for _, process, _ in pairs)
+    devices = ("DEVICES", "LOCALLY") if numbered else ("DEVICES",)
+    table = Table("POD", "PROCESS", "RANK", *devices, "THREADS", "MODULE", title=f"{len(plan.pods)} pods", box=SIMPLE)
+    for pod, *both in pairs:
+        process = both[0]
+        shown = [",".join(one.placement.visible_accelerators) or "cpu" for one in both][: len(devices)]
+        threads = process.env.get("OMP_NUM_THREADS", "")
+        command = " ".join(process.command).removeprefix("python -m ")
+        table.add_row(pod.name, process.name, str(process.rank), *shown, threads, command)
     return table
 
 
