@@ -35,12 +35,12 @@ class CallFuture(concurrent.futures.Future[Any]):
         """Credit it takes, bytes."""
         self.sent = self.received = False
         """Whether it left this process, and whether the server confirmed it."""
+        self._ended = False
         self._convert, self._on_cancel = convert, on_cancel
 
     def settle(self, load: Callable[[], Any]) -> None:
         """End with what `load` returns or raises, unless it was cancelled. Callbacks run before this returns."""
-        self.parts = []  # callers may keep the future for long
-        if not self.set_running_or_notify_cancel():
+        if not self._ends():
             return
         try:
             value = load()
@@ -52,9 +52,16 @@ class CallFuture(concurrent.futures.Future[Any]):
 
     def fail(self, error: Exception) -> None:
         """End with `error`, unless it was cancelled."""
-        self.parts = []
-        if self.set_running_or_notify_cancel():
+        if self._ends():
             self.set_exception(error)
+
+    def _ends(self) -> bool:
+        """Return whether somebody waits for how the call ends. True once: a callback of another call may close the client."""
+        if self._ended:
+            return False
+        self._ended = True
+        self.parts = []  # callers may keep the future for long
+        return self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
         """Cancel the call unless it has ended."""

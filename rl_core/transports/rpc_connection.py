@@ -319,6 +319,8 @@ class Connection:
             else:
                 self._send("cancel", None, call.id)
                 call.fail(self._lost(call, "the answer was lost with the connection"))
+        for call in again:
+            call.sent = call.received = False
         self.counters["resent"] += len(again)
         self._queue.extendleft(reversed(again))
 

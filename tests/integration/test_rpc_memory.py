@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from rl_core.api.errors import (
+    DeadlineExceeded,
     InfrastructureError,
     WorkerLost,
 )
 from rl_core.launch.ports import free_ports
 from rl_core.transports.rpc import RpcClient, RpcServer
+from rl_core.transports.sockets import IoThread
 
 
 def test_large_arrays_travel_whole_both_ways(client):
@@ -37,6 +39,24 @@ class TestEnds:
             future.result(60)
         with pytest.raises(InfrastructureError, match="the client was closed"):
             client.call_sync("add", 1)
+
+    def test_a_callback_may_close_the_client_while_its_calls_end(self, client, service, caplog):
+        futures = [client.call_future("block") for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(lambda _: client.close())
+        client.fail("declared lost by the hub")
+        for future in futures:
+            with pytest.raises(InfrastructureError, match="declared lost by the hub|the client was closed"):
+                future.result(60)
+        late = RpcClient("tcp://127.0.0.1:9")
+        calls = [late.call_future("add", timeout=0.05) for _ in range(3)]
+        for call in calls:
+            call.add_done_callback(lambda _: late.close())
+        for call in calls:
+            with pytest.raises((DeadlineExceeded, InfrastructureError)):
+                call.result(60)
+        IoThread.shared().run(lambda: None)  # what it still had to do is done
+        assert caplog.records == []
 
     def test_a_member_declared_lost_fails_its_calls_at_once(self, client, service):
         future = client.call_future("block")
