@@ -123,6 +123,8 @@ class Observed:
     claims: Mapping[str, Object] = field(default_factory=dict)
     """The PersistentVolumeClaims of all roles' volumes, by name; absent = not found."""
     progress: Progress | None = None
+    refused_change: tuple[int, str] | None = None
+    """(generation, the runner's words) of the newest changed spec that the runner refused; None when it refused none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

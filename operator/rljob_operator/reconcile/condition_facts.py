@@ -303,6 +303,16 @@ def _backing_off(status: str, held: list[str]) -> Fact:
     return Fact(status=status, reason="RestartBackOff", message=words)
 
 
+def _refused_change(situation: Situation) -> Fact | None:
+    """Return the fact of a changed spec that the runner refused, while it is the newest and not applied."""
+    refused, report = situation.observed.refused_change, situation.report
+    if refused is None or refused[0] != situation.generation:
+        return None
+    if report is not None and (report.applied_generation or 0) >= situation.generation:
+        return None
+    return Fact(status="True", reason="ChangeRefused", message=f"the runner refused the changed spec: {refused[1]}")
+
+
 def _degraded(situation: Situation, course: Course) -> Fact:
     gang = set(situation.wanted("actor"))
     elastic = [name for name in pod_lists.absent_pods(situation) if name not in gang]
@@ -313,7 +323,8 @@ def _degraded(situation: Situation, course: Course) -> Fact:
         return Fact(status="False", reason="NotRunning")
     short = {role: (situation.desired(role), pod_lists.ready_pods(situation, role)) for role in ("rollout", "env")}
     if all(ready >= desired for desired, ready in short.values()):
-        return Fact(status="False", reason="AllRolesReady")
+        refused = _refused_change(situation)
+        return refused if refused is not None else Fact(status="False", reason="AllRolesReady")
     text = ", ".join(
         f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
     )

@@ -74,6 +74,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "BelowMinimum": "fewer rollouts than minReplicas are ready: the run waits",
         "PodEnded": "a rollout or env pod ended and is replaced; the message holds its last words",
         "RestartBackOff": "a pod ended more than 5 times in 10 minutes; its replacement waits",
+        "ChangeRefused": "the runner refuses the changed spec; the message holds its words, and the run goes on as before",
         "NotRunning": "the job does not run, so nothing is missing",
     },
     "Suspended": {

@@ -64,6 +64,7 @@ def observe(
     refusals: Mapping[str, str] | None = None,
     claims: Mapping[str, Object] | None = None,
     progress: Progress | None = None,
+    refused_change: tuple[int, str] | None = None,
 ) -> Observed:
     """Return what one reconcile looks at, from API objects."""
     return Observed(
@@ -73,6 +74,7 @@ def observe(
         refusals=refusals or {},
         claims=claims or {},
         progress=progress,
+        refused_change=refused_change,
     )
 
 

@@ -37,8 +37,8 @@ EARLIER_JOB_PAUSE = 1.0
 class Runner(Protocol):
     """Sends control calls to a job's runner; implemented by `progress.RunnerClient`."""
 
-    async def call(self, job_uid: str, call: ControlCall) -> bool:
-        """Send the call; return whether the runner took it. Never raises for a runner that does not answer."""
+    async def call(self, job_uid: str, call: ControlCall) -> str:
+        """Send the call; return the words of a runner that refused it, else "". Never raises for a runner that does not answer."""
 
 
 class Recorder(Protocol):
@@ -112,7 +112,7 @@ class Applier:
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
         await self._assert_secret(work)
         pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
-        await self._each(work.plan.calls, lambda call: self._runner.call(work.uid, call))
+        pauses += await self._each(work.plan.calls, lambda call: self._call(work, call))
         if work.plan.requeue_after is not None:
             pauses.append(work.plan.requeue_after)
         return Applied(again_after=min(pauses, default=None))
@@ -124,6 +124,15 @@ class Applier:
             if isinstance(result, BaseException):
                 raise result
         return [result for result in results if isinstance(result, float)]
+
+    async def _call(self, work: Application, call: ControlCall) -> float | None:
+        """Send a control call; note a changed spec that the runner refuses, and return 0 when that is news to tell of."""
+        words = await self._runner.call(work.uid, call)
+        if call.method != "PUT /control":
+            return None
+        before = work.memory.refused_change
+        work.memory.refused_change = (call.body["generation"], words) if words else None
+        return 0.0 if work.memory.refused_change != before else None
 
     async def _write_status(self, work: Application, pauses: list[float]) -> bool:
         """Write the status, unless it is progress whose time has not come; return False when the job is newer or gone."""

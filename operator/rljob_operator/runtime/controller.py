@@ -125,6 +125,7 @@ class Controller:
             refusals={label: refusal.words for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
             progress=memory.progress,
+            refused_change=memory.refused_change,
         )
         return self._reconcile(job, observed, self._clock(), config=self._config, known=memory.parsed)
 

@@ -54,6 +54,8 @@ class JobMemory:
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
     """By `Kind/name`."""
+    refused_change: tuple[int, str] | None = None
+    """(generation, the runner's words) of a changed spec that the runner refused."""
     futile: dict[str, BackOff] = field(default_factory=dict)
     """By uid: deletions that were accepted and changed nothing, as a finalizer holds the object."""
     foreign: set[str] = field(default_factory=set)

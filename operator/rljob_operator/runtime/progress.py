@@ -32,11 +32,19 @@ JOBS_PER_SECOND = 20.0
 """Polls per second of all jobs together, at most; the same again for those that are waited for."""
 LARGEST = 1 << 20
 """Bytes of an answer that are read; a runner's status is a few KiB."""
+REFUSED = (400, 409, 413, 422)
+"""HTTP codes that are about the call; the others are about the token, the path or the state of the runner."""
+LONGEST_WORDS = 1000
+"""Bytes kept of a runner's words about a failure."""
 TICK = 0.5
 
 
 class RunnerError(Exception):
     """The runner did not answer, or not with what it should."""
+
+
+class RunnerRefused(RunnerError):
+    """The runner understood the call and refused it: the same call is refused again."""
 
 
 class RunnerClient:
@@ -54,15 +62,18 @@ class RunnerClient:
             raise RunnerError(f"/status must be a JSON object, got {type(answer).__name__}")
         return answer
 
-    async def call(self, job_uid: str, call: ControlCall) -> bool:
-        """Send a control call; a runner that refuses or does not answer is logged and returns False."""
+    async def call(self, job_uid: str, call: ControlCall) -> str:
+        """Send a control call and return the words of a runner that refused it; empty when it took it.
+
+        Empty also when it did not answer: that is logged, and the call is made again while it is needed.
+        """
         method, _, path = call.method.partition(" ")
         try:
             await self._request(job_uid, method, call.ip, path, call.body)
         except RunnerError as error:
             logger.info("control call %s was not taken: %s", call.method, error)
-            return False
-        return True
+            return str(error) if isinstance(error, RunnerRefused) else ""
+        return ""
 
     async def _request(self, job_uid: str, method: str, ip: str, path: str, body: Any) -> Any:
         host = f"[{ip}]" if ":" in ip else ip
@@ -78,7 +89,8 @@ class RunnerClient:
             ) as response:
                 text = await _body(response)
                 if response.status >= 400:
-                    raise RunnerError(f"HTTP {response.status}: {text[:200].decode(errors='replace')}")
+                    kind = RunnerRefused if response.status in REFUSED else RunnerError
+                    raise kind(f"HTTP {response.status}: {text[:LONGEST_WORDS].decode(errors='replace')}")
                 return json.loads(text) if text else None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             raise RunnerError(_words(error)) from error

@@ -52,6 +52,8 @@ class World:
     streaks: dict[str, int] = field(default_factory=dict)
     stall: dict[str, Any] | None = None
     drained: set[str] = field(default_factory=set)
+    refused_change: tuple[int, str] | None = None
+    """What the runner said to the newest spec, where it refuses it."""
     silent_since: float | None = None
     """Since when the runner does not answer."""
     quota: int | None = None
@@ -77,6 +79,7 @@ class World:
             refusals=dict(self.refusals),
             claims=self.claims,
             progress=self.progress(),
+            refused_change=self.refused_change,
         )
 
     def progress(self) -> Progress | None:

@@ -17,11 +17,11 @@ KEY = JobKey("ns", "x")
 
 class Runner:
     def __init__(self):
-        self.calls = []
+        self.calls, self.words = [], ""
 
     async def call(self, job_uid, call):
         self.calls.append((job_uid, call))
-        return True
+        return self.words
 
 
 class Recorder:
@@ -318,6 +318,17 @@ async def test_events_of_a_status_that_was_not_written_are_not_told(bench):
     bench.cluster.put(kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "job-uid"}, "status": {"phase": "Failed"}})
     await bench.apply(status={"phase": "Running"}, events=(EventNote(type="Normal", reason="Started", message=""),))
     assert bench.recorder.notes == []
+
+
+async def test_a_changed_spec_that_the_runner_refuses_is_told_of_at_once_and_once(bench):
+    call = ControlCall(method="PUT /control", body={"generation": 3, "spec": {}}, ip="10.0.0.1")
+    bench.runner.words = "HTTP 400: steps must be above 7"
+    assert (await bench.apply(calls=(call,))).again_after == 0.0
+    assert bench.memory.refused_change == (3, "HTTP 400: steps must be above 7")
+    assert (await bench.apply(calls=(call,))).again_after is None
+    bench.runner.words = ""
+    await bench.apply(calls=(call,))
+    assert bench.memory.refused_change is None
 
 
 async def test_calls_and_events_are_passed_on(bench):

@@ -227,11 +227,13 @@ def test_a_failure_of_the_poll_itself_is_that_jobs_alone(fake_time):
 
 async def test_control_calls_carry_their_body_and_never_raise(runner, client):
     call = ControlCall(method="POST /drain", body={"pods": ["a"]}, ip="127.0.0.1")
-    assert await client.call("job", call) is True
+    assert await client.call("job", call) == ""
     assert runner.asked[0][:2] == ("POST", "/drain") and runner.asked[0][3] == '{"pods": ["a"]}'
     runner.answers["/drain"] = (400, "no")
-    assert await client.call("job", call) is False
-    assert await client.call("job", ControlCall(method="POST /finish", body=None, ip="127.0.0.2")) is False
+    assert await client.call("job", call) == "HTTP 400: no"
+    runner.answers["/drain"] = (503, "starting")
+    assert await client.call("job", call) == "", "not a verdict on the call"
+    assert await client.call("job", ControlCall(method="POST /finish", body=None, ip="127.0.0.2")) == ""
 
 
 class FakeRunners:

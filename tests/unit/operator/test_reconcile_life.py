@@ -247,6 +247,21 @@ def test_a_surplus_pod_that_never_started_goes_at_once() -> None:
     assert [deletion.name for deletion in world.reconcile().delete] == ["x-rollout-2"]
 
 
+def test_a_changed_spec_that_the_runner_refuses_is_a_condition_until_it_is_applied_or_changed_again() -> None:
+    world = running()
+    world.edit(algorithm={"steps": 1})
+    world.refused_change = (world.job["metadata"]["generation"], "HTTP 400: steps must be above 7")
+    applied, world.applied = world.applied, 0
+    world.reconcile()
+    degraded = world.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "ChangeRefused")
+    assert "steps must be above 7" in degraded["message"]
+    world.edit(algorithm={"steps": 700})
+    world.applied = applied
+    world.reconcile()
+    assert reason(world, "Degraded") == "AllRolesReady"
+
+
 def test_a_changed_spec_is_told_to_the_runner_until_it_is_applied() -> None:
     world = running()
     world.reconcile()
