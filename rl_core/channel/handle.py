@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,8 @@ class AsyncHandle(Generic[Value]):
         self._future = future
         self._receive = receive
         self._abandon = abandon
+        self._receipt = threading.Lock()
+        """Guards the fields below: of several threads that wait, the first makes the value and the others have it too."""
         self._received = False
         self._value: Value | None = None
         self._error: Exception | None = None
@@ -68,13 +71,14 @@ class AsyncHandle(Generic[Value]):
         return self._take(outcome)
 
     def _take(self, outcome: Any) -> Value | None:
-        if not self._received:
-            self._received = True
-            try:
-                self._value = self._receive(outcome)
-            except Exception as error:
-                self._error = error
-                raise
+        with self._receipt:
+            if not self._received:
+                self._received = True
+                try:
+                    self._value = self._receive(outcome)
+                except Exception as error:
+                    self._error = error
+                    raise
         if self._error is not None:
             raise self._error
         return self._value

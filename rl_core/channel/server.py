@@ -236,9 +236,8 @@ class ChannelServer:
         held = self._reservations.get(ticket)
         if held is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
-        if payload.size(parts) != held.put.nbytes or set(payload.placements(parts)) - set(
-            payload.placements(held.room.segments)
-        ):
+        foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in held.room.segments]
+        if foreign or payload.size(parts) != held.put.nbytes:
             self._give_up_room(ticket)
             raise ConfigError(
                 f"the item has {payload.size(parts)} bytes in {len(parts)} parts, the reservation was for {held.put.nbytes} bytes"

@@ -85,8 +85,6 @@ class Welcome:
     """Who the server is."""
     instance: bytes
     """Random per server process: another value means that another process took the address."""
-    known: bool
-    """Whether the server still had this connection; if not, all it had lent to the client is taken back."""
     memory: MemoryProof | None
     """None = the server takes no segments."""
     readable: bool

@@ -23,8 +23,7 @@ class RpcClient:
 
     `identity` None = anonymous, legal without keys only. `service` names whose key the server must have; None = known where
     `address` is the identity's hub or channel, else any of the job's keys, which are tried in turn. `share_memory`: find out
-    whether both ends see the same /dev/shm, for `borrow`. `on_welcome(known)` runs on the I/O thread after each greeting; not
-    known = the server has nothing of this connection (any more). Raises ConfigError when the address or keys do not fit.
+    whether both ends see the same /dev/shm, for `borrow`. Raises ConfigError when the address or keys do not fit.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class RpcClient:
         *,
         service: str | None = None,
         share_memory: bool = False,
-        on_welcome: Callable[[bool], None] | None = None,
     ) -> None:
         sockets.check_reach(address, has_keys=keys is not None, verb="connect")
         if keys is not None and identity is None:
@@ -44,9 +42,7 @@ class RpcClient:
         self.address = address
         self._ids = itertools.count(1)
         self._clock = IoThread.shared().clock
-        self._connection = Connection(
-            address, identity=identity, keys=keys, service=service, share_memory=share_memory, on_welcome=on_welcome
-        )
+        self._connection = Connection(address, identity=identity, keys=keys, service=service, share_memory=share_memory)
 
     @property
     def counters(self) -> Counter[str]:

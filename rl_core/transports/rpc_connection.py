@@ -60,7 +60,6 @@ class Connection:
         keys: KeyRing | None,
         service: str | None,
         share_memory: bool,
-        on_welcome: Callable[[bool], None] | None,
     ) -> None:
         self.address = address
         self.epoch: int | None = identity.epoch if identity is not None else None
@@ -68,7 +67,7 @@ class Connection:
         self.loans = Loans(lambda released: self._send("release", released))
         self.shares_memory = False
         """Whether server and client proved that they see the same /dev/shm."""
-        self._identity, self._share_memory, self._on_welcome = identity, share_memory, on_welcome
+        self._identity, self._share_memory = identity, share_memory
         self._io = IoThread.shared()
         self._state = _State.WAITING
         self._server: Caller | None = None
@@ -301,8 +300,6 @@ class Connection:
         self._state = _State.READY
         self._send("attach", can_read)
         self._resume(set(welcome.running), set(welcome.finished), replaced)
-        if self._on_welcome is not None:
-            self._on_welcome(welcome.known is True)
         self._flush()
 
     def _resume(self, running: set[int], finished: set[int], replaced: bool) -> None:

@@ -201,7 +201,6 @@ class RpcServer:
         answer = Welcome(
             caller=Caller.of(self._identity),
             instance=self._instance,
-            known=peer.welcome,
             memory=shared.token.proof if shared is not None else None,
             readable=shared is not None and tokens.readable(hello.memory),
             running=tuple(number for number in hello.pending if number in peer.calls),

@@ -118,12 +118,6 @@ class SegmentStore:
             self._drop_if_free((name, generation))
             return True
 
-    def holds(self, name: str, generation: int, holder: Hashable, nbytes: int) -> bool:
-        """Return whether `holder` holds that generation of a segment of at least `nbytes`."""
-        with self._lock:
-            entry = self._lent.get((name, generation))
-            return entry is not None and entry[1][holder] > 0 and entry[0].size >= nbytes
-
     def release_holder(self, holder: Hashable) -> int:
         """End all holds of `holder`, which is lost, and return how many segments it held; they are never used again."""
         with self._lock:

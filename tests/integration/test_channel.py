@@ -23,7 +23,7 @@ from rl_core.channel import Channel
 from rl_core.channel.client import ChannelClient
 from rl_core.channel.server import ChannelServer
 from rl_core.messages.channel import SegmentPart
-from rl_core.transports import curve, frames, rpc_wire
+from rl_core.transports import curve, frames, rpc_wire, tokens
 from rl_core.transports.links import SharedMemory
 
 MIB = 2**20
@@ -224,9 +224,7 @@ class TestLargeItems:
         assert waiting.wait(60) is None and channel.get()[0] == 1
 
     def test_without_shared_memory_they_go_by_socket(self, server, connect, monkeypatch):
-        from rl_core.transports import rpc_connection
-
-        monkeypatch.setattr(rpc_connection.shared_memory, "readable", lambda shown, **options: False)
+        monkeypatch.setattr(tokens, "readable", lambda proof: False)
         channel = Channel.create("s", client=connect())
         array = np.arange(MIB, dtype=np.int64)
         channel.put(array)

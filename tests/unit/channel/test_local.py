@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -92,6 +93,14 @@ def test_async_op_returns_a_handle_at_once(channel):
     stored = channel.put("x", async_op=True)
     assert stored.wait() is None
     assert waiting.wait() == "x" and waiting.wait() == "x" and waiting.done()
+
+
+def test_all_threads_that_wait_for_a_handle_have_its_item(channel):
+    handle = channel.get(async_op=True)
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(handle.wait, 60) for _ in range(8)]
+        channel.put("x")
+        assert [one.result() for one in waiting] == ["x"] * 8
 
 
 def test_waiting_for_a_handle_has_its_own_deadline(channel):

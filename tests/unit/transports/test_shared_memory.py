@@ -96,14 +96,6 @@ def test_what_a_lost_holder_had_is_never_used_again(store, tmp_path):
     assert store.stats() == {"bytes": 0, "lent": 0, "idle": 0, "created": 2, "reused": 0, "full": 0}
 
 
-def test_a_hold_is_of_one_generation_one_holder_and_enough_bytes(store):
-    spot = put(store, data().data, "a")
-    assert store.holds(spot.segment, spot.generation, "a", MIB)
-    assert not store.holds(spot.segment, spot.generation, "a", 2 * MIB)
-    assert not store.holds(spot.segment, spot.generation, "b", MIB)
-    assert not store.holds(spot.segment, spot.generation + 1, "a", MIB)
-
-
 def test_a_full_store_says_so_and_counts_and_recovers(store):
     spots = [put(store, data().data, "peer") for _ in range(8)]
     assert all(spots)
