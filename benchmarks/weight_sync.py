@@ -220,9 +220,13 @@ class Case:
         self.reports = []
 
     def run(self):
+        from rl_core.weights.version_source import StateSource
+
         self.version += 1
         self.state["embed"][0] = self.version
-        self.reports.append(self.publisher.publish(self.version, self.state, self.receivers, len(self.receivers)))
+        self.reports.append(
+            self.publisher.publish(self.version, StateSource(self.state), self.receivers, len(self.receivers))
+        )
 
     def close(self):
         self.publisher.close()

@@ -7,7 +7,7 @@ other: the publisher's host copy has it, and every transport sends slices of tha
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgpack
 import numpy as np
@@ -30,7 +30,21 @@ def aligned(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def bucket_plan(entries: Sequence[WeightEntry], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[int]]:
+class Entry(Protocol):
+    """What a plan needs to know of a name: an entry of a manifest or of a source."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size on the wire."""
+        ...
+
+    @property
+    def alias_of(self) -> str | None:
+        """Return the entry that travels for it; None = itself."""
+        ...
+
+
+def bucket_plan(entries: Sequence[Entry], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[int]]:
     """Return the buckets as lists of indices into `entries`, in wire order; aliases travel with nobody.
 
     A bucket closes before the next tensor would exceed `bucket_bytes`, alignment included; a larger tensor travels alone.
@@ -76,9 +90,11 @@ class Layout:
     """Entry index -> position in the whole; aliases are absent."""
     nbytes: int
     """Size of the whole."""
+    bucket_bytes: int
+    """What it was cut by: the same entries and the same number give the same layout everywhere."""
 
     @classmethod
-    def of(cls, entries: Sequence[WeightEntry], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> "Layout":
+    def of(cls, entries: Sequence[Entry], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> "Layout":
         """Return the layout of `bucket_plan`. Raises as it does."""
         buckets, starts, position = [], {}, 0
         for members in bucket_plan(entries, bucket_bytes):
@@ -89,7 +105,7 @@ class Layout:
                 end = offsets[-1] + entries[index].nbytes
             buckets.append(Bucket(position, end, tuple(members), tuple(offsets)))
             position += aligned(end)
-        return cls(tuple(buckets), starts, position)
+        return cls(tuple(buckets), starts, position, bucket_bytes)
 
 
 def encode(

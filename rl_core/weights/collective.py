@@ -105,9 +105,8 @@ class GroupSender:
                 group.abort("a member was lost while it formed")
                 raise InfrastructureError(f"group {plan.key} is over before its first broadcast")
             self._group = group
-        for bucket in copy.layout.buckets:
-            tensor = torch.from_numpy(copy.memory[bucket.start : bucket.start + bucket.nbytes])
-            group.broadcast(tensor.to(self._device), timeout=self._timeout)
+        for _, tensor in copy.buckets(self._device):
+            group.broadcast(tensor, timeout=self._timeout)
 
     def close(self) -> None:
         """Leave the group."""

@@ -25,7 +25,6 @@ from rl_core.messages.weights import (
 )
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.rpc_call import CallFuture
-from rl_core.weights.deadlines import Deadlines
 
 
 class HandshakeState(enum.Enum):
@@ -43,8 +42,8 @@ class HandshakeState(enum.Enum):
 class Handshake:
     """The conversation with the receiver `name`."""
 
-    def __init__(self, *, name: str, client: RpcClient, shares_host: bool) -> None:
-        self.name, self.client, self.shares_host = name, client, shares_host
+    def __init__(self, *, name: str, client: RpcClient, host_token: str) -> None:
+        self.name, self.client, self.host_token = name, client, host_token
         self.state = HandshakeState.OFFERED
         self.reason = ""
         """Why it failed."""
@@ -159,9 +158,9 @@ class Gate:
     A receiver that died unnoticed so costs the others `straggler_seconds` of serving, not its whole deadline.
     """
 
-    def __init__(self, *, min_acks: int, deadlines: Deadlines, opened: Callable[[], None]) -> None:
+    def __init__(self, *, min_acks: int, straggler_seconds: float, opened: Callable[[], None]) -> None:
         self.handshakes: Sequence[Handshake] = ()
-        self._min_acks, self._deadlines, self._opened = min_acks, deadlines, opened
+        self._min_acks, self._straggler_seconds, self._opened = min_acks, straggler_seconds, opened
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._grace: asyncio.TimerHandle | None = None
 
@@ -184,8 +183,7 @@ class Gate:
         if not any(handshake.live for handshake in self.handshakes):
             self._decide(applied >= self._min_acks)
         elif self._grace is None and applied >= max(1, self._min_acks):
-            wait = self._deadlines.straggler_seconds
-            self._grace = asyncio.get_running_loop().call_later(wait, self._decide, True)
+            self._grace = asyncio.get_running_loop().call_later(self._straggler_seconds, self._decide, True)
 
     def _decide(self, commit: bool) -> None:
         if self._grace is not None:

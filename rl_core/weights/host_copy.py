@@ -1,153 +1,138 @@
-"""The publisher's copies of the weights in host memory, laid out as buckets in shared-memory segments.
+"""The publisher's copy of a version in host memory, laid out as buckets in a segment of shared memory.
 
-`HostCopies.write` puts a version into a free segment, casting and summing while it copies; receivers of this host map it,
-all others get slices of it. A copy is `held` by the publisher while it is the committed one and by every late joiner that
-reads it; its segment is used again by a later version, so that page faults are paid once (two segments in turn, normally).
+`HostCopies.write` consumes the buckets of a source and sums while it copies; receivers of this host map the segment, all
+others get slices of it. What is held, when and why:
+
+- From the first bucket of a version to the first of the next: one copy. Receivers load it, late joiners pull it.
+- The publisher gives a copy up before it writes the next version, which so goes into the same memory: page faults are paid
+  once, and the model is in host memory once besides the trainer's own.
+- A second copy exists only while a late joiner still reads the older one; its segment goes back to the pool with the joiner.
 """
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_core.transports.bulk import Share
-from rl_core.transports.dtypes import CODES, ITEMSIZES, tensor_view
+from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights import words
-from rl_core.weights.bucket import Layout
-from rl_core.weights.manifest import TieFinder, WeightEntry, WeightManifest, checksum, host_bytes, wire_dtype
+from rl_core.weights.bucket import Bucket, Layout
+from rl_core.weights.manifest import WeightEntry, WeightManifest, host_bytes
+from rl_core.weights.version_source import SourceBucket, SourceEntry, VersionSource
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-State = Mapping[str, "torch.Tensor"] | Iterable[tuple[str, "torch.Tensor"]]
 
 
 @dataclass(eq=False, slots=True)
+class HostMemory:
+    """Room for a version; where it is, and who needs it."""
+
+    data: np.ndarray
+    """uint8 [layout.nbytes]."""
+    segment: str | None
+    """Name of the segment; None when /dev/shm was full and the memory is private."""
+    generation: int = 0
+    """Which lending of the segment this is."""
+    holders: set[Hashable] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class HostCopy:
     """One version in host memory; read-only once written."""
 
     manifest: WeightManifest
     layout: Layout
-    memory: np.ndarray
-    """uint8 [layout.nbytes]."""
-    segment: str | None
-    """Name of the segment; None when /dev/shm was full and the memory is private."""
-    generation: int = 0
-    holders: set[Hashable] = field(default_factory=set)
+    memory: HostMemory
     share: Share = field(default_factory=Share)
     """Key and tags of its streams."""
 
+    def buckets(self, device: str) -> "Iterator[tuple[Bucket, torch.Tensor]]":
+        """Yield (bucket, its bytes as uint8 on `device`)."""
+        import torch
+
+        for bucket in self.layout.buckets:
+            yield bucket, torch.from_numpy(self.memory.data[bucket.start : bucket.start + bucket.nbytes]).to(device)
+
 
 class HostCopies:
-    """Writes and keeps the copies. One thread writes at a time; `hold` and `drop` belong to the publisher's loop."""
+    """Writes the copies and keeps their memory. One thread writes at a time; `hold` and `drop` belong to the publisher's loop."""
 
-    def __init__(self, store: SegmentStore, *, bucket_bytes: int, dtype: str | None) -> None:
-        """`dtype`: type of floating tensors on the wire; None = their own."""
+    def __init__(self, store: SegmentStore) -> None:
         self._store = store
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
-        self._plan: tuple[tuple[WeightEntry, ...], Layout] | None = None
 
-    def write(self, state: State, *, version: int, epoch: int, ties: Mapping[str, str] | None = None) -> HostCopy:
-        """Return a new copy of `state` (names in the same order each time), held by nobody yet.
+    def write(self, source: VersionSource, *, version: int, epoch: int, device: str = "cpu") -> HostCopy:
+        """Return a new copy of `source`, whose buckets are taken on `device`; nobody holds it yet.
 
-        The first call holds all tensors at once to find out which names are tied (besides `ties`, alias -> name); later ones
-        take them one by one. Raises ValueError when the names, shapes or ties are not those of the first call.
+        Raises ValueError when the source does not give what its entries say.
         """
-        tensors = state.items() if isinstance(state, Mapping) else state
-        if self._plan is None:
-            tensors = list(tensors)
-            self._plan = self._make_plan(tensors, ties)
-        entries, layout = self._plan
-        copy = self._allocate(layout)
+        layout = source.layout
+        memory = self._allocate(layout.nbytes)
         try:
-            written = _write_all(tensors, entries, layout, copy.memory)
+            sums: dict[str, words.Sums] = {}
+            for bucket in source.buckets(device):
+                sums.update(_write_bucket(memory.data, bucket, source))
+            manifest = WeightManifest(version=version, epoch=epoch, entries=tuple(_with_sums(source.entries, sums)))
         except BaseException:
-            self.drop(copy, None)
+            self._free(memory)
             raise
-        copy.manifest = WeightManifest(version=version, epoch=epoch, entries=written)
-        return copy
+        return HostCopy(manifest, layout, memory)
 
     def hold(self, copy: HostCopy, holder: Hashable) -> None:
-        """Keep `copy` until `drop` for the same holder."""
-        copy.holders.add(holder)
+        """Keep the memory of `copy` until `drop` for the same holder."""
+        copy.memory.holders.add(holder)
 
     def drop(self, copy: HostCopy, holder: Hashable) -> None:
-        """End a hold; the last one frees the segment for a later version."""
-        copy.holders.discard(holder)
-        if not copy.holders and copy.segment is not None:
-            self._store.release(copy.segment, copy.generation, self)
+        """End a hold; the last one frees the memory for a later version."""
+        copy.memory.holders.discard(holder)
+        if not copy.memory.holders:
+            self._free(copy.memory)
 
     def close(self) -> None:
         """Free every segment."""
         self._store.release_holder(self)
 
-    def _make_plan(
-        self, tensors: list[tuple[str, "torch.Tensor"]], ties: Mapping[str, str] | None
-    ) -> tuple[tuple[WeightEntry, ...], Layout]:
-        finder, entries = TieFinder(ties), []
-        for name, tensor in tensors:
-            wire = wire_dtype(tensor, self._dtype)
-            entry = WeightEntry(name, tuple(tensor.shape), wire, tensor.numel() * ITEMSIZES[CODES[wire]], (0, 0))
-            entries.append(finder.resolve(entry, tensor))
-        WeightManifest(
-            version=0, epoch=0, entries=tuple(entries)
-        )  # duplicates and emptiness are refused before any copy
-        return tuple(entries), Layout.of(entries, self._bucket_bytes)
+    def _free(self, memory: HostMemory) -> None:
+        if memory.segment is not None:
+            self._store.release(memory.segment, memory.generation, self)
 
-    def _allocate(self, layout: Layout) -> HostCopy:
-        segment = self._store.lend(layout.nbytes, self)
-        manifest: Any = None
+    def _allocate(self, nbytes: int) -> HostMemory:
+        segment = self._store.lend(nbytes, self)
         if segment is None:
-            logger.warning(
-                "no shared memory for %d bytes of weights; receivers of this host get a stream", layout.nbytes
-            )
-            return HostCopy(manifest, layout, np.empty(layout.nbytes, np.uint8), None)
-        memory = np.frombuffer(segment.memory, np.uint8, layout.nbytes)
-        return HostCopy(manifest, layout, memory, segment.name, segment.generation)
+            logger.warning("no shared memory for %d bytes of weights; receivers of this host get a stream", nbytes)
+            return HostMemory(np.empty(nbytes, np.uint8), None)
+        return HostMemory(np.frombuffer(segment.memory, np.uint8, nbytes), segment.name, segment.generation)
 
 
-def _write_all(
-    tensors: Iterable[tuple[str, "torch.Tensor"]],
-    entries: tuple[WeightEntry, ...],
-    layout: Layout,
-    memory: np.ndarray,
-) -> tuple[WeightEntry, ...]:
-    import torch
-
-    written: dict[str, WeightEntry] = {}
-    for name, tensor in tensors:
-        index = len(written)
-        entry = entries[index] if index < len(entries) else None
-        if entry is None or (entry.name, entry.shape) != (name, tuple(tensor.shape)):
-            expected = f"{entry.name!r} {list(entry.shape)}" if entry is not None else "no more tensors"
+def _write_bucket(data: np.ndarray, bucket: SourceBucket, source: VersionSource) -> Iterator[tuple[str, words.Sums]]:
+    for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
+        entry = source.entries[index]
+        own = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if own != (entry.shape, entry.dtype):
             raise ValueError(
-                f"the tensors of a model must not change between versions: expected {expected}, got {name!r} {list(tensor.shape)}"
+                f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} as its entry says, got {own[1]} {list(own[0])}"
             )
-        if entry.alias_of is None:
-            start = layout.starts[index]
-            sums = write_tensor(memory[start : start + entry.nbytes], tensor, entry)
-        else:
-            sums = checksum(tensor.to(getattr(torch, entry.dtype)))
-            if sums != written[entry.alias_of].checksum:
-                raise ValueError(
-                    f"{name!r} must stay equal to {entry.alias_of!r}, to which it is tied; its values differ"
-                )
-        written[name] = replace(entry, checksum=sums)
-    if len(written) < len(entries):
-        raise ValueError(
-            f"the tensors of a model must not change between versions: {entries[len(written)].name!r} is gone"
-        )
-    return tuple(written.values())
+        start = source.layout.starts[index]
+        yield entry.name, write_tensor(data[start : start + entry.nbytes], tensor, entry)
 
 
-def write_tensor(memory: np.ndarray, tensor: "torch.Tensor", entry: WeightEntry) -> words.Sums:
-    """Write `tensor` in the wire type of `entry` to `memory` and return its checksum; a plain copy is one pass."""
-    own = str(tensor.dtype).removeprefix("torch.")
-    if tensor.device.type == "cpu" and own == entry.dtype:
+def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, words.Sums]) -> Iterator[WeightEntry]:
+    for entry in entries:
+        travels = entry.alias_of or entry.name
+        if travels not in sums:
+            raise ValueError(f"a source must give every tensor of its entries, {travels!r} is missing")
+        yield WeightEntry(entry.name, entry.shape, entry.dtype, entry.nbytes, sums[travels], entry.alias_of)
+
+
+def write_tensor(memory: np.ndarray, tensor: "torch.Tensor", entry: SourceEntry) -> words.Sums:
+    """Write `tensor` to `memory` and return its checksum; from a CPU in one pass."""
+    if tensor.device.type == "cpu":
         return words.copy_bytes(memory, host_bytes(tensor))
     tensor_view(memory.data, CODES[entry.dtype], entry.shape, copy=False).copy_(tensor.detach())
     return words.sum_bytes(memory)

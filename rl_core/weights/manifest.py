@@ -6,7 +6,7 @@ bytes this manifest describes (invariant I2).
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING
@@ -185,24 +185,22 @@ def build_manifest(
     return WeightManifest(version=version, epoch=epoch, base_version=base_version, entries=tuple(entries))
 
 
+def tensor_place(tensor: "torch.Tensor") -> tuple[object, ...]:
+    """Return what two names of one memory have in common while both tensors live."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 class TieFinder:
     """Finds names of one memory. Tensors may be freed between two calls, so equal addresses must also hold equal bytes."""
 
-    def __init__(self, ties: Mapping[str, str] | None = None) -> None:
-        self._ties = dict(ties or {})
-        self._entries: dict[str, WeightEntry] = {}
-        self._at: dict[tuple[object, ...], str] = {}
+    def __init__(self) -> None:
+        self._at: dict[tuple[object, ...], WeightEntry] = {}
 
     def resolve(self, entry: WeightEntry, tensor: "torch.Tensor") -> WeightEntry:
-        """Return `entry`, as an alias when an earlier one shares its memory (or was told to: `ties` alias -> name)."""
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        known = self._entries.get(self._ties.get(entry.name) or (self._at.get(place, "") if entry.nbytes else ""))
-        if known is not None and (known.checksum, known.shape, known.dtype) == (
-            entry.checksum,
-            entry.shape,
-            entry.dtype,
-        ):
-            return WeightEntry(entry.name, entry.shape, entry.dtype, entry.nbytes, entry.checksum, known.name)
-        self._at[place] = entry.name
-        self._entries[entry.name] = entry
+        """Return `entry`, as an alias when an earlier one shares its memory."""
+        place = tensor_place(tensor)
+        known = self._at.get(place) if entry.nbytes else None
+        if known is not None and known.checksum == entry.checksum:
+            return replace(entry, alias_of=known.name)
+        self._at[place] = entry
         return entry

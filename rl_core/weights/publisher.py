@@ -1,36 +1,23 @@
 """The sending end of weight sync: offers each version to every rollout, commits it, serves it to late joiners.
 
-Actor rank 0 owns one (trainers.md 9). `publish` copies the weights to host memory in the caller's thread and then lets the
-process's handler loop talk to the receivers, so the trained tensors are free as soon as it returns. The committed version
-stays in host memory until the next one is committed; `weights_pull` is answered from it at any time, training or not.
+Actor rank 0 owns one (trainers.md 9). A version passes three seams: a `VersionSource` yields its buckets, `HostCopies` encodes them (full
+weights) in host memory, a `Way` moves the bytes. `publish` gathers and copies in the caller's thread and then lets the
+process's handler loop talk to the receivers, so the trained tensors are free as soon as it returns. `host_copy` says which
+copies are held when; `weights_pull` is answered from the committed one at any time between two publishes.
 """
 
 import asyncio
-import contextlib
 import logging
-import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
-from rl_core.messages.weights import (
-    PublishReport,
-    PullOffer,
-    PullRefusal,
-    PullRequest,
-    ReceiverAddress,
-    SharedSource,
-    StreamSource,
-    WeightOffer,
-    WeightSource,
-    WeightTransfer,
-)
-from rl_core.transports import sockets, tokens
-from rl_core.transports.bulk import BulkSender
+from rl_core.messages.weights import PublishReport, ReceiverAddress
+from rl_core.transports import sockets
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.links import SharedMemory
@@ -40,11 +27,10 @@ from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.handshake import Gate, Handshake, HandshakeState
 from rl_core.weights.host_copy import HostCopies, HostCopy
-
-if TYPE_CHECKING:
-    import torch
-
-    from rl_core.weights.collective import GroupSender
+from rl_core.weights.joiners import LateJoiners
+from rl_core.weights.outlets import Outlets
+from rl_core.weights.version_source import VersionSource
+from rl_core.weights.ways import Star, Together, Way
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +56,7 @@ class WeightPublisher:
         deadlines: Deadlines | None = None,
         host_token: str | None = None,
     ) -> None:
-        """`device` ("cpu" or "cuda:N") and its UUID: where the trained weights are, for NCCL.
+        """`device` ("cpu" or "cuda:N") and its UUID: where the trained weights are. `deadlines` None = those of the job.
 
         `host_token` None = this host's; another text makes every receiver a remote one (tests, benchmarks).
         """
@@ -78,66 +64,70 @@ class WeightPublisher:
         if self.cfg.weights.encrypt and keys is None:
             raise ConfigError("weights.encrypt needs CURVE keys, got none; set RLJOB_CURVE_DIR or encrypt: false")
         self.epoch = epoch
-        self._identity, self._keys = identity, keys
-        self._deadlines = deadlines or Deadlines()
-        self._host_token = host_token if host_token is not None else tokens.host_token()
-        store = SharedMemory.shared(identity.uid if identity is not None else "").store
-        self._copies = HostCopies(store, bucket_bytes=self.cfg.weights.bucket_bytes, dtype=self.cfg.model.dtype)
-        self._committed: HostCopy | None = None
+        self._identity, self._keys, self._device = identity, keys, device
+        self._deadlines = deadlines or Deadlines.from_spec(self.cfg)
+        self._last = NOTHING
+        """Version and digest that were committed last."""
         self._clients: dict[str, RpcClient] = {}
         self._busy = threading.Lock()
+        """Lets one publish run at a time: two would write the same memory and offer in either order."""
         self._loop = HandlerLoop.shared().loop
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._device, self._device_uuid = device, device_uuid
-        self._group: GroupSender | None = None
-        self._pulls: dict[str, tuple[HostCopy, asyncio.TimerHandle]] = {}
-        handlers = {"weights_pull": self._pull, "weights_pulled": self._pulled}
+        host = sockets.split_address(bind)[0]
+        self._copies = HostCopies(SharedMemory.shared(identity.uid if identity is not None else "").store)
+        self._outlets = Outlets(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
+        self._joiners = LateJoiners(self._copies, self._outlets, self._deadlines)
+        self._way = self._make_way(host, device_uuid)
+        handlers = {"weights_pull": self._joiners.pull, "weights_pulled": self._joiners.pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
-        self._bulk: BulkSender | None = None
         self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
         self.address = self._server.address
         """Where `weights_pull` is served."""
         words.kernels()
 
+    def _make_way(self, host: str, device_uuid: str | None) -> Way:
+        """Return how versions travel: a CPU job goes over ZeroMQ unless it asks for a group."""
+        transport, star = self.cfg.weights.transport, Star(self._outlets)
+        if transport == "zmq" or (transport == "auto" and self._device == "cpu"):
+            return star
+        return Together(
+            star,
+            wanted=transport,
+            host=host,
+            epoch=self.epoch,
+            device=self._device,
+            device_uuid=device_uuid,
+            timeout=self._deadlines.collective_seconds,
+        )
+
     def current(self) -> tuple[int, str]:
-        """Return (version, digest) of the committed version; (-1, "") before the first."""
-        copy = self._committed
+        """Return (version, digest) that late joiners get; (-1, "") before the first commit and until a publish that began commits."""
+        copy = self._joiners.committed
         return (copy.manifest.version, copy.manifest.digest) if copy is not None else NOTHING
 
     def publish(
-        self,
-        version: int,
-        state: "Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
-        receivers: Sequence[ReceiverAddress],
-        min_acks: int,
-        *,
-        ties: Mapping[str, str] | None = None,
+        self, version: int, source: VersionSource, receivers: Sequence[ReceiverAddress], min_acks: int
     ) -> PublishReport:
-        """Give `version` to `receivers` and return the report once all are served or out.
+        """Give `version` of `source` to `receivers` and return the report once all are served or out.
 
-        `ties` names tied tensors (alias -> name) where memory does not show
-        them. Publishing a version again is harmless: who has it acknowledges without data.
+        Publishing a version again is harmless: who has it acknowledges without data.
         Raises DeadlineExceeded naming each missing receiver when fewer than `min_acks` acknowledge; ValueError when the
-        version is older than the committed one or the tensors changed shape.
+        version is older than the committed one, or the same with other weights.
         """
         refuse_on_event_loop("publish()")
         with self._busy:
-            committed = self._committed
-            if committed is not None and version < committed.manifest.version:
+            if version < self._last[0]:
                 raise ValueError(
-                    f"version must not go back inside an epoch: {committed.manifest.version} is committed, got {version}"
+                    f"version must not go back inside an epoch: {self._last[0]} is committed, got {version}"
                 )
             started = time.monotonic()
-            copy = self._copies.write(state, version=version, epoch=self.epoch, ties=ties)
-            copied = time.monotonic()
-            if committed is not None and version == committed.manifest.version:
-                copy = self._same(copy, committed)
-            handshakes = [self._handshake(receiver) for receiver in receivers]
-            for handshake in handshakes:
-                self._start_offer(handshake, copy)
-            asyncio.run_coroutine_threadsafe(self._sync(copy, handshakes, min_acks), self._loop).result()
-            return self._report(copy, handshakes, min_acks, started=started, copied=copied)
+            self._on_loop(self._joiners.withdraw)
+            try:
+                copy = self._copies.write(source, version=version, epoch=self.epoch, device=self._device)
+                copied = time.monotonic()
+                handshakes = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
+            finally:
+                self._loop.call_soon_threadsafe(self._joiners.settle)
+            return _report(copy, handshakes, min_acks, started=started, copied=copied)
 
     def lost(self, name: str, reason: str) -> None:
         """Stop waiting for receiver `name`: the hub declared it dead."""
@@ -148,219 +138,90 @@ class WeightPublisher:
     def close(self) -> None:
         """Stop serving and free the host copies."""
         self._server.close()
-        if self._bulk is not None:
-            self._bulk.close()
-        if self._group is not None:
-            self._group.close()
+        self._outlets.close()
+        self._way.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()
         self._copies.close()
 
-    # --- one sync, on the handler loop -----------------------------------------------------------------------------
+    # --- one sync --------------------------------------------------------------------------------------------------
 
-    def _same(self, copy: HostCopy, committed: HostCopy) -> HostCopy:
-        """Return the committed copy in place of an equal new one."""
-        self._copies.drop(copy, None)
-        if copy.manifest.digest != committed.manifest.digest:
-            raise ValueError(
-                f"version {copy.manifest.version} is committed with digest {committed.manifest.digest} and other weights; raise the version"
-            )
-        return committed
+    def _on_loop(self, call: Any) -> None:
+        """Run `call` on the handler loop and wait for it."""
 
-    async def _sync(self, copy: HostCopy, handshakes: list[Handshake], min_acks: int) -> None:
-        """Bring the `handshakes`, whose offers are under way, as far as they get."""
-        self._copies.hold(copy, "sync")
-        self._quiet.clear()
-        try:
-            gate = Gate(min_acks=min_acks, deadlines=self._deadlines, opened=lambda: self._commit(copy))
-            gate.watch(handshakes)
-            if self._is_star:
-                await asyncio.gather(*(self._deliver(handshake, copy, gate) for handshake in handshakes))
-            else:
-                await self._deliver_together(handshakes, copy, gate)
-        finally:
-            self._quiet.set()
-            self._copies.drop(copy, "sync")
+        async def run() -> None:
+            call()
 
-    @property
-    def _is_star(self) -> bool:
-        """Whether each receiver is served by itself over ZeroMQ."""
-        transport = self.cfg.weights.transport
-        return transport == "zmq" or (transport == "auto" and self._device == "cpu")
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
-    def _handshake(self, receiver: ReceiverAddress) -> Handshake:
-        return Handshake(
-            name=receiver.name,
-            client=self._client(receiver.name, receiver.address),
-            shares_host=receiver.host_token == self._host_token,
-        )
-
-    def _start_offer(self, handshake: Handshake, copy: HostCopy) -> None:
-        """Send OFFER. In a star a receiver of this host is told where the data are and loads in the same exchange."""
-        source, seconds = None, self._deadlines.ready_seconds
-        if self._is_star and handshake.shares_host and copy.segment is not None:
-            source = self._source(copy, shares_host=True)
-            seconds += self._transfer_seconds(copy)
-        handshake.start(self._offer(copy, source), seconds)
-
-    async def _deliver(self, handshake: Handshake, copy: HostCopy, gate: Gate) -> None:
-        """Serve one receiver to the end, independently of the others."""
-        await handshake.offered()
-        await self._send_and_commit(handshake, copy, gate)
-
-    async def _deliver_together(self, handshakes: list[Handshake], copy: HostCopy, gate: Gate) -> None:
-        """Hear all; move the bytes in one process group where the job or the devices say so; commit."""
-        await asyncio.gather(*(handshake.offered() for handshake in handshakes))
-        backend = self._backend([one.ready.device for one in handshakes if one.live and one.ready is not None])
-        if backend is not None:
-            await self._send_in_group(backend, handshakes, copy)
-        await asyncio.gather(*(self._send_and_commit(handshake, copy, gate) for handshake in handshakes))
-
-    async def _send_and_commit(self, handshake: Handshake, copy: HostCopy, gate: Gate) -> None:
-        if handshake.live:
-            source = self._source(copy, shares_host=handshake.shares_host)
-            transfer = WeightTransfer(digest=copy.manifest.digest, source=source)
-            await handshake.transfer(transfer, self._transfer_seconds(copy))
-        if handshake.state is HandshakeState.APPLIED and await gate.wait():
-            await handshake.commit(copy.manifest.version, copy.manifest.digest, self._deadlines.commit_seconds)
-
-    async def _send_in_group(self, backend: str, handshakes: list[Handshake], copy: HostCopy) -> None:
-        """Broadcast to all that are READY, again in a smaller group whenever a member is lost."""
-        sender = self._sender(backend)
-        for _ in range(len(handshakes) + 1):
-            ready = [handshake for handshake in handshakes if handshake.live]
-            if not ready:
-                return
-            await sender.send(copy, ready, self._transfer_seconds(copy))
-            again = [handshake for handshake in ready if handshake.live]
-            for handshake in again:
-                self._start_offer(handshake, copy)
-            await asyncio.gather(*(handshake.offered() for handshake in again))
-        for handshake in handshakes:
-            if handshake.live:
-                handshake.fail(f"the process group ended in every generation: {handshake.reason}")
-
-    def _sender(self, backend: str) -> "GroupSender":
-        if self._group is None:
-            from rl_core.weights.collective import GroupSender
-
-            host, _ = sockets.split_address(self.address)
-            timeout = self.cfg.runtime.deadlines.collective
-            device = self._device if backend == "nccl" else "cpu"
-            self._group = GroupSender(host=host, epoch=self.epoch, backend=backend, device=device, timeout=timeout)
-        return self._group
-
-    def _transfer_seconds(self, copy: HostCopy) -> float:
-        return self._deadlines.transfer(copy.manifest.total_bytes)
-
-    def _backend(self, devices: list[str]) -> str | None:
-        """Return the backend for receivers on `devices` (UUIDs or "cpu"); None = each by itself over ZeroMQ."""
-        wanted = self.cfg.weights.transport
-        own = [self._device_uuid or self._device, *devices]
-        possible = "cpu" not in own and len(set(own)) == len(own)
-        if wanted == "nccl" and not possible:
-            raise ConfigError(
-                f"weights.transport nccl needs a device of its own per member, got {own}; use auto or zmq"
-            )
-        return "gloo" if wanted == "gloo" else "nccl" if possible and devices else None
-
-    def _offer(self, copy: HostCopy, source: WeightSource | None) -> WeightOffer:
+    def _send(
+        self, copy: HostCopy, receivers: Sequence[ReceiverAddress], min_acks: int, deadlines: Deadlines
+    ) -> list[Handshake]:
+        """Offer `copy` and return the handshakes, each as far as it got."""
         manifest = copy.manifest
-        return WeightOffer(
-            digest=manifest.digest,
-            manifest=manifest.packed,
-            bucket_bytes=self.cfg.weights.bucket_bytes,
-            deadline=self._deadlines.total(manifest.total_bytes),
-            source=source,
-        )
+        if manifest.version == self._last[0] and manifest.digest != self._last[1]:
+            raise ValueError(
+                f"version {manifest.version} is committed with digest {self._last[1]} and other weights; raise the version"
+            )
+        handshakes = [
+            Handshake(name=one.name, client=self._client(one), host_token=one.host_token) for one in receivers
+        ]
+        for handshake in handshakes:
+            self._way.start(handshake, copy, deadlines)
+        asyncio.run_coroutine_threadsafe(self._sync(copy, handshakes, min_acks, deadlines), self._loop).result()
+        return handshakes
 
-    def _source(self, copy: HostCopy, *, shares_host: bool) -> WeightSource:
-        if not (shares_host and copy.segment is not None):
-            return self._stream(copy)
-        return SharedSource(segment=copy.segment, nbytes=copy.layout.nbytes)
+    async def _sync(self, copy: HostCopy, handshakes: list[Handshake], min_acks: int, deadlines: Deadlines) -> None:
+        """Bring the `handshakes`, whose offers are under way, as far as they get."""
+        self._copies.hold(copy, self)
+        try:
+            grace = deadlines.straggler(copy.manifest.total_bytes)
+            gate = Gate(min_acks=min_acks, straggler_seconds=grace, opened=lambda: self._commit(copy))
+            gate.watch(handshakes)
+            await self._way.deliver(handshakes, copy, gate, deadlines)
+        finally:
+            self._copies.drop(copy, self)
 
-    def _stream(self, copy: HostCopy) -> StreamSource:
-        encrypt = self.cfg.weights.encrypt
-        if self._bulk is None:
-            host, _ = sockets.split_address(self.address)
-            self._bulk = BulkSender(f"tcp://{host}:0", self._keys if encrypt else None)
-        return StreamSource(ticket=self._bulk.offer([copy.memory], share=copy.share), encrypted=encrypt)
+    def _commit(self, copy: HostCopy) -> None:
+        self._last = (copy.manifest.version, copy.manifest.digest)
+        self._joiners.commit(copy)
 
-    def _client(self, name: str, address: str) -> RpcClient:
-        client = self._clients.get(name)
-        if client is None or client.address != address:
+    def _client(self, receiver: ReceiverAddress) -> RpcClient:
+        client = self._clients.get(receiver.name)
+        if client is None or client.address != receiver.address:
             if client is not None:
                 client.close()
             service = "rollout" if self._keys is not None else None
-            client = self._clients[name] = RpcClient(address, self._keys, self._identity, service=service)
+            client = self._clients[receiver.name] = RpcClient(
+                receiver.address, self._keys, self._identity, service=service
+            )
         return client
 
-    def _commit(self, copy: HostCopy) -> None:
-        if copy is not self._committed:
-            self._copies.hold(copy, "committed")
-            old, self._committed = self._committed, copy
-            if old is not None:
-                self._copies.drop(old, "committed")
-        self._quiet.set()
 
-    def _report(
-        self, copy: HostCopy, handshakes: list[Handshake], min_acks: int, *, started: float, copied: float
-    ) -> PublishReport:
-        acked = [handshake for handshake in handshakes if handshake.state is HandshakeState.ACKED]
-        if len(acked) < min_acks:
-            missing = "; ".join(handshake.describe() for handshake in handshakes if handshake not in acked)
-            raise DeadlineExceeded(
-                f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(handshakes)}"
-                f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
-            )
-        now = time.monotonic()
-        kinds = {handshake.transport for handshake in handshakes if handshake.transport}
-        acks = [one.ack for one in acked if one.ack is not None]
-        return PublishReport(
-            version=copy.manifest.version,
-            digest=copy.manifest.digest,
-            acked=tuple(one.name for one in acked),
-            failed={one.name: one.describe() for one in handshakes if one not in acked},
-            seconds=now - started,
-            bytes=copy.manifest.total_bytes,
-            transport="+".join(sorted(kinds)) or "none",
-            copy_seconds=copied - started,
-            sync_seconds=now - copied,
-            apply_seconds=max((ack.apply_seconds for ack in acks), default=0.0),
-            pause_seconds=max((ack.pause_seconds for ack in acks), default=0.0),
+def _report(
+    copy: HostCopy, handshakes: Sequence[Handshake], min_acks: int, *, started: float, copied: float
+) -> PublishReport:
+    acked = [handshake for handshake in handshakes if handshake.state is HandshakeState.ACKED]
+    if len(acked) < min_acks:
+        missing = "; ".join(handshake.describe() for handshake in handshakes if handshake not in acked)
+        raise DeadlineExceeded(
+            f"version {copy.manifest.version} must be acknowledged by {min_acks} receivers, got {len(acked)} of {len(handshakes)}"
+            f"{': ' + missing if missing else ''}; start more rollouts or lower minReplicas"
         )
-
-    # --- late joiners, on the handler loop -------------------------------------------------------------------------
-
-    async def _pull(self, request: PullRequest) -> PullOffer | PullRefusal:
-        """Answer with a source of the committed version, or refuse.
-
-        While a publish is under way it waits for its commit (30 s at most): on policy the version before is of no use.
-        """
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._quiet.wait(), self._deadlines.ready_seconds)
-        copy = self._committed
-        if copy is None:
-            return PullRefusal(reason="no version is committed yet")
-        ticket = secrets.token_hex(16)
-        self._copies.hold(copy, ticket)
-        source = self._source(copy, shares_host=request.host_token == self._host_token)
-        expiry = self._loop.call_later(self._deadlines.total(copy.manifest.total_bytes), self._release, ticket)
-        self._pulls[ticket] = (copy, expiry)
-        manifest = copy.manifest
-        offer = self._offer(copy, source)
-        return PullOffer(ticket=ticket, version=manifest.version, epoch=manifest.epoch, offer=offer)
-
-    async def _pulled(self, ticket: str) -> bool:
-        """End a pull: its copy may be used again."""
-        return self._release(ticket)
-
-    def _release(self, ticket: str) -> bool:
-        entry = self._pulls.pop(ticket, None)
-        if entry is None:
-            return False
-        copy, expiry = entry
-        expiry.cancel()
-        self._copies.drop(copy, ticket)
-        return True
+    now = time.monotonic()
+    kinds = {handshake.transport for handshake in handshakes if handshake.transport}
+    acks = [handshake.ack for handshake in acked if handshake.ack is not None]
+    return PublishReport(
+        version=copy.manifest.version,
+        digest=copy.manifest.digest,
+        acked=tuple(handshake.name for handshake in acked),
+        failed={handshake.name: handshake.describe() for handshake in handshakes if handshake not in acked},
+        seconds=now - started,
+        bytes=copy.manifest.total_bytes,
+        transport="+".join(sorted(kinds)) or "none",
+        copy_seconds=copied - started,
+        sync_seconds=now - copied,
+        apply_seconds=max((ack.apply_seconds for ack in acks), default=0.0),
+        pause_seconds=max((ack.pause_seconds for ack in acks), default=0.0),
+    )

@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 NOTHING = (-1, "")
 """`current()` of a receiver that cannot prove any version."""
-GROUP_SECONDS = 60.0
 AT_ONCE_BYTES = 1 << 20
 """Models of this host up to this size are copied on the event loop: a hand-over to a thread takes as long."""
 STOPPED = "replaced by a newer offer, or its time was over"
@@ -99,7 +98,7 @@ class WeightReceiver:
         self.state = ReceiverState.UNVERSIONED
         self._identity, self._keys, self._target = identity, keys, target
         self._device = device_uuid or device
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines or (Deadlines.from_spec(self.cfg) if self.cfg is not None else Deadlines())
         self._on_state = on_state
         self._held: tuple[int, int, str] | None = None
         """(epoch, version, digest) proven to be in the target's memory."""
@@ -111,8 +110,7 @@ class WeightReceiver:
         self._expiry: asyncio.TimerHandle | None = None
         self._paused_at: float | None = None
         self._applied_seconds = 0.0
-        group_timeout = self.cfg.runtime.deadlines.collective if self.cfg is not None else GROUP_SECONDS
-        self._sources = Sources(keys=keys, device=device, group_timeout=group_timeout)
+        self._sources = Sources(keys=keys, device=device, deadlines=self._deadlines)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
         shapes = [_shape_and_dtype(wanted)[0] for wanted in target.names_and_shapes().values()]
         self._kernels = self._thread.submit(words.kernels) if words.worth_compiling(shapes) else None
@@ -320,7 +318,7 @@ class WeightReceiver:
 
     async def _pull_once(self, client: RpcClient, timeout: float | None) -> ReceiverAnswer:
         request = PullRequest(host_token=tokens.host_token())
-        pulled = await client.call("weights_pull", request, timeout=timeout or self._deadlines.total(0))
+        pulled = await client.call("weights_pull", request, timeout=timeout or self._deadlines.sync_seconds)
         if not isinstance(pulled, PullOffer):
             raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {pulled.reason}")
         try:

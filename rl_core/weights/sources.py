@@ -14,6 +14,7 @@ from rl_core.transports.bulk import BulkReceiver
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
 from rl_core.weights.assembly import Assembly, Piece
+from rl_core.weights.deadlines import Deadlines
 
 if TYPE_CHECKING:
     import torch
@@ -21,16 +22,14 @@ if TYPE_CHECKING:
     from rl_core.weights.collective import GroupReceiver
 
 Tensors = Iterator[tuple[str, "torch.Tensor"]]
-SILENCE_SECONDS = 15.0
-"""A publisher that sends nothing for so long is gone: heartbeats and reconnection had their time."""
 
 
 class Sources:
     """What a receiver keeps between syncs: mapped segments, a process group. `open` runs in one thread, the rest in any."""
 
-    def __init__(self, *, keys: KeyRing | None, device: str, group_timeout: float) -> None:
-        """`device`: where NCCL puts the bytes. `group_timeout`: seconds for a formation and for each broadcast."""
-        self._keys, self._device, self._group_timeout = keys, device, group_timeout
+    def __init__(self, *, keys: KeyRing | None, device: str, deadlines: Deadlines) -> None:
+        """`device`: where NCCL puts the bytes."""
+        self._keys, self._device, self._deadlines = keys, device, deadlines
         self._segments = SegmentReader()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._group: GroupReceiver | None = None
@@ -53,7 +52,7 @@ class Sources:
     @contextlib.contextmanager
     def _stream(self, source: StreamSource, assembly: Assembly) -> Iterator[Tensors]:
         keys = self._keys if source.encrypted else None
-        chunks = iter(BulkReceiver(source.ticket, keys, timeout=SILENCE_SECONDS, wake=self._wake))
+        chunks = iter(BulkReceiver(source.ticket, keys, timeout=self._deadlines.silence_seconds, wake=self._wake))
         with contextlib.closing(chunks):
             yield assembly.tensors(_positioned(chunks))
 
@@ -70,7 +69,7 @@ class Sources:
         if self._group is None:
             from rl_core.weights.collective import GroupReceiver
 
-            self._group = GroupReceiver(timeout=self._group_timeout)
+            self._group = GroupReceiver(timeout=self._deadlines.collective_seconds)
         return self._group
 
     def abort_group(self, epoch: int, generation: int, reason: str) -> None:

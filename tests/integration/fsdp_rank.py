@@ -15,9 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from actor_samples import make_record
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_core.actors.fsdp.actor import FSDPActor
+from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.api.errors import RLJobError
+from rl_core.weights.manifest import checksum
+from rl_core.weights.publisher import WeightPublisher
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 
 
@@ -87,6 +91,47 @@ class Rank:
         self.seen["weights"] = {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
         shards = self.actor.get_model_state_dict(False, False)
         self.seen["placements"] = sorted({str(tensor.placements) for tensor in shards.values()})
+
+    def gather(self, shapes: dict[str, list[int]], dtype: str, bucket_bytes: int, publish: bool) -> None:
+        """Gather tensors cut over the ranks as a version, and say which of them differ from `full_tensor` in any bit.
+
+        With `publish` false rank 0 takes the first bucket only, as when its publisher fails.
+        """
+        generator = torch.Generator().manual_seed(5)
+        whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        ranks, strategy = self.actor.ranks, self.actor.strategy
+        cut = {name: distribute_tensor(tensor, ranks.mesh, [Shard(0)]) for name, tensor in whole.items()}
+        cut["whole.buffer"] = torch.arange(5.0)
+        slices = {name: strategy.slice_of(tensor) for name, tensor in cut.items()}
+        names = [*((name, None) for name in cut), ("tied", "a")]
+        source = FSDPSource(slices, names, ranks, dtype=dtype, bucket_bytes=bucket_bytes)
+        given = {}
+        for bucket in source.buckets("cpu") if self.rank == 0 else ():
+            given |= {source.entries[i].name: t for i, t in zip(bucket.place.entries, bucket.tensors, strict=True)}
+            if not publish:
+                break
+        source.finish()
+        expected = {name: strategy.whole(tensor).to(getattr(torch, dtype)) for name, tensor in cut.items()}
+        self.seen["given"] = list(given)
+        self.seen["differ"] = [
+            name
+            for name, tensor in given.items()
+            if (tensor.shape, tensor.dtype) != (expected[name].shape, expected[name].dtype)
+            or not torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+        ]
+        self.seen["rows"] = {name: slices[name].tensor.shape[0] for name in whole}
+
+    def publish(self, version: int) -> None:
+        """Publish a version; rank 0 says which tensors of it are not those that it gathers otherwise."""
+        if self.rank == 0 and self.actor.publisher is None:
+            self.actor.publisher = WeightPublisher(self.actor.cfg, 0)
+        report = self.actor.sync_model_to_rollout(version, [], 0)
+        state = self.actor.get_model_state_dict(True, True)
+        self.seen["reported"] = report is not None
+        if report is not None:
+            wire = getattr(torch, self.actor.cfg.model.dtype)
+            entries = self.actor.publisher._joiners.committed.manifest.entries
+            self.seen["differ"] = [one.name for one in entries if one.checksum != checksum(state[one.name].to(wire))]
 
     def die(self, rank: int) -> None:
         """End this process at once if it is `rank`."""

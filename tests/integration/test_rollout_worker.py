@@ -25,6 +25,7 @@ from rl_core.transports import tokens
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
 from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.version_source import StateSource
 
 CONFIG = {
     "model_type": "qwen2", "vocab_size": 43, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -171,9 +172,7 @@ class World:
 
     def publish(self, version: int, seed: int):
         receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
-        return self.publisher.publish(
-            version, random_state(seed), receivers, 1, ties={"lm_head.weight": "model.embed_tokens.weight"}
-        )
+        return self.publisher.publish(version, StateSource(random_state(seed)), receivers, 1)
 
     def start(self):
         self.on_loop(self.worker.start_rollout(self.trajectories, self.validation))
@@ -271,7 +270,7 @@ def test_samples_repeat_by_seed_whatever_shares_the_batch_and_change_with_the_we
 
 
 def test_a_late_joiner_pulls_the_committed_version_and_serves_it(world):
-    world.publisher.publish(5, random_state(3), [], 0)
+    world.publisher.publish(5, StateSource(random_state(3)), [], 0)
     answer = world.on_loop(world.worker.join(world.publisher.address))
     assert answer["version"] == 5 and answer["digest"]
     world.start()

@@ -10,6 +10,7 @@ import torch
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.weights.handshake import Handshake
 from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.version_source import StateSource
 
 SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
 
@@ -23,4 +24,5 @@ if __name__ == "__main__":
     publisher = WeightPublisher(SPEC, int(sys.argv[1]))
     receivers = [ReceiverAddress(**one) for one in json.loads(sys.argv[2])]
     shapes = json.loads(sys.argv[3])
-    publisher.publish(1, {name: torch.ones(shape) for name, shape in shapes.items()}, receivers, 1)
+    weights = {name: torch.ones(shape) for name, shape in shapes.items()}
+    publisher.publish(1, StateSource(weights), receivers, 1)

@@ -18,7 +18,6 @@ from rl_core.api.identity import Identity
 from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcServer
-from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.manifest import checksum
 from rl_core.weights.receiver import WeightReceiver
 
@@ -78,8 +77,7 @@ async def main():
     torch.set_num_threads(1)
     engine = InPlaceEngine() if OPTIONS.get("in_place") else Engine()
     identity, keys = own_identity()
-    deadlines = Deadlines(**OPTIONS.get("deadlines", {}))
-    receiver = WeightReceiver(None, identity, OPTIONS.get("epoch", 0), engine, keys=keys, deadlines=deadlines)
+    receiver = WeightReceiver(None, identity, OPTIONS.get("epoch", 0), engine, keys=keys)
 
     async def probe():
         return {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.actors.base import Actor
 from rl_core.actors.fsdp.backend import FSDPBackend
-from rl_core.actors.shards import host_alias
+from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import PublishReport, ReceiverAddress
@@ -55,18 +55,20 @@ class FSDPActor(FSDPBackend, Actor):
         """
         version = self.global_step if version is None else version
         with self.loaded(), self.ranks.guard(f"publishing version {version}"):
-            tensors = ((name, host_alias(tensor)) for name, tensor in self.whole_tensors())
+            source = self._version_source()
             try:
                 if self.publisher is None:
                     return None
-                ties = {name: source for name, source in self.sync_names if source is not None}
-                report = self.publisher.publish(version, tensors, receivers, min_acks, ties=ties)
+                report = self.publisher.publish(version, source, receivers, min_acks)
                 self.set_policy_version(version, report.digest)
                 return report
             finally:
-                # The other ranks gather every tensor; leaving early would leave them waiting.
-                for _ in tensors:
-                    pass
+                source.finish()
+
+    def _version_source(self) -> FSDPSource:
+        """Return the weights as they are, for one publish."""
+        dtype, bucket_bytes = self.cfg.model.dtype, self.cfg.weights.bucket_bytes
+        return FSDPSource(self.named_slices(), self.sync_names, self.ranks, dtype=dtype, bucket_bytes=bucket_bytes)
 
     def publisher_address(self) -> str | None:
         """Return the address late joiners pull from; None on ranks other than 0."""

@@ -1,6 +1,7 @@
 """Whatever the pieces look like, every tensor arrives whole and verified, or is named as bad and never handed out."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.api.errors import DataError
+from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights.assembly import Assembly
 from rl_core.weights.bucket import Layout
 from rl_core.weights.host_copy import HostCopies
 from rl_core.weights.manifest import build_manifest, host_bytes
+from rl_core.weights.version_source import StateSource
 
 WEIGHTS = {
     "embed": torch.randn(300, 5),
@@ -124,26 +127,76 @@ class FullStore:
 
 
 def test_without_shared_memory_the_copy_lies_in_private_memory():
-    copies = HostCopies(FullStore(), bucket_bytes=1500, dtype=None)
-    copy = copies.write(WEIGHTS, version=1, epoch=0)
-    assert copy.segment is None and np.array_equal(copy.memory[:100], MEMORY[:100])
-    assert copy.manifest == MANIFEST
+    copy = HostCopies(FullStore()).write(StateSource(WEIGHTS, bucket_bytes=1500), version=1, epoch=0)
+    assert copy.memory.segment is None and np.array_equal(copy.memory.data[:100], MEMORY[:100])
+    assert copy.manifest == MANIFEST and copy.layout == LAYOUT
 
 
-def test_the_copy_refuses_a_model_that_changes_between_versions():
-    copies = HostCopies(FullStore(), bucket_bytes=1500, dtype="bfloat16")
-    first = copies.write(iter(WEIGHTS.items()), version=1, epoch=0)
-    assert [entry.dtype for entry in first.manifest.entries] == [
+def test_a_copy_gives_its_buckets_as_bytes():
+    copy = HostCopies(FullStore()).write(StateSource(WEIGHTS, bucket_bytes=1500), version=1, epoch=0)
+    given = list(copy.buckets("cpu"))
+    assert [bucket for bucket, _ in given] == list(LAYOUT.buckets)
+    assert all(np.array_equal(data.numpy(), MEMORY[one.start : one.start + one.nbytes]) for one, data in given)
+
+
+def test_floating_tensors_are_copied_in_the_type_of_the_wire():
+    source = StateSource(WEIGHTS, dtype="bfloat16", bucket_bytes=1500)
+    copy = HostCopies(FullStore()).write(source, version=1, epoch=0)
+    assert [entry.dtype for entry in copy.manifest.entries] == [
         "bfloat16", "uint8", "bfloat16", "bfloat16", "bfloat16", "bfloat16",
     ]  # fmt: skip
-    assert first.manifest == build_manifest(WEIGHTS, version=1, epoch=0, dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"expected 'odd' \[7\], got 'odd' \[8\]"):
-        copies.write({**WEIGHTS, "odd": torch.zeros(8, dtype=torch.uint8)}, version=2, epoch=0)
-    with pytest.raises(ValueError, match="'wide' is gone"):
-        copies.write(list(WEIGHTS.items())[:4], version=2, epoch=0)
-    with pytest.raises(ValueError, match="expected no more tensors, got 'more'"):
-        copies.write({**WEIGHTS, "more": torch.zeros(1)}, version=2, epoch=0)
-    with pytest.raises(ValueError, match="'head' must stay equal to 'embed'"):
-        copies.write({**WEIGHTS, "head": torch.zeros(300, 5)}, version=2, epoch=0)
-    with pytest.raises(ValueError, match="unique"):
-        HostCopies(FullStore(), bucket_bytes=1500, dtype=None).write([("a", torch.ones(1))] * 2, version=1, epoch=0)
+    assert copy.manifest == build_manifest(WEIGHTS, version=1, epoch=0, dtype="bfloat16")
+
+
+class LyingSource(StateSource):
+    """Gives something else than its entries say."""
+
+    def __init__(self, change):
+        super().__init__(WEIGHTS, bucket_bytes=1500)
+        self.change = change
+
+    def buckets(self, device):
+        return iter(self.change(list(super().buckets(device))))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda all: all[:-1], "every tensor of its entries, 'wide' is missing"),
+        (
+            lambda all: [
+                replace(one, tensors=tuple(t[..., :1] if t.dim() == 2 else t for t in one.tensors)) for one in all
+            ],
+            r"'embed' must be float32 \[300, 5\] as its entry says, got float32 \[300, 1\]",
+        ),
+        (
+            lambda all: [replace(one, tensors=tuple(t.double() for t in one.tensors)) for one in all],
+            r"'embed' must be float32 \[300, 5\] as its entry says, got float64 \[300, 5\]",
+        ),
+    ],
+    ids=["missing", "shape", "dtype"],
+)
+def test_a_copy_refuses_a_source_that_does_not_give_what_its_entries_say(change, rule):
+    with pytest.raises(ValueError, match=rule):
+        HostCopies(FullStore()).write(LyingSource(change), version=1, epoch=0)
+
+
+def test_one_memory_serves_version_after_version_and_a_held_one_stays_as_it_is():
+    store = SegmentStore("unit")
+    copies, weights = HostCopies(store), {"a": torch.zeros(100_000)}
+    for version in range(1, 4):
+        weights["a"].fill_(version)
+        copy = copies.write(StateSource(weights), version=version, epoch=0)
+        copies.hold(copy, "publisher")
+        if version < 3:
+            copies.drop(copy, "publisher")  # as the publisher does before it writes the next
+    assert store.stats()["created"] == 1
+    copies.hold(copy, "a late joiner")
+    copies.drop(copy, "publisher")
+    before = copy.memory.data.copy()
+    weights["a"].fill_(9)
+    copies.write(StateSource(weights), version=4, epoch=0)
+    assert store.stats()["created"] == 2 and np.array_equal(copy.memory.data, before)
+    copies.drop(copy, "a late joiner")
+    assert store.stats()["lent"] == 1
+    store.close()

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.handshake import Gate
 
 
@@ -25,7 +24,7 @@ def gate_of(count, min_acks, straggler_seconds=60.0):
     opened = []
     gate = Gate(
         min_acks=min_acks,
-        deadlines=Deadlines(straggler_seconds=straggler_seconds),
+        straggler_seconds=straggler_seconds,
         opened=lambda: opened.append(True),
     )
     gate.handshakes = [FakeHandshake() for _ in range(count)]
@@ -78,9 +77,3 @@ async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
 async def test_without_receivers_only_a_sync_that_needs_none_commits(min_acks, committed):
     gate, _, opened = gate_of(0, min_acks)
     assert await gate.wait() is committed and opened == [True] * committed
-
-
-def test_the_transfer_deadline_grows_with_the_model():
-    assert Deadlines().transfer(10**9) == 60
-    assert Deadlines().transfer(10 * 10**9) == 200
-    assert Deadlines().total(10**9) == 120

@@ -122,13 +122,6 @@ def test_memory_used_again_by_another_tensor_is_not_taken_for_a_tie():
     assert first.alias_of is None and second.alias_of is None
 
 
-def test_a_tie_can_be_named_where_memory_does_not_show_it():
-    a, b = torch.ones(4), torch.ones(4)
-    ties = TieFinder({"b": "a"})
-    ties.resolve(WeightEntry("a", (4,), "float32", 16, checksum(a)), a)
-    assert ties.resolve(WeightEntry("b", (4,), "float32", 16, checksum(b)), b).alias_of == "a"
-
-
 def test_digest_proves_version_epoch_names_and_contents():
     weights = {"a": torch.ones(4), "b": torch.zeros(2)}
     base = build_manifest(weights, version=3, epoch=1)

@@ -26,6 +26,7 @@ from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.host_copy import HostCopies
 from rl_core.weights.manifest import build_manifest
 from rl_core.weights.receiver import ReceiverState, WeightReceiver, misfit
+from rl_core.weights.version_source import StateSource
 
 
 class FakeEngine:
@@ -65,12 +66,15 @@ class Wire:
     def __init__(self, copies, version, *, epoch=1, value=None, deadline=30.0):
         fill = float(version) if value is None else value
         self.weights = {"a": torch.full((300,), fill), "b": torch.full((2, 2), fill)}
-        self.copy = copies.write(self.weights, version=version, epoch=epoch)
+        self.copy = copies.write(StateSource(self.weights), version=version, epoch=epoch)
         manifest = self.copy.manifest
         self.offer = WeightOffer(
-            digest=manifest.digest, manifest=manifest.packed, bucket_bytes=1 << 20, deadline=deadline
+            digest=manifest.digest,
+            manifest=manifest.packed,
+            bucket_bytes=self.copy.layout.bucket_bytes,
+            deadline=deadline,
         )
-        source = SharedSource(segment=self.copy.segment, nbytes=self.copy.layout.nbytes)
+        source = SharedSource(segment=self.copy.memory.segment, nbytes=self.copy.layout.nbytes)
         self.transfer = WeightTransfer(digest=manifest.digest, source=source)
         self.full_offer = replace(self.offer, source=source)
         self.commit = (version, manifest.digest)
@@ -79,7 +83,7 @@ class Wire:
 @pytest.fixture
 def copies():
     store = SegmentStore("unit")
-    yield HostCopies(store, bucket_bytes=1 << 20, dtype="float32")
+    yield HostCopies(store)
     store.close()
 
 
@@ -90,7 +94,7 @@ def engine():
 
 @pytest.fixture
 async def receiver(engine):
-    made = WeightReceiver(None, None, 1, engine, deadlines=Deadlines(ready_seconds=5))
+    made = WeightReceiver(None, None, 1, engine, deadlines=Deadlines(sync_seconds=50))
     yield made
     await made.close()
 
@@ -138,7 +142,7 @@ async def test_a_wrong_checksum_in_an_offer_with_its_data_names_the_tensor(recei
     if in_place:
         engine.destinations = lambda: engine.weights
     wire = Wire(copies, 4)
-    wire.copy.memory[wire.copy.layout.starts[1]] ^= 1
+    wire.copy.memory.data[wire.copy.layout.starts[1]] ^= 1
     answer = await receiver.offer(wire.full_offer)
     assert isinstance(answer, ReceiverFailure) and answer.names == ("b",)
     assert receiver.state is ReceiverState.DIRTY and receiver.current() == (-1, "")
@@ -263,7 +267,7 @@ async def test_a_silent_publisher_before_commit_leaves_the_receiver_without_a_ve
 async def test_a_wrong_checksum_names_the_tensor_and_leaves_no_version(receiver, copies):
     await sync(receiver, Wire(copies, 3))
     wire = Wire(copies, 4)
-    wire.copy.memory[wire.copy.layout.starts[1]] ^= 1
+    wire.copy.memory.data[wire.copy.layout.starts[1]] ^= 1
     await receiver.offer(wire.offer)
     answer = await receiver.transfer(wire.transfer)
     assert isinstance(answer, ReceiverFailure) and answer.names == ("b",)

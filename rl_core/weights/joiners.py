@@ -1,0 +1,79 @@
+"""Late joiners: receivers that ask the publisher for the committed version, at any time, training or not.
+
+A joiner gets a ticket and the copy is held for it until it returns the ticket or its time is over. While a version is being
+published there is none to give: the older one is of no use on policy, and its memory is being written. Joiners wait for the
+commit. All of this is on the publisher's event loop.
+"""
+
+import asyncio
+import contextlib
+import secrets
+
+from rl_core.messages.weights import PullOffer, PullRefusal, PullRequest
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.host_copy import HostCopies, HostCopy
+from rl_core.weights.outlets import Outlets, offer_of
+
+
+class LateJoiners:
+    """Answers `weights_pull` and `weights_pulled`; `withdraw`, `commit` and `settle` say how a publish goes."""
+
+    def __init__(self, copies: HostCopies, outlets: Outlets, deadlines: Deadlines) -> None:
+        self._copies, self._outlets, self._deadlines = copies, outlets, deadlines
+        self._committed: HostCopy | None = None
+        self._settled = asyncio.Event()
+        """Set while no publish is under way."""
+        self._settled.set()
+        self._pulls: dict[str, tuple[HostCopy, asyncio.TimerHandle]] = {}
+
+    @property
+    def committed(self) -> HostCopy | None:
+        """Return the copy that joiners get; None before the first commit and while a version is being published."""
+        return self._committed
+
+    def withdraw(self) -> None:
+        """Give the committed copy up: a new version is about to be written. Joiners that read it still hold it."""
+        self._settled.clear()
+        old, self._committed = self._committed, None
+        if old is not None:
+            self._copies.drop(old, self)
+
+    def commit(self, copy: HostCopy) -> None:
+        """Give `copy` to joiners from now on."""
+        self._copies.hold(copy, self)
+        self._committed = copy
+        self._settled.set()
+
+    def settle(self) -> None:
+        """Let joiners wait no longer: the publish has ended, committed or not."""
+        self._settled.set()
+
+    async def pull(self, request: PullRequest) -> PullOffer | PullRefusal:
+        """Answer with a source of the committed version, or refuse when there is none in time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), self._deadlines.pull_seconds)
+        copy = self._committed
+        if copy is None:
+            return PullRefusal(reason="no version is committed yet")
+        ticket = secrets.token_hex(16)
+        self._copies.hold(copy, ticket)
+        source = self._outlets.source(copy, request.host_token)
+        manifest = copy.manifest
+        seconds = self._deadlines.total(manifest.total_bytes)
+        expiry = asyncio.get_running_loop().call_later(seconds, self._release, ticket)
+        self._pulls[ticket] = (copy, expiry)
+        offer = offer_of(copy, source, self._deadlines)
+        return PullOffer(ticket=ticket, version=manifest.version, epoch=manifest.epoch, offer=offer)
+
+    async def pulled(self, ticket: str) -> bool:
+        """End a pull: its copy may be used again. False when the ticket is not known any more."""
+        return self._release(ticket)
+
+    def _release(self, ticket: str) -> bool:
+        entry = self._pulls.pop(ticket, None)
+        if entry is None:
+            return False
+        copy, expiry = entry
+        expiry.cancel()
+        self._copies.drop(copy, ticket)
+        return True

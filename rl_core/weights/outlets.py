@@ -1,0 +1,52 @@
+"""What the publisher writes into offers: the OFFER of a host copy, and where a receiver finds its bytes.
+
+A receiver of the publisher's host maps the segment; every other one gets a stream of its own.
+"""
+
+from rl_core.messages.weights import SharedSource, StreamSource, WeightOffer, WeightSource
+from rl_core.transports import tokens
+from rl_core.transports.bulk import BulkSender
+from rl_core.transports.curve import KeyRing
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.host_copy import HostCopy
+
+
+class Outlets:
+    """Opens sources for receivers. The stream's socket is made with the first receiver that needs it."""
+
+    def __init__(self, host: str, *, keys: KeyRing | None, encrypt: bool, host_token: str | None) -> None:
+        """`host`: the address receivers reach this process at. `host_token` None = this host's."""
+        self._host, self._encrypt = host, encrypt
+        self._keys = keys if encrypt else None
+        self._host_token = host_token if host_token is not None else tokens.host_token()
+        self._bulk: BulkSender | None = None
+
+    def maps(self, copy: HostCopy, host_token: str) -> bool:
+        """Return whether a process with that token can map `copy`."""
+        return host_token == self._host_token and copy.memory.segment is not None
+
+    def source(self, copy: HostCopy, host_token: str) -> WeightSource:
+        """Return where that process gets the bytes of `copy`; a stream is good for one receiver."""
+        segment = copy.memory.segment
+        if segment is not None and self.maps(copy, host_token):
+            return SharedSource(segment=segment, nbytes=copy.layout.nbytes)
+        if self._bulk is None:
+            self._bulk = BulkSender(f"tcp://{self._host}:0", self._keys)
+        return StreamSource(ticket=self._bulk.offer([copy.memory.data], share=copy.share), encrypted=self._encrypt)
+
+    def close(self) -> None:
+        """End the streams."""
+        if self._bulk is not None:
+            self._bulk.close()
+
+
+def offer_of(copy: HostCopy, source: WeightSource | None, deadlines: Deadlines) -> WeightOffer:
+    """Return OFFER of `copy`; with `source` the receiver loads at once."""
+    manifest = copy.manifest
+    return WeightOffer(
+        digest=manifest.digest,
+        manifest=manifest.packed,
+        bucket_bytes=copy.layout.bucket_bytes,
+        deadline=deadlines.total(manifest.total_bytes),
+        source=source,
+    )
