@@ -15,7 +15,7 @@ import numpy as np
 from rl_core.api.errors import DataError
 from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.weights import words
-from rl_core.weights.manifest import WeightEntry, WeightManifest, host_bytes
+from rl_core.weights.manifest import WeightEntry, WeightManifest, checked_int, checked_text, host_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -175,8 +175,10 @@ def decode(frames: Iterable[Frame], *, verify: bool = True) -> Iterator[tuple[st
             aliases.setdefault(entry.alias_of, []).append(entry.name)
     number, count = 0, 1
     while number < count:
-        header = _read_header(_next_frame(source, f"header of bucket {number}"), manifest, number)
-        count = header[3]
+        header = _Header.unpack(_next_frame(source, f"header of bucket {number}"), manifest, number)
+        if number and header.count != count:
+            raise DataError(f"every bucket must say that there are {count}, bucket {number} says {header.count}")
+        count = header.count
         raw = memoryview(_next_frame(source, f"bucket {number}"))
         for entry, offset in _members(header, raw.nbytes, pending):
             tensor = _tensor(entry, raw[offset : offset + entry.nbytes], verify=verify)
@@ -195,33 +197,52 @@ def _next_frame(source: Iterator[Frame], what: str) -> Frame:
     return frame
 
 
-def _read_header(frame: Frame, manifest: WeightManifest, number: int) -> list[Any]:
-    try:
-        header = msgpack.unpackb(frame)
-        version, epoch, index, count, _nbytes, _rows = header
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise DataError(f"header of bucket {number} is malformed: {error}") from error
-    if (version, epoch) != (manifest.version, manifest.epoch):
-        raise DataError(
-            f"bucket {number} must be of version {manifest.version} epoch {manifest.epoch}, got {version} epoch {epoch}"
-        )
-    if index != number or count <= index:
-        raise DataError(f"buckets must come without gaps: expected index {number}, got {index} of {count}")
-    return list(header)
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """A bucket's header frame, its structure checked."""
+
+    index: int
+    count: int
+    """Buckets of the stream."""
+    nbytes: int
+    rows: list[tuple[str, int]]
+    """(name, offset in the bucket)."""
+
+    @classmethod
+    def unpack(cls, frame: Frame, manifest: WeightManifest, number: int) -> "_Header":
+        """Return the header of bucket `number`. Raises DataError for another one, and for what is not a header."""
+        try:
+            *numbers, rows = msgpack.unpackb(frame)
+            version, epoch, index, count, nbytes = map(checked_int, numbers)
+            rows = [(checked_text(name), checked_int(offset)) for name, offset in rows]
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise DataError(f"header of bucket {number} is malformed: {error}") from error
+        if (version, epoch) != (manifest.version, manifest.epoch):
+            raise DataError(
+                f"bucket {number} must be of version {manifest.version} epoch {manifest.epoch}, got {version} epoch {epoch}"
+            )
+        if index != number or count <= index:
+            raise DataError(f"buckets must come without gaps: expected index {number}, got {index} of {count}")
+        return cls(index, count, nbytes, rows)
 
 
-def _members(header: list[Any], nbytes: int, pending: dict[int, WeightEntry]) -> list[tuple[WeightEntry, int]]:
-    _version, _epoch, number, _count, stated, rows = header
-    if nbytes != stated:
-        raise DataError(f"bucket {number} must have {stated} bytes, got {nbytes}")
+def _members(header: _Header, nbytes: int, pending: dict[int, WeightEntry]) -> list[tuple[WeightEntry, int]]:
+    """Return the bucket's entries with their offsets and take them out of `pending`."""
+    if nbytes != header.nbytes:
+        raise DataError(f"bucket {header.index} must have {header.nbytes} bytes, got {nbytes}")
     members = []
     order = iter(list(pending.items()))
-    for name, offset in rows:
+    end = 0
+    for name, offset in header.rows:
         index, entry = next(order, (-1, None))
         if entry is None or entry.name != name:
-            raise DataError(f"bucket {number} must hold {entry.name if entry else 'nothing more'!r} next, got {name!r}")
-        if offset % ALIGNMENT or offset + entry.nbytes > nbytes:
-            raise DataError(f"{name!r} must lie inside the {nbytes} bytes of bucket {number}, got offset {offset}")
+            expected = repr(entry.name) if entry is not None else "nothing more"
+            raise DataError(f"bucket {header.index} must hold {expected} next, got {name!r}")
+        if offset != aligned(end) or offset + entry.nbytes > nbytes:
+            raise DataError(
+                f"{name!r} must lie inside the {nbytes} bytes of bucket {header.index} at offset {aligned(end)}, got {offset}"
+            )
+        end = offset + entry.nbytes
         del pending[index]
         members.append((entry, offset))
     return members

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
@@ -93,8 +93,12 @@ class WeightManifest:
         """Return the manifest of `packed`. Raises DataError when the bytes are not one or disagree with themselves."""
         try:
             version, epoch, base_version, rows, total = msgpack.unpackb(packed)
-            entries = tuple(_entry(*row) for row in rows)
-            manifest = cls(version=version, epoch=epoch, base_version=base_version, entries=entries)
+            manifest = cls(
+                version=checked_int(version),
+                epoch=checked_int(epoch),
+                base_version=None if base_version is None else checked_int(base_version),
+                entries=tuple(_entry(*row) for row in rows),
+            )
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise DataError(f"weight manifest of {len(packed)} bytes is malformed: {error}") from error
         if manifest.total_bytes != total:
@@ -105,11 +109,29 @@ class WeightManifest:
 def _entry(
     name: str, shape: Sequence[int], dtype: str, nbytes: int, sums: Sequence[int], alias_of: str | None
 ) -> WeightEntry:
+    shape = tuple(map(checked_int, shape))
     expected = prod(shape) * ITEMSIZES[CODES[dtype]]
-    if nbytes != expected:
+    if checked_int(nbytes) != expected:
         raise ValueError(f"{name!r} of {dtype} {list(shape)} must have {expected} bytes, got {nbytes}")
-    first, second = sums
-    return WeightEntry(name, tuple(shape), dtype, nbytes, (first, second), alias_of)
+    first, second = map(checked_int, sums)
+    alias_of = None if alias_of is None else checked_text(alias_of)
+    return WeightEntry(checked_text(name), shape, dtype, nbytes, (first, second), alias_of)
+
+
+def checked_int(value: Any) -> int:
+    """Return `value`, which came over the wire. Raises TypeError or ValueError when it is not a number from 0."""
+    if type(value) is not int:
+        raise TypeError(f"a number must be an integer, got {value!r}")
+    if value < 0:
+        raise ValueError(f"a number must be 0 or more, got {value}")
+    return value
+
+
+def checked_text(value: Any) -> str:
+    """Return `value`, which came over the wire. Raises TypeError when it is not a text."""
+    if type(value) is not str:
+        raise TypeError(f"a name must be a text, got {value!r}")
+    return value
 
 
 def checksum(tensor: "torch.Tensor", offset: int = 0) -> tuple[int, int]:

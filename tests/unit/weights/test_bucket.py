@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rl_core.api.errors import DataError
 from rl_core.weights.bucket import ALIGNMENT, Layout, bucket_plan, decode, encode
-from rl_core.weights.manifest import WeightEntry, build_manifest
+from rl_core.weights.manifest import WeightEntry, WeightManifest, build_manifest
 
 MODEL = {
     "embed": torch.randn(40, 16),
@@ -120,6 +120,46 @@ def edit_header(frames, at, field, value):
 def test_a_damaged_stream_is_a_data_error_that_says_what_is_wrong(damage, rule):
     with pytest.raises(DataError, match=rule):
         list(decode(damage(small_buckets())))
+
+
+SAMPLE = build_manifest(MODEL, version=2, epoch=1)
+STREAM = [bytes(frame) for frame in encode(SAMPLE, MODEL, 2048)]
+
+
+def damaged(frame, byte, bits):
+    frames = [bytearray(one) for one in STREAM]
+    frames[frame][byte % len(frames[frame])] ^= bits
+    return list(map(bytes, frames))
+
+
+@given(frame=st.integers(1, len(STREAM) - 1), byte=st.integers(0, 10**6), bits=st.integers(1, 255))
+def test_a_damaged_byte_of_a_header_or_a_bucket_is_a_data_error_unless_it_is_padding(frame, byte, bits):
+    try:
+        arrived = dict(decode(damaged(frame, byte, bits)))
+    except DataError:
+        return
+    assert frame % 2 == 0, "a header has no byte that may differ"
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in MODEL.items())
+
+
+@pytest.mark.parametrize("frame", range(1, len(STREAM), 2))
+def test_every_flipped_bit_of_a_header_is_a_data_error(frame):
+    for byte in range(len(STREAM[frame])):
+        for bit in range(8):
+            with pytest.raises(DataError):
+                list(decode(damaged(frame, byte, 1 << bit)))
+
+
+def test_a_flipped_bit_of_the_manifest_is_a_data_error_or_shows_in_its_digest():
+    for byte in range(len(STREAM[0])):
+        for bit in range(8):
+            frames = damaged(0, byte, 1 << bit)
+            try:
+                manifest = WeightManifest.unpack(frames[0])
+                list(decode(frames))
+            except DataError:
+                continue
+            assert manifest == SAMPLE or manifest.digest != SAMPLE.digest  # an offer says which digest it must have
 
 
 def test_encoding_other_tensors_than_the_manifest_lists_is_refused():
