@@ -133,12 +133,12 @@ def damaged(frame, byte, bits):
 
 
 @given(frame=st.integers(1, len(STREAM) - 1), byte=st.integers(0, 10**6), bits=st.integers(1, 255))
-def test_a_damaged_byte_of_a_header_or_a_bucket_is_a_data_error_unless_it_is_padding(frame, byte, bits):
+def test_a_damaged_byte_of_a_header_or_a_bucket_is_a_data_error_or_changes_nothing(frame, byte, bits):
     try:
         arrived = dict(decode(damaged(frame, byte, bits)))
     except DataError:
         return
-    assert frame % 2 == 0, "a header has no byte that may differ"
+    # padding between tensors, or the same number written in another way
     assert all(torch.equal(arrived[name], tensor) for name, tensor in MODEL.items())
 
 

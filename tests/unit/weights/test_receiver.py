@@ -293,7 +293,7 @@ async def test_an_engine_that_cannot_pause_refuses(receiver, engine, copies):
 
 async def test_a_vanished_segment_is_a_failure_that_says_so(receiver, copies):
     wire = Wire(copies, 4)
-    gone = replace(wire.transfer.source, segment="rljob-unit-1-1")
+    gone = replace(wire.transfer.source, segment=wire.copy.memory.segment + "0")
     await receiver.offer(wire.offer)
     answer = await receiver.transfer(replace(wire.transfer, source=gone))
     assert isinstance(answer, ReceiverFailure) and "cannot be opened" in answer.reason
