@@ -8,7 +8,7 @@ import pytest
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity
 from rl_core.messages.members import WIRE_VERSION, HelloAccepted, HelloReport, MemberId, MemberView
-from rl_core.transports.rpc import RpcClient
+from rl_core.transports.rpc import RpcClient, inline
 from rl_core.workers.hub import Hub
 
 
@@ -110,3 +110,19 @@ def test_a_hello_of_the_release_before_is_bad_input_and_not_a_crash(hub, member)
     hub.start()
     with pytest.raises(ConfigError, match="wire version"):
         member().call_sync("hello", {"wire_version": 1, "role": "env"}, timeout=30)
+
+
+def test_a_handler_of_the_runner_may_answer_later_from_another_thread(hub, member):
+    waiting = queue.SimpleQueue()
+
+    @inline
+    def lease(call, want):
+        waiting.put((call, want))
+
+    hub.add_handlers({"lease": lease}, role="rollout")
+    hub.start()
+    answer = member().call_future("lease", 2, timeout=30)
+    call, want = waiting.get(timeout=30)
+    assert want == 2 and not answer.done()
+    call.reply(["a", "b"])
+    assert answer.result(30) == ["a", "b"]
