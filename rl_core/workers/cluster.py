@@ -52,8 +52,10 @@ class PendingCall:
 class Cluster:
     """Members by role, waits for them, and calls."""
 
-    def __init__(self, hub: Hub, *, sizes: Mapping[str, int] | None = None) -> None:
-        """Act on the members of `hub`; `sizes` are the processes wanted per role (None: as the job says)."""
+    def __init__(
+        self, hub: Hub, *, sizes: Mapping[str, int] | None = None, ready_deadline: float | None = None
+    ) -> None:
+        """Act on the members of `hub`; processes wanted per role and seconds they have to be ready (None: as the job says)."""
         self.hub = hub
         spec = hub.job.spec if hub.job is not None else None
         if sizes is None and spec is not None:
@@ -61,7 +63,8 @@ class Cluster:
         self.sizes = dict(sizes or {})
         deadlines = spec.runtime.deadlines if spec is not None else None
         self.rpc_deadline = deadlines.rpc if deadlines else 60.0
-        self.ready_deadline = deadlines.wait_ready if deadlines else 600.0
+        planned = deadlines.wait_ready if deadlines else 600.0
+        self.ready_deadline = planned if ready_deadline is None else ready_deadline
         self.method_deadline = deadlines.group_method if deadlines else 3600.0
         self._per_pod = spec.actor.processes_per_pod if spec is not None else 1
         self._clients: dict[str, tuple[Member, RpcClient]] = {}

@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rl_core.api.errors import ConfigError, InfrastructureError, RemoteError, RLJobError, text_of
@@ -124,6 +124,7 @@ class Servant:
 
     def _limit(self, max_concurrency: int | None) -> None:
         if max_concurrency is not None:
+            self._threads.shutdown(wait=False)  # methods under way end in it
             self._threads = concurrent.futures.ThreadPoolExecutor(max_concurrency, thread_name_prefix="worker")
             self._slots = asyncio.Semaphore(max_concurrency)
 
@@ -151,11 +152,8 @@ class Servant:
             )
         try:
             with self._under_way():
-                if inspect.iscoroutinefunction(found):
-                    async with self._slots:
-                        return await found(*args, **kwargs)
-                value = await self._in_thread(lambda: found(*args, **kwargs), method)
-                return await value if inspect.isawaitable(value) else value
+                async with self._slots if inspect.iscoroutinefunction(found) else nullcontext():
+                    return await self._call(found, method, *args, **kwargs)
         except RLJobError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -172,14 +170,19 @@ class Servant:
             if not self._running:
                 self._idle.set()
 
+    async def _call(self, function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run an async function here, any other in the worker's thread; what that returns may be awaited here."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        value = await self._in_thread(lambda: function(*args, **kwargs), name)
+        return await value if inspect.isawaitable(value) else value
+
     async def _in_thread(self, work: Callable[[], Any], method: str) -> Any:
         def guarded() -> Any:
             try:
                 return work()
-            except (
-                StopIteration,
-                SystemExit,
-            ) as error:  # a future refuses StopIteration, and SystemExit would end the loop
+            except (StopIteration, SystemExit) as error:
+                # A future refuses the first, and the second would end the loop that awaits it.
                 raise self._remote(method, error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
@@ -189,12 +192,7 @@ class Servant:
         if hook is None:
             return
         try:
-            if inspect.iscoroutinefunction(hook):
-                await hook(*args)
-            else:
-                value = await self._in_thread(lambda: hook(*args), name)
-                if inspect.isawaitable(value):
-                    await value
+            await self._call(hook, name, *args)
         except Exception:  # a failing hook of user code must not stop registration or the end of the process
             logger.exception("%s of %s failed", name, type(self.worker).__qualname__)
 

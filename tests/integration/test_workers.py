@@ -54,8 +54,7 @@ class Job:
             joined=lambda member: self.note("joined", member, ""), lost=lambda *change: self.note("lost", *change)
         )
         self.hub.add_handlers({"echo": lambda value: value}, role="actor")
-        self.cluster = Cluster(self.hub, sizes={"actor": 2, "rollout": 1})
-        self.cluster.ready_deadline = 60
+        self.cluster = Cluster(self.hub, sizes={"actor": 2, "rollout": 1}, ready_deadline=60)
 
     def note(self, kind, member, reason):
         with self.happened:
