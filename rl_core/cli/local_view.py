@@ -59,9 +59,13 @@ def show_top(folder: Path, *, once: bool) -> int:
 
 
 def render(status: dict[str, Any]) -> Group:
-    """Return the run as tables: the run, its members, who waits for whom."""
+    """Return the run as tables: the run, its members, who holds which group, who waits for whom."""
     return Group(
-        *(table for table in (run_table(status), member_table(status), wait_table(status)) if table is not None)
+        *(
+            table
+            for table in (run_table(status), member_table(status), group_table(status), wait_table(status))
+            if table is not None
+        )
     )
 
 
@@ -99,6 +103,21 @@ def member_table(status: dict[str, Any]) -> Table | None:
     for member in status["members"]:
         version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
         table.add_row(member["name"], member["pod"], member.get("detail", member["state"]), version)
+    return table
+
+
+def group_table(status: dict[str, Any]) -> Table | None:
+    """Return who holds how many groups, and the oldest of each; None when nobody holds any."""
+    held: dict[str, list[dict[str, Any]]] = {}
+    for group in status.get("ledger", {}).get("groups", []):
+        held.setdefault(group["owner"] or group["state"], []).append(group)
+    if not held or status.get("phase") in FINAL:
+        return None
+    table = Table("HOLDER", "GROUPS", "OLDEST", "FOR", "ATTEMPT", box=SIMPLE)
+    for holder, groups in held.items():
+        oldest = max(groups, key=lambda group: float(group["seconds"]))
+        seconds = f"{_number(oldest['seconds'], 1)} s"
+        table.add_row(holder, str(len(groups)), oldest["id"], seconds, str(oldest["attempt"]))
     return table
 
 

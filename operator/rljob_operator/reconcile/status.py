@@ -28,8 +28,23 @@ PROGRESS = (
     "columns",
 )
 """Fields whose change alone may wait for the progress interval."""
-METRICS, DEVICES = 64, 64
-"""Most metrics in a status, most devices of a pod."""
+DEVICES = 64
+"""Most devices of a pod in a status."""
+METRICS = (
+    "reward/mean",
+    "val/accuracy",
+    "train/loss",
+    "train/approx_kl",
+    "train/entropy",
+    "train/grad_norm",
+    "train/staleness_max",
+    "rollout/truncation_rate",
+    "ledger/dropped",
+    "weights/pause_seconds",
+    "perf/tokens_per_second",
+    "time/step",
+)
+"""What answers "is it well" in `kubectl describe`; the runner has all the others (`/status`, metrics.jsonl, the trackers)."""
 
 
 def build(
@@ -170,11 +185,9 @@ def _checkpoint(report: Report) -> dict[str, Any]:
 
 
 def _metrics(report: Report) -> list[dict[str, str]]:
-    reported = report.mapping("metrics")
-    names = sorted(
-        n for n, v in reported.items() if isinstance(n, str) and len(n) <= LONGEST_NAME and isinstance(v, int | float)
-    )
-    return [{"name": name, "value": f"{reported[name]:.6g}"} for name in names[:METRICS]]
+    found = report.mapping("metrics")
+    shown = [(name, value) for name in METRICS if isinstance(value := found.get(name), int | float)]
+    return [{"name": name, "value": f"{value:.6g}"} for name, value in shown]
 
 
 def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:

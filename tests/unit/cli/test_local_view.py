@@ -1,10 +1,12 @@
 """What `rljob run|status|top` tell a person about a local run beyond its numbers."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
-from rl_core.cli.local_view import read_status
+from rl_core.cli.local_view import read_status, render
 from rl_core.cli.progress import Progress
 from rl_core.cli.run import read_step
 from rl_core.launch.workspace import Workspace
@@ -71,3 +73,18 @@ def test_the_step_of_a_run_that_was_ended_before_it_had_resumed_is_that_of_its_h
     assert read_step(space.folder) == 0
     (space.folder / "status.json").unlink()
     assert read_step(space.folder) == "?"
+
+
+def test_top_shows_who_holds_how_many_groups_and_the_oldest_of_each():
+    groups = [
+        {"id": "0-1", "state": "leased", "owner": "rollout:0 (0.0)", "seconds": 2.0, "attempt": 1},
+        {"id": "0-2", "state": "leased", "owner": "rollout:0 (0.0)", "seconds": 9.0, "attempt": 3},
+        {"id": "0-3", "state": "consumed", "owner": None, "seconds": 1.0, "attempt": 1},
+    ]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render({"phase": "Generating", "ledger": {"groups": groups}}))
+    rows = [line.split() for line in console.export_text().splitlines() if "0-" in line]
+    assert rows == [
+        ["rollout:0", "(0.0)", "2", "0-2", "9.0", "s", "3"],
+        ["consumed", "1", "0-3", "1.0", "s", "1"],
+    ]

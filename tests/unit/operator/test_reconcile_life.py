@@ -426,7 +426,7 @@ def test_devices_metrics_and_versions_are_told() -> None:
     status = {
         **world.summary(),
         "step": 50,
-        "metrics": {"loss": float("nan"), "reward/mean": 0.25, "text": "x"},
+        "metrics": {"train/loss": float("nan"), "reward/mean": 0.25, "time/step": "x", "env/steps_total": 7.0},
         "checkpoint": {
             "lastStep": 50,
             "path": "/c/50",
@@ -447,7 +447,8 @@ def test_devices_metrics_and_versions_are_told() -> None:
     )
     assert plan.status is not None
     RLJobStatus.model_validate(plan.status)
-    assert plan.status["metrics"] == [{"name": "loss", "value": "nan"}, {"name": "reward/mean", "value": "0.25"}]
+    shown = [{"name": "reward/mean", "value": "0.25"}, {"name": "train/loss", "value": "nan"}]
+    assert plan.status["metrics"] == shown, "a dozen that tell whether it is well, numbers only"
     assert plan.status["devices"] == [
         {"pod": "x-actor-0", "node": world.pods["x-actor-0"]["spec"]["nodeName"], "uuids": ["GPU-1", "GPU-2"]}
     ]
