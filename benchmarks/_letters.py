@@ -39,11 +39,14 @@ SIZES = {
     "recipe": Size(
         hidden=64, intermediate=128, layers=2, prompts_per_step=4, group_size=8, max_new_tokens=32, learning_rate=1e-3
     ),
+    "nothing": Size(
+        hidden=16, intermediate=16, layers=1, prompts_per_step=4, group_size=2, max_new_tokens=2, learning_rate=1e-3
+    ),
     "million": Size(
         hidden=128, intermediate=512, layers=4, prompts_per_step=16, group_size=8, max_new_tokens=64, learning_rate=3e-4
     ),
 }
-"""recipe: 77,312 parameters, as the recipe says; million: 1.0 million, 8 times the tokens a step."""
+"""recipe: 77,312 parameters, as the recipe says; nothing: a model whose compute is none; million: 1.0 million, 8 times the tokens a step."""
 
 
 def make_task(folder: Path, seed: int, size: Size = SIZES["recipe"]) -> None:
@@ -89,7 +92,7 @@ def _make_model(folder: Path, size: Size, seed: int) -> None:
         num_hidden_layers=size.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2 * size.max_new_tokens,
+        max_position_embeddings=max(2 * size.max_new_tokens, 64),
         tie_word_embeddings=True,
         eos_token_id=1,
         pad_token_id=0,

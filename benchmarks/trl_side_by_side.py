@@ -30,7 +30,7 @@ from _processes import RLJOB, Watched, read_lines
 
 WARM_UP_STEPS = 5
 RUN_SECONDS = 900
-SLICE_SECONDS = {"recipe": 1.0, "million": 10.0}
+SLICE_SECONDS = {"nothing": 1.0, "recipe": 1.0, "million": 10.0}
 """How long a side runs alone: several steps."""
 SLICES_PER_SAMPLE = 4
 """Slices between looks at the memory of a frozen side."""
@@ -70,23 +70,22 @@ class Side:
         return self.watched.process.poll() is None
 
 
-def ours(folder: Path, seed: int, steps: int, rollouts: int, size: str) -> Side:
-    """Start `rljob run`."""
-    output, job = folder / f"rljob-{rollouts}", folder / f"job-{rollouts}.yaml"
+def ours(folder: Path, seed: int, steps: int, rollouts: int, size: str, *, rljob: str = RLJOB, name: str = "") -> Side:
+    """Start `rljob run`, of this tree or of another whose command is `rljob`; `name` tells sides of one kind apart."""
+    name = f"{name}{rollouts}"
+    output, job = folder / f"rljob-{name}", folder / f"job-{name}.yaml"
     document = _letters.job_document(
         folder, seed=seed, steps=steps, rollouts=rollouts, size=_letters.SIZES[size], runtime=PATIENT
     )
     job.write_text(yaml.safe_dump(document))
-    command = [RLJOB, "run", str(job), "--output", str(output), "--no-progress"]
+    command = [rljob, "run", str(job), "--output", str(output), "--no-progress"]
 
     def results() -> tuple[list[float], dict[str, list[float]]]:
         lines = [line for line in read_lines(output / "metrics.jsonl") if line["step"] > 0]
         parts = {part: [line[name] for line in lines] for part, name in OUR_PARTS.items()}
         return [line["reward/mean"] for line in lines], parts
 
-    watched = Watched(
-        command, cwd=folder, env=_letters.one_thread(), log=folder / f"rljob-{rollouts}.txt", sampled=False
-    )
+    watched = Watched(command, cwd=folder, env=_letters.one_thread(), log=folder / f"rljob-{name}.txt", sampled=False)
     return Side(
         watched, lambda: len(read_lines(output / "metrics.jsonl")), lambda: step_ends(output / "tensorboard"), results
     )
