@@ -124,7 +124,7 @@ def build_parts(
             member is not None
             and member.incarnation == incarnation
             and not member.state.gone
-            and member.state is not MemberState.DRAINING
+            and member.state not in (MemberState.DRAINING, MemberState.SUSPECT)  # who is silent gets no new work
         )
 
     def end_step(step: int) -> None:

@@ -11,10 +11,28 @@ import threading
 
 FOLDER = os.environ.get("RLJOB_TEST_TRACE", "")
 FORMS = frozenset(
-    """
-    PromptLease PromptGroupRecord Completion GroupEntry EnvironmentReturn EnvRow EnvRows EnvAnswer StepRowsRequest StepRowsAnswer
-    Row GenerationOutput BatchedDataDict Episode TrainingBatch PreparedBatch StepRows PackedBatch StepState TrainedGroup
-    """.split()
+    [
+        "PromptLease",
+        "PromptGroupRecord",
+        "Completion",
+        "GroupEntry",
+        "EnvironmentReturn",
+        "EnvRow",
+        "EnvRows",
+        "EnvAnswer",
+        "StepRowsRequest",
+        "StepRowsAnswer",
+        "Row",
+        "GenerationOutput",
+        "BatchedDataDict",
+        "Episode",
+        "TrainingBatch",
+        "PreparedBatch",
+        "StepRows",
+        "PackedBatch",
+        "StepState",
+        "TrainedGroup",
+    ]
 )
 
 
