@@ -139,10 +139,13 @@ def _next_epoch(situation: Situation, record: Record) -> Record:
 
 
 def _mark_role(situation: Situation, record: Record, role: str) -> Record:
-    """Return the record that asks for all present pods of a role to be replaced."""
+    """Return the record that asks for all present pods of a role to be replaced.
+
+    The mark is a creation time, by the API server's clock: by ours, should it run fast, the replacements would be older than it too.
+    """
     pods = situation.pods_of(role)
     known = record.role(role)
-    mark = max((pod.created for pod in pods), default=situation.now)
+    mark = max((pod.created for pod in pods), default=known.restart_time)
     fresh = sum(1 for pod in pods if is_active(pod))
     return replace(
         record, roles={**record.roles, role: replace(known, restart_time=mark, restarts=known.restarts + fresh)}

@@ -52,6 +52,8 @@ class World:
     streaks: dict[str, int] = field(default_factory=dict)
     stall: dict[str, Any] | None = None
     drained: set[str] = field(default_factory=set)
+    operator_ahead: float = 0.0
+    """Seconds that the operator's clock is ahead of the API server's."""
     refused_change: tuple[int, str] | None = None
     """What the runner said to the newest spec, where it refuses it."""
     silent_since: float | None = None
@@ -195,7 +197,8 @@ class World:
         self.refusals.pop(f"Pod/{name}", None)
         made = copy.deepcopy(dict(pod))
         self._uids += 1
-        made["metadata"] |= {"uid": f"pod-{self._uids}", "creationTimestamp": to_text(self.now)}
+        created = to_text(self.now - self.operator_ahead)
+        made["metadata"] |= {"uid": f"pod-{self._uids}", "creationTimestamp": created}
         made["status"] = {"phase": "Pending"}
         self.pods[name] = made
         attempt = next((e["value"] for e in pod["spec"]["containers"][0]["env"] if e["name"] == "RLJOB_POD_PLAN"), "")

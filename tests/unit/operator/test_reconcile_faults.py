@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from simulator import START, World, make_job
+from simulator import START, World, make_job, uid_of
 
 from rljob_operator.times import to_seconds, to_text
 
@@ -314,6 +314,21 @@ def test_a_stall_restarts_the_role_once_then_the_job() -> None:
     world.run_until(lambda: world.status["epoch"] == 2, ticks=700)
     assert world.now - START > 300, "the same silence is acted on again after 300 s only"
     assert world.status["restarts"] == 1 and world.condition("Failed")["reason"] == "Stalled"
+
+
+def test_an_operator_whose_clock_runs_fast_does_not_delete_the_replacements() -> None:
+    world = running()
+    world.operator_ahead = 60.0
+    for name in ("x-rollout-0", "x-rollout-1"):
+        del world.pods[name]
+    world.stall = stall("WaitingForRollout")
+    world.reconcile()
+    assert "RoleRestarted" in [event.reason for event in world.events]
+    world.stall = None
+    world.run_until(lambda: world.role("rollout")["ready"] == 2, ticks=10)
+    before = {name: uid_of(pod) for name, pod in world.pods.items()}
+    world.go_on(ticks=20)
+    assert {name: uid_of(pod) for name, pod in world.pods.items()} == before
 
 
 def test_a_stall_for_want_of_pods_triggers_nothing() -> None:
