@@ -50,10 +50,10 @@ class Backend(Protocol):
         """Return the item of `delivery`."""
 
     def confirm(self, tokens: list[str]) -> None:
-        """Tell that items have been received; they are deleted."""
+        """Report items as received; they are deleted."""
 
     def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
-        """Return items that nobody got to the head. The memory of `loaded` ones goes back with their arrays."""
+        """Return items to the head that no user received. The memory of `loaded` ones goes back with their arrays."""
 
     def control(self, verb: str, *args: Any) -> "concurrent.futures.Future[Any]":
         """depth(key), full(key), stats(), register(), done(), close(key, error)."""

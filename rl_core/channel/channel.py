@@ -67,7 +67,7 @@ class Channel:
     def connect(
         cls, name: str, worker: Any = None, timeout: float | None = None, *, client: ChannelClient | None = None
     ) -> "Channel":
-        """Return the channel `name`: a local one of this process, else the server's, waiting until somebody creates it.
+        """Return the channel `name`: a local one of this process, else the server's, waiting until it is created.
 
         `worker` may bring its own `channel_client`. Raises DeadlineExceeded after `timeout` (None = 600 s).
         """
@@ -116,7 +116,7 @@ class Channel:
     def get(self, key: Key = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return the oldest item; waiters are served in order. With `async_op` an AsyncHandle.
 
-        Raises DeadlineExceeded (tells depth and live producers), ChannelClosed or ProducerLost when closed and drained.
+        Raises DeadlineExceeded (with depth and live producers), ChannelClosed or ProducerLost when closed and drained.
         """
         return self._take(TakeRequest(key=key, timeout=_seconds(timeout)), async_op, "Channel.get", self._one)
 
@@ -159,7 +159,7 @@ class Channel:
         future = self._backend.take(request)
         try:
             deliveries = future.result()
-        except KeyboardInterrupt:  # nobody is there to take it
+        except KeyboardInterrupt:  # no caller is left to take the items
             self._give_up(future)
             raise
         return receive(deliveries)
@@ -223,7 +223,7 @@ class Channel:
         self._control("register")
 
     def done_producing(self) -> None:
-        """Tell that one producer of this process will put no more."""
+        """Report one producer of this process as finished."""
         self._control("done")
 
     def close(self, key: Key | None = None, error: BaseException | None = None) -> None:

@@ -1,6 +1,6 @@
 """A process's connection to the channel server; `configure` sets the one that Channel uses.
 
-Receipts of what was taken ride on the next take or leave a little later. How items get to the server is told in `puts`.
+Receipts of what was taken ride on the next take or leave a little later. `puts` says how items get to the server.
 """
 
 import concurrent.futures
@@ -123,11 +123,11 @@ class RemoteBackend:
         )
 
     def confirm(self, tokens: list[str]) -> None:
-        """Tell the server, with the next take or a little later, that items arrived."""
+        """Report items as received, with the next take or a little later."""
         self._client.receipts.add(self._name, tokens)
 
     def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
-        """Return items nobody got, and the memory they lie in unless arrays over it will."""
+        """Return items that no user received, and their memory unless arrays over it do that when they die."""
         if not deliveries:
             return
         for delivery in [] if loaded else deliveries:

@@ -61,22 +61,24 @@ class ChannelCore:
         queue = self._queue(put.key)
         if self._is_closed(queue):
             put.on_error(self._refused(put.key, queue))
-        elif nowait and (queue.puts or put.client in queue.filling or not self._has_room(queue, put.nbytes)):
+            self._forget_idle(put.key, queue)
+            return
+        queue.puts.append(put)
+        self._pump(now, put.key, queue)
+        if put.waits and nowait:
+            put.open = False
+            queue.puts.remove(put)
             put.on_error(ChannelFull(f"channel {self.name!r} key {put.key!r} is full: {self._depth_text(queue)}"))
-        else:
-            queue.puts.append(put)
-            self._pump(now, put.key, queue)
-            if put.waits:
-                self._waiting.add(put)
-                if self.options.max_bytes is not None:
-                    self._short_of_bytes[put.key] = queue
-        self._forget_idle(put.key, queue)
+        elif put.waits:
+            self._waiting.add(put)
+            if self.options.max_bytes is not None:
+                self._short_of_bytes[put.key] = queue
 
     def store(self, now: float, put: Put, payload: Any, weight: float) -> None:
         """Accept the payload of an admitted put. Raises ChannelClosed when the key was closed meanwhile."""
-        queue = self._queue(put.key)
         if not put.admitted or not put.open:
             raise ChannelClosed(f"the room for this item in channel {self.name!r} key {put.key!r} was given up")
+        queue = self._queue(put.key)
         put.open = False
         queue.filling.remove(put.client)
         if self._is_closed(queue):

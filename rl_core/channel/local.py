@@ -126,7 +126,7 @@ class LocalBackend:
             self._core.confirm(self._clock(), tokens)
 
     def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
-        """Return items nobody got."""
+        """Return items that no user received."""
         with self._lock:
             self._core.give_back(self._clock(), [delivery.token for delivery in deliveries])
 

@@ -17,7 +17,7 @@ from rl_core.transports.shared_memory import copy_into
 
 Future = concurrent.futures.Future
 MARGIN = 5.0
-"""Seconds the transport waits beyond the server's own deadline, whose error tells more."""
+"""Seconds the transport waits beyond the server's own deadline, whose error says more."""
 COPY_THREADS = 2
 
 

@@ -55,7 +55,7 @@ class _Reservation:
 
 
 class ChannelServer:
-    """Serves channels at `bind`; `clock` (seconds, rising) tells deadlines. Raises ConfigError on `start`."""
+    """Serves channels at `bind`; deadlines are measured on `clock` (seconds, rising). Raises ConfigError on `start`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ChannelServer:
             core.tick(now)
         for name, waiting in list(self._awaited.items()):
             for entry in [entry for entry in waiting if entry[0] <= now]:
-                waiting.remove(entry)
+                self._await_no_more(name, entry)
                 entry[1].on_cancel = None
                 entry[1].fail(
                     DeadlineExceeded(f"channel {name!r} was not created in time; known: {sorted(self._channels)}")
@@ -174,7 +174,12 @@ class ChannelServer:
         else:
             entry = (self._clock() + timeout, call)
             self._awaited.setdefault(name, []).append(entry)
-            call.on_cancel = self._undo(call, lambda: self._awaited[name].remove(entry))
+            call.on_cancel = self._undo(call, lambda: self._await_no_more(name, entry))
+
+    def _await_no_more(self, name: str, entry: tuple[float, IncomingCall]) -> None:
+        self._awaited[name].remove(entry)
+        if not self._awaited[name]:
+            del self._awaited[name]
 
     def _undo(self, call: IncomingCall, undo: Callable[[], None]) -> Callable[[], None]:
         """Return what to do when the caller of a waiting request gives up or is gone."""
@@ -307,7 +312,7 @@ class ChannelServer:
             undos.popitem(last=False)
 
     def _late_cancel(self, peer: Peer, number: int) -> None:
-        """The caller gave up a request that was answered: nobody got the items or the room."""
+        """Undo a request that was answered and whose caller gave up meanwhile: the items or the room are unused."""
         undo = self._undos.get(peer, OrderedDict()).pop(number, None)
         if undo is not None:
             undo()

@@ -14,7 +14,7 @@ SWEEP_AT = 64
 class Waiting:
     """Finds the next deadline in O(log n). What has ended is skipped when it comes up, and swept out when it is the most.
 
-    Entries are weak: an operation that has ended is nobody's, and its payload must not live until its deadline.
+    Entries are weak: the payload of an operation that has ended must not live until its deadline.
     """
 
     def __init__(self) -> None:

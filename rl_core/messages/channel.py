@@ -1,4 +1,4 @@
-"""What a channel, its server and its users tell each other (runtime.md 5).
+"""The records between a channel's users and its server, and the calls that carry them (runtime.md 5).
 
 user -> server   create(name, ChannelOptions) -> ChannelOptions       connect(name, timeout) -> ChannelOptions
 user -> server   put(channel, key, weight, parts, timeout, nowait)
