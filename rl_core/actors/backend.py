@@ -1,6 +1,9 @@
 """The port between a step and the machinery that trains it: the engine decides what is trained, the backend how.
 
 StepEngine --parts, objective, normalizers--> TrainBackend.forward_backward --stats--> StepEngine
+
+Where weights and optimizer state are, how they are saved, exported and published is nothing to a step: the actor's verbs answer for
+that (`Actor`'s abstract methods), over the same object.
 """
 
 from collections.abc import Callable, Sequence

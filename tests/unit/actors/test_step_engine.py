@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rl_core.actors.backend import Scores, StepCancelled
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
-from rl_core.algorithms.stats import finish_stats, merge_stats
 from rl_core.api.algorithm import AlgorithmSpec
 
 RECORDS = [actor_samples.make_record(group) for group in range(6)]
@@ -210,4 +209,3 @@ def test_parts_hold_every_row_once_within_the_token_budget():
     assert all(sum(part.lengths) <= 40 for part in backend.parts)
     numbers = [number for part in backend.parts for number in part.numbers]
     assert sorted(numbers) == list(range(4 * len(RECORDS)))
-    assert finish_stats(merge_stats([])) == {}
