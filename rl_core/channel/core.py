@@ -69,6 +69,7 @@ class ChannelCore:
             put.open = False
             queue.puts.remove(put)
             put.on_error(ChannelFull(f"channel {self.name!r} key {put.key!r} is full: {self._depth_text(queue)}"))
+            self._forget_idle(put.key, queue)
         elif put.waits:
             self._waiting.add(put)
             if self.options.max_bytes is not None:

@@ -165,6 +165,21 @@ class TestKeys:
         bench.put("z", key="taken")
         assert taken.items == ["z"] and bench.receive(key="room") == ["y"] and bench.core._keys == {}
 
+    def test_a_refused_put_or_take_leaves_no_key_behind(self):
+        bench = Bench(max_bytes=5)
+        bench.put("x", key="full", nbytes=5)
+        assert isinstance(bench.put("y", key=1, nowait=True).result, ChannelFull)
+        assert isinstance(bench.take(key=2, nowait=True).result, ChannelEmpty)
+        bench.put("y", key=3, timeout=5)
+        bench.take(key=4, timeout=5)
+        bench.pass_time(5)
+        assert list(bench.core._keys) == ["full"]
+        bench.core.close(bench.now)
+        assert bench.receive(key="full") == ["x"]
+        assert isinstance(bench.put("y", key=5).result, ChannelClosed)
+        assert isinstance(bench.take(key=6).result, ChannelClosed)
+        assert bench.core._keys == {}
+
     def test_a_closed_key_is_remembered(self):
         bench = Bench()
         bench.core.close(bench.now, "k")
