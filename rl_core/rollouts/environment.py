@@ -92,7 +92,7 @@ class RemoteEnvironment(EnvironmentInterface):
         self._waiting_for = waiting or (lambda address: nullcontext())
         self.answer_seconds = 2 * step_seconds + ANSWER_MARGIN_S
         self.patience = 2 * self.answer_seconds + PATIENCE_MARGIN_S
-        """Seconds within which `step` ends by itself, with the error that tells why: for a worker to appear, and for its answer."""
+        """Seconds within which `step` ends by itself, with an error that names the cause; they cover waiting for a worker and for its answer."""
         self.reward_weights = dict(reward_weights or {})
         self._clients: dict[str, EnvClient] = {}
         self._homes: dict[str, str] = {}
@@ -250,7 +250,7 @@ class RemoteEnvironment(EnvironmentInterface):
                     "step_rows", [row.sent for row in rows], timeout=self.answer_seconds
                 )
         except (TypeError, ValueError) as error:
-            if isinstance(error, RLJobError):  # of the far side; what is left could not be sent
+            if isinstance(error, RLJobError):  # the env worker's error; any other says that the rows cannot be encoded
                 raise
             if len(rows) == 1:
                 return [RolloutDataFailure(f"sample {rows[0].key} cannot be sent to an env worker: {error}")]

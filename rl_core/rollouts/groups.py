@@ -12,6 +12,7 @@ from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.rollouts.engine import Engine
 from rl_core.rollouts.generation import GenerationConfig
 from rl_core.rollouts.manager import RolloutManager
+from rl_core.rollouts.padding import generated
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
@@ -50,9 +51,8 @@ class GroupMaker:
             "seeds": [PROBE_SEED],
             "max_new_tokens": [max_new_tokens],
         }
-        start = len(prompt_ids)
         async for _, row in self._training.generate_async(data):
-            ids, logprobs = row["output_ids"][0, start:], row["logprobs"][0, start:]
+            ids, logprobs = generated(row, len(prompt_ids))
         return ProbeAnswer(
             ids=tuple(ids.tolist()), logprobs=tuple(logprobs.tolist()), version=self._engine.policy_version
         )

@@ -32,6 +32,7 @@ from rl_core.observability.statistics import add_counts, percentile, prefixed, s
 from rl_core.rollouts.episode import Episode
 from rl_core.rollouts.generation import BatchedDataDict, GenerationInterface, sample_seed
 from rl_core.rollouts.message_log import as_token_tensor
+from rl_core.rollouts.padding import generated
 from rl_core.rollouts.retry import FailureKind, classify_failure, deadline
 from rl_core.rollouts.scoring import calculate_rewards, one_reward
 
@@ -200,9 +201,7 @@ class AsyncRolloutImpl:
         return self._assistant(output, length), lengths, self._generation_metrics(output, length)
 
     def _assistant(self, output: Mapping[str, Any], start: int) -> dict[str, Any]:
-        end = int(output["unpadded_sequence_lengths"][0])
-        ids = as_token_tensor(output["output_ids"][0, start:end])
-        logprobs = torch.as_tensor(output["logprobs"][0, start:end]).to(torch.float32)
+        ids, logprobs = generated(output, start)
         if not math.isfinite(float(logprobs.sum())):
             raise RolloutDataFailure(f"log-probabilities must be finite, got {logprobs.tolist()[:8]} ...")
         versions = output["policy_versions"][0] if "policy_versions" in output else None
@@ -242,7 +241,8 @@ class AsyncRolloutImpl:
                 "sample_key": [episode.key],
             }
         )
-        # Env workers bound each step themselves and tell why it failed: a worker that is missing is no late environment.
+        # `patience` is longer than any step, so that the env worker's own error arrives first: it says whether the
+        # environment was late or the worker is missing.
         bound = max(self.env_step_seconds, getattr(self._env(episode), "patience", 0.0))
         async with deadline(bound, f"environment step of sample {episode.key}"):
             returned = calculate_rewards(batch, self.task_to_env)

@@ -240,7 +240,7 @@ class PromptServer:
         try:
             await self._deliver(lease, record)
         except Exception as error:  # noqa: BLE001 - task boundary, as above
-            # RLJobError: the channel's fault. A TypeError or ValueError besides: the record cannot be encoded, nor another of it.
+            # RLJobError: the channel's fault. Any other TypeError or ValueError: the record cannot be encoded, also not if made again.
             broken = isinstance(error, TypeError | ValueError) and not isinstance(error, RLJobError)
             what = "cannot be sent" if broken else "could not be delivered"
             self._give_back(lease, "data" if broken else "infrastructure", f"the record {what}: {text_of(error)}")

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_core.rollouts.hf.engine import HFEngine
     from rl_core.rollouts.hf.generation import HFGeneration
-    from rl_core.rollouts.hf.running import GenerationOutput
     from rl_core.rollouts.hf.worker import HFRolloutWorker
+    from rl_core.rollouts.padding import GenerationOutput
 
 __all__ = ["GenerationOutput", "HFEngine", "HFGeneration", "HFRolloutWorker"]
 _HOMES = {

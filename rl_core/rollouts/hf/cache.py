@@ -86,7 +86,7 @@ class KVCache:
             self._place(count, window, grow=False)
         first, self.rows = self.rows, count
         self.starts[first:count] = self.end - lengths
-        # Masked columns are still multiplied, by 0: what an earlier row left there must be finite.
+        # Attention multiplies masked columns by 0, and 0 x inf is NaN, so what an earlier row left there must be finite.
         self.data[:, :, first:count, :, : self.end - padded] = 0
         self._set_mask(first, count)
         self._refresh()

@@ -19,10 +19,11 @@ from rl_core.api.errors import RolloutConfigError
 from rl_core.api.records import FinishReason
 from rl_core.rollouts.hf.decoder import Decoder
 from rl_core.rollouts.hf.models import decoder_for
-from rl_core.rollouts.hf.running import GenerationOutput, Request, Rows
+from rl_core.rollouts.hf.running import Request, Rows
 from rl_core.rollouts.hf.sampling import Draw, SamplingParams
 from rl_core.rollouts.hf.stopping import StopIds, StopStrings
 from rl_core.rollouts.model_files import token_ids
+from rl_core.rollouts.padding import GenerationOutput
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill at most; bounds its activations."""
@@ -76,11 +77,6 @@ class HFEngine:
     def num_running(self) -> int:
         """Return the number of rows that generate."""
         return len(self._rows)
-
-    @property
-    def num_waiting(self) -> int:
-        """Return the number of rows that wait for a place."""
-        return len(self._waiting)
 
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling: Any, seeds: Sequence[int] | None = None

@@ -14,17 +14,14 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.records import FinishReason
 from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.loop import EngineLoop, Result, Row
 from rl_core.rollouts.hf.mailbox import Mailbox
-from rl_core.rollouts.hf.running import GenerationOutput
 from rl_core.rollouts.hf.sampling import SamplingParams, unique
+from rl_core.rollouts.padding import GenerationOutput, batch_of, prompts_of
 
 HONOURED = frozenset(
     {"backend", "model_name", "max_new_tokens", "temperature", "top_p", "top_k", "val_temperature", "val_top_p"}
@@ -59,7 +56,6 @@ class HFGeneration(GenerationInterface):
         self._base = sampling_params(settings, validation=validation, allow_truncated=allow_truncated_sampling)
         self._params: dict[tuple[Any, ...], SamplingParams] = {}
         self._pad = _pad_id(settings, self.engine.tokenizer)
-        self._pad_is_content = self._pad in self.engine.eos_token_ids
         self._mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
 
     @property
@@ -69,7 +65,7 @@ class HFGeneration(GenerationInterface):
 
     @property
     def loop(self) -> EngineLoop:
-        """Return the engine's thread, to share it or to run commands between its steps."""
+        """Return the engine's thread, which several generations may share."""
         return self._loop
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False) -> BatchedDataDict:
@@ -93,7 +89,7 @@ class HFGeneration(GenerationInterface):
         failures = [value for value in results.values() if isinstance(value, BaseException)]
         if failures:
             raise failures[0]
-        return self._batch(prompts, list(results.values()))
+        return batch_of(prompts, list(results.values()), self._pad)
 
     async def generate_async(
         self, data: Mapping[str, Any], greedy: bool = False
@@ -107,7 +103,7 @@ class HFGeneration(GenerationInterface):
         for index, future in enumerate(futures):
             if future not in wanted:
                 future.set_result(NO_ROOM)
-                yield index, self._batch([prompts[index]], [NO_ROOM])
+                yield index, batch_of([prompts[index]], [NO_ROOM], self._pad)
         finished: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
         posted = [future for future in futures if future in wanted]
         for future in posted:
@@ -118,7 +114,7 @@ class HFGeneration(GenerationInterface):
             for _ in posted:
                 done = await finished.get()
                 index = index_of[done]
-                yield index, self._batch([prompts[index]], [done.result()])
+                yield index, batch_of([prompts[index]], [done.result()], self._pad)
         finally:
             mailbox.withdraw([future for future in futures if not future.done()])
 
@@ -144,28 +140,7 @@ class HFGeneration(GenerationInterface):
         return self._mailboxes[running]
 
     def _prompts(self, data: Mapping[str, Any]) -> list[list[int]]:
-        """Return the ids of every row without padding.
-
-        Raises ValueError for padding on the left or inside and for a length that the row does not have.
-        """
-        lengths = torch.as_tensor(data["input_lengths"]).tolist()
-        prompts = []
-        for row, (ids, length) in enumerate(zip(torch.as_tensor(data["input_ids"]).tolist(), lengths, strict=True)):
-            if not 0 <= length <= len(ids):
-                raise ValueError(
-                    f"input_lengths must be in [0, {len(ids)}], the width of input_ids, got {length} in row {row}"
-                )
-            prompt, rest = ids[:length], ids[length:]
-            stray = any(token != self._pad for token in rest) or (
-                bool(rest) and not self._pad_is_content and self._pad in prompt
-            )
-            if stray:
-                raise ValueError(
-                    f"input_ids must be right-padded with {self._pad}: row {row} of {length} tokens has padding on the left "
-                    "or inside; move it to the right"
-                )
-            prompts.append(prompt)
-        return prompts
+        return prompts_of(data, self._pad, pad_is_content=self._pad in self.engine.eos_token_ids)
 
     def _rows(
         self, data: Mapping[str, Any], prompts: Sequence[list[int]], keys: Sequence[Hashable], greedy: bool
@@ -190,31 +165,6 @@ class HFGeneration(GenerationInterface):
             params = replace(self._base, stop_strings=strings, max_new_tokens=length)
             self._params[name] = replace(params, temperature=0.0, top_p=1.0, top_k=None) if greedy else params
         return self._params[name]
-
-    def _batch(self, prompts: Sequence[list[int]], outputs: Sequence[GenerationOutput]) -> BatchedDataDict:
-        """Return the rows in the interface's shape."""
-        totals = [len(prompt) + len(output.ids) for prompt, output in zip(prompts, outputs, strict=True)]
-        width = max(totals, default=0)
-        ids, logprobs = [], []
-        for prompt, output, total in zip(prompts, outputs, totals, strict=True):
-            ids.append(prompt + output.ids + [self._pad] * (width - total))
-            logprobs.append([0.0] * len(prompt) + output.logprobs + [0.0] * (width - total))
-        reasons = [output.finish_reason for output in outputs]
-        return BatchedDataDict(
-            {
-                "output_ids": _tensor(ids, width, torch.int64),
-                "generation_lengths": torch.tensor([len(output.ids) for output in outputs], dtype=torch.int64),
-                "unpadded_sequence_lengths": torch.tensor(totals, dtype=torch.int64),
-                "logprobs": _tensor(logprobs, width, torch.float32),
-                "truncated": torch.tensor([FinishReason(reason).truncated for reason in reasons], dtype=torch.bool),
-                "finish_reasons": reasons,
-                "policy_versions": [output.versions for output in outputs],
-            }
-        )
-
-
-def _tensor(rows: list[list[Any]], width: int, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(rows, dtype=dtype).view(len(rows), width)
 
 
 def sampling_params(config: Mapping[str, Any], *, validation: bool, allow_truncated: bool) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""The thread that drives an engine for callers elsewhere: rows in, finished rows out, commands between steps.
+"""The thread that drives an engine for callers elsewhere: rows in, finished rows out.
 
     submit (any thread) -> inbox -> [engine thread: submit, step, step ...] -> sink(results), once per step and caller
 
@@ -12,17 +12,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.rollouts.hf.engine import HFEngine
-from rl_core.rollouts.hf.running import GenerationOutput
 from rl_core.rollouts.hf.sampling import SamplingParams
+from rl_core.rollouts.padding import GenerationOutput
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Result = tuple[Any, GenerationOutput | BaseException]
 Sink = Callable[[list[Result]], None]
 """Takes what one step finished, on the engine thread; must not block."""
@@ -49,7 +47,6 @@ class EngineLoop:
         self._on_step = on_step
         self._wake = threading.Condition()
         self._inbox: list[tuple[Row, Sink]] = []
-        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._unwanted: list[Hashable] = []
         self._owners: dict[int, tuple[Hashable, Sink]] = {}
         self._tickets: dict[Hashable, int] = {}
@@ -78,16 +75,6 @@ class EngineLoop:
             self._inbox = [item for item in self._inbox if item[0].key not in wanted]
             self._unwanted += wanted
             self._wake.notify()
-
-    def run(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` on the engine thread between two steps; return its future."""
-        future: Future[T] = Future()
-        with self._wake:
-            self._check_open()
-            self._commands.append((command, future))
-            self._start()
-            self._wake.notify()
-        return future
 
     def statistics(self) -> dict[str, float]:
         """Return steps, rows, tokens, seconds at work and row-steps since the last `clear_statistics`."""
@@ -118,16 +105,13 @@ class EngineLoop:
     def _main(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._commands or self._unwanted or self._owners or self._closed):
+                while not (self._inbox or self._unwanted or self._owners or self._closed):
                     self._wake.wait()
                 if self._closed:
                     break
                 inbox, self._inbox = self._inbox, []
-                commands, self._commands = self._commands, []
                 unwanted, self._unwanted = self._unwanted, []
             self._forget(unwanted)
-            for command, future in commands:
-                _carry_out(command, future)
             refused = self._admit(inbox)
             self._deliver(refused + self._step())
         self._fail_all(GenerationUnavailable("the generation engine was shut down"))
@@ -192,10 +176,6 @@ class EngineLoop:
     def _fail_all(self, failure: BaseException) -> None:
         with self._wake:
             inbox, self._inbox = self._inbox, []
-            commands, self._commands = self._commands, []
-        for _, future in commands:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(failure)
         waiting: list[tuple[Sink, Result]] = [(sink, (row.key, failure)) for row, sink in inbox]
         self._deliver(waiting + self._disown(list(self._owners), failure))
 
@@ -209,12 +189,3 @@ class EngineLoop:
                 sink(batch)
             except Exception:
                 logger.exception("results of %d rows could not be handed over", len(batch))
-
-
-def _carry_out(command: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(command())
-    except BaseException as error:  # noqa: BLE001 - whoever asked for it gets the error
-        future.set_exception(error)

@@ -1,7 +1,7 @@
 """What the engine remembers of each running row, as dense arrays: tokens, log-probabilities, noise, limits.
 
 Row i here is row i of the decoder's cache. Rows are added at the end; removed rows are replaced by the last ones, and
-the moves are told to the decoder.
+the engine repeats these moves in the decoder's cache.
 """
 
 from __future__ import annotations
@@ -12,20 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_core.rollouts.hf.sampling import SamplingParams, uniforms
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationOutput:
-    """What one prompt became."""
-
-    ids: list[int]
-    """Generated ids, the one that ended the row included."""
-    logprobs: list[float]
-    """Per id, of softmax(logits / temperature) over the whole vocabulary."""
-    finish_reason: str
-    """stop, length (max_new_tokens) or seq_limit (max_seq_len)."""
-    versions: list[tuple[int, int, int]]
-    """(start, end, version of the weights) ranges over `ids`."""
+from rl_core.rollouts.padding import GenerationOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,6 +166,6 @@ class Draw:
         if self._top_p is not None:
             before = ordered.cumsum(-1) - ordered
             total = ordered.sum(-1, keepdim=True)
-            # The token that crosses top_p is kept: what lies before it is still below.
+            # Keep the token that crosses top_p: the sum before it is still below.
             ordered = ordered.masked_fill(before >= self._top_p * total, 0.0)
         return torch.zeros_like(probabilities).scatter_(1, order, ordered)

@@ -50,7 +50,7 @@ class StopStrings:
         text = self._token_text(ids[-1])
         if REPLACEMENT not in text and not any(string[-1] in text for string in strings):
             return False
-        # A token adds at least a byte of text or is special; four tokens per byte and some more cover any tokenizer.
+        # Each token adds at least one byte of text unless it is special, so this many tokens hold the longest stop string.
         tail = 4 * max(len(string.encode()) for string in strings) + 16
         decoded = self._decode(ids[-tail:])
         return any(string in decoded for string in strings)

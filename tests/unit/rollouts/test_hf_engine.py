@@ -226,14 +226,12 @@ def test_aborted_rows_leave_the_batch_and_no_output():
 def test_units_run_as_batches_of_their_own():
     engine = make(max_batch=8)
     sampling = SamplingParams(max_new_tokens=10, ignore_eos=True)
-    for unit in (1, 2):
-        for index in range(3):
-            engine.submit([5 + index, 6], sampling, index, unit=unit)
-    engine.step()
-    assert (engine.num_running, engine.num_waiting) == (3, 3)
-    while engine.num_waiting:
-        engine.step()
-    assert engine.num_running == 3
+    tickets = {engine.submit([5 + index, 6], sampling, index, unit=unit): unit for unit in (1, 2) for index in range(3)}
+    ended = []
+    while engine.busy:
+        ended += [tickets[ticket] for ticket, _ in engine.step()]
+        assert engine.num_running <= 3
+    assert ended == [1, 1, 1, 2, 2, 2]
 
 
 def test_new_weights_are_served_with_their_version_and_bad_ones_change_nothing():

@@ -14,6 +14,7 @@ from rl_core.rollouts.engine import AlwaysResident, build_engine
 from rl_core.rollouts.gate import gated
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.target import InPlaceTarget
+from rl_core.weights.version_source import StateSource
 
 
 class CountingGeneration(GenerationInterface):
@@ -26,7 +27,17 @@ class CountingGeneration(GenerationInterface):
         self.seen.append(data)
         count = data["max_new_tokens"][0]
         ids = torch.tensor([data["input_ids"][0].tolist() + list(range(7, 7 + count))])
-        yield 0, BatchedDataDict({"output_ids": ids, "logprobs": torch.full(ids.shape, -0.5)})
+        lengths = torch.tensor([ids.shape[1]])
+        yield (
+            0,
+            BatchedDataDict(
+                {
+                    "output_ids": ids,
+                    "logprobs": torch.full(ids.shape, -0.5),
+                    "unpadded_sequence_lengths": lengths,
+                }
+            ),
+        )
 
 
 class DictTarget:
@@ -129,7 +140,7 @@ async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_
         await worker.probe([3], 2)
     publisher = WeightPublisher(worker.spec, 0)
     try:
-        await asyncio.to_thread(publisher.publish, 5, {"w": torch.tensor([1.0, 2.0])}, [], 0)
+        await asyncio.to_thread(publisher.publish, 5, StateSource({"w": torch.tensor([1.0, 2.0])}), [], 0)
         assert (await worker.join(publisher.address))["version"] == 5
     finally:
         await asyncio.to_thread(publisher.close)
