@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.actors.backend import Scores, StepCancelled
+from rl_core.actors.fsdp.backend import FSDPBackend
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
 from rl_core.api.algorithm import AlgorithmSpec
@@ -209,3 +210,14 @@ def test_parts_hold_every_row_once_within_the_token_budget():
     assert all(sum(part.lengths) <= 40 for part in backend.parts)
     numbers = [number for part in backend.parts for number in part.numbers]
     assert sorted(numbers) == list(range(4 * len(RECORDS)))
+
+
+def test_engine_and_backend_train_without_a_worker_as_they_do_in_an_actor(make_spec, make_actor):
+    spec = make_spec(algorithm__promptsPerStep=len(RECORDS))
+    backend = FSDPBackend(spec, 1, 0)
+    backend.setup_model_and_optimizer()
+    engine = StepEngine(backend, backend.ranks, spec.algorithm, micro_batch_tokens=64, response_limit=12)
+    actor = make_actor(algorithm__promptsPerStep=len(RECORDS))
+    ours, theirs = train(engine), train(actor.engine)
+    assert ours["actor/loss"] == theirs["actor/loss"] and ours["actor/grad_norm"] == theirs["actor/grad_norm"]
+    assert all(map(torch.equal, backend.model.parameters(), actor.model.parameters()))
