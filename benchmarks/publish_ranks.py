@@ -31,11 +31,10 @@ def serve(plan: dict, rank: int, ranks: int) -> None:
     from rl_core.actors.fsdp.actor import FSDPActor
     from rl_core.weights.publisher import WeightPublisher
     from rl_core.workers.context import WorkerContext, stand_alone_identity
-    from rl_core.workers.worker import Worker
 
     torch.set_num_threads(1)
-    Worker._host_context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=ranks))
-    actor = FSDPActor(plan["spec"])
+    context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=ranks))
+    actor = FSDPActor.hosted(context, plan["spec"])
     actor.init_worker()
     if rank == 0:
         actor.publisher = WeightPublisher(actor.cfg, 0)
