@@ -123,6 +123,7 @@ class GroupReceiver:
         self._group: TensorGroup | None = None
         self._aborted: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
+        """Guards both: an abort that arrives while the group forms must end it once it is formed."""
 
     @property
     def broken(self) -> bool:

@@ -39,6 +39,7 @@ from rl_core.weights import words
 from rl_core.weights.assembly import Assembly
 from rl_core.weights.bucket import Layout
 from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.fit import misfit, shape_and_dtype
 from rl_core.weights.manifest import WeightManifest
 from rl_core.weights.sources import Sources
 from rl_core.weights.target import InPlaceTarget, WeightTarget
@@ -106,13 +107,15 @@ class WeightReceiver:
         self._pending: WeightManifest | None = None
         self._layout: Layout | None = None
         self._stop = threading.Event()
+        """Set by whatever ends the transfer under way; the thread that moves the bytes looks before each tensor."""
         self._turn = asyncio.Lock()
+        """Guards the engine: a newer OFFER waits until the transfer that it replaced is out of the engine's memory."""
         self._expiry: asyncio.TimerHandle | None = None
         self._paused_at: float | None = None
         self._applied_seconds = 0.0
         self._sources = Sources(keys=keys, device=device, deadlines=self._deadlines)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
-        shapes = [_shape_and_dtype(wanted)[0] for wanted in target.names_and_shapes().values()]
+        shapes = [shape_and_dtype(wanted)[0] for wanted in target.names_and_shapes().values()]
         self._kernels = self._thread.submit(words.kernels) if words.worth_compiling(shapes) else None
 
     def warm_up(self) -> None:
@@ -376,25 +379,6 @@ class WeightReceiver:
         self._sources.close()
 
 
-def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
-    """Return why `manifest` does not fit a model of `expected` (name -> shape, or (shape, dtype)); "" when it does."""
-    offered = {entry.name: entry for entry in manifest.entries}
-    problems = [f"missing {name}" for name in expected if name not in offered]
-    taken = {entry.alias_of or entry.name for entry in manifest.entries if entry.name in expected}
-    for entry in manifest.entries:
-        wanted = expected.get(entry.name)
-        if wanted is None:
-            if entry.alias_of is None and entry.name not in taken:
-                problems.append(f"unknown {entry.name}")
-            continue
-        shape, dtype = _shape_and_dtype(wanted)
-        dtype = dtype or entry.dtype
-        if (tuple(shape), dtype) != (entry.shape, entry.dtype):
-            problems.append(f"{entry.name} must be {dtype} {list(shape)}, got {entry.dtype} {list(entry.shape)}")
-    more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-    return f"weights do not fit the model: {'; '.join(problems[:5])}{more}" if problems else ""
-
-
 def _applied(manifest: WeightManifest, *, loaded: bool) -> ReceiverApplied:
     """`loaded`: whether bytes had to move for it."""
     return ReceiverApplied(version=manifest.version, digest=manifest.digest, loaded=loaded)
@@ -402,8 +386,3 @@ def _applied(manifest: WeightManifest, *, loaded: bool) -> ReceiverApplied:
 
 def _failed(reason: str) -> ReceiverFailure:
     return ReceiverFailure(names=(), reason=reason)
-
-
-def _shape_and_dtype(wanted: Any) -> tuple[tuple[int, ...], str | None]:
-    """Return what a target says of a tensor: (shape, dtype), or the shape alone."""
-    return wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, None)

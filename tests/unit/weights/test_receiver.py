@@ -23,9 +23,10 @@ from rl_core.messages.weights import (
 from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights import words
 from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.fit import misfit
 from rl_core.weights.host_copy import HostCopies
 from rl_core.weights.manifest import build_manifest
-from rl_core.weights.receiver import ReceiverState, WeightReceiver, misfit
+from rl_core.weights.receiver import ReceiverState, WeightReceiver
 from rl_core.weights.version_source import StateSource
 
 

@@ -1,0 +1,30 @@
+"""Whether an offered version fits the model of a receiver: looked at before anything is paused or moved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.weights.manifest import WeightManifest
+
+
+def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
+    """Return why `manifest` does not fit a model of `expected` (name -> shape, or (shape, dtype)); "" when it does."""
+    offered = {entry.name: entry for entry in manifest.entries}
+    problems = [f"missing {name}" for name in expected if name not in offered]
+    taken = {entry.alias_of or entry.name for entry in manifest.entries if entry.name in expected}
+    for entry in manifest.entries:
+        wanted = expected.get(entry.name)
+        if wanted is None:
+            if entry.alias_of is None and entry.name not in taken:
+                problems.append(f"unknown {entry.name}")
+            continue
+        shape, dtype = shape_and_dtype(wanted)
+        dtype = dtype or entry.dtype
+        if (tuple(shape), dtype) != (entry.shape, entry.dtype):
+            problems.append(f"{entry.name} must be {dtype} {list(shape)}, got {entry.dtype} {list(entry.shape)}")
+    more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return f"weights do not fit the model: {'; '.join(problems[:5])}{more}" if problems else ""
+
+
+def shape_and_dtype(wanted: Any) -> tuple[tuple[int, ...], str | None]:
+    """Return what a target says of a tensor: (shape, dtype), or the shape alone."""
+    return wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, None)
