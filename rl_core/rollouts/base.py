@@ -20,7 +20,7 @@ from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
-from rl_core.messages.weights import ReceiverAnswer, WeightOffer, WeightTransfer
+from rl_core.messages.weights import ReceiverAck, ReceiverAnswer, WeightOffer, WeightTransfer
 from rl_core.rollouts.engine import BuildEngine, Engine, build_engine
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.gate import gated
@@ -127,10 +127,10 @@ class RolloutWorkerBase(Worker):
         # What was built lives as long as the process: a collection over it takes longer than a decode step.
         gc.freeze()
 
-    async def join(self, publisher_address: str, ticket: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Load the committed weights of the publisher at `publisher_address`; return {version, digest} once proven."""
+    async def join(self, publisher_address: str) -> ReceiverAck:
+        """Load the committed weights of the publisher at `publisher_address`; return once they are proven and served."""
         version, digest = await self._built().receiver.pull(publisher_address)
-        return {"version": version, "digest": digest}
+        return ReceiverAck(version=version, digest=digest)
 
     async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
         """Lease prompt groups from the runner and deliver to these channels from now on; returns at once."""

@@ -16,6 +16,7 @@ from typing import Any
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.messages.members import MemberState
+from rl_core.messages.weights import ReceiverAck
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.presence import Identity, Presence
 from rl_core.runner.status import Phase, StatusBoard
@@ -140,8 +141,8 @@ class Members:
         if self._publisher is None or key in self._started:
             return
         with self.sync_lock:
-            joined = self._call(member, "join", self._publisher)
-        self._dispatcher.serves([key], joined["version"])
+            joined: ReceiverAck = self._call(member, "join", self._publisher)
+        self._dispatcher.serves([key], joined.version)
         self._call(member, "start_rollout", *self._start_args)
         self._started.add(key)
         logger.info("%s serves (incarnation %s)", member.name, member.incarnation)

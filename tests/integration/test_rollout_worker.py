@@ -272,7 +272,7 @@ def test_samples_repeat_by_seed_whatever_shares_the_batch_and_change_with_the_we
 def test_a_late_joiner_pulls_the_committed_version_and_serves_it(world):
     world.publisher.publish(5, StateSource(random_state(3)), [], 0)
     answer = world.on_loop(world.worker.join(world.publisher.address))
-    assert answer["version"] == 5 and answer["digest"]
+    assert answer.version == 5 and answer.digest
     world.start()
     world.put(0, version=5)
     (record,) = records(world, 1)

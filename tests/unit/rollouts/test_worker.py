@@ -141,7 +141,7 @@ async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_
     publisher = WeightPublisher(worker.spec, 0)
     try:
         await asyncio.to_thread(publisher.publish, 5, StateSource({"w": torch.tensor([1.0, 2.0])}), [], 0)
-        assert (await worker.join(publisher.address))["version"] == 5
+        assert (await worker.join(publisher.address)).version == 5
     finally:
         await asyncio.to_thread(publisher.close)
     assert engine.log == ["prepare", "resume 5"] and engine.weight_target.held["w"].tolist() == [1.0, 2.0]

@@ -9,6 +9,7 @@ from account import Account
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
+from rl_core.messages.weights import ReceiverAck
 from rl_core.runner.members import Members
 from rl_core.runner.presence import Presence
 from rl_core.runner.status import StatusBoard
@@ -39,7 +40,7 @@ class Cluster:
         self.calls.append((method, *args))
         if [name for name, *_ in self.calls].count("init_worker") <= self.failures:
             raise self.error
-        return {"version": 0, "digest": "d"}
+        return ReceiverAck(version=0, digest="d")
 
     def receiver_lost(self, name, reason):
         self.told.append((name, reason))
