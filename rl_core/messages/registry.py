@@ -12,6 +12,8 @@ class _Registry:
     def __init__(self) -> None:
         self.by_name: dict[str, type] = {}
         self.by_type: dict[type, str] = {}
+        self.fields: dict[type, tuple[str, ...] | None] = {}
+        """What travels of a class, looked up once: messages are made and read many times a step. None: it says so itself."""
 
     def add(self, cls: type, name: str) -> None:
         known = self.by_name.get(name)
@@ -21,6 +23,15 @@ class _Registry:
             )
         self.by_name[name] = cls
         self.by_type[cls] = name
+        self.fields[cls] = _fields(cls)
+
+
+def _fields(cls: Any) -> tuple[str, ...] | None:
+    if hasattr(cls, "wire_fields"):
+        return None
+    if hasattr(cls, "_fields"):
+        return tuple(cls._fields)
+    return tuple(field.name for field in dataclasses.fields(cls) if field.init)
 
 
 REGISTRY = _Registry()

@@ -5,7 +5,6 @@ scalar, 6 index of a large `bytes` value. Nothing is pickled, nothing is convert
 at the sender with its path; what does not hold on receipt raises FrameError.
 """
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -170,12 +169,8 @@ class Packing:
         return plain
 
     def _record(self, node: Any, name: str) -> msgpack.ExtType:
-        if hasattr(node, "wire_fields"):
-            fields = node.wire_fields()
-        elif hasattr(node, "_fields"):
-            fields = dict(zip(node._fields, node, strict=True))
-        else:
-            fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+        names = REGISTRY.fields[type(node)]
+        fields = node.wire_fields() if names is None else {field: getattr(node, field) for field in names}
         return msgpack.ExtType(RECORD, _pack([name, self._dict(fields)]))
 
 
@@ -248,17 +243,15 @@ class Unpacking:
 
 
 def _build(cls: Any, name: str, fields: dict[str, Any]) -> Any:
-    if hasattr(cls, "from_wire"):
+    names = REGISTRY.fields[cls]
+    if names is None:
         return cls.from_wire(fields)
-    known = (
-        set(cls._fields) if hasattr(cls, "_fields") else {field.name for field in dataclasses.fields(cls) if field.init}
-    )
-    unknown = fields.keys() - known
+    unknown = fields.keys() - names
     if unknown and not getattr(cls, "wire_tolerant", False):
         raise FrameError(
             f"record {name!r} has no fields {sorted(map(str, unknown))}; sender and receiver run different versions"
         )
-    return cls(**{key: value for key, value in fields.items() if key in known})
+    return cls(**{key: fields[key] for key in fields.keys() - unknown} if unknown else fields)
 
 
 def _check_tree(root: Any) -> None:
