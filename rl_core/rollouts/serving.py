@@ -169,11 +169,13 @@ class PromptServer:
         the groups of the next version come as its answer. It is never cancelled: leases that are on their way would belong to nobody
         until they end.
         """
-        poll = asyncio.ensure_future(self._poll(want))
-        self._polls.add(poll)
-        poll.add_done_callback(self._polls.discard)
+        poll = self._start_poll(want)
         while not poll.done():
             self._changed.clear()
+            if not self._groups and self._room() > want:
+                # Asked while groups ran, it would bring fewer than fit now; the runner answers it with nothing when a newer one comes.
+                want = self._room()
+                poll = self._start_poll(want)
             change = asyncio.ensure_future(self._changed.wait())
             try:
                 with self._idle():
@@ -181,6 +183,12 @@ class PromptServer:
             finally:
                 change.cancel()
         return poll.result()
+
+    def _start_poll(self, want: int) -> asyncio.Task[bool]:
+        poll = asyncio.ensure_future(self._poll(want))
+        self._polls.add(poll)
+        poll.add_done_callback(self._polls.discard)
+        return poll
 
     def _idle(self) -> AbstractContextManager[None]:
         """Declare what an idle worker waits for."""

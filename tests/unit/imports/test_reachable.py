@@ -18,6 +18,7 @@ STARTED = {
 }
 FACES = {
     "rl_core.collective.routing": "workers of users cut their batches by it (runtime.md 6)",
+    "rl_core.rollouts.hf.worker": "the reference system's name of a rollout worker (rollouts.md 0)",
 }
 """Modules that only code of users imports."""
 BY_NAME = re.compile(r"(rl_core(?:\.\w+)+)(?::\w+)?|([a-z_]+(?:\.[a-z_]+)*):\w+")
