@@ -135,6 +135,8 @@ class Actor(Worker, ABC):
         if batch is not None:
             return self.engine.score(batch)
         self.engine.compute_log_probs()
+        if self.engine.prepared is None:
+            self._log_left(self.global_step + 1)
         return None
 
     def compute_ref_log_probs(self, batch: TrainingBatch) -> Tensor:
@@ -152,9 +154,14 @@ class Actor(Worker, ABC):
         """
         number = self.global_step + 1 if step is None else step
         metrics = self.engine.train(number)
-        if metrics is not None:
+        if metrics is None:
+            self._log_left(number)
+        else:
             self.global_step = number
         return metrics
+
+    def _log_left(self, step: int) -> None:
+        self.log_info("step %s is given up: weights, optimizer, counters and random state are those before it", step)
 
     async def cancel_training(self) -> None:
         """Give up the step at the next micro-batch; returns at once, while the training thread computes. Not collective.

@@ -6,7 +6,6 @@ How it is trained is the backend's: the engine hands it micro-batches and never 
 `cancel` are collective over the ranks and run on one thread.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,8 +27,6 @@ from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
 from rl_core.batching.microbatch import plan_microbatches
-
-logger = logging.getLogger(__name__)
 
 
 class StepEngine:
@@ -197,7 +194,6 @@ class StepEngine:
     def _leave(self) -> None:
         self.prepared = None
         self._cancellation.restore()
-        logger.info("the step is given up: weights, optimizer, counters and random state are those before it")
 
     def _require_batch(self, method: str) -> PreparedBatch:
         if self.prepared is None:

@@ -50,4 +50,5 @@ def test_fields_that_a_newer_release_added_are_ignored_and_those_it_left_out_hav
         details: dict = field(default_factory=dict)
 
     monkeypatch.setitem(REGISTRY.by_type, Newer, "Heartbeat")
+    monkeypatch.setitem(REGISTRY.fields, Newer, ("state", "mood", "details"))
     assert travelled(Newer(state="serving")) == Heartbeat(state=MemberState.SERVING)
