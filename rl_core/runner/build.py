@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.identity import Identity
@@ -12,7 +14,6 @@ from rl_core.channel import Channel
 from rl_core.channel.client import configure
 from rl_core.data.dataset import PromptDataset, load_prompts
 from rl_core.data.tokenizer import Tokenizer, read_files
-from rl_core.messages.groups import GroupEntry, RequeueReason
 from rl_core.messages.members import Incarnation
 from rl_core.messages.rpc import Caller
 from rl_core.observability.trackers import Trackers
@@ -106,14 +107,13 @@ def serve_groups(hub: Hub, dispatcher: Dispatcher) -> None:
     async def renew(tokens: list[str]) -> list[str]:
         return dispatcher.renew(*_process(current_caller()), tokens)
 
-    def give_back(token: str, reason: RequeueReason, message: str) -> None:
-        dispatcher.give_back(token, reason, message)
-
-    def admit(entries: list[GroupEntry]) -> list[bool]:
-        return dispatcher.admit(entries)
-
-    hub.add_handlers({"lease_groups": inline(lease_groups), "renew": renew, "give_back": give_back}, role="rollout")
-    hub.add_handlers({"admit": admit}, role="actor")
+    calls: dict[str, Callable[..., Any]] = {
+        "lease_groups": inline(lease_groups),
+        "renew": renew,
+        "give_back": dispatcher.give_back,
+    }
+    hub.add_handlers(calls, role="rollout")
+    hub.add_handlers({"admit": dispatcher.admit}, role="actor")
 
 
 def _process(caller: Caller | None) -> tuple[str, Incarnation]:
