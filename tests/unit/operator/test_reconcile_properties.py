@@ -25,6 +25,8 @@ MANY = settings(
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
+FEWER = settings(MANY, max_examples=150)
+"""Of tests that draw several states an example: they cost several times as much."""
 
 words = st.sampled_from(
     [
@@ -275,8 +277,8 @@ def test_a_plan_never_contradicts_itself_and_its_status_settles(state: tuple[dic
         assert not made
 
 
-@MANY
-@given(st.lists(states(), min_size=2, max_size=4))
+@FEWER
+@given(st.lists(states(), min_size=2, max_size=3))
 def test_what_an_earlier_look_understood_changes_no_plan(looks: list[tuple[dict[str, Any], Observed]]) -> None:
     known = ParsedJob()
     for job, observed in looks:
