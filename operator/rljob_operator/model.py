@@ -45,6 +45,8 @@ class ContainerEnd:
     """As the kubelet says: Completed, Error, OOMKilled, ..."""
     message: str
     """Termination message: the supervisor's JSON, else the container's last log lines."""
+    finished: float | None = None
+    """When it ended by its node's clock, seconds since 1970; None when nobody saw it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,8 @@ class PodView:
     deleting: bool = False
     deletion_deadline: float | None = None
     """deletionTimestamp, which includes the grace period, seconds since 1970."""
+    deleted_alive: bool = False
+    """Whether it was deleted while its containers ran."""
     node: str = ""
     ip: str = ""
     phase: str = "Pending"

@@ -1,7 +1,7 @@
 """`spec.failurePolicy`: what happens when a container ends, nothing moves or the numbers go wrong (protocol.md 4).
 
-Rules are tried in order, the first that matches acts; after the user's rules come the default ones: a disruption restarts without
-being counted; exit code 2 or 4 of any role fails the job; any other end of an actor pod restarts the job, counted; that of a rollout
+Rules are tried in order, the first that matches acts; after the user's rules come the default ones: a disruption, which a pod deleted
+by somebody else is too, restarts without being counted; exit code 2 or 4 of any role fails the job; any other end of an actor pod restarts the job, counted; that of a rollout
 or env pod restarts the pod, counted per pod.
 """
 
@@ -113,6 +113,9 @@ class FailurePolicySpec(Spec):
 
     max_restarts: int = Field(3, ge=0, le=1_000_000)
     """Counted restarts of the actor gang before the run fails."""
+    forgive_after_steps: Annotated[int, Field(ge=1, lt=2**31)] | None = 50
+    """Steps that the run must finish, beyond the step of its last counted restart or act on a stall, to get one restart back and to have
+    stalls treated like a first one again; null = nothing is forgiven."""
     stall: StallSpec = StallSpec()
     """Rule for stalls."""
     rules: Annotated[list[FailureRule], Field(max_length=32)] = []

@@ -168,7 +168,9 @@ class RLJobStatus(StatusPart):
     epoch: Count | None = None
     """Number of the actor gang; rises with each restart and resume."""
     restarts: Count | None = None
-    """Restarts of the actor gang that count towards failurePolicy.maxRestarts."""
+    """Restarts of the actor gang that count towards failurePolicy.maxRestarts; finished steps give them back (forgiveAfterSteps)."""
+    forgive_at_step: BigCount | None = None
+    """The step that gives one of them back when it is finished; absent while none is counted."""
     total_restarts: Count | None = None
     """All restarts of the actor gang, disruptions too."""
     step: BigCount | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.plan import failure_rules as rules
-from rl_core.plan.failure_rules import Ends, PodEnd
+from rl_core.plan.failure_rules import Budget, Ends, PodEnd
 from rl_core.workers.supervisor import ExitCode
 
 
@@ -50,11 +50,16 @@ class RestartPolicy:
     def __init__(self, spec: FailurePolicySpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
         self._clock = clock
-        self.restarts = 0
-        """Counted restarts of the job."""
+        self._budget = Budget()
+        self._step = 0
+        """The last finished step that was told."""
         self._ends: dict[str, Ends] = {}
-        self._stall_acts = 0
         self._stall_acted_at: float | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Counted restarts of the job that finished steps have not given back."""
+        return self._budget.restarts
 
     def pod_ended(self, role: str, index: int, code: int, reason: str) -> Decision:
         """Decide on a pod that ended with `code` although nobody asked it to."""
@@ -72,7 +77,11 @@ class RestartPolicy:
         return Decision(action=Action.RESTART_POD, pause=pause, reason=reason)
 
     def reported(self, status: Mapping[str, Any]) -> Decision:
-        """Decide on what the runner reports: bad numbers before a stall."""
+        """Decide on what the runner reports: bad numbers before a stall. Its step gives restarts back."""
+        step = status.get("step")
+        if isinstance(step, int):
+            self._step = step
+            self._budget = self._budget.after(step, every=self._spec.forgive_after_steps)
         trip = rules.tripped(self._spec, status.get("streaks"))
         if trip is None:
             return self.stalled(status.get("stall"))
@@ -89,12 +98,12 @@ class RestartPolicy:
             self._stall_acted_at = None
             return Decision(action=Action.NONE)
         now, sink = self._clock(), str(stall.get("reason"))
-        action, role = rules.rule_on_stall(self._spec.stall, sink, acts=self._stall_acts)
+        action, role = rules.rule_on_stall(self._spec.stall, sink, acts=self._budget.stall_acts)
         due = rules.stall_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
         if action == "Ignore" or not due:
             return Decision(action=Action.NONE)
         self._stall_acted_at = now
-        self._stall_acts += 1
+        self._charge(stall_acts=1)
         reason = f"stalled: {sink}: {stall.get('message')}"
         if action == "FailJob":
             return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
@@ -105,11 +114,15 @@ class RestartPolicy:
         return self._restart_job(reason)
 
     def _restart_job(self, reason: str, *, counted: bool = True) -> Decision:
-        if counted and self.restarts >= self._spec.max_restarts:
+        if counted and self._budget.restarts >= self._spec.max_restarts:
             text = f"{reason}; all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used up"
             return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=text)
-        self.restarts += counted
+        if counted:
+            self._charge(restarts=1)
         return Decision(action=Action.RESTART_JOB, reason=reason)
+
+    def _charge(self, **charges: int) -> None:
+        self._budget = self._budget.charged(**charges, step=self._step, every=self._spec.forgive_after_steps)
 
     def _pod_pause(self, pod: str) -> float:
         self._ends[pod] = rules.after_end(self._ends.get(pod) or Ends(), self._clock())

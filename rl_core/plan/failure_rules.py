@@ -44,6 +44,8 @@ class PodEnd:
     """Types of pod conditions that are true."""
     message: str = ""
     """Termination message."""
+    deleted: bool = False
+    """Whether somebody else deleted the pod while it ran."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,7 @@ def rule_on(end: PodEnd, rules: Iterable[FailureRule]) -> Ruling:
         if matches(rule, end):
             return Ruling(action=_for_role(rule.action, end.role), counted=rule.count_towards_limit, rule=index)
     whole = end.role == "actor"
-    if DISRUPTION in end.conditions:
+    if DISRUPTION in end.conditions or end.deleted:
         return Ruling(action="RestartJob" if whole else "RestartPod", counted=False)
     if end.code in FATAL_CODES and not end.init:
         return Ruling(action="FailJob")
@@ -122,6 +124,35 @@ def after_end(ends: Ends, now: float, *, uid: str = "") -> Ends:
     if len(times) <= ENDS_BEFORE_BACKOFF and not relapsed:
         return Ends(uid=uid, times=times)
     return Ends(uid=uid, times=times, backoff=min(max(FIRST_BACKOFF, 2 * ends.backoff), LONGEST_BACKOFF))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What was charged to `failurePolicy.maxRestarts`, and which step gives some of it back."""
+
+    restarts: int = 0
+    """Counted restarts that no finished steps have made up for."""
+    stall_acts: int = 0
+    """Acts on stalls, likewise."""
+    forgive_at: int | None = None
+    """The step that gives one restart and all acts on stalls back when it is finished; None = nothing is charged, or nothing is given back."""
+
+    def charged(self, *, restarts: int = 0, stall_acts: int = 0, step: int, every: int | None) -> Budget:
+        """Return the budget after a charge at `step`.
+
+        The step that forgives never falls while something is charged: a run that falls back to its checkpoint and fails at the same
+        step again makes no progress, however often it repeats the steps before.
+        """
+        at = None if every is None else max(step + every, self.forgive_at or 0)
+        return Budget(restarts=self.restarts + restarts, stall_acts=self.stall_acts + stall_acts, forgive_at=at)
+
+    def after(self, step: int, *, every: int | None) -> Budget:
+        """Return the budget once `step` is finished; `every`: failurePolicy.forgiveAfterSteps."""
+        if every is None or self.forgive_at is None or step < self.forgive_at:
+            return self
+        given = 1 + (step - self.forgive_at) // every
+        restarts = max(self.restarts - given, 0)
+        return Budget(restarts=restarts, forgive_at=self.forgive_at + given * every if restarts else None)
 
 
 def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:

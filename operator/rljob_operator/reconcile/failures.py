@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from rl_core.plan import failure_rules as rules
-from rl_core.plan.failure_rules import Ends, PodEnd, Ruling
+from rl_core.plan.failure_rules import Budget, Ends, PodEnd, Ruling
 from rljob_operator.model import ContainerEnd, PodView
 from rljob_operator.reconcile.record import STALL, Record
 from rljob_operator.reconcile.report import last_word
@@ -18,6 +18,8 @@ from rljob_operator.reconcile.situation import Situation, has_ended, is_active
 
 TAIL = 600
 """Characters of a log tail in a message."""
+MOST_ACTS = 8
+"""Acts on stalls that are kept."""
 DONE_PAUSE = 15.0
 """Seconds until a rollout or env pod that ended with code 0 is replaced: most likely the whole run is about to end."""
 
@@ -64,7 +66,7 @@ class Verdict:
 
 def judge(situation: Situation) -> Verdict:
     """Return what went wrong since the last look."""
-    record, findings = situation.record, []
+    record, findings = forgiven(situation, situation.record), []
     for pod in _newly_ended(situation):
         finding, record = _judge_pod(situation, pod, record)
         findings.append(finding)
@@ -95,7 +97,8 @@ def describe(pod: PodView) -> str:
     code = f"{end.exit_code} ({end.reason})" if end.reason not in ("", "Error", "Completed") else str(end.exit_code)
     word = last_word(end)
     text = ": ".join(part for part in (word.reason, word.tail[-TAIL:].strip()) if part)
-    why = f" ({pod.disrupted or pod.reason})" if pod.disrupted or pod.reason else ""
+    cause = pod.disrupted or ("deleted by someone else" if pod.deleted_alive else pod.reason)
+    why = f" ({cause})" if cause else ""
     return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {text}" if text else "")
 
 
@@ -148,21 +151,24 @@ def _pod_end(pod: PodView, end: ContainerEnd | None) -> PodEnd:
         reasons=tuple(reason for reason in reasons if reason),
         conditions=pod.conditions or ((rules.DISRUPTION,) if pod.disrupted else ()),
         message=end.message if end is not None else pod.message,
+        deleted=pod.deleted_alive,
     )
 
 
 def _reason(pod: PodView, end: ContainerEnd | None) -> str:
     if pod.disrupted:
         return "PodDisrupted"
+    if pod.deleted_alive:
+        return "PodDeleted"
     if end is None:
-        return "PodDeleted" if pod.deleting else "PodFailed"
+        return "PodFailed"
     return "InitContainerFailed" if end.init else "OutOfMemory" if end.reason == "OOMKilled" else "PodFailed"
 
 
 def _noted(situation: Situation, pod: PodView, record: Record, ruling: Ruling) -> Record:
     """Return the record with the end of a pod counted once: attempt, failures, and the pause before its replacement."""
     ends = record.ends.get(pod.name) or Ends()
-    end, deleted = decisive(pod), pod.deleting or bool(pod.disrupted)
+    end, deleted = decisive(pod), pod.deleted_alive or bool(pod.disrupted)
     if end is not None and end.exit_code == 0 and not deleted:
         ends = Ends(uid=pod.uid, times=(situation.now,), backoff=DONE_PAUSE)
     elif ruling.counted and ruling.action != "Ignore" and not deleted:
@@ -192,7 +198,8 @@ def _vanished_actors(situation: Situation) -> list[Finding]:
         return []
     present = {pod.name for pod in there}
     missing = ", ".join(name for name in situation.wanted("actor") if name not in present)
-    return [Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=f"actor pods are gone: {missing}")]
+    text = f"actor pods are gone: {missing}"
+    return [Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)]
 
 
 def _count_vanished(situation: Situation, record: Record) -> Record:
@@ -219,10 +226,31 @@ def _judge_stall(situation: Situation, record: Record) -> tuple[Record, list[Fin
     if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
-    noted = replace(acts, times=(*acts.times, situation.now)[-8:])
     message = f"no progress for longer than failurePolicy.stall allows: {stall_words(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
-    return replace(record, ends={**record.ends, STALL: noted}), [finding]
+    return charged(situation, record, stall_acts=1), [finding]
+
+
+def charged(situation: Situation, record: Record, *, restarts: int = 0, stall_acts: int = 0) -> Record:
+    """Return the record after a charge to failurePolicy.maxRestarts, or an act on a stall, at the step that is finished now."""
+    every, acts = situation.spec.failure_policy.forgive_after_steps, record.ends.get(STALL) or Ends()
+    budget = _budget(record).charged(restarts=restarts, stall_acts=stall_acts, step=situation.step, every=every)
+    if stall_acts:
+        acts = replace(acts, times=(*acts.times, situation.now)[-MOST_ACTS:])
+        record = replace(record, ends={**record.ends, STALL: acts})
+    return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at)
+
+
+def forgiven(situation: Situation, record: Record) -> Record:
+    """Return the record with what the finished steps give back."""
+    budget = _budget(record).after(situation.step, every=situation.spec.failure_policy.forgive_after_steps)
+    ends = record.ends if budget.stall_acts else {name: one for name, one in record.ends.items() if name != STALL}
+    return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, ends=ends)
+
+
+def _budget(record: Record) -> Budget:
+    acts = record.ends.get(STALL) or Ends()
+    return Budget(restarts=record.restarts, stall_acts=len(acts.times), forgive_at=record.forgive_at)
 
 
 def stall_words(stall: object) -> str:

@@ -109,17 +109,16 @@ def _restart(situation: Situation, course: Course, finding: Finding) -> Course:
     if finding.counted and record.restarts >= limit:
         text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
         return replace(_end(situation, record, "Failed", "MaxRestartsExceeded", text), findings=course.findings)
-    counted = record.restarts + finding.counted
+    record = failures.charged(situation, record, restarts=1) if finding.counted else record
     gang, actor = after_end(record.ends.get(GANG) or Ends(), situation.now), record.role("actor")
     actor = replace(actor, restarts=actor.restarts + 1, failed=actor.failed + _num_failed(situation))
     record = replace(
         record,
-        restarts=counted,
         total_restarts=record.total_restarts + 1,
         roles={**record.roles, "actor": actor},
         ends={**record.ends, GANG: gang},
     )
-    how = f"restart {counted} of {limit}" if finding.counted else "restart, not counted"
+    how = f"restart {record.restarts} of {limit}" if finding.counted else "restart, not counted"
     return replace(
         course,
         stage=Stage.RESTART,

@@ -46,6 +46,8 @@ class Record:
     epoch: int = 0
     restarts: int = 0
     total_restarts: int = 0
+    forgive_at: int | None = None
+    """The step that gives a counted restart back; None = there is none to give."""
     start_time: float | None = None
     first_step_time: float | None = None
     completion_time: float | None = None
@@ -84,6 +86,7 @@ def read(status: Any) -> Record:
         epoch=_count(raw.get("epoch")),
         restarts=_count(raw.get("restarts")),
         total_restarts=_count(raw.get("totalRestarts")),
+        forgive_at=_count(raw.get("forgiveAtStep")) or None,
         start_time=to_seconds(raw.get("startTime")),
         first_step_time=to_seconds(raw.get("firstStepTime")),
         completion_time=to_seconds(raw.get("completionTime")),

@@ -12,7 +12,7 @@ from rljob_operator.model import Object, Observed, OperatorConfig, PodView
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import report as reports
 from rljob_operator.reconcile.record import Record
-from rljob_operator.reconcile.report import Report
+from rljob_operator.reconcile.report import Report, whole
 
 ROLES = ("actor", "rollout", "env")
 
@@ -61,6 +61,13 @@ class Situation:
         """metadata.generation, 0 when absent."""
         value = self.raw["metadata"].get("generation")
         return value if isinstance(value, int) else 0
+
+    @property
+    def step(self) -> int:
+        """The last finished step of this epoch, as the runner or the status knows it."""
+        told = (self.report.count("step") or 0) if self.report is not None and self.report.begun else 0
+        known = whole(self.record.raw.get("step")) or 0
+        return max(told, known if self.record.epoch == self.epoch else 0)
 
     @property
     def first_actor(self) -> PodView | None:

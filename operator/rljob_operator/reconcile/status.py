@@ -11,7 +11,7 @@ from rljob_operator.reconcile import condition_facts, conditions, deadlines
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.lifecycle import Course, Stage
 from rljob_operator.reconcile.record import Record, draining_status, ends_status
-from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, Report, finite, whole
+from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, MOST, Report, finite, whole
 from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 from rljob_operator.times import to_seconds, to_text
 
@@ -65,6 +65,7 @@ def build(
         "epoch": record.epoch,
         "restarts": record.restarts,
         "totalRestarts": record.total_restarts,
+        "forgiveAtStep": min(record.forgive_at, MOST) if record.forgive_at is not None else None,
         **_runner_progress(situation, phase),
         "startTime": _time(record.start_time),
         "completionTime": _time(record.completion_time),

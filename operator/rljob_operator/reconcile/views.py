@@ -18,6 +18,8 @@ KUBELET_REASONS = frozenset(
 """Reasons of Ready=False that a kubelet gives; the node controller keeps the one that was there, which is none of these."""
 STARTING = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of waiting containers that mean no trouble."""
+CLOCK_SLACK = 5.0
+"""Seconds by which a node's clock may be behind the API server's."""
 
 
 def pod_view(pod: Object) -> PodView:
@@ -27,6 +29,7 @@ def pod_view(pod: Object) -> PodView:
     conditions = {str(c.get("type")): c for c in _maps(status.get("conditions"))}
     scheduled, ready = conditions.get("PodScheduled", {}), conditions.get("Ready", {})
     disrupted = conditions.get("DisruptionTarget", {})
+    ended = tuple(_ends(status))
     return PodView(
         name=str(meta.get("name", "")),
         uid=str(meta.get("uid", "")),
@@ -38,6 +41,7 @@ def pod_view(pod: Object) -> PodView:
         created=to_seconds(meta.get("creationTimestamp")) or 0.0,
         deleting=meta.get("deletionTimestamp") is not None,
         deletion_deadline=to_seconds(meta.get("deletionTimestamp")),
+        deleted_alive=_deleted_alive(meta, ended),
         node=str(_map(pod.get("spec")).get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         phase=str(status.get("phase") or "Pending"),
@@ -52,7 +56,7 @@ def pod_view(pod: Object) -> PodView:
         disrupted=str(disrupted.get("reason") or "DisruptionTarget") if disrupted.get("status") == "True" else "",
         preparing=_preparing(status),
         waiting=_waiting(status),
-        ended=tuple(_ends(status)),
+        ended=ended,
     )
 
 
@@ -94,6 +98,15 @@ def _node_lost(
     return tainted or 0 < seen < _int(meta.get("generation"))
 
 
+def _deleted_alive(meta: Mapping[str, Any], ended: Iterable[ContainerEnd]) -> bool:
+    """Return whether the deletion came first: the containers that have ended did so because of it."""
+    deadline = to_seconds(meta.get("deletionTimestamp"))
+    if deadline is None:
+        return False
+    asked = deadline - _int(meta.get("deletionGracePeriodSeconds"))
+    return all(end.finished is None or end.finished >= asked - CLOCK_SLACK for end in ended)
+
+
 def _owner(meta: Mapping[str, Any]) -> str:
     for owner in _maps(meta.get("ownerReferences")):
         if owner.get("kind") == "RLJob":
@@ -132,6 +145,7 @@ def _ends(status: Mapping[str, Any]) -> Iterator[ContainerEnd]:
                 init=init,
                 reason=str(ended.get("reason") or ""),
                 message=str(ended.get("message") or ""),
+                finished=to_seconds(ended.get("finishedAt")),
             )
 
 

@@ -84,6 +84,8 @@ async def test_a_deleted_actor_restarts_the_gang_under_a_new_epoch(jobs: Jobs, s
     assert all(old != new for name, (old, new) in uids.items() if "actor" in name)
     assert all(old == new for name, (old, new) in uids.items() if "actor" not in name), "rollouts and envs stay"
     assert {after[f"job-actor-{rank}"]["metadata"]["labels"][naming.LABEL_EPOCH] for rank in (0, 1)} == {"2"}
+    status = (await jobs.get())["status"]
+    assert (status["restarts"], status["totalRestarts"]) == (0, 1), "somebody else's deletion is a disruption"
 
 
 async def test_scaling_by_the_scale_subresource(jobs: Jobs, start, kubelet) -> None:

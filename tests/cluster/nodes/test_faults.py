@@ -32,7 +32,7 @@ def test_a_killed_rollout_or_env_pod_is_replaced_alone_and_training_goes_on(runn
     running.kill(pod)
     running.wait_replaced(pod, before[pod], seconds=9 * MINUTES)
     status = running.wait_steps(2, seconds=9 * MINUTES)
-    assert (status["epoch"], status["restarts"]) == (epoch, running.status()["restarts"])
+    assert (status["epoch"], status["totalRestarts"]) == (epoch, running.status()["totalRestarts"])
     after = uids(running)
     assert {name for name in after if after[name] != before.get(name)} == {pod}
     running.wait("all rollouts serve", lambda status: status["columns"]["rollouts"] == "2/2", seconds=9 * MINUTES)
@@ -50,7 +50,7 @@ def test_a_killed_actor_restarts_the_gang_from_its_checkpoint_and_rollouts_and_e
         lambda status: status["phase"] == "Running" and status["step"] > then["checkpoint"]["lastStep"],
         seconds=12 * MINUTES,
     )
-    assert status["restarts"] == then["restarts"] + 1
+    assert status["totalRestarts"] == then["totalRestarts"] + 1
     after = uids(running)
     assert {name for name in after if after[name] != before.get(name)} == {"faults-actor-0"}
 
@@ -59,7 +59,7 @@ def test_a_pod_deleted_by_hand_is_made_again_and_counts_as_no_failure(running: J
     before, then = uids(running), running.status()
     running.access.kubectl("delete", "pod", "faults-rollout-1", "-n", running.namespace, "--wait=false")
     running.wait_replaced("faults-rollout-1", before["faults-rollout-1"], seconds=12 * MINUTES)
-    assert running.wait_steps(2, seconds=9 * MINUTES)["restarts"] == then["restarts"]
+    assert running.wait_steps(2, seconds=9 * MINUTES)["totalRestarts"] == then["totalRestarts"]
 
 
 def test_the_rollout_of_a_dead_node_is_made_on_another_one_and_training_goes_on(running: Job) -> None:

@@ -127,3 +127,15 @@ def test_bad_numbers_are_acted_on_as_written(action, expected):
     assert rules.reported({"streaks": {"klBlowUp": 1}}).action is Action.NONE
     decision = rules.reported({"streaks": {"klBlowUp": 2}})
     assert decision.action is expected and "klBlowUp" in decision.reason
+
+
+def test_finished_steps_give_restarts_and_acts_on_stalls_back():
+    rules = RestartPolicy(FailurePolicySpec(max_restarts=1, forgive_after_steps=10), clock=Clock())
+    rules.reported({"step": 3, "stall": stall("WaitingForEnv")})
+    rules.reported({"step": 5})
+    assert rules.pod_ended("actor", 0, 3, "died").action is Action.RESTART_JOB and rules.restarts == 1
+    rules.reported({"step": 14})
+    assert rules.pod_ended("actor", 0, 3, "died").action is Action.FAIL
+    rules.reported({"step": 15})
+    assert rules.restarts == 0
+    assert rules.reported({"step": 15, "stall": stall("WaitingForEnv")}).action is Action.RESTART_ROLE

@@ -296,6 +296,7 @@ class World:
             "exitCode": code,
             "reason": reason or ("Completed" if code == 0 else "Error"),
             "message": word if message is None else message,
+            "finishedAt": to_text(self.now),
         }
         pod["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
         pod["status"]["containerStatuses"] = [{"name": role_of(pod), "state": {"terminated": ended}}]

@@ -155,18 +155,63 @@ def test_disruptions_restart_without_being_counted(disruption: str) -> None:
     assert world.status["restarts"] == 0 and world.status["totalRestarts"] == 1
 
 
-def test_an_actor_that_someone_deletes_is_a_counted_restart() -> None:
-    world = running()
+def test_an_actor_that_someone_deletes_is_a_disruption() -> None:
+    world = running(failurePolicy={"maxRestarts": 0})
     world.delete_pod("x-actor-0")
     world.run_until(lambda: world.status["epoch"] == 2 and world.phase == "Running")
-    assert world.status["restarts"] == 1
+    assert world.status["restarts"] == 0 and world.status["totalRestarts"] == 1
+    assert world.condition("Failed")["reason"] == "PodDeleted"
+
+
+def test_an_actor_that_failed_before_someone_deleted_it_is_a_counted_restart() -> None:
+    world = running()
+    world.end_pod("x-actor-0", 1)
+    world.tick(20)
+    pod = world.pods["x-actor-0"]
+    pod["metadata"] |= {"deletionTimestamp": to_text(world.now + 30), "deletionGracePeriodSeconds": 30}
+    world.reconcile()
+    assert world.phase == "Restarting" and world.status["restarts"] == 1
 
 
 def test_an_actor_pod_that_is_gone_without_a_trace_restarts_the_gang() -> None:
     world = running(actor={"replicas": 2}, algorithm={"steps": 500, "promptsPerStep": 12})
     del world.pods["x-actor-1"]
     world.run_until(lambda: world.status["epoch"] == 2 and world.phase == "Running" and all_there(world))
-    assert world.status["restarts"] == 1
+    assert world.status["restarts"] == 0 and world.status["totalRestarts"] == 1
+
+
+def test_finished_steps_give_restarts_back() -> None:
+    world = running(failurePolicy={"maxRestarts": 1, "forgiveAfterSteps": 10})
+    for epoch in (2, 3, 4):
+        failed_at = world.steps
+        world.end_pod("x-actor-0", 3)
+        world.run_until(lambda epoch=epoch: world.status["epoch"] == epoch and world.phase == "Running")
+        assert (world.status["restarts"], world.status["forgiveAtStep"]) == (1, failed_at + 10)
+        world.run_until(lambda step=failed_at: world.status["step"] >= step + 10)
+        assert world.status["restarts"] == 0 and "forgiveAtStep" not in world.status
+    assert world.status["totalRestarts"] == 3
+
+
+def test_steps_that_a_restart_repeats_give_nothing_back() -> None:
+    world = running(failurePolicy={"maxRestarts": 2, "forgiveAfterSteps": 4})
+    for _ in range(3):
+        world.run_until(lambda: world.phase == "Running" and world.status["step"] >= 23, ticks=60)
+        world.saved = 15  # the checkpoint every restart begins with: eight steps before the one that fails
+        world.end_pod("x-actor-0", 3)
+        world.reconcile()
+    assert world.phase == "Failed" and world.condition("Failed")["reason"] == "MaxRestartsExceeded"
+
+
+def test_finished_steps_make_the_next_stall_a_first_one() -> None:
+    world = running(failurePolicy={"forgiveAfterSteps": 10})
+    for _ in range(2):
+        world.stall = stall("WaitingForEnv")
+        world.reconcile()
+        assert world.condition("Failed")["reason"] == "Stalled" and world.status["epoch"] == 1, "the role restarts"
+        world.stall = None
+        target = world.status["forgiveAtStep"]
+        world.run_until(lambda step=target: world.status["step"] >= step)
+        assert not [one for one in world.status.get("ends", []) if one["name"] == "stall"]
 
 
 def test_a_gang_half_made_when_the_operator_died_is_completed_under_its_epoch() -> None:

@@ -83,6 +83,19 @@ def test_a_pod_that_was_not_ready_when_its_node_died_is_lost_all_the_same(
     assert pod_view(pod(status, **meta)).node_lost is lost
 
 
+@pytest.mark.parametrize(
+    ("finished", "alive"),
+    [("2026-01-01T00:00:01Z", True), (None, True), ("2025-12-31T23:59:40Z", False)],
+    ids=["ended because of it", "end not seen", "ended before"],
+)
+def test_a_pod_deleted_while_it_ran_is_told_from_one_that_had_ended(finished: str | None, alive: bool) -> None:
+    ended = {"exitCode": 3} | ({"finishedAt": finished} if finished else {})
+    meta = {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}
+    status = {"containerStatuses": [{"name": "actor", "state": {"terminated": ended}}]}
+    assert pod_view(pod(status, **meta)).deleted_alive is alive
+    assert not pod_view(pod(status)).deleted_alive
+
+
 def test_the_init_container_that_runs_is_read() -> None:
     done, runs = {"terminated": {"exitCode": 0}}, {"running": {"startedAt": "2026-11-21T12:00:00Z"}}
     statuses = [{"name": "fetch", "state": done}, {"name": "prepare", "state": runs}, {"name": "last", "state": {}}]

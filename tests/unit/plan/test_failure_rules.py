@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.api.failure import FailurePolicySpec, FailureRule, StallSpec
-from rl_core.plan.failure_rules import Ends, PodEnd, after_end, contains, rule_on, rule_on_stall, stall_is_due, tripped
+from rl_core.plan.failure_rules import (
+    Budget,
+    Ends,
+    PodEnd,
+    after_end,
+    contains,
+    rule_on,
+    rule_on_stall,
+    stall_is_due,
+    tripped,
+)
 
 text = st.text(alphabet="ab ", max_size=12)
 
@@ -142,3 +152,29 @@ def test_semantic_rules_fire_at_their_number_of_steps():
 def test_streaks_that_make_no_sense_trip_nothing(streaks):
     policy = FailurePolicySpec.model_validate({"rewardCollapse": {"below": 0.1, "steps": 1, "action": "Pause"}})
     assert tripped(policy, streaks) is None
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_a_pod_that_somebody_deleted_does_not_count(role):
+    ruling = rule_on(PodEnd(role=role, code=3, deleted=True), [])
+    assert (ruling.action, ruling.counted) == ("RestartJob" if role == "actor" else "RestartPod", False)
+
+
+def test_steps_beyond_the_last_charge_give_restarts_back_one_by_one():
+    budget = Budget().charged(restarts=1, step=7, every=10).charged(restarts=1, stall_acts=1, step=12, every=10)
+    assert budget == Budget(restarts=2, stall_acts=1, forgive_at=22)
+    assert budget.after(21, every=10) == budget
+    assert budget.after(22, every=10) == Budget(restarts=1, forgive_at=32)
+    assert budget.after(32, every=10) == Budget() == budget.after(999, every=10)
+
+
+def test_a_run_that_fails_at_the_same_step_again_and_again_gets_nothing_back():
+    budget = Budget()
+    for _ in range(3):
+        budget = budget.after(30, every=10).charged(restarts=1, step=30, every=10)
+    assert budget == Budget(restarts=3, forgive_at=40)
+
+
+def test_without_a_number_of_steps_nothing_is_given_back():
+    budget = Budget().charged(restarts=1, step=0, every=None)
+    assert budget.after(10**6, every=None).restarts == 1
