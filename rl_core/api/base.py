@@ -7,12 +7,14 @@ checked together, so that a user sees every broken one at once.
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.alias_generators import to_camel
 
 from rl_core.api.cel import Cel
 
 Rule = TypeVar("Rule", bound=Callable[[Any], Iterator[str]])
+DEFAULTS = "defaults"
+"""Key of the validation context under which `api/defaults.py` gives the defaults to resolve by."""
 STRING_LIMIT = 4096
 """Longest string without a bound of its own, in characters."""
 
@@ -45,6 +47,17 @@ class Spec(BaseModel):
         protected_namespaces=(),
         str_max_length=STRING_LIMIT,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_kept_defaults(cls, data: Any, info: ValidationInfo) -> Any:
+        """Fill what is not given with the defaults of the context; a field that this code lacks is left out."""
+        kept = info.context.get(DEFAULTS, {}).get(cls.__name__) if isinstance(info.context, dict) else None
+        if not kept or not isinstance(data, dict):
+            return data
+        names = {field.alias or name: name for name, field in cls.model_fields.items()}
+        filled = {key: value for key, value in kept.items() if key in names and names[key] not in data}
+        return {**filled, **data}
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,15 @@ class Manifest:
                     f"{where} must have format {FORMAT}, got {version!r}; read it with the version of rljob that wrote it"
                 )
             entries: Mapping[str, Mapping[str, Any]] = fields.pop("files")
-            return cls(files={name: FileEntry(**entry) for name, entry in entries.items()}, **fields)
+            known = {
+                name.name for name in dataclass_fields(cls)
+            }  # a later version may write more, which nothing here needs
+            return cls(
+                files={
+                    name: FileEntry(bytes=entry["bytes"], digest=entry["digest"]) for name, entry in entries.items()
+                },
+                **{name: value for name, value in fields.items() if name in known},
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{where} must be a checkpoint manifest, got {data[:80]!r}: {error}; remove the folder"

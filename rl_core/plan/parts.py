@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Self
 
 from rl_core.plan.placement import Placement
@@ -24,14 +24,26 @@ class Ports:
     """Worker RPC on a cluster, where policies name it; free ports elsewhere."""
 
 
+def _slim(value: Any) -> Any:
+    """Return a part of a plan as JSON has it, fields at their default left out."""
+    if isinstance(value, _Plan):
+        own = {field.name: (field, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
+        return {name: _slim(item) for name, (field, item) in own.items() if item != _default(field)}
+    return [_slim(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
 class _Plan:
     """What all parts of a plan can do: to canonical JSON and back, byte for byte."""
 
     __slots__ = ()
 
     def to_json(self) -> str:
-        """Return the plan as canonical JSON."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))  # type: ignore[call-overload]
+        """Return the plan as canonical JSON, without the fields that hold their default: a supervisor that lacks one reads the rest."""
+        return json.dumps(_slim(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -83,7 +95,9 @@ class ProcessPlan(_Plan):
 
     @classmethod
     def _read(cls, value: Mapping[str, Any]) -> Self:
-        return cls(**{**value, "command": tuple(value["command"]), "visible_devices": tuple(value["visible_devices"])})
+        return cls(
+            **{**value, "command": tuple(value["command"]), "visible_devices": tuple(value.get("visible_devices", ()))}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +129,7 @@ class PodPlan(_Plan):
     @classmethod
     def _read(cls, value: Mapping[str, Any]) -> Self:
         containers = tuple(ContainerPlan._read(container) for container in value["containers"])
-        claim = GpuClaim._read(value["claim"]) if value["claim"] else None
+        claim = GpuClaim._read(value["claim"]) if value.get("claim") else None
         return cls(**{**value, "containers": containers, "claim": claim})
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rl_core.api import document
 from rl_core.api.errors import ConfigError, exit_code
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
@@ -59,11 +60,9 @@ def serve(runner: Runner, port: int, token: str | None, *, in_cluster: bool) -> 
 def read_job(path: Path) -> RLJob:
     """Return the resolved job. Raises ConfigError for one that this version does not read."""
     try:
-        return RLJob.model_validate_json(path.read_text())
-    except ValidationError as error:
-        raise ConfigError(
-            f"{path} must hold a job as this version knows it, got: {error}; use an image and an operator of the same release"
-        ) from error
+        return document.read(RLJob, path.read_text())
+    except (ConfigError, ValidationError) as error:
+        raise ConfigError(f"{path} must hold a job that this version understands, got: {error}") from error
 
 
 def read_token(curve_dir: str) -> str | None:

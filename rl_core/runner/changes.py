@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_core.actors.schedule import LRSchedule
+from rl_core.api import document
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
@@ -63,7 +64,7 @@ class AppliedSpec:
 def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
     """Return `present` with the mutable fields of `wanted`. Raises ValueError for an invalid spec or another difference."""
     try:
-        asked = RLJobSpec.model_validate(dict(wanted))
+        asked = document.read(RLJobSpec, wanted)
     except ValidationError as error:
         raise ValueError("; ".join(_lines(error))) from error
     before, after = (spec.model_dump(mode="json", by_alias=True) for spec in (present, asked))

@@ -1,6 +1,5 @@
 """Saves and restores a run: the actors' shards, the ledger and the history files, published whole (invariant I7)."""
 
-import hashlib
 import json
 import logging
 import threading
@@ -11,28 +10,13 @@ from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJo
 from rl_core.api.job import RLJobSpec
 from rl_core.checkpoint.files import write_failure, write_file
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
-from rl_core.runner.changes import differences
 from rl_core.runner.history import cut_back, now_text
+from rl_core.runner.invariants import changes, digest, state_of
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "runner.json"
-RESUME_INVARIANT_FIELDS = (
-    "model",
-    "data",
-    "algorithm",
-    "actor.optimizer",
-    "actor.gradClip",
-    "actor.dropout",
-    "rollout.sampling",
-    "rollout.maxSequenceLength",
-    "env.type",
-    "env.reward",
-    "env.options",
-    "env.maxTurns",
-)
-"""Fields that alter what a resumed run computes, but for those below them that may change (MAY_CHANGE)."""
 
 
 class Checkpoints:
@@ -100,7 +84,7 @@ class Checkpoints:
             raise DataError(
                 f"{checkpoint.path / STATE_FILE} must be readable, got {error}; resume from an older checkpoint"
             ) from error
-        self._refuse_change(state["mathematics"])
+        self._refuse_change(state)
         actor.load_checkpoint(str(checkpoint.path)).wait(self._spec.runtime.deadlines.group_method)
         self._forget_after(checkpoint.step)
         self.last_step = checkpoint.step
@@ -119,9 +103,7 @@ class Checkpoints:
             logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
 
     def _refuse_change(self, saved: dict[str, Any]) -> None:
-        now = resume_invariants(self._spec)
-        before = {path: saved.get(path, value) for path, value in now.items()}
-        changed = [f"{path}: {old!r} (saved), {new!r} (now)" for path, old, new in differences(before, now)]
+        changed = changes(saved, self._spec)
         if changed and not self._spec.checkpoint.allow_spec_change:
             raise ConfigError(
                 f"a resumed job must compute what the saved one did, got changes in {'; '.join(changed)}; restore them, or set "
@@ -163,7 +145,7 @@ class Checkpoints:
 
     def _write_state(self, staging: Path, state: dict[str, Any]) -> None:
         try:
-            whole = state | {"mathematics": resume_invariants(self._spec)}
+            whole = state | state_of(self._spec)
             write_file(staging / STATE_FILE, json.dumps(whole, indent=1).encode())
         except OSError as error:
             raise write_failure("the runner's part of a checkpoint", staging, error) from error
@@ -177,27 +159,3 @@ def as_one(errors: WorkerErrors) -> RLJobError:
         return lost or errors
     full = any(isinstance(error, StorageFull) for error in inner)
     return (StorageFull if full else InfrastructureError)(errors.message)
-
-
-def resume_invariants(spec: RLJobSpec) -> dict[str, Any]:
-    """Return the fields a resume may not change, by YAML path."""
-    whole = spec.model_dump(mode="json", by_alias=True)
-    found: dict[str, Any] = {}
-    for path in RESUME_INVARIANT_FIELDS:
-        value: Any = whole
-        for part in path.split("."):
-            value = value[part]
-        found[path] = (
-            {key: item for key, item in value.items() if key not in MAY_CHANGE} if isinstance(value, dict) else value
-        )
-    return found
-
-
-MAY_CHANGE = frozenset(
-    {"steps", "learningRate", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"}
-)
-
-
-def digest(spec: RLJobSpec) -> str:
-    """Return the BLAKE2b digest of the fields a resume may not change."""
-    return hashlib.blake2b(json.dumps(resume_invariants(spec), sort_keys=True).encode(), digest_size=16).hexdigest()

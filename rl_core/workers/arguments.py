@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_core.api import document
 from rl_core.api.base import Spec
 from rl_core.api.errors import ConfigError
 from rl_core.messages.calls import PackedSpec
@@ -30,7 +31,7 @@ def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], d
 def _pack(value: Any) -> Any:
     if isinstance(value, Spec):
         schema = f"{type(value).__module__}:{type(value).__qualname__}"
-        return PackedSpec(schema=schema, json=value.model_dump_json(by_alias=True))
+        return PackedSpec(schema=schema, json=document.text(value))
     return value
 
 
@@ -40,4 +41,4 @@ def _unpack(value: Any) -> Any:
     module, _, name = value.schema.partition(":")
     if not module.startswith("rl_core.api."):
         raise ConfigError(f"schema objects live in rl_core.api, got {value.schema}")
-    return getattr(importlib.import_module(module), name).model_validate_json(value.json)
+    return document.read(getattr(importlib.import_module(module), name), value.json)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rl_core.api import document
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.api.identity import Identity
 from rl_core.messages.members import (
@@ -77,7 +78,7 @@ class Hub:
         self.clock = clock
         self.started = False
         self._files = dict(files or {})
-        self._job_json = job.model_dump_json(by_alias=True) if job is not None else None
+        self._job_json = document.text(job) if job is not None else None
         self._heartbeat_seconds = heartbeat_seconds
         # Well below what the membership takes for a pause of this process, which it forgives: else nobody would ever be judged.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)

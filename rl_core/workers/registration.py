@@ -245,10 +245,11 @@ class Registration:
 def _read_job(text: str | None) -> "RLJob | None":
     if text is None:
         return None
+    from rl_core.api import document
     from rl_core.api.job import RLJob
 
     try:
-        return RLJob.model_validate_json(text)
+        return document.read(RLJob, text)
     except ValueError as error:
         raise Ended(
             2, f"the runner's job must be one that this version knows, got: {error}; use images of the same release"

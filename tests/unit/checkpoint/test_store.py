@@ -13,7 +13,7 @@ import pytest
 
 from rl_core.api.errors import ConfigError, DataError, EpochFenced, InfrastructureError
 from rl_core.checkpoint.files import write_file
-from rl_core.checkpoint.manifest import Manifest, read_manifest
+from rl_core.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from rl_core.checkpoint.store import CheckpointStore
 
 
@@ -315,3 +315,11 @@ def test_reading_an_empty_or_absent_root_finds_nothing(tmp_path):
 def test_the_store_does_not_import_torch():
     code = "import sys, rl_core.checkpoint.store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_manifest_of_a_later_version_is_read_without_what_it_adds(tmp_path):
+    written = json.loads(Manifest(step=3, epoch=1, files={"a": FileEntry(bytes=1, digest="d")}).encode())
+    later = written | {"laterField": 1, "files": {"a": written["files"]["a"] | {"later": True}}}
+    assert Manifest.decode(json.dumps(later).encode(), where=tmp_path) == Manifest.decode(
+        json.dumps(written).encode(), where=tmp_path
+    )

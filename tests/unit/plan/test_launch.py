@@ -208,3 +208,9 @@ def test_attempts_are_told_by_role_and_are_0_otherwise():
     found = {p.name: p.env["RLJOB_INCARNATION"] for p in processes(plan(attempts={"rollout": 3}))}
     assert found["rollout-0"] == found["rollout-1"] == "3.0"
     assert found["runner"] == found["actor-0"] == found["env-0"] == "0.0"
+
+
+def test_a_plan_tells_only_what_differs_from_its_default_so_that_an_older_supervisor_reads_it():
+    plan = PodPlan(name="a", role="env", index=0, containers=())
+    assert json.loads(plan.to_json()) == {"name": "a", "role": "env", "index": 0, "containers": []}
+    assert PodPlan.from_json(plan.to_json()) == plan

@@ -1,0 +1,72 @@
+"""A part of the schema as it travels to a process that may be of another version: every field, and which of them differ from their
+default.
+
+A reader that lacks a field leaves it out where it holds its default, since what the field adds is then off, and refuses it by name
+otherwise. A reader that knows a field more gives it the default of its own code.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from rl_core.api.base import Spec
+from rl_core.api.defaults import Table, short
+from rl_core.api.errors import ConfigError
+
+CHANGED = "changed"
+"""Key of what differs from its default, beside the fields of the whole."""
+Part = TypeVar("Part", bound=Spec)
+
+
+def write(part: Spec, table: Table | None = None) -> dict[str, Any]:
+    """Return `part` to be read by another version; `table`: the defaults it was resolved by, None = those of the code."""
+    return {**part.model_dump(mode="json", by_alias=True), CHANGED: short(part, table)}
+
+
+def text(part: Spec) -> str:
+    """Return the document as JSON."""
+    return json.dumps(write(part))
+
+
+def read(schema: type[Part], document: Mapping[str, Any] | str | bytes) -> Part:
+    """Return the part that `write` wrote, perhaps in another version.
+
+    Raises ConfigError naming each field that this version lacks and that does not hold its default; ValidationError for what else
+    is wrong.
+    """
+    whole = json.loads(document if isinstance(document, str | bytes) else json.dumps(document))
+    changed = whole.pop(CHANGED, whole) if isinstance(whole, dict) else whole
+    try:
+        return schema.model_validate_json(json.dumps(whole))
+    except ValidationError as error:
+        unknown = [detail["loc"] for detail in error.errors(include_url=False) if detail["type"] == "extra_forbidden"]
+    if not unknown:
+        return schema.model_validate_json(json.dumps(whole))  # raises the same once more, with nothing to leave out
+    refused = [loc for loc in unknown if holds(changed, loc)]
+    if refused:
+        fields = ", ".join(f"{'.'.join(map(str, loc))}: {at(changed, loc)!r}" for loc in refused)
+        raise ConfigError(
+            f"the {schema.__name__} must hold fields that this version knows, or their defaults, got {fields}; remove them, or use an "
+            "image of the release that wrote it"
+        )
+    for loc in unknown:
+        at(whole, loc[:-1]).pop(loc[-1], None)
+    return schema.model_validate_json(json.dumps(whole))
+
+
+def holds(tree: Any, path: Sequence[str | int]) -> bool:
+    """Return whether `tree` has something at `path`."""
+    try:
+        at(tree, path)
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def at(tree: Any, path: Sequence[str | int]) -> Any:
+    """Return what `tree` has at `path`; KeyError, IndexError or TypeError when it has nothing there."""
+    for part in path:
+        tree = tree[part]
+    return tree

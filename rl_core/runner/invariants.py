@@ -1,0 +1,86 @@
+"""What a resumed run must compute as the saved one did: the fields, as a checkpoint keeps them, and how those of another job differ.
+
+A field that one side's version does not know counts as its default, with which nothing of what the field adds is on: a checkpoint
+stays usable after an upgrade that added fields, and after the way back.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_core.api.defaults import short
+from rl_core.api.document import holds
+from rl_core.api.job import RLJobSpec
+
+INVARIANT_FIELDS = (
+    "model",
+    "data",
+    "algorithm",
+    "actor.optimizer",
+    "actor.gradClip",
+    "actor.dropout",
+    "rollout.sampling",
+    "rollout.maxSequenceLength",
+    "env.type",
+    "env.reward",
+    "env.options",
+    "env.maxTurns",
+)
+"""Fields that alter what a resumed run computes, but for those below them that may change (MAY_CHANGE)."""
+MAY_CHANGE = frozenset(
+    {"steps", "learningRate", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"}
+)
+NOTHING = object()
+
+
+def state_of(spec: RLJobSpec) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the spec: the invariant fields by YAML path, and all fields that differ from their default."""
+    return {"mathematics": invariants(spec), "changed": short(spec)}
+
+
+def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
+    """Return the invariant fields whose value in the checkpoint's state, as `state_of` made it, is another than in `spec`."""
+    kept, chosen = saved.get("changed", {}), short(spec)
+    found = []
+    for field, now in sorted(invariants(spec).items()):
+        before = saved["mathematics"].get(field, now)
+        for below, old, new in _differences(before, now):
+            path = (*field.split("."), *below)
+            added = old is NOTHING and not holds(chosen, path)
+            gone = new is NOTHING and not holds(kept, path)
+            if not added and not gone:
+                found.append(f"{'.'.join(path)}: {_word(old)} (saved), {_word(new)} (now)")
+    return found
+
+
+def invariants(spec: RLJobSpec) -> dict[str, Any]:
+    """Return the fields a resume may not change, by YAML path."""
+    whole = spec.model_dump(mode="json", by_alias=True)
+    found: dict[str, Any] = {}
+    for path in INVARIANT_FIELDS:
+        value: Any = whole
+        for part in path.split("."):
+            value = value[part]
+        found[path] = (
+            {key: item for key, item in value.items() if key not in MAY_CHANGE} if isinstance(value, dict) else value
+        )
+    return found
+
+
+def digest(spec: RLJobSpec) -> str:
+    """Return the BLAKE2b digest of the fields a resume may not change."""
+    return hashlib.blake2b(json.dumps(invariants(spec), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield (path, old value, new value) for every leaf that differs, NOTHING where a side has none; lists are leaves."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from _differences(before.get(key, NOTHING), after.get(key, NOTHING), (*path, key))
+    elif before != after:
+        yield path, before, after
+
+
+def _word(value: Any) -> str:
+    return repr(None if value is NOTHING else value)
