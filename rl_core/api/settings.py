@@ -217,6 +217,9 @@ class RuntimeSpec(Spec):
     """Time a process has to finish or return work after a request to stop."""
     lease_seconds: float = Field(120, gt=0)
     """Lease of a prompt group, renewed every third of it by the rollout that holds it."""
+    suspend_seconds: float = Field(120, gt=0)
+    """Seconds the runner has to save when the job is suspended, by the user or by a rule; then the pods go. A job whose first step is not
+    finished has nothing to save: its pods go at once. Cluster only."""
 
 
 class DeletionPolicySpec(Spec):

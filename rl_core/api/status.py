@@ -78,8 +78,10 @@ class RoleStatus(StatusPart):
 class RolloutScale(StatusPart):
     """What `kubectl scale` and an autoscaler read."""
 
+    replicas: Count = 0
+    """Rollout pods that exist and have not ended."""
     ready_replicas: Count = 0
-    """Rollout pods that serve."""
+    """Those of them that serve."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the rollout pods."""
 
@@ -141,6 +143,21 @@ class Draining(StatusPart):
     """When it was asked first."""
 
 
+class Halt(StatusPart):
+    """Why the job is to have no pods."""
+
+    by: Literal["user", "rule"] = "user"
+    """user: spec.suspend; rule: a rule of failurePolicy says Pause."""
+    generation: BigCount = 0
+    """metadata.generation at that time; a newer one ends a rule's pause."""
+    since: Time | None = None
+    """When it began, and when the last pod was gone."""
+    done: bool = False
+    """Whether no pod is left."""
+    message: Annotated[str, Field(max_length=4096)] = ""
+    """What the rule found."""
+
+
 class Columns(StatusPart):
     """Text for printer columns, so that no column needs a JSONPath over a list."""
 
@@ -167,6 +184,8 @@ class RLJobStatus(StatusPart):
     """metadata.generation whose settings the runner trains with."""
     epoch: Count | None = None
     """Number of the actor gang; rises with each restart and resume."""
+    begun_epoch: Count | None = None
+    """The newest epoch whose loop has begun: its step and version are those of the run."""
     restarts: Count | None = None
     """Restarts of the actor gang that count towards failurePolicy.maxRestarts; finished steps give them back (forgiveAfterSteps)."""
     forgive_at_step: BigCount | None = None
@@ -209,5 +228,7 @@ class RLJobStatus(StatusPart):
     """Pods that ended lately."""
     draining: Annotated[list[Draining], Field(max_length=1024)] = []
     """Pods that scaling down asked to finish."""
+    halt: Halt | None = None
+    """Why the job has no pods, or loses them now; absent while it may run."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """The facts; all types from the first reconcile."""

@@ -55,7 +55,7 @@ def document() -> Schema:
             "status": {},
             "scale": {
                 "specReplicasPath": ".spec.rollout.replicas",
-                "statusReplicasPath": ".status.rollout.readyReplicas",
+                "statusReplicasPath": ".status.rollout.replicas",
                 "labelSelectorPath": ".status.rollout.selector",
             },
         },

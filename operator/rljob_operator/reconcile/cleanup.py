@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rljob_operator.model import ControlCall, Deletion, PodView
 from rljob_operator.reconcile import deadlines
-from rljob_operator.reconcile.lifecycle import SUSPEND_SECONDS, saved
+from rljob_operator.reconcile.lifecycle import seconds_to_save
+from rljob_operator.reconcile.record import Record
 from rljob_operator.reconcile.scaling import PodMoves, removal, stuck
 from rljob_operator.reconcile.situation import Situation, has_ended, is_active
 
@@ -14,13 +15,12 @@ ASK_AGAIN = 5.0
 """Seconds between requests to the runner to finish."""
 
 
-def halt(situation: Situation) -> PodMoves:
+def halt(situation: Situation, record: Record) -> PodMoves:
     """Let the runner save, then delete all pods."""
-    if saved(situation):
+    left = seconds_to_save(situation, record)
+    if left <= 0:
         return _delete(situation, list(situation.pods.values()))
-    since = situation.record.since("Suspended") if situation.record.condition("Suspended")[0] == "Unknown" else None
-    left = SUSPEND_SECONDS - (situation.now - since if since is not None else 0.0)
-    return PodMoves(calls=finish(situation, "suspend"), draining={}, again=(max(min(left, ASK_AGAIN), 0.0),))
+    return PodMoves(calls=finish(situation, "suspend"), draining={}, again=(min(left, ASK_AGAIN),))
 
 
 def ended(situation: Situation) -> PodMoves:

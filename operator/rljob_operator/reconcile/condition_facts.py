@@ -9,7 +9,6 @@ from rljob_operator.reconcile import pod_lists, storage
 from rljob_operator.reconcile.conditions import TYPES, Fact
 from rljob_operator.reconcile.failures import Act, stall_words
 from rljob_operator.reconcile.lifecycle import Course, Stage
-from rljob_operator.reconcile.record import PAUSED
 from rljob_operator.reconcile.situation import Situation, is_active
 from rljob_operator.reconcile.storage import Obstacle
 
@@ -38,7 +37,7 @@ def phase_of(situation: Situation, course: Course) -> str:
     if course.stage in fixed:
         return fixed[course.stage]
     before = situation.record.phase if situation.record.epoch == course.record.epoch else ""
-    if before == "Running" or (situation.report is not None and situation.report.begun):
+    if course.record.begun:
         return "Running"
     bound = sum(1 for pod in situation.pods_of("actor") if pod.scheduled and is_active(pod))
     if bound >= situation.desired("actor"):
@@ -125,21 +124,12 @@ def _accepted(situation: Situation, obstacle: Obstacle | None) -> Fact:
 
 
 def _suspended(situation: Situation, course: Course) -> Fact:
-    status, reason, message = situation.record.condition("Suspended")
-    if course.stage in (Stage.HALT, Stage.HALTED):
-        halted = course.stage is Stage.HALTED
-        if not course.paused:
-            return Fact(status="True" if halted else "Unknown", reason="Suspended" if halted else "Suspending")
-        known = situation.record.conditions["Suspended"].get("observedGeneration") if reason in PAUSED else None
-        return Fact(
-            status="True" if halted else "Unknown",
-            reason="Paused" if halted else "Pausing",
-            message=course.message or message,
-            generation=known if isinstance(known, int) else None,
-        )
-    if course.stage is Stage.RESTART and status in ("True", "Unknown") and situation.record.phase:
-        return Fact(status="False", reason="Resumed")
-    return Fact(status="False", reason="Resumed" if reason == "Resumed" else "NotSuspended")
+    halt, before = course.record.halt, situation.record.halt
+    if halt is not None:
+        reason = ("Paused" if halt.done else "Pausing") if halt.paused else "Suspended" if halt.done else "Suspending"
+        return Fact(status="True" if halt.done else "Unknown", reason=reason, message=halt.message)
+    resumed = before is not None or situation.record.condition("Suspended")[1] == "Resumed"
+    return Fact(status="False", reason="Resumed" if resumed else "NotSuspended")
 
 
 def _complete(course: Course) -> Fact:
@@ -195,11 +185,9 @@ def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) 
 def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
     gang, report = [pod for pod in situation.pods_of("actor") if is_active(pod)], situation.report
     whole = len(gang) >= situation.desired("actor")
-    status, reason, message = situation.record.condition("Ready")
-    if whole and report is not None and report.begun and not any(role == "actor" for role, _ in report.missing):
+    if whole and course.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
         return Fact(status="True", reason="RanksReady")
-    if whole and status == "True" and situation.record.epoch == course.record.epoch:
-        return Fact(status="True", reason=reason, message=message)
+    _, reason, message = situation.record.condition("Ready")
     if obstacle is not None and not whole:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
     stuck = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.waiting)
@@ -232,7 +220,7 @@ def _progressing(situation: Situation, course: Course) -> Fact:
         return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
         status, reason, message = situation.record.condition("Progressing")
-        if situation.record.phase == "Running" and situation.record.epoch == course.record.epoch and reason:
+        if course.record.begun and reason:  # a new operator has not asked yet
             return Fact(status=status, reason=reason, message=message)
         return Fact(status="Unknown", reason="NotReady")
     if report.stall is not None and report.stall.get("reason") != SHORTAGE:
@@ -253,7 +241,7 @@ def unreachable(situation: Situation) -> bool:
         or progress.pod_uid != first.uid
     ):
         return False
-    known = first.ready or situation.record.phase == "Running"
+    known = first.ready or situation.record.begun
     return known and situation.now - progress.failing_since >= UNREACHABLE_SECONDS
 
 
@@ -263,7 +251,7 @@ def _in_sync(situation: Situation, course: Course) -> Fact:
         if unreachable(situation):
             return Fact(status="Unknown", reason="RunnerUnreachable")
         progress = situation.observed.progress
-        if situation.record.phase == "Running" and (progress is None or not progress.status):
+        if course.record.begun and (progress is None or not progress.status):
             status, reason, message = situation.record.condition("WeightsInSync")  # a new operator has not asked yet
             return Fact(status=status, reason=reason or "NotReady", message=message)
         return Fact(status="Unknown", reason="NotReady")

@@ -118,8 +118,6 @@ class Fact:
     """True, False or Unknown."""
     reason: str
     message: str = ""
-    generation: int | None = None
-    """The generation it speaks of; None = the present one."""
 
 
 def merge(
@@ -138,7 +136,7 @@ def merge(
                 "reason": fact.reason,
                 "message": message,
                 "lastTransitionTime": old["lastTransitionTime"] if same else to_text(now),
-                "observedGeneration": fact.generation if fact.generation is not None else generation,
+                "observedGeneration": generation,
             }
         )
     return merged

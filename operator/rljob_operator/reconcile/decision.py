@@ -85,7 +85,7 @@ def _moves(situation: Situation, course: Course, obstacle: Obstacle | None) -> P
         free = obstacle is None and not situation.earlier
         return scaling.run(situation, course.record, may_create=free)
     if course.stage is Stage.HALT:
-        return cleanup.halt(situation)
+        return cleanup.halt(situation, course.record)
     if course.stage is Stage.ENDED:
         return cleanup.ended(situation)
     if course.roll_back:

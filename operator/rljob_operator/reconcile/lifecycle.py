@@ -17,11 +17,9 @@ from typing import Literal
 from rl_core.plan.failure_rules import Ends, after_end
 from rljob_operator.reconcile import deadlines, failures
 from rljob_operator.reconcile.failures import Act, Finding
-from rljob_operator.reconcile.record import GANG, PAUSED, Record, RoleRecord
+from rljob_operator.reconcile.record import GANG, Halt, Record, RoleRecord
 from rljob_operator.reconcile.situation import ROLES, Situation, has_ended, is_active
 
-SUSPEND_SECONDS = 120.0
-"""Seconds the runner has for its last checkpoint before all pods are deleted."""
 Outcome = Literal["Succeeded", "Failed"]
 
 
@@ -56,8 +54,6 @@ class Course:
     """For END."""
     roll_back: bool = False
     """For RESTART: the runner must not save."""
-    paused: bool = False
-    """For HALT and HALTED: by a rule; the user's suspend otherwise."""
     findings: tuple[Finding, ...] = ()
     """What went wrong, for events and for Degraded."""
 
@@ -67,22 +63,25 @@ def decide(situation: Situation) -> Course:
     record = situation.record
     if record.terminal:
         return Course(stage=Stage.ENDED, record=record)
-    halting, paused = _halting(situation)
-    if failures.completed(situation) and not halting:
+    halt = record.halt
+    if failures.completed(situation) and halt is None:
         return _end(situation, record, "Succeeded", "TrainingFinished", "actor-0 ended with code 0")
-    if paused or situation.spec.suspend:
-        return _halt(situation, paused=paused and not situation.spec.suspend)
-    if halting:
-        return _resume(situation)
+    if situation.spec.suspend:
+        since = halt.since if halt is not None else situation.now
+        return _halt(situation, record, Halt(since=since, done=halt is not None and halt.done))
+    if halt is not None:
+        held = halt.paused and halt.generation >= situation.generation
+        return _halt(situation, record, halt) if held else _resume(situation, halt)
     record = replace(record, start_time=record.start_time or situation.now)
     if situation.epoch == 0:
         return Course(stage=Stage.RUN, record=replace(record, epoch=1))
-    record = replace(record, epoch=situation.epoch)
+    begun = situation.epoch if situation.report is not None and situation.report.begun else record.begun_epoch
+    record = replace(record, epoch=situation.epoch, begun_epoch=begun)
     if overdue := deadlines.overdue(situation):
         return _end(situation, record, "Failed", "DeadlineExceeded", overdue)
     verdict = failures.judge(situation)
     gravest = verdict.gravest
-    record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch)
+    record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch, begun_epoch=begun)
     for finding in verdict.findings:
         record = _mark_role(situation, record, finding.role) if finding.act is Act.RESTART_ROLE else record
     course = Course(stage=Stage.RUN, record=record, findings=verdict.findings)
@@ -98,7 +97,8 @@ def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
         text = (
             f"paused by failurePolicy: {finding.message}; change the spec to go on, or set suspend to true and to false"
         )
-        return replace(course, stage=Stage.HALT, paused=True, reason="Pausing", message=text)
+        halt = Halt(paused=True, generation=situation.generation, since=situation.now, message=text)
+        return replace(_halt(situation, record, halt), message=text, findings=course.findings)
     if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
         return _restart(situation, course, finding)
     return course
@@ -154,31 +154,26 @@ def _mark_role(situation: Situation, record: Record, role: str) -> Record:
 # --- suspension ----------------------------------------------------------------------------------------------------
 
 
-def _halting(situation: Situation) -> tuple[bool, bool]:
-    """Return (whether the job is suspended or on its way there, whether a rule's pause still holds)."""
-    condition = situation.record.conditions.get("Suspended", {})
-    if not situation.record.phase or condition.get("status") not in ("True", "Unknown"):
-        return False, False
-    seen = condition.get("observedGeneration")
-    paused = condition.get("reason") in PAUSED and isinstance(seen, int) and seen >= situation.generation
-    return True, paused
-
-
-def _halt(situation: Situation, *, paused: bool) -> Course:
+def _halt(situation: Situation, record: Record, halt: Halt) -> Course:
     """Save, then delete: until actor-0 has ended, or its time is up, the others stay too."""
-    record = replace(situation.record, epoch=situation.epoch, draining={})
-    if not situation.pods:
-        return Course(stage=Stage.HALTED, record=_without_pods(record), paused=paused)
-    return Course(stage=Stage.HALT, record=record, paused=paused)
+    record = replace(record, epoch=situation.epoch, draining={})
+    if situation.pods:
+        return Course(stage=Stage.HALT, record=replace(record, halt=replace(halt, done=False)))
+    done = halt if halt.done else replace(halt, done=True, since=situation.now)
+    return Course(stage=Stage.HALTED, record=replace(_without_pods(record), halt=done))
 
 
-def saved(situation: Situation) -> bool:
-    """Return whether there is nothing to wait for before the pods of a suspended job are deleted."""
-    first = situation.first_actor
-    if first is None or has_ended(first) or not first.ip:
-        return True
-    status, since = situation.record.condition("Suspended")[0], situation.record.since("Suspended")
-    return status == "Unknown" and since is not None and situation.now - since >= SUSPEND_SECONDS
+def seconds_to_save(situation: Situation, record: Record) -> float:
+    """Return how long the runner of a job that is suspended may still take to save; 0 = its pods go now."""
+    first, halt = situation.first_actor, record.halt
+    if halt is None or first is None or has_ended(first) or not first.ip or not _has_work(situation, record):
+        return 0.0
+    return max(halt.since + situation.spec.runtime.suspend_seconds - situation.now, 0.0)
+
+
+def _has_work(situation: Situation, record: Record) -> bool:
+    """Return whether the runner may have finished a step since it began: only then is there something to save."""
+    return record.begun and (record.first_step_time is not None or situation.step > 0)
 
 
 def _without_pods(record: Record) -> Record:
@@ -187,14 +182,14 @@ def _without_pods(record: Record) -> Record:
     return replace(record, roles=roles)
 
 
-def _resume(situation: Situation) -> Course:
+def _resume(situation: Situation, halt: Halt) -> Course:
     record = situation.record
-    since = record.since("Suspended")
-    asleep = int(situation.now - since) if since is not None and record.start_time is not None else 0
+    asleep = int(situation.now - halt.since) if record.start_time is not None else 0
     record = replace(
         record,
         start_time=record.start_time or situation.now,
         suspended_seconds=record.suspended_seconds + max(asleep, 0),
+        halt=None,
     )
     epoch = max(situation.epoch, record.epoch) + 1
     return Course(

@@ -15,8 +15,6 @@ from rljob_operator.model import Object
 from rljob_operator.times import to_seconds, to_text
 
 TERMINAL = frozenset({"Succeeded", "Failed"})
-PAUSED = frozenset({"Pausing", "Paused"})
-"""Reasons of the condition Suspended that a failure rule, not the user, is behind."""
 GANG, STALL = "actor", "stall"
 """Names in `ends` that are no pods: restarts of the gang, acts on stalls."""
 
@@ -33,6 +31,22 @@ class RoleRecord:
     """Pods replaced so far; the attempt in the incarnation of those made next."""
     restart_time: float | None = None
     """Pods created up to then are replaced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Halt:
+    """Why the job is to have no pods (`status.halt`)."""
+
+    paused: bool = False
+    """By a rule; the user's suspend otherwise."""
+    generation: int = 0
+    """Of the spec that was paused."""
+    since: float
+    """When it began, and once it is done when the last pod was gone."""
+    done: bool = False
+    """Whether no pod is left."""
+    message: str = ""
+    """What the rule found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +69,10 @@ class Record:
     roles: Mapping[str, RoleRecord] = field(default_factory=dict)
     ends: Mapping[str, Ends] = field(default_factory=dict)
     draining: Mapping[str, float] = field(default_factory=dict)
+    begun_epoch: int = 0
+    """The newest epoch whose loop has begun."""
+    halt: Halt | None = None
+    """Why the job is to have no pods; None = it may run."""
     conditions: Mapping[str, Object] = field(default_factory=dict)
 
     @property
@@ -71,9 +89,10 @@ class Record:
         found = self.conditions.get(kind, {})
         return str(found.get("status", "Unknown")), str(found.get("reason", "")), str(found.get("message", ""))
 
-    def since(self, kind: str) -> float | None:
-        """Return when the status of a condition changed last."""
-        return to_seconds(self.conditions.get(kind, {}).get("lastTransitionTime"))
+    @property
+    def begun(self) -> bool:
+        """Return whether the loop of the remembered epoch has begun."""
+        return 0 < self.epoch == self.begun_epoch
 
 
 def read(status: Any) -> Record:
@@ -94,6 +113,8 @@ def read(status: Any) -> Record:
         roles={str(r.get("name")): _role(r) for r in _maps(raw.get("roles"))},
         ends={str(e.get("name")): _ends(e) for e in _maps(raw.get("ends"))},
         draining={str(d.get("pod")): to_seconds(d.get("since")) or 0.0 for d in _maps(raw.get("draining"))},
+        begun_epoch=_count(raw.get("begunEpoch")),
+        halt=_halt(raw.get("halt")) or _halt_of_conditions(raw),
         conditions={str(c.get("type")): c for c in _maps(raw.get("conditions"))},
     )
 
@@ -114,6 +135,45 @@ def ends_status(ends: Mapping[str, Ends]) -> list[dict[str, Any]]:
 def draining_status(draining: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return `status.draining`, by pod."""
     return [{"pod": pod, "since": to_text(since)} for pod, since in sorted(draining.items())]
+
+
+def halt_status(halt: Halt) -> dict[str, Any]:
+    """Return `status.halt`."""
+    return {
+        "by": "rule" if halt.paused else "user",
+        "generation": halt.generation,
+        "since": to_text(halt.since),
+        "done": halt.done,
+        **({"message": halt.message} if halt.message else {}),
+    }
+
+
+def _halt(value: Any) -> Halt | None:
+    if not isinstance(value, Mapping):
+        return None
+    return Halt(
+        paused=value.get("by") == "rule",
+        generation=_count(value.get("generation")),
+        since=to_seconds(value.get("since")) or 0.0,
+        done=value.get("done") is True,
+        message=str(value.get("message") or ""),
+    )
+
+
+def _halt_of_conditions(raw: Object) -> Halt | None:
+    """Return what an operator that wrote no `halt` told by the condition Suspended: an upgrade must not resume a paused job."""
+    if "halt" in raw or "begunEpoch" in raw or not raw.get("phase"):
+        return None
+    said = next((c for c in _maps(raw.get("conditions")) if c.get("type") == "Suspended"), {})
+    if said.get("status") not in ("True", "Unknown"):
+        return None
+    return Halt(
+        paused=said.get("reason") in ("Pausing", "Paused"),
+        generation=_count(said.get("observedGeneration")),
+        since=to_seconds(said.get("lastTransitionTime")) or 0.0,
+        done=said["status"] == "True",
+        message=str(said.get("message") or ""),
+    )
 
 
 def _role(value: Object) -> RoleRecord:

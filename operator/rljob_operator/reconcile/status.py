@@ -10,7 +10,7 @@ from rljob_operator.model import Object
 from rljob_operator.reconcile import condition_facts, conditions, deadlines
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.lifecycle import Course, Stage
-from rljob_operator.reconcile.record import Record, draining_status, ends_status
+from rljob_operator.reconcile.record import Record, draining_status, ends_status, halt_status
 from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, MOST, Report, finite, whole
 from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 from rljob_operator.times import to_seconds, to_text
@@ -63,6 +63,7 @@ def build(
         "observedGeneration": situation.generation,
         "appliedGeneration": _applied(situation),
         "epoch": record.epoch,
+        "begunEpoch": record.begun_epoch or None,
         "restarts": record.restarts,
         "totalRestarts": record.total_restarts,
         "forgiveAtStep": min(record.forgive_at, MOST) if record.forgive_at is not None else None,
@@ -74,6 +75,7 @@ def build(
         **_pods(situation, record),
         "ends": ends_status(record.ends) or None,
         "draining": draining_status(draining) or None,
+        "halt": halt_status(record.halt) if record.halt is not None else None,
         "conditions": conditions.merge(record.conditions, facts, now=situation.now, generation=situation.generation),
     }
     after["firstStepTime"] = _time(_first_step(situation, after.get("step")))
@@ -151,7 +153,7 @@ def _runner_progress(situation: Situation, phase: str) -> dict[str, Any]:
     kept["totalSteps"] = situation.spec.algorithm.steps
     if report is None or not report.begun:
         return kept
-    same_run = situation.record.phase == "Running"
+    same_run = situation.record.begun and situation.record.epoch == situation.epoch
     for name in ("step", "policyVersion"):
         new, old = report.count(name), before.get(name)
         if new is not None:
@@ -224,7 +226,11 @@ def _pods(situation: Situation, record: Record) -> dict[str, Any]:
     roles = [_role(situation, record, role) for role in ROLES]
     return {
         "roles": roles,
-        "rollout": {"readyReplicas": roles[1]["ready"], "selector": naming.role_selector(situation.name, "rollout")},
+        "rollout": {
+            "replicas": roles[1]["active"],
+            "readyReplicas": roles[1]["ready"],
+            "selector": naming.role_selector(situation.name, "rollout"),
+        },
     }
 
 

@@ -89,14 +89,18 @@ def test_short_name_and_category_find_jobs(control_plane, stored):
 
 
 def test_scale_reads_and_sets_the_rollouts(control_plane, stored):
-    status = {"status": {"rollout": {"readyReplicas": 1, "selector": "rljob.dev/job=job,rljob.dev/role=rollout"}}}
+    status = {
+        "status": {
+            "rollout": {"replicas": 3, "readyReplicas": 1, "selector": "rljob.dev/job=job,rljob.dev/role=rollout"}
+        }
+    }
     patch = ["patch", "rlj/job", "-n", stored, "--type=merge", "--subresource=status", "-p", json.dumps(status)]
     control_plane.kubectl(*patch)
     control_plane.kubectl("scale", "rlj/job", "-n", stored, "--replicas=3", "--current-replicas=1")
     path = f"/apis/rljob.dev/v1alpha1/namespaces/{stored}/rljobs/job/scale"
     scale = json.loads(control_plane.kubectl("get", "--raw", path).stdout)
     assert scale["spec"] == {"replicas": 3}
-    assert scale["status"] == {"replicas": 1, "selector": status["status"]["rollout"]["selector"]}
+    assert scale["status"] == {"replicas": 3, "selector": status["status"]["rollout"]["selector"]}
     assert control_plane.get("rljob", "job", namespace=stored)["spec"]["rollout"]["replicas"] == 3
 
 

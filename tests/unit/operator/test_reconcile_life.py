@@ -1,4 +1,4 @@
-"""A job's life besides faults: obstacles before the start, suspension, scaling, deadlines, the end, and what the status tells."""
+"""A job's life besides faults: obstacles before the start, scaling, deadlines, the end, and what the status tells."""
 
 from __future__ import annotations
 
@@ -82,62 +82,6 @@ def test_an_edited_device_class_gets_another_claim_template_and_the_old_one_goes
     (new,) = templates()
     claim = world.pods["x-actor-0"]["spec"]["resourceClaims"][0]
     assert new != old and claim["resourceClaimTemplateName"] == new
-
-
-# --- suspension --------------------------------------------------------------------------------------------------------
-
-
-def test_suspending_saves_first_then_frees_everything_and_resuming_goes_on() -> None:
-    world = running()
-    world.edit(suspend=True)
-    plan = world.reconcile()
-    assert plan.status is not None and plan.status["phase"] == "Suspending" and not plan.delete
-    assert [(call.method, call.body) for call in plan.calls] == [("POST /finish", {"reason": "suspend"})]
-    world.run_until(lambda: world.phase == "Suspended")
-    assert not world.pods and world.condition("Suspended")["status"] == "True"
-    step = world.saved
-    world.now += 1000
-    world.edit(suspend=False)
-    plan = world.reconcile()
-    assert plan.status is not None and plan.status["epoch"] == 2 and not plan.create
-    world.run_until(lambda: world.phase == "Running")
-    assert world.status["step"] >= step and world.status["restarts"] == world.status["totalRestarts"] == 0
-    assert world.status["suspendedSeconds"] >= 1000 and world.status["runtimeSeconds"] < 100
-
-
-def test_a_runner_that_does_not_save_in_time_is_not_waited_for() -> None:
-    world = running()
-    world.silent_since = world.now
-    world.edit(suspend=True)
-    world.reconcile()
-    world.tick(119)
-    assert not world.reconcile().delete
-    world.tick(1)
-    assert len(world.reconcile().delete) == 4
-
-
-def test_a_job_made_suspended_holds_nothing_until_it_is_resumed() -> None:
-    world = World(make_job(suspend=True))
-    world.settle(ticks=20)
-    assert world.phase == "Suspended" and not world.pods and not world.created and "startTime" not in world.status
-    world.now += 500
-    world.edit(suspend=False)
-    world.run_until(lambda: world.phase == "Running")
-    assert world.status["epoch"] == 1 and world.status["runtimeSeconds"] < 100
-
-
-def test_a_job_of_another_controller_is_left_alone() -> None:
-    world = World(make_job(managedBy="kueue.x-k8s.io/multikueue"))
-    assert world.plan().status is None and not world.plan().create
-    assert World(make_job(managedBy="rljob.dev/operator")).plan().create
-
-
-def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
-    world = running()
-    world.job["metadata"]["deletionTimestamp"] = to_text(world.now)
-    world.pods.clear()
-    plan = world.plan()
-    assert plan.status is None and not plan.create and not plan.delete
 
 
 # --- scaling -----------------------------------------------------------------------------------------------------------
@@ -489,3 +433,11 @@ def test_an_init_container_that_runs_is_named() -> None:
     ready = next(c for c in plan.status["conditions"] if c["type"] == "Ready")
     assert ready["reason"] == "Preparing" and "init container fetch runs" in ready["message"]
     assert plan.status["columns"]["reason"] == "Preparing"
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    world = running()
+    world.job["metadata"]["deletionTimestamp"] = to_text(world.now)
+    world.pods.clear()
+    plan = world.plan()
+    assert plan.status is None and not plan.create and not plan.delete

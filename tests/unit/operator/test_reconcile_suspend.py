@@ -1,0 +1,97 @@
+"""A job without pods for a while: suspended by its user or paused by a rule, and what is remembered of it."""
+
+from __future__ import annotations
+
+import pytest
+from simulator import World, make_job, running
+
+
+def test_suspending_saves_first_then_frees_everything_and_resuming_goes_on() -> None:
+    world = running()
+    world.edit(suspend=True)
+    plan = world.reconcile()
+    assert plan.status is not None and plan.status["phase"] == "Suspending" and not plan.delete
+    assert [(call.method, call.body) for call in plan.calls] == [("POST /finish", {"reason": "suspend"})]
+    world.run_until(lambda: world.phase == "Suspended")
+    assert not world.pods and world.condition("Suspended")["status"] == "True"
+    step = world.saved
+    world.now += 1000
+    world.edit(suspend=False)
+    plan = world.reconcile()
+    assert plan.status is not None and plan.status["epoch"] == 2 and not plan.create
+    world.run_until(lambda: world.phase == "Running")
+    assert world.status["step"] >= step and world.status["restarts"] == world.status["totalRestarts"] == 0
+    assert world.status["suspendedSeconds"] >= 1000 and world.status["runtimeSeconds"] < 100
+
+
+def test_a_runner_that_does_not_save_in_time_is_not_waited_for() -> None:
+    world = running()
+    world.silent_since = world.now
+    world.edit(suspend=True)
+    world.reconcile()
+    world.tick(119)
+    assert not world.reconcile().delete
+    world.tick(1)
+    assert len(world.reconcile().delete) == 4
+
+
+def test_the_grace_of_a_suspension_is_a_setting() -> None:
+    world = running(runtime={"suspendSeconds": 7})
+    world.silent_since = world.now
+    world.edit(suspend=True)
+    world.reconcile()
+    world.tick(6)
+    assert not world.reconcile().delete
+    world.tick(1)
+    assert len(world.reconcile().delete) == 4
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["never ran", "resumed"])
+def test_a_job_that_has_finished_no_step_since_it_started_gives_its_devices_back_at_once(again: bool) -> None:
+    world = running() if again else World(make_job())
+    if again:
+        world.end_pod("x-actor-0", 3)
+        world.run_until(lambda: world.status["epoch"] == 2 and "x-actor-0" in world.pods)
+    world.run_until(lambda: world.phase == "Starting")
+    world.pods["x-actor-0"]["status"] |= {"phase": "Running", "podIP": "10.0.0.1"}
+    world.edit(suspend=True)
+    plan = world.reconcile()
+    assert world.phase == "Suspending" and len(plan.delete) == 4 and not plan.calls
+
+
+def test_conditions_are_for_readers_the_decision_is_kept_beside_them() -> None:
+    world = running()
+    world.edit(suspend=True)
+    world.run_until(lambda: world.phase == "Suspended")
+    for condition in world.job["status"]["conditions"]:
+        condition |= {"status": "False", "reason": "Edited"}
+    world.settle(ticks=30)
+    assert world.phase == "Suspended" and not world.pods and world.condition("Suspended")["status"] == "True"
+
+
+def test_a_job_that_an_operator_without_the_field_paused_stays_paused() -> None:
+    world = running(failurePolicy={"klBlowUp": {"above": 1.0, "action": "Pause"}})
+    world.streaks = {"klBlowUp": 1}
+    world.run_until(lambda: world.phase == "Suspended")
+    for field in ("halt", "begunEpoch"):
+        del world.job["status"][field]
+    world.settle(ticks=30)
+    assert world.phase == "Suspended" and world.condition("Suspended")["reason"] == "Paused"
+    world.edit(actor={"optimizer": {"learningRate": 1e-7}})
+    world.run_until(lambda: world.phase == "Running")
+
+
+def test_a_job_made_suspended_holds_nothing_until_it_is_resumed() -> None:
+    world = World(make_job(suspend=True))
+    world.settle(ticks=20)
+    assert world.phase == "Suspended" and not world.pods and not world.created and "startTime" not in world.status
+    world.now += 500
+    world.edit(suspend=False)
+    world.run_until(lambda: world.phase == "Running")
+    assert world.status["epoch"] == 1 and world.status["runtimeSeconds"] < 100
+
+
+def test_a_job_of_another_controller_is_left_alone() -> None:
+    world = World(make_job(managedBy="kueue.x-k8s.io/multikueue"))
+    assert world.plan().status is None and not world.plan().create
+    assert World(make_job(managedBy="rljob.dev/operator")).plan().create
