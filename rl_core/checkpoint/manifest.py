@@ -8,6 +8,8 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
+import blake3
+
 from rl_core.api.errors import DataError
 from rl_core.checkpoint.files import file_digest, relative_files
 
@@ -54,14 +56,18 @@ class Manifest:
         return cls(step=step, epoch=epoch, files=files, **details)
 
     def encode(self) -> bytes:
-        """Return the JSON text, keys sorted."""
-        return json.dumps({"format": FORMAT} | asdict(self), indent=1, sort_keys=True).encode()
+        """Return the JSON text, keys sorted; `digest` is that of all other fields, so that the manifest's own damage is found."""
+        fields = {"format": FORMAT} | asdict(self)
+        return json.dumps(fields | {"digest": _digest(fields)}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes, *, where: Path) -> "Manifest":
         """Return the manifest in `data`; DataError naming `where` when it is not one."""
         try:
             fields: dict[str, Any] = json.loads(data)
+            told = fields.pop("digest", None)  # absent in one of an earlier release
+            if told not in (None, _digest(fields)):
+                raise DataError(f"{where} must match its own digest, got a changed one; resume from another checkpoint")
             version = fields.pop("format")
             if version != FORMAT:
                 raise DataError(
@@ -95,15 +101,24 @@ class Manifest:
 
     def verify(self, folder: Path, names: tuple[str, ...] | None = None) -> None:
         """Compare the digests of `names` (None: of every file); DataError naming the first file that differs."""
-        damage = self.damage(folder)
+        damage = self.flaw(folder, names)
         if damage is not None:
             raise DataError(f"checkpoint {folder} is damaged: {damage}; resume from another one")
+
+    def flaw(self, folder: Path, names: tuple[str, ...] | None = None) -> str | None:
+        """Return what is missing in `folder` or differs in size or, of `names` (None: of every file), in digest; None when nothing does."""
+        damage = self.damage(folder)
+        if damage is not None:
+            return damage
         for name in self.files if names is None else names:
             digest = file_digest(folder / name)
             if digest != self.files[name].digest:
-                raise DataError(
-                    f"checkpoint {folder} is damaged: file {name} has digest {digest} instead of {self.files[name].digest}; resume from another one"
-                )
+                return f"file {name} has digest {digest} instead of {self.files[name].digest}"
+        return None
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return blake3.blake3(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -39,6 +39,8 @@ class Checkpoint:
     step: int
     path: Path
     manifest: Manifest
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints that `auto` found damaged, each with what is wrong."""
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -160,16 +162,17 @@ class CheckpointStore:
         return next(iter(self._ranking(self.checkpoints())), None)
 
     def resolve(self, resume: str | os.PathLike[str]) -> Checkpoint | None:
-        """Return the checkpoint to resume from: `auto` the newest complete one if any, `none` nothing, else the one at a path.
+        """Return the checkpoint to resume from: `auto` the newest undamaged one if any, `none` nothing, else the one at a path.
 
-        It is never retired by this store. Raises ConfigError when the given path is no complete checkpoint.
+        It is never retired by this store. Raises ConfigError when the given path is no complete checkpoint, DataError when `auto` finds
+        only damaged ones: to begin anew beside them is for a person to decide.
         """
         if resume == "none":
             return None
         if resume == "auto" and self._folders(STAGING):
             with self._locked():
                 self._recover()
-        checkpoint = self.latest() if resume == "auto" else _at(Path(resume))
+        checkpoint = self._newest_intact() if resume == "auto" else _at(Path(resume))
         self._resumed = checkpoint.path.resolve() if checkpoint else None
         return checkpoint
 
@@ -190,6 +193,26 @@ class CheckpointStore:
                     path.rename(self.root / (f"{name}.{taken}" if taken else name))
                 sync_folder(self.root)
         return [_step_of(path) for path in newer]
+
+    def _newest_intact(self) -> Checkpoint | None:
+        """Return the newest checkpoint whose digests all hold, with those passed over for it."""
+        damaged: list[str] = []
+        for path in sorted(self._folders(PUBLISHED), key=_step_of, reverse=True):
+            try:
+                manifest = read_manifest(path)
+                flaw = manifest.flaw(path)
+            except (FileNotFoundError, DataError) as error:
+                flaw = str(error)
+            if flaw is None:
+                return Checkpoint(step=manifest.step, path=path, manifest=manifest, passed_over=tuple(damaged))
+            logger.warning("resume auto passes over %s: %s", path, flaw)
+            damaged.append(f"{path.name}: {flaw}")
+        if damaged:
+            raise DataError(
+                f"resume auto must find an undamaged checkpoint in {self.root}, got only damaged ones: {'; '.join(damaged)}; "
+                "put one back from a copy, or move them away to begin anew"
+            )
+        return None
 
     # Inside -------------------------------------------------------------------------------------------------------
 

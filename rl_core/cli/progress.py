@@ -42,6 +42,8 @@ class Progress:
         self._phase = ""
         self._refused = ""
         """Why the storage last refused a checkpoint."""
+        self._passed_over: list[str] = []
+        """Damaged checkpoints that were told."""
         if live and self._console.is_terminal:
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
@@ -68,12 +70,18 @@ class Progress:
     def update(self, status: dict[str, Any]) -> None:
         """Show a new status."""
         phase = str(status.get("phase", ""))
-        refused = str((status.get("checkpoint") or {}).get("error") or "")
+        checkpoint = status.get("checkpoint") or {}
+        passed_over = list(checkpoint.get("passedOver") or ())
+        if passed_over and passed_over != self._passed_over:
+            told = "; ".join(passed_over)
+            self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {told}")
+        self._passed_over = passed_over or self._passed_over
+        refused = str(checkpoint.get("error") or "")
         if refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
             self.say(f"the run goes on, but without a new checkpoint: {refused}")
         self._refused = refused
         if self._live is None:
-            if phase in ("Degraded", "Failed") and phase != self._phase:
+            if phase == "Degraded" and phase != self._phase:  # the end is told with its step by who waits for it
                 self.say(f"{phase}: step {status.get('step', 0)}")
             self._phase = phase
             return

@@ -166,7 +166,8 @@ def report(job: RLJob, folder: Path, code: int) -> int:
     sys.stderr.write(
         f"rljob: {job.metadata.name} ended with {kind} (exit code {code}) at step {read_step(folder)}: {message}\n"
     )
-    sys.stderr.write(f"rljob: logs in {folder / 'logs'}; continue with --output {folder} --resume auto\n")
+    again = "" if code == 4 else f"; continue with --output {folder} --resume auto"  # it would meet the same data
+    sys.stderr.write(f"rljob: logs in {folder / 'logs'}{again}\n")
     return code
 
 

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,19 @@ from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJo
 from rl_core.api.job import RLJobSpec
 from rl_core.checkpoint.files import write_failure, write_file
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
-from rl_core.runner.history import cut_back, now_text
+from rl_core.runner.history import Extent, Tally, cut_back, now_text, verify
 from rl_core.runner.invariants import changes, digest, state_of
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "runner.json"
+HISTORY = ("ledger.jsonl", "metrics.jsonl")
+
+WAY_OUT = (
+    "put the file back from a copy, or leave all as it is and go on from here in a folder of its own: "
+    "--resume {checkpoint} --output OTHER"
+)
 
 
 class Checkpoints:
@@ -30,7 +38,10 @@ class Checkpoints:
         self._spec = spec
         self._asked = threading.Event()
         self.last_step: int | None = None
+        self._resumed: dict[str, Any] = {}
+        """Step that the run was resumed from and the damaged checkpoints passed over for it, as `/status` tells them."""
         self.store = self._store(spec)
+        self._tallies = {name: Tally(output / name) for name in HISTORY}
 
     def ask(self) -> None:
         """Let the next step boundary save. From any thread."""
@@ -59,7 +70,14 @@ class Checkpoints:
         """Return the last checkpoint, at `path`, and the best one kept, as `/status` tells them."""
         best = self.store.best()
         found = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
-        return {"lastStep": self.last_step, "step": self.last_step, "path": path, "time": now_text(), **found}
+        return {
+            "lastStep": self.last_step,
+            "step": self.last_step,
+            "path": path,
+            "time": now_text(),
+            **found,
+            **self._resumed,
+        }
 
     def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
         """Return the checkpoint to resume from (auto, none or a path), None for a fresh start.
@@ -76,7 +94,7 @@ class Checkpoints:
     def restore(self, checkpoint: Checkpoint, actor: WorkerGroup) -> dict[str, Any]:
         """Load the actors' state and cut the history back to the checkpoint, later checkpoints too; return the runner's own state.
 
-        Raises ConfigError when a field that alters the mathematics has changed, DataError for a damaged state.
+        Raises ConfigError when a field that alters the mathematics has changed, DataError for a damaged state or history.
         """
         try:
             state = json.loads((checkpoint.path / STATE_FILE).read_text())
@@ -86,19 +104,35 @@ class Checkpoints:
             ) from error
         self._refuse_change(state)
         actor.load_checkpoint(str(checkpoint.path)).wait(self._spec.runtime.deadlines.group_method)
-        self._forget_after(checkpoint.step)
+        extents = self._extents(checkpoint, state.get("history"))
+        try:
+            for name, extent in extents.items():  # all of them, before one is cut
+                verify(self._output / name, extent)
+            self._forget_after(checkpoint.step, extents)
+        except DataError as error:
+            raise DataError(f"{error}; {WAY_OUT.format(checkpoint=checkpoint.path)}") from error
         self.last_step = checkpoint.step
+        self._resumed = {"resumedFrom": checkpoint.step, "passedOver": list(checkpoint.passed_over)}
         return dict(state)
 
     def begin_afresh(self) -> None:
         """Clear the history of a run that was lost before its first checkpoint, or is not to be resumed."""
-        self._forget_after(-1)
+        self._forget_after(-1, {})
 
-    def _forget_after(self, step: int) -> None:
+    def _extents(self, checkpoint: Checkpoint, history: dict[str, Any] | None) -> dict[str, Extent]:
+        """Return what the checkpoint vouches for of the files here; nothing where it is of another output folder or an earlier release."""
+        if history is None or (checkpoint.path.parent / history["output"]).resolve() != self._output.resolve():
+            return {}
+        return {name: Extent(**fields) for name, fields in history["files"].items()}
+
+    def _forget_after(self, step: int, extents: dict[str, Extent]) -> None:
         """Let files and checkpoints tell the history up to `step` alone; what comes after is kept aside."""
-        for name in ("ledger.jsonl", "metrics.jsonl"):
-            if moved := cut_back(self._output / name, step):
-                logger.info("%s: %s lines moved to %s.lost.jsonl", name, moved, name.partition(".")[0])
+        for name in HISTORY:
+            if moved := cut_back(self._output / name, step, extents.get(name)):
+                kept = f"{name.partition('.')[0]}.lost.jsonl"
+                logger.warning(
+                    "%s: %s lines of steps after %s are left and kept in %s", name, moved, max(step, 0), kept
+                )
         if aside := self.store.set_aside_after(step, self._epoch):
             logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
 
@@ -145,7 +179,11 @@ class Checkpoints:
 
     def _write_state(self, staging: Path, state: dict[str, Any]) -> None:
         try:
-            whole = state | state_of(self._spec)
+            history = {
+                "output": os.path.relpath(self._output.resolve(), self.store.root.resolve()),
+                "files": {name: asdict(tally.take()) for name, tally in self._tallies.items()},
+            }
+            whole = state | state_of(self._spec) | {"history": history}
             write_file(staging / STATE_FILE, json.dumps(whole, indent=1).encode())
         except OSError as error:
             raise write_failure("the runner's part of a checkpoint", staging, error) from error

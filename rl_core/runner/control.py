@@ -7,16 +7,13 @@ honours at a step boundary, so a caller can never block or break a step.
 import hmac
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rl_core.api.errors import ConfigError
+from rl_core.transports.http_server import EXCHANGE_SECONDS, HttpServer, HttpThread, Request, Response
 
 logger = logging.getLogger(__name__)
-MAX_BODY = 1 << 20
 
 
 class ControlServer:
@@ -30,80 +27,49 @@ class ControlServer:
         token: str | None,
         status: Callable[[], Any],
         actions: Mapping[str, Callable[[Any], Any]],
+        seconds: float = EXCHANGE_SECONDS,
     ) -> None:
-        """Bind; `actions` maps `METHOD /path` to a function of the decoded body. Raises ConfigError for a port in use."""
-        handler = _make_handler(token, status, actions)
-        try:
-            self._server = ThreadingHTTPServer((host, port), handler)
-        except OSError as error:
-            raise ConfigError(
-                f"control port {port} on {host} must be free, got: {error.strerror}; end the process that holds it"
-            ) from error
-        self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="control", daemon=True, kwargs={"poll_interval": 0.2}
+        """Bind; `actions` maps `METHOD /path` to a function of the decoded body, `seconds` bounds one exchange.
+
+        Raises ConfigError for a port in use.
+        """
+        self._token, self._status, self._actions = token, status, actions
+        self.host = host
+        self.server = HttpServer(
+            self._answer,
+            gate=self._gate,
+            refuse=lambda error: _response(error.status, {"error": str(error)}),
+            seconds=seconds,
         )
-        self._thread.start()
+        self._thread = HttpThread(self.server, host, port, what="control")
+        self.port = self.server.port
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._thread.close()
+
+    def _gate(self, request: Request) -> Response | None:
+        """Refuse strangers and unknown calls before a body is read."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return _response(HTTPStatus.UNAUTHORIZED, {"error": "a bearer token of this job is required"})
+        call, known = f"{request.method} {request.path}", ["GET /status", *self._actions]
+        if call not in known:
+            return _response(HTTPStatus.NOT_FOUND, {"error": f"{call} is not known; known: {', '.join(known)}"})
+        return None
+
+    def _answer(self, request: Request) -> Response:
+        call = f"{request.method} {request.path}"
+        try:
+            if call == "GET /status":
+                return _response(HTTPStatus.OK, self._status())
+            return _response(HTTPStatus.OK, self._actions[call](json.loads(request.body) if request.body else None))
+        except (ValueError, RecursionError) as error:
+            return _response(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        except Exception as error:  # whatever an action raises, its caller must hear of it
+            logger.exception("%s failed", call)
+            return _response(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"})
 
 
-def _make_handler(
-    token: str | None, status: Callable[[], Any], actions: Mapping[str, Callable[[Any], Any]]
-) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        """One request."""
-
-        def _answer(self, code: HTTPStatus, value: Any) -> None:
-            body = json.dumps(value).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _handle(self) -> None:
-            given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
-                self._answer(HTTPStatus.UNAUTHORIZED, {"error": "a bearer token of this job is required"})
-            elif self.command == "GET" and self.path == "/status":
-                self._answer(HTTPStatus.OK, status())
-            elif (action := actions.get(f"{self.command} {self.path}")) is None:
-                known = ["GET /status", *actions]
-                self._answer(
-                    HTTPStatus.NOT_FOUND,
-                    {"error": f"{self.command} {self.path} is not known; known: {', '.join(known)}"},
-                )
-            else:
-                self._act(action)
-
-        def _act(self, action: Callable[[Any], Any]) -> None:
-            told = self.headers.get("Content-Length") or "0"
-            length = int(told) if told.isascii() and told.isdigit() else -1
-            if length > MAX_BODY:
-                self._answer(
-                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    {"error": f"the body must be at most {MAX_BODY} bytes, got {length}"},
-                )
-                return
-            try:
-                if length < 0:
-                    raise ValueError(f"Content-Length must be a number of bytes, got {told!r}")
-                code, answer = HTTPStatus.OK, action(json.loads(self.rfile.read(length)) if length else None)
-            except (ValueError, RecursionError) as error:
-                code, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
-            except Exception as error:  # whatever an action raises, its caller must hear of it
-                logger.exception("%s %s failed", self.command, self.path)
-                code, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
-            self._answer(code, answer)
-
-        do_GET = do_POST = do_PUT = _handle  # noqa: N815 - names of http.server
-
-        def log_message(self, format: str, *args: Any) -> None:
-            logger.debug(format, *args)
-
-    return Handler
+def _response(status: HTTPStatus, value: Any) -> Response:
+    return Response(status=status, body=json.dumps(value).encode(), content_type="application/json")

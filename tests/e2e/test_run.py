@@ -38,12 +38,26 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     assert not list((run.output / "checkpoints").glob(".step*"))
 
 
-def test_a_finished_run_is_not_mixed_with_a_fresh_one_and_resumes_to_more_steps(start):
-    run = start(algorithm={"steps": 2})
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_a_finished_run_is_not_mixed_with_a_fresh_one_and_resumes_to_more_steps_from_what_is_undamaged(start):
+    run = start(algorithm={"steps": 2}, checkpoint={"everySteps": 1})
     assert run.run() == 0, run.text + run.logs()
     assert run.run() == 2 and "holds a run (at step 2)" in run.text
+    flip_a_bit(next((run.output / "checkpoints/step-00000002/model").iterdir()))
     assert run.run("--resume", "auto", "--set", "algorithm.steps=4") == 0, run.text + run.logs()
+    assert "resumed at step 1" in run.text and "step-00000002" in run.text and "has digest" in run.text
     assert_trained_once(run, steps=4, groups=4)
+    flip_a_bit(run.output / "ledger.jsonl")
+    damaged = (run.output / "ledger.jsonl").read_bytes()
+    assert run.run("--resume", "auto", "--set", "algorithm.steps=5") == 4, run.text
+    assert "ledger.jsonl must hold the 16 lines" in run.text and "--output OTHER" in run.text
+    assert "at step 4" in run.text and "step 0" not in run.text, "two step numbers for one run"
+    assert (run.output / "ledger.jsonl").read_bytes() == damaged
 
 
 def test_one_interrupt_checkpoints_and_ends_in_time_and_the_run_resumes(start):

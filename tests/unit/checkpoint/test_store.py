@@ -319,6 +319,7 @@ def test_the_store_does_not_import_torch():
 
 def test_a_manifest_of_a_later_version_is_read_without_what_it_adds(tmp_path):
     written = json.loads(Manifest(step=3, epoch=1, files={"a": FileEntry(bytes=1, digest="d")}).encode())
+    del written["digest"]  # a later version writes one of its own over its own fields
     later = written | {"laterField": 1, "files": {"a": written["files"]["a"] | {"later": True}}}
     assert Manifest.decode(json.dumps(later).encode(), where=tmp_path) == Manifest.decode(
         json.dumps(written).encode(), where=tmp_path

@@ -53,9 +53,15 @@ def steps(path):
 
 
 def saved(spec, output, *numbers):
+    """Save at these steps while the history grows to step 6."""
     checkpoints = Checkpoints(spec, output=output, epoch=0)
+    whole = {name: (output / name).read_text().splitlines(keepends=True) for name in NAMES if (output / name).exists()}
     for step in numbers:
+        for name, lines in whole.items():
+            (output / name).write_text("".join(lines[: step + 1]))
         checkpoints.save(step, Actor(), {"step": step}, version=step, reward=None)
+    for name, lines in whole.items():
+        (output / name).write_text("".join(lines))
 
 
 def test_a_run_lost_before_its_first_checkpoint_begins_again_without_its_lines(spec, output):
@@ -181,3 +187,60 @@ def test_a_resume_may_move_folders_and_go_on_longer_and_faster(spec, output):
         "actor__microBatchTokens": 99,
     }
     assert resume_as(spec, output, **changes)["step"] == 2
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("harm", [damage, os.unlink], ids=["a flipped bit", "deleted"])
+def test_a_damaged_history_ends_the_resume_with_the_way_out_and_nothing_is_cut(spec, output, name, harm):
+    saved(spec, output, 4, 6)
+    harm(output / name)
+    before = {path: path.read_bytes() for path in output.glob("*.jsonl")}
+    resumed = Checkpoints(spec, output=output, epoch=1)
+    with pytest.raises(DataError, match=rf"{name} must hold the 7 lines.*--resume .*step-00000006 --output OTHER"):
+        resumed.restore(resumed.find("auto"), Actor())
+    assert {path: path.read_bytes() for path in output.glob("*.jsonl")} == before
+    assert resumed.store.complete_steps() == [4, 6]
+
+
+def test_a_checkpoint_vouches_for_no_history_of_another_folder_and_still_does_after_its_own_moved(
+    spec, output, tmp_path
+):
+    saved(spec, output, 6)
+    other = tmp_path / "other"
+    other.mkdir()
+    successor = Checkpoints(spec, output=other, epoch=0)
+    given = str(output / "checkpoints/step-00000006")
+    assert successor.restore(successor.find(given), Actor())["step"] == 6
+    moved = output.with_name("moved")
+    output.rename(moved)
+    (moved / "ledger.jsonl").unlink()
+    again = Checkpoints(spec, output=moved, epoch=1)
+    with pytest.raises(DataError, match=r"ledger\.jsonl must hold"):
+        again.restore(again.find("auto"), Actor())
+    moved.rename(output)
+
+
+def test_auto_goes_to_the_older_checkpoint_names_what_it_passed_over_and_tells_it(spec, output):
+    saved(spec, output, 2, 4, 6)
+    damage(output / "checkpoints/step-00000006/shard")
+    damage(output / "checkpoints/step-00000004/manifest.json")
+    resumed = Checkpoints(spec, output=output, epoch=1)
+    chosen = resumed.find("auto")
+    assert chosen.step == 2 and resumed.restore(chosen, Actor())["step"] == 2
+    told = resumed.describe("there")
+    newest, newer = told["passedOver"]
+    assert told["resumedFrom"] == 2
+    assert "step-00000006: " in newest and "file shard has digest" in newest and "step-00000004: " in newer
+
+
+def test_auto_never_begins_anew_beside_damaged_checkpoints(spec, output):
+    saved(spec, output, 2)
+    damage(output / "checkpoints/step-00000002/shard")
+    with pytest.raises(DataError, match="got only damaged ones: step-00000002: .*move them away to begin anew"):
+        Checkpoints(spec, output=output, epoch=1).find("auto")

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import threading
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 from rl_core.api.errors import ConfigError
 from rl_core.runner.__main__ import serve
 from rl_core.runner.control import ControlServer
+from rl_core.transports.http_server import CONNECTIONS
 
 
 @pytest.fixture
@@ -84,6 +87,45 @@ def test_a_body_without_a_length_is_refused_and_not_waited_for(server, length):
     connection.close()
 
 
+def test_half_open_requests_are_bounded_and_keep_no_caller_out(server):
+    """More than the server holds: strangers that send nothing, half a head, and half a body."""
+    threads = threading.active_count()
+    starts = (b"", b"GET /sta", b"POST /finish HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n\r\n{")
+    strangers = []
+    for number in range(CONNECTIONS + 20):
+        strangers.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        strangers[-1].sendall(starts[number % 3])
+    assert ask(server, "GET", "/status") == (200, {"step": 3})
+    assert server.server.connections <= CONNECTIONS and threading.active_count() == threads and server.asked == []
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_an_exchange_ends_with_its_time_however_much_its_sender_says():
+    served = ControlServer("127.0.0.1", 0, token="secret", status=dict, actions={}, seconds=0.2)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as slow:
+        slow.sendall(b"GET /status HTTP/1.1\r\n")
+        assert slow.recv(100) == b""
+    served.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"\0\0\0\r\n\r\n", b"400"),
+        (b"GET /status HTTP/1.1\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", b"431"),
+        (b"POST /finish HTTP/1.1\r\nAuthorization: Bearer secret\r\nContent-Length: 99999999999999\r\n\r\n", b"413"),
+        (b"POST /finish HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n", b"401"),
+    ],
+    ids=["no HTTP", "endless head", "huge body", "a stranger's body"],
+)
+def test_what_is_not_to_be_read_is_refused_before_it_is(server, sent, code):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as caller:
+        caller.sendall(sent)
+        assert caller.recv(1000).split(b" ")[1] == code
+    assert server.asked == []
+
+
 def test_an_action_that_fails_is_told_to_its_caller(server):
     code, answer = ask(server, "POST", "/drain", body=b"{}")
     assert code == 500 and answer == {"error": "KeyError: 'pods'"}
@@ -103,5 +145,5 @@ def test_the_control_port_is_open_to_others_in_a_cluster_only(token, in_cluster,
     parts = SimpleNamespace(controls=lambda: SimpleNamespace(actions=dict))
     runner = SimpleNamespace(status=dict, parts=parts)
     served = serve(runner, 0, token, in_cluster=in_cluster)
-    assert served._server.server_address[0] == host
+    assert served.host == host
     served.close()
