@@ -20,13 +20,21 @@ class OperatorConfig:
     """What the administrator set (chart values); the same for all jobs."""
 
     namespace: str = "rljob-system"
-    """Where the operator runs; its master key and Lease live here."""
+    """Where the operator runs; its master key and Lease live here, so no job of this namespace is served."""
     images: Mapping[str, str] = field(default_factory=dict)
     """Image of a role (actor, rollout, env) where the job names none."""
     image_pull_policy: str | None = None
     """Pull policy where the job names none; None = the cluster's default."""
     metrics_namespace_labels: Mapping[str, str] = field(default_factory=lambda: {"rljob.dev/metrics": "true"})
     """Label of namespaces whose pods may scrape the job's metrics port."""
+    dns_namespace_labels: Mapping[str, str] = field(
+        default_factory=lambda: {"kubernetes.io/metadata.name": "kube-system"}
+    )
+    """Label of the namespace of the cluster's DNS."""
+    dns_pod_labels: Mapping[str, str] = field(default_factory=lambda: {"k8s-app": "kube-dns"})
+    """Label of the pods of the cluster's DNS."""
+    dns_cidrs: tuple[str, ...] = ("169.254.20.10/32",)
+    """Addresses of DNS that is no pod: where a cluster with a DNS cache per node answers."""
     gang_api: str | None = None
     """`group/version` of the API that schedules pods together (manifests.gang); None = the cluster serves none, or not to us."""
     version: str = "0.1.0"

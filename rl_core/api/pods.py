@@ -1,7 +1,8 @@
 """The curated pod fields of a role. Local runs ignore them: the same file runs on a laptop and on a cluster.
 
-What is missing here cannot be asked for: host namespaces, privileges, hostPath, nodeName, a service account token. This list is the
-security boundary of the job resource.
+What is missing here cannot be asked for: the host's processes, privileges, hostPath, nodeName, a service account token. This list is the
+security boundary of the job resource. The locking of memory (and the host's network, roles.FabricRoleSpec) is for RDMA: the chart's policy
+refuses it unless the administrator opened it.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,16 @@ from pydantic import Field
 
 from rl_core.api.affinity import Affinity, Toleration, TopologySpread
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Quantity, ResourceMap, ShortName, listed
+from rl_core.api.bounds import AnnotationMap, EnvMap, LabelMap, Name, Pattern, Quantity, ResourceMap, ShortName, listed
 from rl_core.api.cel import Cel, exactly_one_given, literal, no_keys, unique
+from rl_core.api.variables import (
+    ONE_VALUE_EACH,
+    PROTECTED_VARIABLES,
+    EnvFrom,
+    EnvValues,
+    protected_env,
+    twice_set,
+)
 from rl_core.api.volumes import Volume, VolumeMount, exactly_one
 
 Image = Annotated[str, Field(min_length=1, max_length=512)]
@@ -23,36 +32,24 @@ OWNED_LABELS = ("rljob.dev/", "app.kubernetes.io/")
 """Prefixes of labels that the operator sets."""
 OWNED_ANNOTATIONS = (
     "rljob.dev/",
+    "cdi.k8s.io/",
+    "io.kubernetes.cri-o.",
     "container.apparmor.security.beta.kubernetes.io/",
     "container.seccomp.security.alpha.kubernetes.io/",
     "seccomp.security.alpha.kubernetes.io/",
 )
-"""Prefixes of annotations that the operator sets, and of those that would loosen a pod outside the curated fields."""
+"""Prefixes of annotations that the operator sets, and of those that would give a pod devices or rights outside the curated fields."""
+GpuResource = Annotated[
+    str,
+    Field(max_length=253),
+    Pattern(
+        regex=r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?",
+        rule="a resource of a device plugin such as nvidia.com/gpu",
+        way_out="write vendor/resource",
+    ),
+]
 OWN_CLAIM = "gpus"
 """Name in the pod of the claim for the role's `gpus`."""
-PROTECTED_ENV = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GROUP_NAME",
-        "WORKER_NAME",
-        "CUDA_VISIBLE_DEVICES",
-        "NVIDIA_VISIBLE_DEVICES",
-        "VISIBLE_DEVICES",
-        "OMP_NUM_THREADS",
-    ]
-)
-"""Variables that identity and devices hang on. With NVIDIA_VISIBLE_DEVICES a container could see GPUs of others."""
-PROTECTED_VARIABLES = no_keys(
-    "env",
-    f"k.startsWith('RLJOB_') || k in {literal(sorted(PROTECTED_ENV))}",
-    "env must not set variables the launcher owns, got %s; remove them",
-)
 KNOWN_VOLUME = "has(self.volumes) && self.volumes.exists(v, v.name == m.name)"
 VOLUME_NAMES = "has(self.volumes) ? self.volumes.map(v, v.name) : []"
 MOUNTS_KNOWN = f"!has(c.volumeMounts) || c.volumeMounts.all(m, {KNOWN_VOLUME})"
@@ -64,30 +61,6 @@ class ObjectName(Spec):
 
     name: Name
     """Its name."""
-
-
-class EnvSource(Spec):
-    """A ConfigMap or Secret whose keys become variables."""
-
-    name: Name
-    """Its name."""
-    optional: bool = False
-    """Whether it may be absent."""
-
-
-class EnvFrom(Spec):
-    """Variables from a ConfigMap or a Secret: exactly one of them."""
-
-    prefix: Annotated[str, Field(max_length=64)] = ""
-    """Put before each name."""
-    config_map_ref: EnvSource | None = None
-    """A ConfigMap."""
-    secret_ref: EnvSource | None = None
-    """A Secret."""
-
-    @rule(exactly_one_given("an entry of envFrom", ("config_map_ref", "secret_ref")))
-    def _one_source(self) -> Iterator[str]:
-        yield from exactly_one(self, "an entry of envFrom", ("config_map_ref", "secret_ref"))
 
 
 class Resources(Spec):
@@ -153,8 +126,15 @@ class SeccompProfile(Spec):
     """The container runtime's profile."""
 
 
+class Capabilities(Spec):
+    """Rights of the kernel; all but those named are dropped."""
+
+    add: Annotated[list[Literal["IPC_LOCK"]], Field(max_length=1)] = []
+    """IPC_LOCK: memory may be locked, as RDMA needs; only where the chart value policy.allowIpcLock is true."""
+
+
 class SecurityContext(Spec):
-    """The part of the security context that may be chosen; the rest is fixed (non-root, no capabilities, no escalation)."""
+    """The part of the security context that may be chosen; the rest is fixed (non-root, no escalation)."""
 
     run_as_user: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """User id; null = 1000. Never 0."""
@@ -168,10 +148,12 @@ class SecurityContext(Spec):
     """Whether the image's files are read-only; /tmp is always writable."""
     seccomp_profile: SeccompProfile = SeccompProfile()
     """RuntimeDefault."""
+    capabilities: Capabilities = Capabilities()
+    """Rights of the kernel for the role's container."""
 
 
 class InitContainer(Spec):
-    """Runs to completion before the role's container starts, at each start of the pod; fetches or prepares a model or data."""
+    """Runs before the role's container starts, at each start of the pod; fetches or prepares a model or data. A sidecar runs beside it."""
 
     name: ShortName
     """Name, unique in the role; not the role's own."""
@@ -183,14 +165,42 @@ class InitContainer(Spec):
     """Arguments."""
     env: EnvMap = {}
     """Environment variables."""
+    env_value_from: EnvValues = []
+    """Environment variables whose values stand elsewhere."""
     resources: Resources = Resources()
     """CPU, memory."""
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
     """Where it sees the role's volumes."""
+    restart_policy: Literal["Always"] | None = None
+    """Always = a sidecar: it starts before the role's container, runs beside it and ends after it; null = it runs to completion."""
 
     @rule(PROTECTED_VARIABLES)
     def _protected(self) -> Iterator[str]:
         yield from protected_env(self.env)
+
+    @rule(ONE_VALUE_EACH)
+    def _one_value_each(self) -> Iterator[str]:
+        yield from twice_set(self.env, self.env_value_from)
+
+
+class DnsOption(Spec):
+    """One option of the resolver."""
+
+    name: Annotated[str, Field(min_length=1, max_length=63)]
+    """Its name, e.g. ndots."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """Its value; null = an option without one."""
+
+
+class DnsConfig(Spec):
+    """Added to what the cluster gives pods for resolving names."""
+
+    nameservers: Annotated[list[Annotated[str, Field(max_length=45)]], Field(max_length=3)] = []
+    """Addresses of further name servers; env pods need them in `egress` too."""
+    searches: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=32)] = []
+    """Further domains to search."""
+    options: Annotated[list[DnsOption], Field(max_length=16)] = []
+    """Further options of the resolver."""
 
 
 class PodSpec(Spec):
@@ -206,10 +216,14 @@ class PodSpec(Spec):
     """Secrets with registry credentials."""
     env_from: Annotated[list[EnvFrom], Field(max_length=16)] = []
     """Variables from ConfigMaps and Secrets; `env` and the operator's own win."""
+    env_value_from: EnvValues = []
+    """Variables from one key of a ConfigMap or Secret, or from a field of the pod; the operator's own win."""
     resources: Resources = Resources()
     """CPU, memory and further resources of the role's container."""
+    gpu_resource: GpuResource = GPU_RESOURCE
+    """Name of the device plugin's resource that `gpus` counts, e.g. amd.com/gpu or nvidia.com/mig-1g.10gb."""
     gpu_allocation: Literal["devicePlugin", "dra"] = "devicePlugin"
-    """How `gpus` are asked for: the resource nvidia.com/gpu, or a ResourceClaim (dra) of deviceClass."""
+    """How `gpus` are asked for: as gpuResource, or by a ResourceClaim (dra) of deviceClass."""
     device_class: Name | None = None
     """DeviceClass of `gpus` with gpuAllocation dra."""
     resource_claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
@@ -227,7 +241,7 @@ class PodSpec(Spec):
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
     """Where the role's container sees volumes."""
     init_containers: Annotated[list[InitContainer], Field(max_length=8)] = []
-    """Run to completion, in order, before the role's container."""
+    """Run to completion, in order, before the role's container; those with restartPolicy Always run beside it."""
     service_account_name: Name | None = None
     """Service account; null = default. Its token is never mounted."""
     priority_class_name: Name | None = None
@@ -236,6 +250,8 @@ class PodSpec(Spec):
     """Runtime class; null = the cluster's default."""
     scheduler_name: Name | None = None
     """Scheduler; null = the cluster's default."""
+    dns_config: DnsConfig = DnsConfig()
+    """How the pods resolve names, besides what the cluster gives them."""
     security_context: SecurityContext = SecurityContext()
     """The part of the security context that may be chosen."""
     termination_grace_period_seconds: int = Field(30, ge=1, le=86400)
@@ -250,6 +266,28 @@ class PodSpec(Spec):
     @rule(PROTECTED_VARIABLES)
     def _protected(self) -> Iterator[str]:
         yield from protected_env(self.env)
+
+    @rule(ONE_VALUE_EACH)
+    def _one_value_each(self) -> Iterator[str]:
+        yield from twice_set(self.env, self.env_value_from)
+
+    @rule(
+        *(
+            Cel(
+                holds=f"!has(self.resources) || !has(self.resources.{field}) || !($gpuResource in self.resources.{field})",
+                refusal=f"resources.{field} must not name the role's gpuResource, got %s; set the role's gpus instead",
+                values=("$gpuResource",),
+                field="resources",
+            )
+            for field in ("requests", "limits")
+        )
+    )
+    def _gpus_are_counted(self) -> Iterator[str]:
+        if self.gpu_resource == GPU_RESOURCE:
+            return  # Resources refuses it itself, for init containers too
+        for field, values in (("requests", self.resources.requests), ("limits", self.resources.limits)):
+            if self.gpu_resource in values:
+                yield f"resources.{field} must not name the role's gpuResource, got {self.gpu_resource}; set the role's gpus instead"
 
     @rule(
         Cel(
@@ -279,13 +317,13 @@ class PodSpec(Spec):
         no_keys(
             "annotations",
             " || ".join(f"k.startsWith({literal(prefix)})" for prefix in OWNED_ANNOTATIONS),
-            "annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got %s; remove them",
+            "annotations must not start with rljob.dev/ or set apparmor, seccomp or devices, which the operator does, got %s; remove them",
         )
     )
     def _annotations_are_free(self) -> Iterator[str]:
         taken = sorted(key for key in self.annotations if key.startswith(OWNED_ANNOTATIONS))
         if taken:
-            yield f"annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got {listed(taken)}; remove them"
+            yield f"annotations must not start with rljob.dev/ or set apparmor, seccomp or devices, which the operator does, got {listed(taken)}; remove them"
 
     @rule(
         *(unique(field, "name") for field in ("volumes", "initContainers", "resourceClaims")),
@@ -323,10 +361,3 @@ class PodSpec(Spec):
         lost = [item.name for item in self.init_containers if {mount.name for mount in item.volume_mounts} - set(known)]
         if lost:
             yield f"volumeMounts of init containers must name a volume of the role, {listed(known)}, got others in {listed(lost)}; add it to volumes or correct the name"
-
-
-def protected_env(env: dict[str, str]) -> Iterator[str]:
-    """Yield a message when `env` sets a variable that the launcher owns."""
-    taken = sorted(key for key in env if key.startswith("RLJOB_") or key in PROTECTED_ENV)
-    if taken:
-        yield f"env must not set variables the launcher owns, got {listed(taken)}; remove them"

@@ -6,19 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Pattern, Port, none_for_zero
+from rl_core.api.bounds import none_for_zero
 from rl_core.api.cel import Cel
+from rl_core.api.egress import Egress
 from rl_core.api.pods import PodSpec
-
-Cidr = Annotated[
-    str,
-    Field(max_length=43),
-    Pattern(
-        regex=r"[0-9a-fA-F:.]+/[0-9]{1,3}",
-        rule="an address block such as 10.0.0.0/8",
-        way_out="write address/bits",
-    ),
-]
 
 
 class RoleSpec(PodSpec):
@@ -40,6 +31,17 @@ class RoleSpec(PodSpec):
     def _claimed_class(self) -> Iterator[str]:
         if self.gpus and self.gpu_allocation == "dra" and self.device_class is None:
             yield f"gpuAllocation dra needs deviceClass, got gpus {self.gpus} without one; name a DeviceClass of the cluster"
+
+
+class FabricRoleSpec(RoleSpec):
+    """What the roles have that exchange weights and gradients."""
+
+    host_network: bool = False
+    """Use the node's network, for RDMA without a device plugin; only where the chart value policy.allowHostNetwork is true. NetworkPolicies
+    do not reach such pods, and a node holds one of them per job."""
+    egress: Egress | None = None
+    """Destinations that the pods may reach besides the job, DNS and the envs, on a cluster that enforces NetworkPolicies; null = all but
+    link-local addresses and the cloud's metadata; [] = none."""
 
 
 class ScheduleSpec(Spec):
@@ -106,7 +108,7 @@ class OptimizerSpec(Spec):
             )
 
 
-class ActorSpec(RoleSpec):
+class ActorSpec(FabricRoleSpec):
     """The trainer."""
 
     termination_grace_period_seconds: int = Field(120, ge=1, le=86400)
@@ -162,7 +164,7 @@ class SamplingSpec(Spec):
     """Token ids that end a generation besides the tokenizer's eos."""
 
 
-class RolloutSpec(RoleSpec):
+class RolloutSpec(FabricRoleSpec):
     """The generators."""
 
     engine: Literal["hf"] = "hf"
@@ -209,15 +211,6 @@ class RolloutSpec(RoleSpec):
             )
 
 
-class EgressRule(Spec):
-    """A destination outside the job that env pods may reach."""
-
-    cidr: Cidr
-    """Addresses, e.g. 10.0.0.0/8."""
-    ports: Annotated[list[Port], Field(max_length=16)] = []
-    """TCP ports; empty = all."""
-
-
 class EnvSpec(RoleSpec):
     """The environments: they answer and score."""
 
@@ -233,7 +226,7 @@ class EnvSpec(RoleSpec):
     """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
     options: Annotated[dict[str, Any], Field(max_length=64)] = {}
     """Options of the environment type, checked by its own config model."""
-    egress: Annotated[list[EgressRule], Field(max_length=32)] = []
+    egress: Egress = []
     """Destinations that env pods may reach besides the job, on a cluster that enforces NetworkPolicies."""
 
     @rule(

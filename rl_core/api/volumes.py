@@ -1,4 +1,4 @@
-"""Volumes a role may mount: claims, ConfigMaps, Secrets, scratch space and images. hostPath cannot be expressed."""
+"""Volumes a role may mount: claims, ConfigMaps, Secrets, scratch space, images, NFS and inline CSI. hostPath cannot be expressed."""
 
 import re
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from pydantic import Field
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import AnnotationMap, LabelMap, Name, Pattern, Quantity, ResourceMap, ShortName
 from rl_core.api.cel import Cel, exactly_one_given, literal
+from rl_core.api.key_secrets import key_secret, no_key_secret
 
 FileMode = Annotated[int, Field(ge=0, le=0o777)]
 FilePath = Annotated[str, Field(min_length=1, max_length=253)]
@@ -68,6 +69,10 @@ class SecretVolume(Spec):
     default_mode: FileMode | None = None
     """File mode; null = 0644."""
 
+    @rule(no_key_secret("secretName"))
+    def _no_keys(self) -> Iterator[str]:
+        yield from key_secret("secretName", self.secret_name)
+
 
 class ClaimVolume(Spec):
     """A PersistentVolumeClaim."""
@@ -81,8 +86,8 @@ class ClaimVolume(Spec):
 class EmptyDirVolume(Spec):
     """Scratch space that lives as long as the pod."""
 
-    medium: Literal["", "Memory"] = ""
-    """Memory = tmpfs, counted as memory of the pod."""
+    medium: Literal["", "Memory", "HugePages", "HugePages-2Mi", "HugePages-1Gi"] = ""
+    """Memory = tmpfs, counted as memory of the pod; HugePages = of the size that resources names, or of the named one."""
     size_limit: Quantity | None = None
     """Largest size; null = unbounded."""
 
@@ -94,6 +99,43 @@ class ImageVolume(Spec):
     """The image."""
     pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When it is pulled; null = the cluster's default."""
+
+
+class NfsVolume(Spec):
+    """A folder of an NFS server; the namespace must not enforce Pod Security `restricted`."""
+
+    server: Annotated[str, Field(min_length=1, max_length=253)]
+    """Host name or address; one of the chart value policy.allowedNfsServers."""
+    path: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Folder that the server exports."""
+    read_only: bool = False
+    """Mount without write access."""
+
+
+class SecretName(Spec):
+    """A Secret for a driver."""
+
+    name: Name
+    """The Secret."""
+
+    @rule(no_key_secret("name"))
+    def _no_keys(self) -> Iterator[str]:
+        yield from key_secret("name", self.name)
+
+
+class CsiVolume(Spec):
+    """A volume that a CSI driver makes for the pod, without a claim."""
+
+    driver: Annotated[str, Field(min_length=1, max_length=63)]
+    """Name of the driver; one of the chart value policy.allowedCsiDrivers."""
+    read_only: bool = False
+    """Mount without write access."""
+    fs_type: Annotated[str, Field(max_length=32)] | None = None
+    """File system, e.g. ext4; null = the driver's default."""
+    volume_attributes: AnnotationMap = {}
+    """Settings of the driver."""
+    node_publish_secret_ref: SecretName | None = None
+    """Secret that the driver gets for mounting."""
 
 
 class ProjectedConfigMap(Spec):
@@ -116,6 +158,10 @@ class ProjectedSecret(Spec):
     """Keys to show; empty = all."""
     optional: bool = False
     """Whether the Secret may be absent."""
+
+    @rule(no_key_secret("name"))
+    def _no_keys(self) -> Iterator[str]:
+        yield from key_secret("name", self.name)
 
 
 class ProjectedSource(Spec):
@@ -190,7 +236,17 @@ class EphemeralVolume(Spec):
     """The claim."""
 
 
-VOLUME_KINDS = ("persistent_volume_claim", "ephemeral", "config_map", "secret", "empty_dir", "projected", "image")
+VOLUME_KINDS = (
+    "persistent_volume_claim",
+    "ephemeral",
+    "config_map",
+    "secret",
+    "empty_dir",
+    "projected",
+    "image",
+    "nfs",
+    "csi",
+)
 
 
 class Volume(Spec):
@@ -212,6 +268,10 @@ class Volume(Spec):
     """Several sources in one folder."""
     image: ImageVolume | None = None
     """Content of an OCI image."""
+    nfs: NfsVolume | None = None
+    """A folder of an NFS server."""
+    csi: CsiVolume | None = None
+    """A volume that a CSI driver makes for the pod."""
 
     @rule(
         Cel(

@@ -8,6 +8,7 @@ import copy
 
 from bad_failure_policies import FAILURE_POLICIES
 from bad_placements import OWN, PLACEMENTS, SAME
+from bad_pod_fields import POD_FIELDS
 
 GOOD = {
     "apiVersion": "rljob.dev/v1alpha1",
@@ -20,6 +21,7 @@ VOLUME = {"name": "data", "emptyDir": {}}
 CASES = (
     PLACEMENTS
     | FAILURE_POLICIES
+    | POD_FIELDS
     | {
         # spec, field, message, whether pydantic says the same words
         "group-of-one": (
@@ -289,7 +291,7 @@ CASES = (
         "annotation-that-loosens-a-pod": (
             {"env": {"annotations": {"container.apparmor.security.beta.kubernetes.io/env": "unconfined"}}},
             "spec.env.annotations",
-            'annotations must not start with rljob.dev/ or set apparmor or seccomp, which the operator does, got ["container.apparmor.security.beta.kubernetes.io/env"]; remove them',
+            'annotations must not start with rljob.dev/ or set apparmor, seccomp or devices, which the operator does, got ["container.apparmor.security.beta.kubernetes.io/env"]; remove them',
             SAME,
         ),
         "mount-over-the-keys": (
@@ -353,7 +355,7 @@ CASES = (
         "volume-of-two-kinds": (
             {"actor": {"volumes": [VOLUME | {"configMap": {"name": "x"}}]}},
             "spec.actor.volumes[0]",
-            "a volume must have exactly one of persistentVolumeClaim, ephemeral, configMap, secret, emptyDir, projected, image, got 2; give one",
+            "a volume must have exactly one of persistentVolumeClaim, ephemeral, configMap, secret, emptyDir, projected, image, nfs, csi, got 2; give one",
             SAME,
         ),
         "projection-of-nothing": (

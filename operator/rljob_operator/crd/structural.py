@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel
 
-from rl_core.api import affinity, pods, volumes
 from rl_core.api.base import STRING_LIMIT
 from rl_core.api.cel import literal
 from rljob_operator.crd.rules import Schema, rule_entry
@@ -34,6 +33,7 @@ LIST_KEYS = {
     "Volume": ["name"],
     "InitContainer": ["name"],
     "ResourceClaim": ["name"],
+    "EnvValueFrom": ["name"],
     "Condition": ["type"],
     "RoleStatus": ["name"],
     "DeviceStatus": ["pod"],
@@ -42,15 +42,6 @@ LIST_KEYS = {
     "Draining": ["pod"],
 }
 """Key fields of the lists that are maps by meaning; a key makes an entry unique. Other lists are replaced as a whole."""
-
-
-UNDESCRIBED = frozenset(
-    model.__name__
-    for module in (affinity, volumes, pods)
-    for model in vars(module).values()
-    if isinstance(model, type) and issubclass(model, BaseModel) and not issubclass(model, pods.PodSpec)
-)
-"""Classes inside the pod fields: what their fields mean stands in docs/reference only, because three roles hold them and size counts."""
 
 
 def structural(model: type[BaseModel], *, validations: Validations) -> Schema:
@@ -114,9 +105,8 @@ class _Converter:
     def _object(self, node: Schema, path: str) -> Schema:
         result: Schema = {"type": "object"} | _copied(node)
         if "properties" in node:
-            hidden = {"description": None} if node["title"] in UNDESCRIBED else {}
             result["properties"] = {
-                name: self.convert(inner | hidden, f"{path}.{name}") for name, inner in node["properties"].items()
+                name: self.convert(inner, f"{path}.{name}") for name, inner in node["properties"].items()
             }
             if node.get("required"):
                 result["required"] = node["required"]

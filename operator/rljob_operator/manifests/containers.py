@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rl_core.api.pods import GPU_RESOURCE, InitContainer
+from rl_core.api.pods import InitContainer, Resources
 from rl_core.api.roles import RoleSpec
+from rl_core.api.variables import EnvValueFrom
 from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
 from rljob_operator.manifests import claims, meta, volumes
 from rljob_operator.model import OperatorConfig
@@ -18,6 +19,12 @@ COMMAND = ["python", "-m", "rl_core.launch.pod"]
 USER = 1000
 TERMINATION_LOG = "/dev/termination-log"
 DEFAULT_RESUME = "auto"
+VENDOR = "nvidia.com/"
+"""What names of resources by which a container gets NVIDIA devices begin with."""
+NO_DEVICES = {"NVIDIA_VISIBLE_DEVICES": "void"}
+"""For containers that ask for none: NVIDIA's runtime gives an unprivileged container the devices that this variable names, and the ENV
+of an image or a ConfigMap behind envFrom may name all of the node's. `env` wins over both. A container that asks for devices must not
+have it here: it would win over what the device plugin says as well."""
 
 
 class ImageMissing(ValueError):
@@ -41,13 +48,18 @@ def main(job: RLJob, pod: PodPlan, container: ContainerPlan, *, config: Operator
     return {
         **_base(job, container.image_role, container.name, spec.image, config=config),
         "command": COMMAND,
-        "env": [*_variables({**_user_env(job, spec.env), **_environment(job, pod, container, spec)}), _POD_IP],
+        "env": [
+            *_variables({**_user_env(job, spec.env), **_environment(job, pod, container, spec), **_devices(spec, pod)}),
+            *_sourced(spec.env_value_from),
+            _POD_IP,
+        ],
         **({"envFrom": [meta.api(source) for source in spec.env_from]} if spec.env_from else {}),
         "ports": [
             {"name": name, "containerPort": number, "protocol": "TCP"}
             for name, number in _ports(container, port).items()
         ],
         "resources": _resources(spec, pod),
+        "securityContext": security_context(spec, add=spec.security_context.capabilities.add),
         "volumeMounts": volumes.mounts(job, pod, container.image_role, spec.volume_mounts),
         **_probes(port),
     }
@@ -59,17 +71,21 @@ def init(job: RLJob, role: str, container: InitContainer, *, config: OperatorCon
         **_base(job, role, container.name, container.image, config=config),
         **({"command": container.command} if container.command else {}),
         **({"args": container.args} if container.args else {}),
-        "env": _variables(_user_env(job, container.env)),
+        **({"restartPolicy": container.restart_policy} if container.restart_policy is not None else {}),
+        "env": [
+            *_variables({**_user_env(job, container.env), **({} if _has_devices(container.resources) else NO_DEVICES)}),
+            *_sourced(container.env_value_from),
+        ],
         **({"resources": found} if (found := meta.api(container.resources)) else {}),
         "volumeMounts": volumes.init_mounts(job, role, container.volume_mounts),
     }
 
 
-def security_context(spec: RoleSpec) -> dict[str, Any]:
-    """Return what every container is held to: PodSecurity `restricted`, and a read-only root."""
+def security_context(spec: RoleSpec, *, add: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what every container is held to: PodSecurity `restricted`, and a read-only root; `add`: capabilities that it has."""
     return {
         "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
+        "capabilities": {"drop": ["ALL"], **({"add": list(add)} if add else {})},
         "privileged": False,
         "readOnlyRootFilesystem": spec.security_context.read_only_root_filesystem,
         "runAsNonRoot": True,
@@ -101,6 +117,23 @@ def _user_env(job: RLJob, env: Mapping[str, str]) -> dict[str, str]:
     if job.spec.code is not None:
         found["PYTHONPATH"] = ":".join(filter(None, (volumes.CODE, env.get("PYTHONPATH"))))
     return found
+
+
+def _sourced(values: Sequence[EnvValueFrom]) -> list[dict[str, Any]]:
+    """Return the variables whose values stand elsewhere, for a container."""
+    found = map(meta.api, values)
+    return [{"name": value.pop("name"), "valueFrom": value} for value in found]
+
+
+def _devices(spec: RoleSpec, pod: PodPlan) -> dict[str, str]:
+    """Return the variable that keeps devices away from a role's container, for one that asks for none of NVIDIA's."""
+    plugged = claims.by_device_plugin(spec, pod) and spec.gpu_resource.startswith(VENDOR)
+    claimed = bool(claims.references(spec, pod))
+    return {} if plugged or claimed or _has_devices(spec.resources) else NO_DEVICES
+
+
+def _has_devices(resources: Resources) -> bool:
+    return any(name.startswith(VENDOR) for name in (*resources.requests, *resources.limits))
 
 
 def _environment(job: RLJob, pod: PodPlan, container: ContainerPlan, spec: RoleSpec) -> dict[str, str]:
@@ -154,7 +187,7 @@ def _resources(spec: RoleSpec, pod: PodPlan) -> dict[str, Any]:
     found: dict[str, Any] = meta.api(spec.resources)
     if claims.by_device_plugin(spec, pod):
         for field in ("requests", "limits"):
-            found[field] = {**found.get(field, {}), GPU_RESOURCE: str(spec.gpus)}
+            found[field] = {**found.get(field, {}), spec.gpu_resource: str(spec.gpus)}
     if named := claims.references(spec, pod):
         found["claims"] = named
     return found

@@ -1,17 +1,20 @@
 """NetworkPolicies of a job (protocol.md 6).
 
     actor, rollout   in: all ports from the job's actor and rollout pods (gloo and NCCL listen on ephemeral ones, without authentication)
+                     out: to the same, to the RPC port of envs, and `egress` of the role: where it is not given, anywhere but link-local
     actor-0          in: hub and channel from env pods; control from the operator
-    env              in: its RPC port from rollouts and actor-0      out: DNS, hub and channel of actor-0, `env.egress`
-    all              in: metrics from labelled namespaces
+    env              in: its RPC port from rollouts and actor-0      out: hub and channel of actor-0, `env.egress`
+    all              in: metrics from labelled namespaces            out: the cluster's DNS
 
 Policies add up, so actor-0 has one more than its siblings. Pods are chosen by the job's uid: an earlier job of the same name is a stranger.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rl_core.api.egress import EgressRule, exceptions
 from rl_core.api.job import RLJob
 from rl_core.plan.launch import Ports
 from rljob_operator import naming
@@ -25,8 +28,7 @@ API_VERSION = "networking.k8s.io/v1"
 PORTS = Ports()
 DNS_PORTS = (53, 5353)
 """Of DNS pods: 53, and 5353 on OpenShift."""
-NODE_LOCAL_DNS = "169.254.20.10/32"
-"""Where a cluster with a DNS cache per node answers."""
+ANYWHERE = ("0.0.0.0/0", "::/0")
 
 Rule = dict[str, Any]
 
@@ -38,11 +40,20 @@ def build(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
     from_env = {"from": [_pods(job, naming.ENV)], "ports": _tcp(PORTS.hub, PORTS.channel)}
     from_operator = {"from": [_operator(config)], "ports": _tcp(PORTS.control)}
     to_env = {"from": [_pods(job, naming.ROLLOUT), _actor_0(job)], "ports": _tcp(PORTS.rpc)}
+    dns, spec = _dns(config), job.spec
+    out_of_env = [dns, {"to": [_actor_0(job)], "ports": _tcp(PORTS.hub, PORTS.channel)}, *_given(spec.env.egress)]
+    between = [{"to": gang["from"]}, {"to": [_pods(job, naming.ENV)], "ports": _tcp(PORTS.rpc)}]
+    out = {
+        role: [dns, *between, *(_anywhere() if egress is None else _given(egress))]
+        for role, egress in ((naming.ACTOR, spec.actor.egress), (naming.ROLLOUT, spec.rollout.egress))
+    }
     return [
-        _policy(job, "actor", _selector(job, naming.ACTOR), [gang, metrics], config=config),
+        _policy(job, "actor", _selector(job, naming.ACTOR), [gang, metrics], egress=out[naming.ACTOR], config=config),
         _policy(job, "actor-0", _actor_0(job)["podSelector"], [from_env, from_operator], config=config),
-        _policy(job, "rollout", _selector(job, naming.ROLLOUT), [gang, metrics], config=config),
-        _policy(job, "env", _selector(job, naming.ENV), [to_env, metrics], egress=_env_egress(job), config=config),
+        _policy(
+            job, "rollout", _selector(job, naming.ROLLOUT), [gang, metrics], egress=out[naming.ROLLOUT], config=config
+        ),
+        _policy(job, "env", _selector(job, naming.ENV), [to_env, metrics], egress=out_of_env, config=config),
     ]
 
 
@@ -55,7 +66,7 @@ def _policy(
     egress: list[Rule] | None = None,
     config: OperatorConfig,
 ) -> dict[str, Any]:
-    """Return one policy; `egress` None leaves the way out free."""
+    """Return one policy; `egress` None says nothing of the way out, which the role's own policy does."""
     spec: dict[str, Any] = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
     if egress is not None:
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
@@ -70,17 +81,29 @@ def _policy(
     )
 
 
-def _env_egress(job: RLJob) -> list[Rule]:
-    """Return where env pods may go: they run code that need not be trusted with the network."""
-    dns = [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]
-    return [
-        {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": NODE_LOCAL_DNS}}], "ports": dns},
-        {"to": [_actor_0(job)], "ports": _tcp(PORTS.hub, PORTS.channel)},
-        *(
-            {"to": [{"ipBlock": {"cidr": rule.cidr}}], "ports": _tcp(*rule.ports) or _ANY_TCP}
-            for rule in job.spec.env.egress
-        ),
-    ]
+def _dns(config: OperatorConfig) -> Rule:
+    """Return the way to the cluster's DNS, and to no other pod that listens on its ports."""
+    pods = {
+        "namespaceSelector": {"matchLabels": dict(config.dns_namespace_labels)},
+        "podSelector": {"matchLabels": dict(config.dns_pod_labels)},
+    }
+    ports = [{"protocol": protocol, "port": port} for port in DNS_PORTS for protocol in ("UDP", "TCP")]
+    return {"to": [pods, *({"ipBlock": {"cidr": cidr}} for cidr in config.dns_cidrs)], "ports": ports}
+
+
+def _given(egress: Sequence[EgressRule]) -> list[Rule]:
+    """Return the destinations that a role names."""
+    return [{"to": [_block(rule.cidr)], "ports": _tcp(*rule.ports) or _ANY_TCP} for rule in egress]
+
+
+def _anywhere() -> list[Rule]:
+    """Return the way to all pods and all addresses but those that clouds hand out credentials at."""
+    return [{"to": [{"namespaceSelector": {}}, *map(_block, ANYWHERE)]}]
+
+
+def _block(cidr: str) -> dict[str, Any]:
+    held_back = exceptions(cidr)
+    return {"ipBlock": {"cidr": cidr, **({"except": held_back} if held_back else {})}}
 
 
 _ANY_TCP = [{"protocol": "TCP"}]

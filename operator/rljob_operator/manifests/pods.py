@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rl_core.api.roles import RoleSpec
+from rl_core.api.roles import FabricRoleSpec, RoleSpec
 from rl_core.plan.launch import PodPlan
 from rljob_operator import naming
 from rljob_operator.manifests import claims, containers, gang, meta, volumes
@@ -90,7 +90,13 @@ def _chosen(job: RLJob, plan: PodPlan, spec: RoleSpec) -> dict[str, Any]:
         "priorityClassName": spec.priority_class_name,
         "runtimeClassName": spec.runtime_class_name,
         "schedulerName": spec.scheduler_name,
+        "dnsConfig": meta.api(spec.dns_config),
+        **(_HOST_NETWORK if isinstance(spec, FabricRoleSpec) and spec.host_network else {}),
     }
+
+
+_HOST_NETWORK = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+"""The second: a pod on the node's network would else ask the node's name server, which does not know the job's pods."""
 
 
 def _tolerations(spec: RoleSpec) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "SpecAccepted": "the spec is understood, names are free and volumes fit",
         "InvalidSpec": "this operator's schema refuses the spec; the message names each field",
         "NameConflict": "an object of someone else holds a name the job needs",
+        "NamespaceNotServed": "the namespace is that of the operator and its master key, where no job is served",
         "ImageMissing": "neither the job nor the operator names an image for a role",
         "VolumeClaimNotFound": "a PersistentVolumeClaim that a role mounts does not exist",
         "VolumeNotShared": "several pods mount a claim that only one node may mount",

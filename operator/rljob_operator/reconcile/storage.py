@@ -1,4 +1,7 @@
-"""What stands in the way of pods before they are made: names taken, claims missing or not shared; and whether checkpoints outlive them."""
+"""What stands in the way of pods before they are made: the operator's own namespace, names taken, claims missing or not shared.
+
+Also whether checkpoints outlive the pods.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,14 @@ class Obstacle:
 
 def obstacle(situation: Situation) -> Obstacle | None:
     """Return the first obstacle; None when pods may be made."""
+    if situation.job.metadata.namespace == situation.config.namespace:
+        return Obstacle(
+            reason="NamespaceNotServed",
+            message=(
+                "the job's namespace must not be that of the operator and its master key, "
+                f"got {situation.config.namespace}; make the job in another"
+            ),
+        )
     wanted = {name for role in ROLES for name in situation.wanted(role)}
     foreign = {*situation.observed.foreign, *(f"Pod/{name}" for name in situation.strangers if name in wanted)}
     if foreign:

@@ -5,7 +5,7 @@ Called by the cache, once per object version.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from rljob_operator import naming
@@ -25,11 +25,13 @@ CLOCK_SLACK = 5.0
 def pod_view(pod: Object) -> PodView:
     """Return the view of a pod."""
     meta, status = _map(pod.get("metadata")), _map(pod.get("status"))
+    spec = _map(pod.get("spec"))
+    sidecars = frozenset(str(c.get("name")) for c in _maps(spec.get("initContainers")) if c.get("restartPolicy"))
     labels, notes = _map(meta.get("labels")), _map(meta.get("annotations"))
     conditions = {str(c.get("type")): c for c in _maps(status.get("conditions"))}
     scheduled, ready = conditions.get("PodScheduled", {}), conditions.get("Ready", {})
     disrupted = conditions.get("DisruptionTarget", {})
-    ended = tuple(_ends(status))
+    ended = tuple(_ends(status, sidecars))
     return PodView(
         name=str(meta.get("name", "")),
         uid=str(meta.get("uid", "")),
@@ -42,19 +44,19 @@ def pod_view(pod: Object) -> PodView:
         deleting=meta.get("deletionTimestamp") is not None,
         deletion_deadline=to_seconds(meta.get("deletionTimestamp")),
         deleted_alive=_deleted_alive(meta, ended),
-        node=str(_map(pod.get("spec")).get("nodeName") or ""),
+        node=str(spec.get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
         phase=str(status.get("phase") or "Pending"),
         reason=str(status.get("reason") or ""),
         message=str(status.get("message") or ""),
-        scheduled=bool(_map(pod.get("spec")).get("nodeName")),
+        scheduled=bool(spec.get("nodeName")),
         unschedulable=str(scheduled.get("message") or "") if scheduled.get("status") == "False" else "",
         acknowledged=status.get("startTime") is not None,
         ready=ready.get("status") == "True",
         node_lost=_node_lost(meta, status, ready, disrupted),
         conditions=tuple(sorted(name for name, c in conditions.items() if c.get("status") == "True")),
         disrupted=str(disrupted.get("reason") or "DisruptionTarget") if disrupted.get("status") == "True" else "",
-        preparing=_preparing(status),
+        preparing=_preparing(status, sidecars),
         waiting=_waiting(status),
         ended=ended,
     )
@@ -114,9 +116,11 @@ def _owner(meta: Mapping[str, Any]) -> str:
     return ""
 
 
-def _preparing(status: Mapping[str, Any]) -> str:
+def _preparing(status: Mapping[str, Any], sidecars: Set[str]) -> str:
+    """Return the init container that runs; a sidecar does so as long as the pod, and is none."""
     running = (c for c in _maps(status.get("initContainerStatuses")) if "running" in _map(c.get("state")))
-    return next((str(container.get("name", "")) for container in running), "")
+    names = (str(container.get("name", "")) for container in running)
+    return next((name for name in names if name not in sidecars), "")
 
 
 def _waiting(status: Mapping[str, Any]) -> str:
@@ -129,15 +133,15 @@ def _waiting(status: Mapping[str, Any]) -> str:
     return ""
 
 
-def _ends(status: Mapping[str, Any]) -> Iterator[ContainerEnd]:
-    """Yield ended containers; an init container that succeeded is no end."""
+def _ends(status: Mapping[str, Any], sidecars: Set[str]) -> Iterator[ContainerEnd]:
+    """Yield ended containers; an init container that succeeded is no end, nor a sidecar, which the kubelet restarts or has stopped."""
     for init, key in ((True, "initContainerStatuses"), (False, "containerStatuses")):
         for container in _maps(status.get(key)):
             ended = _map(container.get("state")).get("terminated")
             if not isinstance(ended, Mapping):
                 continue
             code = _int(ended.get("exitCode"))
-            if init and code == 0:
+            if init and (code == 0 or str(container.get("name")) in sidecars):
                 continue
             yield ContainerEnd(
                 name=str(container.get("name", "")),

@@ -11,6 +11,9 @@ by hand needs none of them.
 | IMAGE_ACTOR, IMAGE_ROLLOUT, IMAGE_ENV | empty | image of a role where the job names none |
 | IMAGE_PULL_POLICY | empty | pull policy where the job names none |
 | METRICS_NAMESPACE_LABELS | rljob.dev/metrics=true | label of namespaces whose pods may scrape the jobs, `key=value` comma list |
+| DNS_NAMESPACE_LABELS | kubernetes.io/metadata.name=kube-system | label of the namespace of the cluster's DNS, `key=value` comma list |
+| DNS_POD_LABELS | k8s-app=kube-dns | label of the pods of the cluster's DNS, `key=value` comma list |
+| DNS_CIDRS | 169.254.20.10/32 | comma list of addresses of DNS that is no pod; `none` = there are none |
 | WORKERS | 16 | jobs reconciled at the same time |
 | CREATES_IN_FLIGHT | 32 | object creations in flight per job |
 | API_IN_FLIGHT | 64 | object creations in flight in all, shared fairly between jobs |
@@ -29,6 +32,7 @@ by hand needs none of them.
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -39,6 +43,8 @@ from rljob_operator.model import OperatorConfig
 
 PREFIX = "RLJOB_OPERATOR_"
 ROLES = ("actor", "rollout", "env")
+NONE = "none"
+"""Stands for an empty list, since an empty variable stands for the default."""
 
 T = TypeVar("T")
 
@@ -74,9 +80,10 @@ class Settings:
     def from_env(cls, env: Mapping[str, str]) -> Settings:
         """Read the table above; raises SettingError naming the variable, its rule and the value got."""
         reader = _Reader(env)
+        config = _config(reader)
         return cls(
-            config=_config(reader),
-            watch_namespaces=reader.names("WATCH_NAMESPACES"),
+            config=config,
+            watch_namespaces=_served(reader, config.namespace),
             identity=reader.text("IDENTITY", f"{socket.gethostname()}-{secrets.token_hex(3)}"),
             workers=reader.number("WORKERS", 16, kind=int, least=1),
             creates_in_flight=reader.number("CREATES_IN_FLIGHT", 32, kind=int, least=1),
@@ -94,6 +101,16 @@ class Settings:
         )
 
 
+def _served(reader: _Reader, own: str) -> tuple[str, ...]:
+    """Return the namespaces to serve; raises SettingError for the operator's own, whose master key no pod of a job may reach."""
+    found = reader.names("WATCH_NAMESPACES")
+    if own in found:
+        raise SettingError(
+            f"{PREFIX}WATCH_NAMESPACES must not name the operator's own namespace, got {own!r}; remove it"
+        )
+    return found
+
+
 def _config(reader: _Reader) -> OperatorConfig:
     defaults = OperatorConfig()
     return OperatorConfig(
@@ -101,8 +118,26 @@ def _config(reader: _Reader) -> OperatorConfig:
         images={role: image for role in ROLES if (image := reader.text(f"IMAGE_{role.upper()}", ""))},
         image_pull_policy=reader.text("IMAGE_PULL_POLICY", "") or None,
         metrics_namespace_labels=reader.pairs("METRICS_NAMESPACE_LABELS", defaults.metrics_namespace_labels),
+        dns_namespace_labels=reader.pairs("DNS_NAMESPACE_LABELS", defaults.dns_namespace_labels),
+        dns_pod_labels=reader.pairs("DNS_POD_LABELS", defaults.dns_pod_labels),
+        dns_cidrs=_cidrs(reader, defaults.dns_cidrs),
         version=reader.text("VERSION", defaults.version),
     )
+
+
+def _cidrs(reader: _Reader, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the address blocks of DNS; raises SettingError for text that is none."""
+    found = reader.names("DNS_CIDRS")
+    if found == (NONE,):
+        return ()
+    for cidr in found:
+        try:
+            ipaddress.ip_network(cidr)
+        except ValueError as error:
+            raise SettingError(
+                f"{PREFIX}DNS_CIDRS must be a comma list of address blocks or {NONE}, got {cidr!r}"
+            ) from error
+    return found or default
 
 
 class _Reader:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from operator_rig.jobs import Jobs
 from operator_rig.kubelet import Kubelet
-from operator_rig.replica import LEASE_SECONDS, Replica
+from operator_rig.replica import LEASE_SECONDS, Replica, home_of
 from testcluster.access import Access
 
 from rljob_operator.runtime import master_key
@@ -36,7 +36,16 @@ async def kubelet(jobs: Jobs) -> AsyncIterator[Kubelet]:
 
 
 @pytest.fixture
-async def start(control_plane: Access, namespace: str) -> AsyncIterator[Callable[..., Awaitable[Replica]]]:
+def home(control_plane: Access, namespace: str) -> Iterator[str]:
+    """The namespace of the operator that serves the test's."""
+    name = home_of(namespace)
+    control_plane.core.create_namespace({"metadata": {"name": name}})
+    yield name
+    control_plane.core.delete_namespace(name)
+
+
+@pytest.fixture
+async def start(control_plane: Access, namespace: str, home: str) -> AsyncIterator[Callable[..., Awaitable[Replica]]]:
     """Start replicas of the operator for the test's namespace; all are stopped at the end."""
     replicas: list[Replica] = []
 
@@ -51,7 +60,7 @@ async def start(control_plane: Access, namespace: str) -> AsyncIterator[Callable
 
 @pytest.fixture
 def process(
-    control_plane: Access, namespace: str, tmp_path: Path
+    control_plane: Access, namespace: str, home: str, tmp_path: Path
 ) -> Iterator[Callable[..., tuple[subprocess.Popen, Path]]]:
     """Start the operator as a process of its own; returns it and the file of its log. Settings are named as in settings.py."""
     started = []
@@ -59,7 +68,7 @@ def process(
     def start(name: str, **settings: str) -> tuple[subprocess.Popen, Path]:
         log = tmp_path / f"{name}.log"
         settings = {
-            "NAMESPACE": namespace,
+            "NAMESPACE": home,
             "WATCH_NAMESPACES": namespace,
             "IDENTITY": name,
             "METRICS_PORT": "0",
@@ -84,10 +93,10 @@ def process(
 
 
 @pytest.fixture
-def rights(control_plane: Access, namespace: str) -> list[dict]:
+def rights(control_plane: Access, namespace: str, home: str) -> list[dict]:
     """Install the chart's account, roles and bindings for the test's namespace; returns the rules."""
     text = control_plane.helm(
-        "template", "rljob", CHART, "-n", namespace, "--set", f"watchNamespaces={{{namespace}}}"
+        "template", "rljob", CHART, "-n", home, "--set", f"watchNamespaces={{{namespace}}}"
     ).stdout
     wanted = ("ServiceAccount", "Role", "RoleBinding")
     objects = [
@@ -96,12 +105,12 @@ def rights(control_plane: Access, namespace: str) -> list[dict]:
         if o and o["kind"] in wanted and "helm.sh/hook" not in o["metadata"].get("annotations", {})
     ]
     for obj in objects:
-        control_plane.apply(obj, namespace=obj["metadata"].get("namespace", namespace))
-    account = f"--as=system:serviceaccount:{namespace}:rljob-operator"
-    last = (("get", f"secrets/{master_key.NAME}"), ("create", "events"))  # of either role
+        control_plane.apply(obj, namespace=obj["metadata"].get("namespace", home))
+    account = f"--as=system:serviceaccount:{home}:rljob-operator"
+    last = ((home, "get", f"secrets/{master_key.NAME}"), (namespace, "create", "events"))  # of either role
 
     def granted() -> bool:
-        asking = ("auth", "can-i", account, "-n", namespace)
+        asking = ("auth", "can-i", account, "-n")
         return all(control_plane.kubectl(*asking, *right, check=False).stdout.strip() == "yes" for right in last)
 
     control_plane.cluster.control_plane.api_server.wait("the account's rights", granted)

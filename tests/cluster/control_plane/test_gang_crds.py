@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from operator_rig.jobs import Jobs
+from operator_rig.replica import home_of
 from operator_rig.witness import Witness, granted
 from testcluster.access import Access
 
@@ -55,7 +56,7 @@ async def test_a_scheduler_of_gangs_gets_its_objects_under_the_charts_rights_whi
     control_plane: Access, jobs: Jobs, start: Callable, rights: list[dict], group: kinds.Kind
 ) -> None:
     witness = Witness()
-    account = control_plane.kubeconfig_of("rljob-operator", namespace=jobs.namespace)
+    account = control_plane.kubeconfig_of("rljob-operator", namespace=home_of(jobs.namespace))
     replica = await start(kubeconfig=account, wrap=witness.wrap)
     job = await jobs.create(**SECTIONS)
     pods = await jobs.wait_pods(*PODS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from operator_rig.jobs import Jobs, until
+from operator_rig.replica import home_of
 
 from rljob_operator import kinds, naming
 from rljob_operator.errors import NotFound
@@ -89,7 +90,7 @@ class Silent:
 async def live(jobs: Jobs, *, requests: int = MOST_REQUESTS, after: bool = False) -> Mortal:
     """Live until there is nothing left to do, or until death at the k-th request."""
     cluster = Mortal(jobs.api, requests=requests, after=after)
-    settings = Settings(config=OperatorConfig(namespace=jobs.namespace), watch_namespaces=(jobs.namespace,))
+    settings = Settings(config=OperatorConfig(namespace=home_of(jobs.namespace)), watch_namespaces=(jobs.namespace,))
     operator = Operator(settings=settings, configuration=None)  # type: ignore[arg-type]
     relister = Relister(cluster=jobs.api, cache=operator.cache, enqueue=operator.queue.add, namespaces=[jobs.namespace])
     await relister.fill()

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from operator_rig.jobs import PATIENCE, STANDARD, Jobs, until
+from operator_rig.replica import home_of
 
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
@@ -12,7 +13,7 @@ from rljob_operator.runtime.leader import NAME, LeaseLost
 
 
 async def holder(jobs: Jobs) -> str:
-    return (await jobs.api.read(kinds.LEASE, jobs.namespace, NAME))["spec"]["holderIdentity"]
+    return (await jobs.api.read(kinds.LEASE, home_of(jobs.namespace), NAME))["spec"]["holderIdentity"]
 
 
 async def leads(jobs: Jobs, identity: str) -> None:
@@ -54,7 +55,7 @@ async def test_one_of_two_acts_and_the_other_takes_over_when_it_stops(jobs: Jobs
 async def test_a_leader_whose_lease_is_taken_ends(jobs: Jobs, start) -> None:
     first = await start(identity="first", lease_seconds=3.0)
     await leads(jobs, "first")
-    await jobs.api.patch(kinds.LEASE, jobs.namespace, NAME, {"spec": {"holderIdentity": "another"}})
+    await jobs.api.patch(kinds.LEASE, home_of(jobs.namespace), NAME, {"spec": {"holderIdentity": "another"}})
     with pytest.raises(BaseExceptionGroup) as error:
         await asyncio.wait_for(first.task, PATIENCE)
     assert error.group_contains(LeaseLost)

@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
+from operator_rig.replica import home_of
 
 from rljob_operator import kinds, naming
+from rljob_operator.errors import NotFound
 from rljob_operator.kinds import Kind
 from rljob_operator.runtime import master_key
 
@@ -152,7 +154,10 @@ async def test_jobs_of_another_manager_are_not_touched(jobs: Jobs, start) -> Non
     replica = await start()
 
     async def leads() -> bool:
-        return any(secret["metadata"]["name"] == master_key.NAME for secret in await jobs.list(kinds.SECRET))
+        try:
+            return bool(await jobs.api.read(kinds.SECRET, home_of(jobs.namespace), master_key.NAME))
+        except NotFound:
+            return False
 
     await until(leads, "the master key, which the leader makes")
     await replica.settle()

@@ -6,6 +6,7 @@ import json
 
 from operator_rig.jobs import STANDARD, Jobs, until
 from operator_rig.kubelet import Kubelet
+from operator_rig.replica import home_of
 from operator_rig.runner import FakeRunner, token_of
 
 from rljob_operator import kinds
@@ -24,7 +25,7 @@ async def test_step_and_reward_come_from_the_runner(jobs: Jobs, start, kubelet: 
             return (status.get("step"), status.get("policyVersion"), status.get("reward")) == (7, 7, 0.5)
 
         await until(told, "step 7 in the status")
-        secret = await jobs.api.read(kinds.SECRET, jobs.namespace, master_key.NAME)
+        secret = await jobs.api.read(kinds.SECRET, home_of(jobs.namespace), master_key.NAME)
         assert runner.tokens == {token_of(base64.b64decode(secret["data"]["master"]), uid)}
 
 

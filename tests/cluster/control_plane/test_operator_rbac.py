@@ -2,6 +2,7 @@
 
 from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
 from operator_rig.kubelet import Kubelet
+from operator_rig.replica import home_of
 from operator_rig.runner import FakeRunner
 from operator_rig.witness import Right, Witness, granted
 from testcluster.access import Access
@@ -77,7 +78,7 @@ async def test_the_charts_rights_are_sufficient_and_each_is_used(
     control_plane: Access, jobs: Jobs, start, kubelet: Kubelet, rights: list[dict]
 ) -> None:
     witness = Witness()
-    account = control_plane.kubeconfig_of("rljob-operator", namespace=jobs.namespace)
+    account = control_plane.kubeconfig_of("rljob-operator", namespace=home_of(jobs.namespace))
     async with FakeRunner(address=kubelet.address("job-actor-0"), step=1):
         replica = await start(kubeconfig=account, wrap=witness.wrap)
         await exercise(jobs, kubelet)
@@ -94,15 +95,14 @@ async def test_the_charts_rights_are_sufficient_and_each_is_used(
 async def test_the_account_can_read_no_secret_but_its_own(
     control_plane: Access, jobs: Jobs, rights: list[dict]
 ) -> None:
-    account = control_plane.kubeconfig_of("rljob-operator", namespace=jobs.namespace)
+    account = control_plane.kubeconfig_of("rljob-operator", namespace=home_of(jobs.namespace))
 
-    def may(*words: str) -> bool:
-        done = control_plane.kubectl(
-            "--kubeconfig", account, "auth", "can-i", *words, "-n", jobs.namespace, check=False
-        )
-        return done.stdout.strip() == "yes"
+    def may(*words: str, namespace: str = jobs.namespace) -> bool:
+        asking = ("--kubeconfig", account, "auth", "can-i", *words, "-n", namespace)
+        return control_plane.kubectl(*asking, check=False).stdout.strip() == "yes"
 
-    assert may("get", "secrets/rljob-operator-master-key")
+    assert may("get", "secrets/rljob-operator-master-key", namespace=home_of(jobs.namespace))
+    assert not may("get", "secrets/rljob-operator-master-key")
     for words in (
         ("get", "secrets/other"),
         ("list", "secrets"),

@@ -77,7 +77,7 @@ def test_the_longest_name_is_taken(control_plane):
     ("spec", "field"),
     [
         ({"algorithm": {"groupsize": 4}}, "spec.algorithm.groupsize"),
-        ({"actor": {"hostNetwork": True}}, "spec.actor.hostNetwork"),
+        ({"env": {"hostNetwork": True}}, "spec.env.hostNetwork"),
         ({"rollout": {"nodeName": "node-1"}}, "spec.rollout.nodeName"),
         ({"env": {"volumes": [{"name": "host", "hostPath": {"path": "/"}}]}}, "spec.env.volumes[0].hostPath"),
         ({"actor": {"securityContext": {"privileged": True}}}, "spec.actor.securityContext.privileged"),
@@ -95,12 +95,12 @@ def test_an_unknown_field_is_refused_by_name(control_plane, spec, field):
 
 
 def test_kubectl_asks_for_strictness_by_itself(control_plane):
-    text = json.dumps(merged(GOOD, {"spec": {"actor": {"hostNetwork": True}}}))
+    text = json.dumps(merged(GOOD, {"spec": {"env": {"hostNetwork": True}}}))
     answer = control_plane.kubectl("apply", "--dry-run=server", "-f", "-", stdin=text, check=False)
-    assert answer.returncode == 1 and 'unknown field "spec.actor.hostNetwork"' in answer.stderr
+    assert answer.returncode == 1 and 'unknown field "spec.env.hostNetwork"' in answer.stderr
 
 
 def test_what_cannot_be_expressed_is_pruned_even_when_the_client_does_not_ask(control_plane, namespace):
-    document = merged(GOOD, {"spec": {"actor": {"hostNetwork": True, "securityContext": {"privileged": True}}}})
+    document = merged(GOOD, {"spec": {"env": {"hostNetwork": True, "securityContext": {"privileged": True}}}})
     control_plane.kubectl("create", "--validate=ignore", "-n", namespace, "-f", "-", stdin=json.dumps(document))
-    assert control_plane.get("rljob", "good", namespace=namespace)["spec"]["actor"] == {"securityContext": {}}
+    assert control_plane.get("rljob", "good", namespace=namespace)["spec"]["env"] == {"securityContext": {}}

@@ -35,7 +35,7 @@ def operators(access: Access) -> set[str]:
 
 def test_helm_test_passes_and_leaves_nothing(operator: Access) -> None:
     assert "Succeeded" in operator.helm("test", "rljob", *SYSTEM, "--timeout=10m").stdout
-    assert not operator.get("rljobs", namespace="rljob-system")["items"]
+    assert not operator.get("rljobs", namespace="default")["items"]
 
 
 def test_an_upgrade_replaces_the_operator_and_no_pod_of_a_job(operator: Access, running: Job) -> None:

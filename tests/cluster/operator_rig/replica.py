@@ -19,8 +19,13 @@ LEASE_SECONDS = 60.0
 """A Lease that is not renewed for two thirds of it ends the operator: on a busy machine one request may take seconds."""
 
 
+def home_of(namespace: str) -> str:
+    """Return the namespace of the operator that serves `namespace`: it serves none of its own."""
+    return f"{namespace}-op"
+
+
 class Replica:
-    """One operator process' worth, serving one namespace."""
+    """One operator process' worth, serving one namespace; `home_of` it must be there."""
 
     def __init__(
         self,
@@ -36,7 +41,7 @@ class Replica:
             return result
 
         values: dict[str, Any] = {
-            "config": OperatorConfig(namespace=namespace),
+            "config": OperatorConfig(namespace=home_of(namespace)),
             "watch_namespaces": (namespace,),
             "identity": f"replica-{id(self)}",
             "metrics_port": 0,

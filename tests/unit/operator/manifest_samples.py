@@ -18,7 +18,9 @@ imagePullSecrets: [{name: registry}]
 env: {HF_HOME: /tmp/hf, PRICE: "$5 $(HOME) $$", PYTHONPATH: /mine}
 envFrom: [{prefix: W_, secretRef: {name: wandb, optional: true}}, {configMapRef: {name: settings}}]
 resources: {requests: {cpu: 500m, memory: 2Gi, rdma/hca: "1"}, limits: {cpu: 2, memory: 2Gi, rdma/hca: "1"}}
+envValueFrom: [{name: NODE, fieldRef: {fieldPath: spec.nodeName}}, {name: API_KEY, secretKeyRef: {name: wandb, key: key, optional: true}}]
 gpus: 2
+gpuResource: amd.com/gpu
 gpuAllocation: dra
 deviceClass: gpu.example.com
 resourceClaims: [{name: nic, resourceClaimTemplateName: nics, request: one}, {name: shared, resourceClaimName: all}]
@@ -39,6 +41,8 @@ volumes:
 - {name: memory, emptyDir: {medium: Memory, sizeLimit: 1Gi}}
 - {name: both, projected: {sources: [{secret: {name: a, optional: true}}, {configMap: {name: b, items: [{key: k, path: p}]}}]}}
 - {name: weights, image: {reference: registry.test/weights:1, pullPolicy: IfNotPresent}}
+- {name: pages, emptyDir: {medium: HugePages-2Mi}}
+- {name: vault, csi: {driver: secrets-store.csi.k8s.io, readOnly: true, volumeAttributes: {secretProviderClass: hub}}}
 volumeMounts:
 - {name: disk, mountPath: /models, readOnly: true}
 - {name: scratch, mountPath: /scratch, subPath: here}
@@ -50,10 +54,12 @@ volumeMounts:
 initContainers:
 - {name: fetch, command: [sh, -c], args: ["echo $(HOME)"], env: {KEY: "$x"}, resources: {limits: {memory: 1Gi}}, volumeMounts: [{name: scratch, mountPath: /scratch}]}
 - {name: other, image: "registry.test/other:1"}
+- {name: sidecar, image: "registry.test/logs:1", restartPolicy: Always, envValueFrom: [{name: MEMORY, resourceFieldRef: {resource: limits.memory}}]}
 serviceAccountName: trainer
 priorityClassName: system-cluster-critical
 runtimeClassName: nvidia
 schedulerName: other
+dnsConfig: {nameservers: [192.0.2.53], searches: [example.com], options: [{name: ndots, value: "2"}, {name: edns0}]}
 securityContext: {runAsUser: 2000, runAsGroup: 3000, fsGroup: 4000, supplementalGroups: [5000], readOnlyRootFilesystem: false, seccompProfile: {type: RuntimeDefault}}
 terminationGracePeriodSeconds: 77
 labels: {team: research}

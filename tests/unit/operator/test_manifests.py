@@ -72,9 +72,45 @@ def test_pods_have_no_rights_and_never_restart_in_place(pod):
     assert spec["restartPolicy"] == "Never" and spec["shareProcessNamespace"] is False
 
 
-@pytest.mark.parametrize("pod", all_pods())
-def test_the_operator_never_says_which_devices_are_visible(pod):
-    assert all("NVIDIA_VISIBLE_DEVICES" not in env_of(container) for container in every_container(pod))
+@pytest.mark.parametrize(
+    ("role", "devices"),
+    [
+        ({}, "void"),
+        ({"gpus": 1}, None),
+        ({"gpus": 1, "gpuResource": "nvidia.com/mig-1g.10gb"}, None),
+        ({"gpus": 1, "gpuResource": "amd.com/gpu"}, "void"),
+        ({"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}, None),
+        ({"resourceClaims": [{"name": "one", "resourceClaimName": "a"}]}, None),
+        ({"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}, None),
+        ({"resources": {"limits": {"rdma/hca": 1}}}, "void"),
+    ],
+    ids=["none", "gpu", "mig", "another vendor", "dra", "a claim", "mig as a resource", "a network card"],
+)
+def test_nvidias_devices_are_void_but_where_a_container_asks_for_some_whose_runtime_then_says(role, devices):
+    role = {**role, "envFrom": [{"configMapRef": {"name": "says-all"}}], "initContainers": [{"name": "init"}]}
+    spec = make_pods(make_job(rollout=role))["sums-rollout-0"]["spec"]
+    (main,), (init,) = spec["containers"], spec["initContainers"]
+    assert env_of(main).get("NVIDIA_VISIBLE_DEVICES") == devices
+    assert env_of(init)["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_accelerators_are_asked_for_under_their_own_name():
+    spec = make_pods(make_job(actor={"gpus": 2, "gpuResource": "amd.com/gpu"}))["sums-actor-0"]["spec"]
+    assert spec["containers"][0]["resources"] == {"requests": {"amd.com/gpu": "2"}, "limits": {"amd.com/gpu": "2"}}
+
+
+def test_rdma_gets_locked_memory_and_the_nodes_network_for_the_roles_own_container_alone():
+    rdma = {
+        "hostNetwork": True,
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+        "initContainers": [{"name": "i"}],
+    }
+    pods = make_pods(make_job(actor=rdma))
+    spec = pods["sums-actor-0"]["spec"]
+    assert spec["hostNetwork"] is True and spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert spec["initContainers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "hostNetwork" not in pods["sums-env-0"]["spec"]
 
 
 @pytest.mark.parametrize("pod", all_pods())
@@ -253,6 +289,7 @@ def needed(alias):
         "deviceClass": gpus,
         "volumeMounts": volumes,
         "initContainers": volumes,
+        "gpuResource": {"gpus": 2},
     }.get(alias, {})
 
 
@@ -290,7 +327,13 @@ def test_the_values_of_a_full_role_are_those_written():
     assert container["securityContext"]["readOnlyRootFilesystem"] is False
     assert {"name": "rljob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in spec["volumes"]
     assert pod["metadata"]["labels"]["team"] == "research" and pod["metadata"]["annotations"]["note"] == "hello"
-    fetch, other = spec["initContainers"]
+    fetch, other, sidecar = spec["initContainers"]
+    assert sidecar["restartPolicy"] == "Always" and "restartPolicy" not in fetch
+    assert {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}} in sidecar["env"]
+    sources = {one["name"]: one["valueFrom"] for one in container["env"] if "valueFrom" in one}
+    assert sources["NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert sources["API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key", "optional": True}}
+    assert spec["dnsConfig"] == FULL_POD["dnsConfig"]
     assert (
         fetch["command"] == ["sh", "-c"]
         and fetch["args"] == ["echo $(HOME)"]

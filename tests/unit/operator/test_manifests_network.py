@@ -47,8 +47,18 @@ PLACES = {
     "false operator": Endpoint(namespace="default", labels=OPERATOR_LABELS, namespace_labels=HOME),
     "prometheus": Endpoint(namespace="monitoring", namespace_labels={"rljob.dev/metrics": "true"}),
     "dns": Endpoint(
-        namespace="kube-system", labels={"k8s-app": "kube-dns"}, namespace_labels={"a": "b"}, ip="10.0.0.53"
+        namespace="kube-system",
+        labels={"k8s-app": "kube-dns"},
+        namespace_labels={naming.LABEL_NAMESPACE: "kube-system"},
+        ip="10.0.0.53",
     ),
+    "false dns": Endpoint(namespace="default", labels={"k8s-app": "kube-dns"}, namespace_labels=HOME, ip="10.0.0.54"),
+    "neighbour of dns": Endpoint(
+        namespace="kube-system", namespace_labels={naming.LABEL_NAMESPACE: "kube-system"}, ip="10.0.0.55"
+    ),
+    "metadata": Endpoint(ip="169.254.169.254"),
+    "metadata in IPv6": Endpoint(ip="fd00:ec2::254"),
+    "internet in IPv6": Endpoint(ip="2001:db8::1"),
     "node-local dns": Endpoint(ip="169.254.20.10"),
     "other pod": Endpoint(namespace="default", labels={"app": "web"}, namespace_labels=HOME, ip="10.0.0.80"),
     "allowed server": Endpoint(ip="192.0.2.55"),
@@ -74,13 +84,13 @@ def admitted(source, destination, port):
 
 
 def let_out(source, destination, port, protocol):
-    """What protocol.md 6 lets out of a pod of the job: everything but from env pods."""
-    if source != "env":
+    """What protocol.md 6 lets out of a pod of the job: from env pods what is named, from the others all but the link-local."""
+    if destination in ("dns", "node-local dns") and port in (53, 5353):
         return True
-    in_cluster = PLACES[destination].namespace is not None or destination == "node-local dns"
+    if source != "env":
+        return destination not in ("node-local dns", "metadata", "metadata in IPv6")
     return (
-        (in_cluster and port in (53, 5353))
-        or (destination == "actor-0" and port in (HUB, CHANNEL) and protocol == "TCP")
+        (destination == "actor-0" and port in (HUB, CHANNEL) and protocol == "TCP")
         or (destination == "allowed server" and port == 443 and protocol == "TCP")
         or (destination == "fully allowed server" and protocol == "TCP")
     )
@@ -98,7 +108,7 @@ def test_a_pod_of_the_job_is_reached_as_the_protocol_says_and_not_otherwise(sour
 
 @pytest.mark.parametrize("destination", sorted(set(PLACES) - set(OURS)))
 @pytest.mark.parametrize("source", OURS)
-def test_env_pods_get_out_where_they_are_let_and_the_others_anywhere(source, destination):
+def test_env_pods_get_out_where_they_are_let_and_the_others_anywhere_but_to_the_link_local(source, destination):
     for port, protocol in itertools.product(PORTS, ("TCP", "UDP")):
         expected = let_out(source, destination, port, protocol)
         assert allows(POLICIES, PLACES[source], PLACES[destination], port, protocol=protocol) == expected, port
@@ -118,6 +128,40 @@ def test_pods_of_another_job_are_strangers_whatever_they_call_themselves(source,
 @pytest.mark.parametrize("source", sorted(set(PLACES) - {"env"}))
 def test_pods_that_are_not_of_the_job_are_not_fenced(source):
     assert all(allows(POLICIES, PLACES[source], PLACES["other pod"], port) for port in PORTS)
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_a_role_that_names_destinations_reaches_its_job_and_these_alone(role):
+    job = make_job(
+        **{role: {"egress": [{"cidr": "192.0.2.0/24", "ports": [443]}, {"cidr": "0.0.0.0/0", "ports": [80]}]}}
+    )
+    policies, source = network.build(job, config=CONFIG), pod(role)
+
+    def reached(name, port):
+        return allows(policies, source, PLACES[name], port)
+
+    assert reached("dns", 53) and reached("actor-0", 40123) and reached("rollout", 40123) and reached("env", RPC)
+    assert reached("allowed server", 443) and reached("internet", 80)
+    assert not any(
+        reached(name, port)
+        for name, port in [
+            ("internet", 443),
+            ("metadata", 80),
+            ("prometheus", 9090),
+            ("internet in IPv6", 80),
+            ("false dns", 53),
+        ]
+    )
+
+
+def test_the_administrator_says_where_dns_is():
+    config = type(CONFIG)(
+        images=CONFIG.images, dns_namespace_labels={"a": "b"}, dns_pod_labels={"dns": "yes"}, dns_cidrs=()
+    )
+    policies = network.build(JOB, config=config)
+    dns = Endpoint(namespace="x", labels={"dns": "yes"}, namespace_labels={"a": "b"}, ip="10.0.0.56")
+    assert allows(policies, PLACES["env"], dns, 53, protocol="UDP")
+    assert not any(allows(policies, PLACES["env"], PLACES[name], 53) for name in ("dns", "node-local dns"))
 
 
 def test_there_is_one_policy_per_role_and_one_more_for_actor_0():

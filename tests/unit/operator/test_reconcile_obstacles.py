@@ -48,6 +48,15 @@ def test_a_spec_that_is_not_understood_is_told_and_makes_no_pods(spec: dict[str,
     assert world.reconcile().status is None and not world.plan().events
 
 
+def test_no_job_beside_the_master_key_is_served() -> None:
+    job = make_job()
+    config = OperatorConfig(images=CONFIG.images, namespace=job["metadata"]["namespace"])
+    plan = reconcile(job, Observed(), START, config=config)
+    (accepted,) = (c for c in plan.status["conditions"] if c["type"] == "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "NamespaceNotServed")
+    assert config.namespace in accepted["message"] and not (plan.create or plan.ensure or plan.ensure_secret)
+
+
 def test_a_refusal_that_quotes_thousands_of_ranks_fits_into_the_status() -> None:
     placed = {"componentPlacement": {"actor": "0-4095", "rollout": "0-4095"}}
     blocks = {"actor": {"replicas": 64, "processesPerPod": 64}, "algorithm": {"promptsPerStep": 4096}}

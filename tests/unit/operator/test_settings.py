@@ -24,6 +24,9 @@ def test_every_field_can_be_set():
         "IMAGE_ENV": "i/env:1",
         "IMAGE_PULL_POLICY": "Always",
         "METRICS_NAMESPACE_LABELS": "team=ops,x=y",
+        "DNS_NAMESPACE_LABELS": "kubernetes.io/metadata.name=openshift-dns",
+        "DNS_POD_LABELS": "dns=default",
+        "DNS_CIDRS": "192.0.2.53/32,169.254.20.10/32",
         "WORKERS": "4",
         "LEASE_SECONDS": "7.5",
         "LEADER_ELECT": "false",
@@ -41,6 +44,10 @@ def test_every_field_can_be_set():
     )
     assert got.config.images == {"actor": "i/actor:1", "env": "i/env:1"}
     assert got.config.metrics_namespace_labels == {"team": "ops", "x": "y"}
+    assert got.config.dns_namespace_labels == {"kubernetes.io/metadata.name": "openshift-dns"}
+    assert got.config.dns_pod_labels == {"dns": "default"}
+    assert got.config.dns_cidrs == ("192.0.2.53/32", "169.254.20.10/32")
+    assert Settings.from_env({f"{PREFIX}DNS_CIDRS": "none"}).config.dns_cidrs == ()
     assert (got.config.image_pull_policy, got.config.namespace) == ("Always", "sys")
 
 
@@ -58,10 +65,12 @@ def test_two_replicas_on_one_machine_have_different_identities():
         ("LEADER_ELECT", "yes"),
         ("LOG_LEVEL", "LOUD"),
         ("METRICS_NAMESPACE_LABELS", "team"),
+        ("DNS_CIDRS", "dns.example.com"),
+        ("WATCH_NAMESPACES", "rljob-system"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name_and_value(name, value):
-    with pytest.raises(SettingError, match=f"{PREFIX}{name} must be .*got {re.escape(repr(value))}"):
+    with pytest.raises(SettingError, match=f"{PREFIX}{name} must (be|not name) .*got {re.escape(repr(value))}"):
         Settings.from_env({PREFIX + name: value})
 
 

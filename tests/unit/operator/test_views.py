@@ -137,6 +137,17 @@ def test_an_init_container_is_an_end_only_when_it_failed() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [{"running": {}}, {"terminated": {"exitCode": 143}}],
+    ids=["runs beside the others", "was stopped at the end"],
+)
+def test_a_sidecar_neither_prepares_nor_ends_a_pod(state: dict[str, Any]) -> None:
+    made = pod({"initContainerStatuses": [{"name": "logs", "state": state}]})
+    made["spec"] = {"initContainers": [{"name": "logs", "restartPolicy": "Always"}]}
+    assert (pod_view(made).preparing, pod_view(made).ended) == ("", ())
+
+
 json_values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
