@@ -94,7 +94,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "NotFailed": "nothing has failed",
         "PodFailed": "a pod ended with an error; on False: the actor's gang was restarted for it",
         "PodDisrupted": "the cluster ended a pod (drain, preemption, taint); on False: the gang was restarted for it",
-        "PodDeleted": "someone deleted a pod; on False: the gang was restarted for it",
+        "PodDeleted": "someone deleted a pod; on False: the gang was restarted for it, not counted",
         "OutOfMemory": "a container was killed for its memory limit; on False: the gang was restarted for it",
         "InitContainerFailed": "an init container ended with an error; on False: the gang was restarted for it",
         "Stalled": "no progress; on False: the job or a role was restarted for it",
