@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rl_core.api.defaults import Defaults
+
 Object = Mapping[str, Any]
 """A Kubernetes object as the API server speaks it: JSON, camelCase."""
 
@@ -134,6 +136,8 @@ class Observed:
     missing account, a field that cannot change). A plan names them again each time; apply paces the tries."""
     claims: Mapping[str, Object] = field(default_factory=dict)
     """The PersistentVolumeClaims of all roles' volumes, by name; absent = not found."""
+    defaults: Defaults | None = None
+    """Those the job was accepted under; None = it was not yet, or they are lost."""
     progress: Progress | None = None
     refused_change: tuple[int, str] | None = None
     """(generation, the runner's words) of the newest changed spec that the runner refused; None when it refused none."""

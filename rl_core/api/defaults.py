@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, get_args
 
 from pydantic_core import to_jsonable_python
@@ -48,13 +48,17 @@ def present() -> Defaults:
     return read(json.dumps(table, sort_keys=True, separators=(",", ":")))
 
 
-@lru_cache(maxsize=16)
+def version_of(text: str) -> str:
+    """Return the schema version that a table, as text, is of."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
 def read(text: str) -> Defaults:
     """Return the defaults that were kept as `text`. Raises ValueError for what is no table."""
     table = json.loads(text)
     if not isinstance(table, dict) or not all(isinstance(fields, dict) for fields in table.values()):
         raise ValueError(f"kept defaults must be a table of classes and fields, got {text[:80]!r}; this is a bug")
-    return Defaults(version=hashlib.sha256(text.encode()).hexdigest()[:12], text=text, table=table)
+    return Defaults(version=version_of(text), text=text, table=table)
 
 
 def short(spec: Spec, table: Table | None = None) -> dict[str, Any]:

@@ -178,6 +178,8 @@ class RLJobStatus(StatusPart):
 
     phase: Phase | None = None
     """For people; programs read conditions."""
+    schema_version: Text | None = None
+    """Digest of the defaults that the job was accepted under and keeps; its ConfigMap has them."""
     observed_generation: BigCount | None = None
     """metadata.generation the operator has acted on."""
     applied_generation: BigCount | None = None

@@ -80,14 +80,15 @@ def support(
     api_version: str,
     component: str,
     config: OperatorConfig,
+    hashed: Any = None,
 ) -> dict[str, Any]:
     """Return an object for server-side apply, with the hash that tells whether it must be sent.
 
-    The hash leaves the operator's version out: an upgrade alone writes nothing.
+    `hashed`: what the hash is made of; None = the object without the operator's version: an upgrade alone writes nothing.
     """
     plain = {"apiVersion": api_version, "kind": kind, "metadata": metadata(job, name, component=component), **body}
     meta = metadata(job, name, component=component, version=config.version)
-    meta["annotations"] = {naming.ANNOTATION_MANIFEST_HASH: digest(plain)}
+    meta["annotations"] = {naming.ANNOTATION_MANIFEST_HASH: digest(plain if hashed is None else hashed)}
     return {**plain, "metadata": meta}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.api import document
 from rl_core.api.job import MANAGER
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests
@@ -52,10 +53,10 @@ def reconcile(
     if meta.get("deletionTimestamp") is not None or spec.get("managedBy") not in (None, MANAGER):
         return Plan()
     known = ParsedJob() if known is None else known
-    parsed = parsing.parse(job, known)
+    parsed = parsing.parse(job, observed.defaults, known)
     if isinstance(parsed, str):
         return _refuse(job, parsed, now)
-    return _plan(situation.look(parsed, job, observed, now, config=config), known)
+    return _plan(situation.look(parsed, job, observed, now, defaults=known.defaults, config=config), known)
 
 
 def _plan(situation: Situation, known: ParsedJob) -> Plan:
@@ -135,7 +136,8 @@ def _control(situation: Situation, course: Course) -> tuple[ControlCall, ...]:
     progress, applied = situation.observed.progress, report.applied_generation
     if applied is None or applied >= situation.generation or progress is None or progress.error:
         return ()
-    body = {"generation": situation.generation, "spec": situation.raw["spec"]}
+    spec = document.write(situation.spec, situation.defaults.table)
+    body = {"generation": situation.generation, "spec": spec}
     return (ControlCall(method="PUT /control", body=body, ip=first.ip),)
 
 

@@ -25,6 +25,7 @@ EVENTS: Mapping[str, str] = {
     "Succeeded": "all steps were done",
     "Failed": "the job has failed; the message says why",
     "CheckpointsNotDurable": "checkpoint.path is on no volume of a claim: a restart of the actor begins anew",
+    "DefaultsLost": "the ConfigMap with the defaults that the job was accepted under is gone or was edited",
     "Draining": "surplus pods finish their work before they are deleted",
     "PodReplaced": "a rollout or env pod ended and is replaced; the message holds its last words",
     "RoleRestarted": "all pods of a role are replaced; the message says why",
@@ -60,6 +61,7 @@ def tell(record: Record, course: Course, facts: Mapping[str, Fact], status: Obje
     if status is None or course.stage is Stage.ENDED:
         return ()
     return (
+        *_schema(record, status),
         *_phase(record, course, status),
         *_findings(course),
         *_conditions(record, facts),
@@ -70,6 +72,16 @@ def tell(record: Record, course: Course, facts: Mapping[str, Fact], status: Obje
 def refusal(problem: str) -> tuple[EventNote, ...]:
     """Return the event about a spec that is not understood."""
     return (_warn("InvalidSpec", problem),)
+
+
+def _schema(record: Record, status: Object) -> Iterator[EventNote]:
+    before, now = record.raw.get("schemaVersion"), status.get("schemaVersion")
+    if before and now != before:
+        yield _warn(
+            "DefaultsLost",
+            f"the job's ConfigMap must keep the defaults of schema {before}, under which it was accepted, got none; it is resolved by "
+            f"those of schema {now}: compare `kubectl get configmap` with what the job needs and write into the spec what differs",
+        )
 
 
 def _phase(record: Record, course: Course, status: Object) -> Iterator[EventNote]:

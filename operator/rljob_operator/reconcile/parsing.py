@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from pydantic import ValidationError
 
+from rl_core.api import defaults as kept_defaults
+from rl_core.api.defaults import Defaults
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import API_VERSION, RLJob
 from rl_core.plan.launch import build_launch_plan
@@ -33,14 +35,20 @@ class ParsedJob:
     text: str | None = None
     """Name, labels and spec that were parsed, as canonical JSON; None = none yet."""
     result: RLJob | str = ""
+    defaults: Defaults = field(default_factory=kept_defaults.present)
+    """Those by which `result` was resolved."""
     config: OperatorConfig | None = None
     """Setting under which `digests` were made; None = they were not, for this text."""
     digests: tuple[tuple[str, str, str], ...] = ()
     """(kind, name, manifest hash) of the support objects."""
 
 
-def parse(job: Object, known: ParsedJob) -> RLJob | str:
-    """Return the typed job, or why it cannot be understood."""
+def parse(job: Object, accepted: Defaults | None, known: ParsedJob) -> RLJob | str:
+    """Return the typed job, or why it cannot be understood.
+
+    `accepted`: the defaults it was accepted under. Where there are none it is resolved by this operator's: a new job for the first
+    time; a job whose ConfigMap was lost gets another schemaVersion in its status, and the event DefaultsLost.
+    """
     meta = job.get("metadata")
     kept = {key: meta[key] for key in KEPT_METADATA if key in meta} if isinstance(meta, Mapping) else {}
     if isinstance(kept.get("annotations"), Mapping) and KUBECTL_COPY in kept["annotations"]:
@@ -49,14 +57,16 @@ def parse(job: Object, known: ParsedJob) -> RLJob | str:
         text = json.dumps({"metadata": kept, "spec": job.get("spec")}, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         return f"the object is not JSON: {error}"
-    if known.text != text:
-        known.text, known.result, known.config = text, _parse(text), None
+    accepted = accepted or kept_defaults.present()
+    if known.text != text or known.defaults.version != accepted.version:
+        known.text, known.defaults, known.result, known.config = text, accepted, _parse(text, accepted), None
     return known.result
 
 
-def _parse(text: str) -> RLJob | str:
+def _parse(text: str, defaults: Defaults) -> RLJob | str:
+    whole = {"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)}
     try:
-        job = RLJob.model_validate({"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)})
+        job = RLJob.model_validate(whole, context=defaults.context)
         build_launch_plan(job, name=job.metadata.name, uid=job.metadata.uid or "")
     except ValidationError as error:
         return problems(error)
@@ -90,7 +100,7 @@ def missing_objects(
     uid = job.metadata.uid
     if all(_holds(held.get((kind, name)), digest, uid) for kind, name, digest in _digests(job, config, known)):
         return ()
-    wanted = manifests.support.build(job, config=config)
+    wanted = manifests.support.build(job, defaults=known.defaults, config=config)
     return tuple(o for o in wanted if not _holds(held.get((o["kind"], _meta(o)["name"])), _digest(o), uid))
 
 
@@ -109,7 +119,7 @@ def old_templates(
 
 def _digests(job: RLJob, config: OperatorConfig, known: ParsedJob) -> tuple[tuple[str, str, str], ...]:
     if known.config != config:
-        objects = manifests.support.build(job, config=config)
+        objects = manifests.support.build(job, defaults=known.defaults, config=config)
         known.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o)) for o in objects)
         known.config = config
     return known.digests

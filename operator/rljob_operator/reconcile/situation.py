@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rl_core.api.defaults import Defaults
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.roles import RoleSpec
 from rljob_operator import naming
@@ -24,6 +25,8 @@ class Situation:
     raw: Object
     """The object as the API server has it."""
     job: RLJob
+    defaults: Defaults
+    """Those the job was accepted under, by which `job` is resolved."""
     record: Record
     """What the status remembers."""
     observed: Observed
@@ -92,7 +95,9 @@ class Situation:
         return self.by_role[role]
 
 
-def look(job: RLJob, raw: Object, observed: Observed, now: float, *, config: OperatorConfig) -> Situation:
+def look(
+    job: RLJob, raw: Object, observed: Observed, now: float, *, defaults: Defaults, config: OperatorConfig
+) -> Situation:
     """Sort what is there."""
     uid = job.metadata.uid
     record = records.read(raw.get("status"))
@@ -108,6 +113,7 @@ def look(job: RLJob, raw: Object, observed: Observed, now: float, *, config: Ope
     return Situation(
         raw=raw,
         job=job,
+        defaults=defaults,
         record=record,
         observed=observed,
         now=now,

@@ -60,6 +60,7 @@ def build(
     record = course.record
     after = {
         "phase": phase,
+        "schemaVersion": situation.defaults.version,
         "observedGeneration": situation.generation,
         "appliedGeneration": _applied(situation),
         "epoch": record.epoch,

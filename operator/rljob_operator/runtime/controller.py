@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from rl_core.api.defaults import Defaults
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
 from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
@@ -23,6 +24,7 @@ from rljob_operator.runtime import logs
 from rljob_operator.runtime.apply import Application, Applier, manifest_hash
 from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.kept_defaults import KeptDefaults
 from rljob_operator.runtime.memory import JobMemory
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Controller:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._cluster = cluster
+        self._kept_defaults = KeptDefaults(cluster)
         self._cache = cache
         self._applier = applier
         self._reconcile = reconcile
@@ -101,29 +104,32 @@ class Controller:
         await self._refresh_claims(key, job, memory)
         await self._recheck_foreign(key, memory)
         self._drop_settled_refusals(key, memory)
-        plan = self._plan(key, job, memory)
+        kept = await self._kept_defaults.of(key, job)
+        plan = self._plan(key, job, memory, kept)
         if needs_fresh_reads(job, plan):
             await self._refresh(key)
             fresh = self._cache.job(key)
             if fresh is None:
                 return None
             job, memory = fresh, self._memory_of(key, fresh)
-            plan = self._plan(key, job, memory)
+            kept = await self._kept_defaults.of(key, job)
+            plan = self._plan(key, job, memory, kept)
         wanted = {f"{obj['kind']}/{obj['metadata']['name']}": manifest_hash(obj) for obj in plan.ensure}
         if memory.forget_refused_applies(wanted):
-            plan = self._plan(key, job, memory)
+            plan = self._plan(key, job, memory, kept)
         applied = await self._applier.apply(
             Application(key=key, job=job, plan=plan, memory=memory, progress_interval=self._progress_interval())
         )
         return applied.again_after
 
-    def _plan(self, key: JobKey, job: Object, memory: JobMemory) -> Plan:
+    def _plan(self, key: JobKey, job: Object, memory: JobMemory, kept: Defaults | None) -> Plan:
         observed = Observed(
             pods=tuple(self._cache.children(kinds.POD, key)),
             objects=tuple(self._cache.support(key)),
             foreign=tuple(sorted(memory.foreign)),
             refusals={label: refusal.words for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
+            defaults=kept,
             progress=memory.progress,
             refused_change=memory.refused_change,
         )

@@ -62,10 +62,10 @@ async def start(control_plane: Access, namespace: str, home: str) -> AsyncIterat
 def process(
     control_plane: Access, namespace: str, home: str, tmp_path: Path
 ) -> Iterator[Callable[..., tuple[subprocess.Popen, Path]]]:
-    """Start the operator as a process of its own; returns it and the file of its log. Settings are named as in settings.py."""
+    """Start the operator of a tree as a process of its own; returns it and the file of its log. Settings are named as in settings.py."""
     started = []
 
-    def start(name: str, **settings: str) -> tuple[subprocess.Popen, Path]:
+    def start(name: str, *, root: Path = ROOT, **settings: str) -> tuple[subprocess.Popen, Path]:
         log = tmp_path / f"{name}.log"
         settings = {
             "NAMESPACE": home,
@@ -79,11 +79,12 @@ def process(
         environment = {
             **os.environ,
             "KUBECONFIG": str(control_plane.kubeconfig),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'operator'}",
+            "PYTHONPATH": f"{root}{os.pathsep}{root / 'operator'}",
         }
         environment |= {f"RLJOB_OPERATOR_{key}": value for key, value in settings.items()}
         with log.open("w") as file:
-            started.append(subprocess.Popen([sys.executable, "-m", "rljob_operator"], env=environment, stderr=file))
+            command = [sys.executable, "-m", "rljob_operator"]
+            started.append(subprocess.Popen(command, env=environment, stderr=file, cwd=root))
         return started[-1], log
 
     yield start

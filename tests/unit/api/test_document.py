@@ -63,6 +63,9 @@ def test_a_kept_default_wins_over_the_one_of_the_code_wherever_it_stands():
 def test_a_field_that_the_kept_version_lacks_takes_the_default_of_the_code_and_one_the_code_lacks_is_left_out():
     kept = earlier(StallSpec_action=None, StallSpec_later=3)
     assert spec_of(BARE, kept).failure_policy.stall.action == "RestartRole"
+    assert spec_of(BARE | {"failurePolicy": {"stall": {"later": 3}}}, kept) == spec_of(BARE, kept)
+    with pytest.raises(ValueError, match="later"):
+        spec_of(BARE | {"failurePolicy": {"stall": {"later": 4}}}, kept)
 
 
 def test_versions_differ_by_a_field_or_a_default_alone():

@@ -6,6 +6,7 @@ import re
 import pytest
 from manifest_samples import CONFIG, UID, full_job, make_job, make_plan
 
+from rl_core.api import defaults, document
 from rl_core.api.job import RLJob
 from rl_core.plan.colocated import colocate
 from rljob_operator import manifests
@@ -45,10 +46,22 @@ def test_the_hash_tells_every_difference_of_content():
 def test_the_config_map_is_the_job_with_all_its_defaults_and_its_identity():
     for job in (make_job(labels={"a": "b"}), full_job()):
         text = support(job)["ConfigMap", "sums-config"]["data"]["job.json"]
-        read = RLJob.model_validate_json(text)
+        read = document.read(RLJob, text)
         assert read.spec == job.spec
         assert (read.metadata.name, read.metadata.namespace, read.metadata.uid) == ("sums", "default", UID)
         assert json.loads(text)["spec"]["rollout"]["sampling"]["temperature"] == 1.0
+
+
+def test_the_config_map_keeps_the_defaults_and_its_hash_is_of_what_the_author_wrote_alone():
+    """So a version with another default, or a field more, finds it as it should be."""
+    table = json.loads(defaults.present().text) | {"LossSpec": {"klCoefficient": 0.5}}
+    kept, written = defaults.read(json.dumps(table)), make_job(algorithm={"steps": 7})
+    plain = written.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    job = RLJob.model_validate(plain, context=kept.context)
+    found = manifests.config.build(job, defaults=kept, config=CONFIG)
+    assert defaults.read(found["data"]["defaults.json"]) == kept
+    assert json.loads(found["data"]["job.json"])["spec"]["algorithm"]["loss"]["klCoefficient"] == 0.5
+    assert hash_of(found) == meta.digest({"uid": UID, "schema": kept.version, "spec": plain["spec"]})
 
 
 def test_pods_have_names_before_they_are_ready():

@@ -1,0 +1,42 @@
+"""The defaults of jobs that another version of the operator accepted, read from their ConfigMaps when they are needed first.
+
+Jobs accepted under one schema share one table, so an upgrade costs one read for all of them. A table is believed only when its digest
+is the version that the job's status names: a namespace's users may edit ConfigMaps, nobody but the operator writes a status.
+"""
+
+from __future__ import annotations
+
+from rl_core.api import defaults
+from rl_core.api.defaults import Defaults
+from rljob_operator import kinds, naming
+from rljob_operator.errors import NotFound
+from rljob_operator.manifests.config import DEFAULTS_KEY
+from rljob_operator.model import Object
+from rljob_operator.runtime.cache import JobKey
+from rljob_operator.runtime.cluster import Cluster
+
+
+class KeptDefaults:
+    """The tables by schema version."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        present = defaults.present()
+        self._known: dict[str, Defaults] = {present.version: present}
+
+    async def of(self, key: JobKey, job: Object) -> Defaults | None:
+        """Return the defaults the job was accepted under; None for a job that is not accepted yet, or whose ConfigMap lost them."""
+        version = str((job.get("status") or {}).get("schemaVersion") or "")
+        if version and version not in self._known:
+            text = await self._read(key)
+            if defaults.version_of(text) != version:
+                return None
+            self._known[version] = defaults.read(text)
+        return self._known.get(version)
+
+    async def _read(self, key: JobKey) -> str:
+        try:
+            found = await self._cluster.read(kinds.CONFIG_MAP, key.namespace, naming.config_map(key.name))
+        except NotFound:
+            return ""
+        return str((found.get("data") or {}).get(DEFAULTS_KEY, ""))

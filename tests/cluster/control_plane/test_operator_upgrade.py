@@ -1,0 +1,179 @@
+"""Two versions of rljob after one another over one job: nobody is restarted, no running job gets another setting, workers of either
+version read what the operator of the other one writes.
+
+The later version is this tree with a field more and with another default, run as processes of its own.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from operator_rig.jobs import STANDARD, Jobs, until
+from operator_rig.kubelet import Kubelet
+from operator_rig.runner import FakeRunner
+
+from rl_core.api import defaults, document
+from rl_core.api.job import RLJobSpec
+from rljob_operator import kinds
+
+ROOT = Path(__file__).parents[3]
+GROUP_SIZE = "    group_size: int = Field(8, ge=1, le=1024)\n"
+LATER = '''    later_field: int = 3
+    """A field that the other version lacks."""
+    group_size: int = Field(16, ge=1, le=1024)
+'''
+READ = """
+import pathlib, sys
+from rl_core.runner.__main__ import read_job
+print(read_job(pathlib.Path(sys.argv[1])).spec.algorithm.model_dump_json(by_alias=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory) -> Path:
+    """The tree of the later version."""
+    tree = tmp_path_factory.mktemp("later")
+    for package in ("rl_core", "operator/rljob_operator"):
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    schema = tree / "rl_core/api/algorithm.py"
+    text = schema.read_text()
+    assert GROUP_SIZE in text
+    schema.write_text(text.replace(GROUP_SIZE, LATER))
+    return tree
+
+
+class Versions:
+    """The job's ConfigMap, and what workers of both versions make of it."""
+
+    def __init__(self, jobs: Jobs, later: Path, folder: Path) -> None:
+        self.jobs, self.trees, self.folder = jobs, {"this": ROOT, "later": later}, folder
+
+    async def config_map(self) -> dict:
+        return await self.jobs.api.read(kinds.CONFIG_MAP, self.jobs.namespace, "job-config")
+
+    async def read_by(self, version: str) -> dict:
+        """Let a worker's process of a version read the job; return its `algorithm`."""
+        file = self.folder / "job.json"
+        file.write_text((await self.config_map())["data"]["job.json"])
+        tree = self.trees[version]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", READ, str(file)],
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            cwd=tree,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+async def restart_gang(jobs: Jobs, kubelet: Kubelet, runner: FakeRunner, epoch: int) -> None:
+    """End actor-0 and wait until its gang runs under `epoch`."""
+    await kubelet.end("job-actor-0", code=1)
+
+    async def came() -> bool:
+        return (await jobs.get())["status"].get("epoch") == epoch
+
+    await until(came, f"epoch {epoch}")
+    runner.status["epoch"] = epoch
+    await jobs.wait_pods(*STANDARD)
+    await jobs.wait_phase("Running")
+
+
+async def test_a_job_goes_through_an_upgrade_and_back_as_it_was_accepted(
+    jobs: Jobs, start, process, kubelet: Kubelet, later: Path, tmp_path: Path
+) -> None:
+    versions = Versions(jobs, later, tmp_path)
+    async with FakeRunner(
+        address=kubelet.address("job-actor-0"), step=3, policyVersion=3, appliedGeneration=1
+    ) as runner:
+        this = await start()
+        await jobs.create(algorithm={"promptsPerStep": 8, "steps": 20, "groupSize": None})
+        await jobs.wait_phase("Running")
+        await this.settle()
+        await this.stop()
+        accepted, before = (await jobs.get())["status"]["schemaVersion"], await versions.config_map()
+        uids = {name: pod["metadata"]["uid"] for name, pod in (await jobs.pods()).items()}
+        assert accepted == defaults.present().version
+
+        operator, _ = process("later", root=later)
+        await restart_gang(jobs, kubelet, runner, 2)
+        assert (await versions.config_map())["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+        pods = await jobs.pods()
+        assert {n: p["metadata"]["uid"] for n, p in pods.items() if "actor" not in n} == {
+            name: uid for name, uid in uids.items() if "actor" not in name
+        }
+        await jobs.change({"rollout": {"replicas": 1}})  # an edit, which the later version writes down in its words
+        await until(lambda: told(runner, 2), "PUT /control")
+        (spec,) = {document.text(asked_spec(body)) for body in runner.told("PUT /control")}
+        assert '"groupSize": 8' in spec
+        rewritten = await versions.config_map()
+        assert rewritten["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"]
+        assert '"laterField":3' in rewritten["data"]["job.json"]
+        for version in ("this", "later"):
+            assert (await versions.read_by(version))["groupSize"] == 8
+        runner.status["appliedGeneration"] = 2
+        await jobs.change({"suspend": True})
+        await until(lambda: told(runner, 1, "POST /finish"), "POST /finish")
+        await kubelet.end("job-actor-0", code=0)
+        await jobs.wait_phase("Suspended")
+        operator.terminate()
+        operator.wait()
+
+        back = await start()
+        runner.status |= {"epoch": 3, "appliedGeneration": 4}
+        await jobs.change({"suspend": False})
+        await jobs.wait_pods(*STANDARD[:2], "job-env-0")
+        await jobs.wait_phase("Running")
+        await back.settle()
+        assert (await jobs.get())["status"]["schemaVersion"] == accepted
+        assert (await versions.read_by("later"))["groupSize"] == 8
+        assert await jobs.events("DefaultsLost") == []
+
+
+async def test_a_job_of_the_later_version_keeps_its_defaults_when_the_operator_is_rolled_back(
+    jobs: Jobs, start, process, kubelet: Kubelet, later: Path, tmp_path: Path
+) -> None:
+    versions = Versions(jobs, later, tmp_path)
+    async with FakeRunner(
+        address=kubelet.address("job-actor-0"), step=3, policyVersion=3, appliedGeneration=1
+    ) as runner:
+        operator, _ = process("later", root=later)
+        await jobs.create(algorithm={"promptsPerStep": 8, "steps": 20, "groupSize": None})
+        await jobs.wait_phase("Running")
+        operator.terminate()
+        operator.wait()
+        before, accepted = await versions.config_map(), (await jobs.get())["status"]["schemaVersion"]
+        assert accepted != defaults.present().version
+        assert (await versions.read_by("this"))["groupSize"] == 16
+
+        this = await start()
+        await restart_gang(jobs, kubelet, runner, 2)
+        await this.settle()
+        assert (await versions.config_map())["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
+        await jobs.change({"rollout": {"replicas": 1}})
+        await until(lambda: told(runner, 2), "PUT /control")
+        assert asked_spec(runner.told("PUT /control")[-1]).algorithm.group_size == 16
+        assert (await versions.read_by("later"))["groupSize"] == 16
+        assert (await jobs.get())["status"]["schemaVersion"] == accepted
+
+
+async def told(runner: FakeRunner, generation: int, call: str = "PUT /control") -> bool:
+    """Whether the runner was told of a generation, or got so many calls of another kind."""
+    bodies = runner.told(call)
+    return (
+        any(body["generation"] == generation for body in bodies)
+        if call == "PUT /control"
+        else len(bodies) >= generation
+    )
+
+
+def asked_spec(body: dict) -> RLJobSpec:
+    """What the runner of this version understands."""
+    return document.read(RLJobSpec, body["spec"])
