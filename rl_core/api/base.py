@@ -4,6 +4,7 @@ Rules over several fields are generators marked `@rule` with the CEL that says t
 checked together, so that a user sees every broken one at once.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
@@ -68,5 +69,6 @@ class Spec(BaseModel):
         return self
 
 
+@functools.cache
 def _rules_of(cls: type[Spec]) -> list[Callable[[Any], Iterator[str]]]:
     return [member for base in reversed(cls.__mro__) for member in vars(base).values() if hasattr(member, "cel")]

@@ -126,12 +126,17 @@ class Applier:
         return [result for result in results if isinstance(result, float)]
 
     async def _call(self, work: Application, call: ControlCall) -> float | None:
-        """Send a control call; note a changed spec that the runner refuses, and return 0 when that is news to tell of."""
+        """Send a control call; note a changed spec that the runner refuses, and return 0 when that is news to tell of.
+
+        The first words about a spec are kept: a runner that words each refusal anew must not cause a write each time.
+        """
         words = await self._runner.call(work.uid, call)
         if call.method != "PUT /control":
             return None
-        before = work.memory.refused_change
-        work.memory.refused_change = (call.body["generation"], words) if words else None
+        before, generation = work.memory.refused_change, call.body["generation"]
+        if words and before is not None and before[0] == generation:
+            return None
+        work.memory.refused_change = (generation, words) if words else None
         return 0.0 if work.memory.refused_change != before else None
 
     async def _write_status(self, work: Application, pauses: list[float]) -> bool:

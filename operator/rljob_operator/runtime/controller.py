@@ -106,7 +106,7 @@ class Controller:
         self._drop_settled_refusals(key, memory)
         kept = await self._kept_defaults.of(key, job)
         plan = self._plan(key, job, memory, kept)
-        if needs_fresh_reads(job, plan):
+        if needs_fresh_reads(job, plan, due=lambda uid: memory.deletion_is_due(uid, now=self._clock())):
             await self._refresh(key)
             fresh = self._cache.job(key)
             if fresh is None:
@@ -207,9 +207,12 @@ class Controller:
                 memory.clear(label)
 
 
-def needs_fresh_reads(job: Object, plan: Plan) -> bool:
-    """Whether the plan deletes, restarts or ends something, and so must rest on fresh facts."""
-    if plan.delete:
+def needs_fresh_reads(job: Object, plan: Plan, *, due: Callable[[str], bool] = lambda uid: True) -> bool:
+    """Whether the plan deletes, restarts or ends something now, and so must rest on fresh facts.
+
+    `due`: whether a deletion, by its object's uid, will be tried; one that waits for its next try asks nothing of the API server.
+    """
+    if any(due(deletion.uid) for deletion in plan.delete):
         return True
     if plan.status is None:
         return False

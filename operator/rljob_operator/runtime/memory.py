@@ -95,6 +95,11 @@ class JobMemory:
             del self.refusals[label]
         return bool(settled)
 
+    def deletion_is_due(self, uid: str, *, now: float) -> bool:
+        """Return whether a deletion may be tried: it has not been in vain, or its pause is over."""
+        back_off = self.futile.get(uid)
+        return back_off is None or back_off.left(now) == 0
+
     def clear(self, label: str) -> None:
         """Forget what stood in the way of a name."""
         self.refusals.pop(label, None)

@@ -29,8 +29,8 @@ LONGEST_BACKOFF = 60.0
 """Seconds; the pause doubles from the first to the longest, each times a factor of 0.5 to 1."""
 FREE_REPEATS = 10
 """Times in a row that a key may ask to be handled again at once: an intent, its effects and what came of them are a few."""
-LEAST_INTERVAL = 1.0
-"""Seconds between two turns of a key that asks for more than that: nothing it does helps, and it must not take the workers."""
+FIRST_INTERVAL, LONGEST_INTERVAL = 1.0, 30.0
+"""Seconds between two turns of a key that asks for more than that, doubling: nothing it does helps, and it must not take the workers."""
 
 
 class QueueObserver(Protocol):
@@ -81,6 +81,8 @@ class WorkQueue(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._sequence = 0
         self._failures: dict[K, int] = {}
+        self._held: dict[K, float] = {}
+        """When a key that failed, or asked for too many turns, may be handled again."""
         self._repeats: dict[K, int] = {}
         """Turns in a row after which a key asked for another at once."""
         self._wake_workers = asyncio.Event()
@@ -101,10 +103,17 @@ class WorkQueue(Generic[K]):
         return not self._ready and not self._busy and not self._since
 
     def add(self, key: K) -> None:
-        """Have the key handled as soon as a worker is free."""
-        self._delayed.pop(key, None)
+        """Have the key handled as soon as a worker is free; one that backs off when that is over, whatever happens meanwhile.
+
+        Else every event of a job, and every poll of its runner, would repeat the request that fails.
+        """
         if key in self._since:
             return
+        held = self._held.get(key, 0.0) - self._now()
+        if held > 0:
+            self.add_after(key, held)
+            return
+        self._delayed.pop(key, None)
         self._since[key] = self._now()
         self._observer.added()
         if key not in self._busy:
@@ -148,13 +157,15 @@ class WorkQueue(Generic[K]):
             else:
                 self._observer.finished(self._now() - began, "success")
                 self._failures.pop(key, None)
+                self._held.pop(key, None)
                 again = self._slowed(key, again)
             finally:
                 self._busy.discard(key)
-            if key in self._since:  # added while it was handled
+            if key in self._since and key not in self._held:  # added while it was handled
                 self._ready.append(key)
                 self._wake_workers.set()
             elif again is not None:
+                self._since.pop(key, None)
                 self.add_after(key, again)
 
     def _slowed(self, key: K, again: float | None) -> float | None:
@@ -163,12 +174,17 @@ class WorkQueue(Generic[K]):
             self._repeats.pop(key, None)
             return again
         repeats = self._repeats[key] = self._repeats.get(key, 0) + 1
-        return again if repeats <= FREE_REPEATS else LEAST_INTERVAL
+        if repeats <= FREE_REPEATS:
+            return again
+        pause = min(FIRST_INTERVAL * 2.0 ** min(repeats - FREE_REPEATS - 1, 20), LONGEST_INTERVAL)
+        self._held[key] = self._now() + pause
+        return pause
 
     def _fail(self, key: K, error: Exception) -> float:
         """Count the failure and return the pause before the next try, in seconds."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         pause = min(FIRST_BACKOFF * 2.0 ** min(failures - 1, 20), LONGEST_BACKOFF) * self._jitter()
+        self._held[key] = self._now() + pause
         self._observer.retried()
         logger.warning(
             "handling %s failed %d times, again in %.1f s: %r",

@@ -14,6 +14,7 @@ from typing import Any
 
 from rljob_operator.model import Observed, OperatorConfig, Plan, Progress
 from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.times import to_seconds, to_text
 
 CONFIG = OperatorConfig(images={"actor": "a:1", "rollout": "r:1", "env": "e:1"})
@@ -69,6 +70,8 @@ class World:
     writes: int = 0
     created: list[tuple[str, str]] = field(default_factory=list)
     """(name, attempt) of pods ever made."""
+    parsed: ParsedJob = field(default_factory=ParsedJob)
+    """What earlier looks understood of the spec."""
     _uids: int = 0
 
     # --- what the operator sees and does -----------------------------------------------------------------------------
@@ -134,7 +137,7 @@ class World:
 
     def plan(self) -> Plan:
         """Return what the operator would do now."""
-        return reconcile(self.job, self.observed(), self.now, config=CONFIG)
+        return reconcile(self.job, self.observed(), self.now, config=CONFIG, known=self.parsed)
 
     def apply(self, plan: Plan, *, at_most: int | None = None) -> int:
         """Carry out the effects of `plan` in order, the first `at_most` of them; return how many there are."""

@@ -177,7 +177,7 @@ class JobMachine(RuleBasedStateMachine):
         world, job = self.world, dict(self.world.job)
         observed = world.observed()
         for _ in range(4):
-            plan = reconcile(job, observed, world.now, config=CONFIG)
+            plan = reconcile(job, observed, world.now, config=CONFIG, known=world.parsed)
             if plan.status is None:
                 return
             job = {**job, "status": plan.status}
