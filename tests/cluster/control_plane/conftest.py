@@ -1,5 +1,6 @@
 """Fixtures of the operator's tests on the real control plane."""
 
+import json
 import os
 import subprocess
 import sys
@@ -94,12 +95,13 @@ def process(
 
 
 @pytest.fixture
-def rights(control_plane: Access, namespace: str, home: str) -> list[dict]:
-    """Install the chart's account, roles and bindings for the test's namespace; returns the rules."""
+def rights(control_plane: Access, namespace: str, home: str) -> Iterator[list[dict]]:
+    """Install the chart's account, roles, bindings and policies for the test's namespace; hands out the rules."""
     text = control_plane.helm(
         "template", "rljob", CHART, "-n", home, "--set", f"watchNamespaces={{{namespace}}}"
     ).stdout
-    wanted = ("ServiceAccount", "Role", "RoleBinding")
+    policies = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    wanted = ("ServiceAccount", "Role", "RoleBinding", *policies)
     objects = [
         o
         for o in yaml.safe_load_all(text)
@@ -115,4 +117,21 @@ def rights(control_plane: Access, namespace: str, home: str) -> list[dict]:
         return all(control_plane.kubectl(*asking, *right, check=False).stdout.strip() == "yes" for right in last)
 
     control_plane.cluster.control_plane.api_server.wait("the account's rights", granted)
-    return [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]
+    yield [rule for obj in objects if obj["kind"] == "Role" for rule in obj["rules"]]
+    for obj in objects:
+        if obj["kind"] in policies:
+            control_plane.kubectl("delete", obj["kind"], obj["metadata"]["name"], "--wait=false")
+
+
+@pytest.fixture
+def account(control_plane: Access, rights: list[dict], namespace: str, home: str) -> Path:
+    """The kubeconfig of the chart's service account, once its policies are in force."""
+    found = control_plane.kubeconfig_of("rljob-operator", namespace=home)
+    stray = json.dumps({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stray"}})
+    words = ("create", "--dry-run=server", "-n", namespace, "-f", "-", "--kubeconfig", found)
+
+    def in_force() -> bool:
+        return "only what an RLJob owns" in control_plane.kubectl(*words, stdin=stray, check=False).stderr
+
+    control_plane.cluster.control_plane.api_server.wait("the policies of the operator's account", in_force)
+    return found

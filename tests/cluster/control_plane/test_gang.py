@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from manifest_samples import make_job
 from operator_rig.jobs import Jobs, until
-from operator_rig.replica import home_of
 from operator_rig.witness import Witness, granted
 from testcluster.access import Access
 
@@ -66,12 +65,6 @@ def _free_nodes(cluster: Access) -> None:
     program.wait(
         "free nodes", lambda: not cluster.core.list_pod_for_all_namespaces(field_selector="spec.nodeName!=").items
     )
-
-
-@pytest.fixture
-def account(control_plane: Access, rights: list[dict], namespace: str) -> Path:
-    """The kubeconfig of the chart's service account."""
-    return control_plane.kubeconfig_of("rljob-operator", namespace=home_of(namespace))
 
 
 def nodes_of(pods: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,5 +1,7 @@
 """The chart's rights are those the operator uses: it runs as the chart's account, lacks none and leaves none unused."""
 
+from pathlib import Path
+
 from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
 from operator_rig.kubelet import Kubelet
 from operator_rig.replica import home_of
@@ -75,10 +77,9 @@ async def exercise(jobs: Jobs, kubelet: Kubelet) -> None:
 
 
 async def test_the_charts_rights_are_sufficient_and_each_is_used(
-    control_plane: Access, jobs: Jobs, start, kubelet: Kubelet, rights: list[dict]
+    jobs: Jobs, start, kubelet: Kubelet, rights: list[dict], account: Path
 ) -> None:
     witness = Witness()
-    account = control_plane.kubeconfig_of("rljob-operator", namespace=home_of(jobs.namespace))
     async with FakeRunner(address=kubelet.address("job-actor-0"), step=1):
         replica = await start(kubeconfig=account, wrap=witness.wrap)
         await exercise(jobs, kubelet)
