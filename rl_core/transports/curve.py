@@ -18,6 +18,7 @@ import zmq.utils.z85
 
 from rl_core.api.errors import ConfigError
 from rl_core.transports.sockets import IoThread, readable
+from rl_core.transports.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class KeyRing:
         if service not in ALLOWED:
             raise ConfigError(f"service must be one of {sorted(ALLOWED)}, got {service!r}")
         gate = _gate_of(IoThread.shared())
+        Strangers(IoThread.shared(), socket, what=service)
         socket.curve_server = True
         socket.curve_secretkey = self.secret
         socket.curve_publickey = self.public

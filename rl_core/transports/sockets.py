@@ -34,6 +34,8 @@ RECONNECT_MS = (200, 5_000)
 """First and longest pause between two attempts to connect; each resolves the name again."""
 CONNECT_TIMEOUT_MS = 5_000
 """How long one attempt may take: a host that is gone answers nothing, and its successor has another address."""
+HANDSHAKE_MS = 10_000
+"""Longest handshake: who proves no key in this time is cut off."""
 
 MAX_FRAME_BYTES = FRAME_BYTES + 1024
 """Largest frame that is received, its encryption included."""
@@ -243,6 +245,7 @@ def configure(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
     socket.setsockopt(zmq.SNDHWM, 0)

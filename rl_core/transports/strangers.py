@@ -1,0 +1,106 @@
+"""Bounds the connections of a CURVE server that have not proven a key: each may hold a frame and a file descriptor of this process.
+
+ZeroMQ tells when it accepts a connection, but not which one proved its key. TCP does: the last message of the handshake brings the bytes
+that the peer has acknowledged above what any stranger is sent. Only strangers are ever ended, and one that is known for a key
+holder is never looked at again. Costs nothing per message. On the I/O thread.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import socket as network
+import struct
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from rl_core.transports.sockets import IoThread, readable, receive
+
+logger = logging.getLogger(__name__)
+
+MOST_STRANGERS = 64
+"""Connections of one server in their handshake."""
+PATIENCE_SECONDS = 1.0
+"""Time in which nobody is ended for a newer one: members that come all at once must be able to finish."""
+WARN_SECONDS = 60.0
+_STRANGER_BYTES = 260
+"""A greeting (64), a WELCOME (170) and a refusal (up to 15) are sent to anybody; READY (54 and more) only to who holds a key."""
+_ACKNOWLEDGED = struct.Struct("=Q")
+_ACKNOWLEDGED_AT = 120
+"""Offset of tcpi_bytes_acked in struct tcp_info."""
+_numbers = itertools.count()
+
+
+class Strangers:
+    """The connections of one listening socket that are not known to hold a key."""
+
+    def __init__(self, io: IoThread, server: zmq.Socket[Any], *, what: str) -> None:
+        """Watch `server`, which is not bound yet; ends with it. `what` names it in the log."""
+        self._io, self._what = io, what
+        self._pending: dict[int, tuple[Any, float]] = {}
+        """File descriptor -> (peer, time of its arrival), oldest first."""
+        self._warned = -WARN_SECONDS
+        address = f"inproc://strangers-{next(_numbers)}"
+        server.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED)
+        self._events = io.context.socket(zmq.PAIR)
+        self._events.linger = 0
+        self._events.connect(address)
+        io.register(self._events, self._take_events)
+
+    def _take_events(self) -> None:
+        while not self._events.closed and readable(self._events):
+            event = parse_monitor_message([frame.bytes for frame in receive(self._events)])
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                self._io.unregister(self._events)
+                self._events.close()
+            else:
+                self._accepted(event["value"])
+
+    def _accepted(self, number: int) -> None:
+        with _borrowed(number) as connection:
+            self._pending.pop(number, None)
+            if connection is not None:
+                self._pending[number] = (connection.getpeername(), self._io.clock())
+        if len(self._pending) > MOST_STRANGERS:
+            self._pending = {one: known for one, known in self._pending.items() if _is_stranger(one, known[0])}
+        if len(self._pending) > MOST_STRANGERS:
+            self._end_one()
+
+    def _end_one(self) -> None:
+        now = self._io.clock()
+        oldest, newest = next(iter(self._pending)), next(reversed(self._pending))
+        chosen = oldest if now - self._pending[oldest][1] > PATIENCE_SECONDS else newest
+        del self._pending[chosen]
+        with _borrowed(chosen) as connection:
+            if connection is not None:
+                connection.shutdown(network.SHUT_RDWR)  # ZeroMQ sees the end and closes it
+        if now - self._warned >= WARN_SECONDS:
+            self._warned = now
+            logger.warning(
+                "service %s: more than %s connections without a key, ending some", self._what, MOST_STRANGERS
+            )
+
+
+@contextlib.contextmanager
+def _borrowed(number: int) -> Any:
+    """Yield the connection of a file descriptor that ZeroMQ owns, None where it is gone; errors of one that goes meanwhile are none."""
+    try:
+        connection = network.socket(fileno=os.dup(number))
+    except OSError:
+        yield None
+        return
+    with connection, contextlib.suppress(OSError):
+        yield connection
+
+
+def _is_stranger(number: int, peer: Any) -> bool:
+    """Return whether the connection with `peer` is there and has not finished its handshake."""
+    stranger = False
+    with _borrowed(number) as connection:
+        if connection is not None and connection.getpeername() == peer:
+            info = connection.getsockopt(network.IPPROTO_TCP, network.TCP_INFO, 256)
+            whole = len(info) >= _ACKNOWLEDGED_AT + _ACKNOWLEDGED.size  # else a kernel that does not tell
+            stranger = whole and _ACKNOWLEDGED.unpack_from(info, _ACKNOWLEDGED_AT)[0] <= _STRANGER_BYTES
+    return stranger
