@@ -44,6 +44,8 @@ class Progress:
         """Why the storage last refused a checkpoint."""
         self._passed_over: list[str] = []
         """Damaged checkpoints that were told."""
+        self._silent: set[str] = set()
+        """Members whose silence was told."""
         if live and self._console.is_terminal:
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
@@ -80,6 +82,8 @@ class Progress:
         if refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
             self.say(f"the run goes on, but without a new checkpoint: {refused}")
         self._refused = refused
+        if phase not in {*FINAL, "Restarting"}:
+            self._tell_silence(status)
         if self._live is None:
             if phase == "Degraded" and phase != self._phase:  # the end is told with its step by who waits for it
                 self.say(f"{phase}: step {status.get('step', 0)}")
@@ -89,6 +93,15 @@ class Progress:
         waits = [wait for wait in status.get("waits", []) if wait["seconds"] >= QUIET_WAIT_S]
         tables = [run_table(status), wait_table(status | {"waits": waits})]
         self._live.update(Group(self._bar, *[table for table in tables if table is not None]))
+
+    def _tell_silence(self, status: dict[str, Any]) -> None:
+        """Name each member that the hub does not hear, once, and when it is heard again or replaced."""
+        silent = {wait["on"]: wait["seconds"] for wait in status.get("waits", []) if wait["who"] == "hub"}
+        for name in silent.keys() - self._silent:
+            self.say(f"{name} has been silent for {silent[name]:.0f} s; the run goes on without it or waits for it")
+        for name in self._silent - silent.keys():
+            self.say(f"{name} is here again")
+        self._silent = set(silent)
 
     def finish(self) -> None:
         """Show what is still unshown."""

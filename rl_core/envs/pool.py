@@ -22,6 +22,7 @@ import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,8 @@ CLOSED = "the env worker was closed before the row was answered"
 logger = logging.getLogger(__name__)
 Event = Callable[[str, int, int], None]
 """f("started" | "ended", pid, index of the process in the pool)."""
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Declares a wait for a process, by its name in the pool, while the block runs."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,10 +79,11 @@ class EnvPool:
         step_deadline: float,
         start_deadline: float,
         on_event: Event | None = None,  # None where nobody keeps a list of processes
+        waiting: Waiting = lambda process: nullcontext(),
     ) -> None:
         self._source = source
         self._step_deadline, self._start_deadline = step_deadline, start_deadline
-        self._on_event = on_event
+        self._on_event, self._waiting_for = on_event, waiting
         self._slots = [_Slot(index) for index in range(processes)]
         self._shared: deque[WaitingRow] = deque()
         self._sticky: OrderedDict[str, tuple[_Slot, int]] = OrderedDict()
@@ -207,7 +211,8 @@ class EnvPool:
         assert process is not None, "bug: a slot without a process calls"
         self.counters["calls"] += 1
         try:
-            answer = await process.call([waiting.row for waiting in batch], deadline=self._step_deadline)
+            with self._waiting_for(f"child-{slot.index}"):
+                answer = await process.call([waiting.row for waiting in batch], deadline=self._step_deadline)
         except RolloutTimeout as error:
             self._timeouts_in_a_row += 1
             self._broke(slot, batch, "timeouts", str(error), self._suspects.timed_out)

@@ -51,6 +51,7 @@ class TextEnvWorker(Worker):
             step_deadline=bounds.env_step,
             start_deadline=bounds.env_reset,
             on_event=self._tell,
+            waiting=lambda process: self.waiting("step of user code", f"{self.identity.name}/{process}"),
         )
         self._pool: BackgroundPool | None = BackgroundPool(pool)
 

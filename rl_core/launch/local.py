@@ -269,7 +269,12 @@ class LocalCluster:
         plan = self._planned(epoch) if self._plan_for is not None else under_epoch(self._plan, epoch)
         self._plan = self._localised(plan)
         self.status = {}
-        self._tell({**self._space.read_status(), "phase": "Restarting", "epoch": epoch, "stall": None})
+        last = self._space.read_status()
+        failures = {**(last.get("failures") or {})}
+        failures["actor/restart"] = (
+            failures.get("actor/restart", 0) + 1
+        )  # the next runner goes on counting from the file
+        self._tell({**last, "phase": "Restarting", "epoch": epoch, "stall": None, "failures": failures})
         await self._pods.kill(self._pods.of_role("actor"))
         if self._ending.is_set():
             return

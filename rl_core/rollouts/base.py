@@ -101,7 +101,7 @@ class RolloutWorkerBase(Worker):
             step_seconds=spec.runtime.deadlines.env_step,
             connect=lambda address: self.peer(address, "env"),
             available=self.view_changed,
-            waiting=lambda address: self.waiting("environment step", "env"),
+            waiting=lambda address: self.waiting("environment step", self._env_at(address)),
         )
         groups = GroupMaker(spec, Tokenizer.from_files(self.files), engine, environment)
         server = PromptServer(
@@ -237,6 +237,10 @@ class RolloutWorkerBase(Worker):
 
     def _env_addresses(self) -> list[str]:
         return [member.address for member in self.members("env") if member.state.constructed]
+
+    def _env_at(self, address: str) -> str:
+        """Return the name of an env worker, the role's where none is known at `address`."""
+        return next((member.name for member in self.members("env") if member.address == address), "env")
 
     def _built(self) -> _Parts:
         if self._parts is None:

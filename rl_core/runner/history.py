@@ -137,6 +137,15 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
+def failures_before(output: Path) -> dict[str, int]:
+    """Return the failures that the run in `output` counted in earlier epochs; none where no status tells."""
+    try:
+        found = json.loads((output / "status.json").read_text())["failures"]
+        return {str(name): int(count) for name, count in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def now_text() -> str:
     """Return the present time, RFC 3339, UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

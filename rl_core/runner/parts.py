@@ -22,7 +22,7 @@ from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.controls import Controls, drain
 from rl_core.runner.dispatcher import Dispatcher
-from rl_core.runner.history import LedgerFile
+from rl_core.runner.history import LedgerFile, failures_before
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.members import Members
 from rl_core.runner.phases import DisaggregatedPhases, Phases
@@ -113,7 +113,7 @@ def build_parts(
     spec, actor = job.spec, groups["actor"]
     applied, progress = AppliedSpec(spec), Progress()
     presence = Presence(spec, cluster, job=job.metadata.name, patient=in_cluster)
-    board = StatusBoard(spec, cluster, presence, epoch=epoch)
+    board = StatusBoard(spec, cluster, presence, epoch=epoch, failures=failures_before(output))
     stops = StopController(
         lambda: board.phase, cancel_training=lambda: actor.within(spec.runtime.deadlines.rpc).cancel_training()
     )

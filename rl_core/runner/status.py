@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
@@ -40,8 +40,18 @@ UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPE
 class StatusBoard:
     """The run's present state; any thread may read it."""
 
-    def __init__(self, spec: RLJobSpec, cluster: Cluster, presence: Presence, *, epoch: int) -> None:
-        """Describe the run of `spec` on `cluster` under `epoch`."""
+    def __init__(
+        self,
+        spec: RLJobSpec,
+        cluster: Cluster,
+        presence: Presence,
+        *,
+        epoch: int,
+        failures: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Describe the run of `spec` on `cluster` under `epoch`; `failures` were counted before it, `clock` is the hub's."""
+        self._clock = clock
         self._presence = presence
         self._cluster = cluster
         self._lock = threading.Lock()
@@ -59,7 +69,7 @@ class StatusBoard:
             "reward": None,
             "metrics": {},
             "checkpoint": {},
-            "failures": {},
+            "failures": dict(failures or {}),
             "failure": None,
             "startTime": now_text(),
             "lastProgress": now_text(),
@@ -152,7 +162,7 @@ class StatusBoard:
                 self._stall.reset()
             short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
             stall = self._stall.report(
-                progress, self._waits(members), missing_pods=short, present=self._waited_for(members)
+                progress, self._waits(known), missing_pods=short, present=self._waited_for(members)
             )
             if progress != self._progress_shown:
                 self._progress_shown, self._facts["lastProgress"] = progress, now_text()
@@ -176,7 +186,7 @@ class StatusBoard:
             ],
             "waits": [
                 {"who": w.who, "on": w.on, "what": w.what, "seconds": round(w.since_seconds, 1)}
-                for w in self._waits(members)
+                for w in self._waits(known)
             ],
             "ledger": {**ledger, "groups": [_group(one) for one in held[:MOST_GROUPS]]},
             "channels": self._channels,
@@ -215,16 +225,21 @@ class StatusBoard:
         here = [m for m in members if m.role == "rollout" and m.state not in LEAVING]
         return [m.name for m in here if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
 
-    def _waits(self, members: list[Any]) -> list[Wait]:
-        """Return the waits-for graph: members' declared waits and the runner's own phase."""
+    def _waits(self, known: list[Any]) -> list[Wait]:
+        """Return the waits-for graph: silent members first, as they are at the root, then declared waits and the runner's own phase."""
         edges = [
+            Wait(who="hub", on=m.name, what="heartbeat", since_seconds=self._clock() - m.last_seen)
+            for m in known
+            if m.state == "suspect" or (m.state == "lost" and m.name in self._presence.wanted(m.role))
+        ]
+        edges += [
             Wait(
                 who=m.name,
                 on=m.wait.on,
                 what=m.wait.what,
                 since_seconds=m.wait.since_seconds,
             )
-            for m in members
+            for m in known
             if m.wait and m.state not in ("lost", "drained")
         ]
         on = {

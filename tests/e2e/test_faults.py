@@ -1,6 +1,8 @@
 """`kill -9` in mid-step of every kind of process, as design.md's fault table says: the run ends well and no group is trained twice."""
 
 import json
+import os
+import signal
 
 import pytest
 from harness import assert_trained_once
@@ -47,15 +49,23 @@ def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_
 
 
 def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_with_it(start):
+    """An env that is stopped meanwhile is named at once, and what happened in the first epoch is not forgotten in the second."""
     run = start(
         algorithm={"steps": 15},
         checkpoint={"everySteps": 100},
         validation={"everySteps": 1000, "beforeTraining": False},
+        runtime={"deadlines": {"heartbeat": 0.5, "suspect": 1.5}},
     )
     run.start()
+    run.at_step(2)
+    env = run.processes(role="env")[0]["pid"]
+    os.kill(env, signal.SIGSTOP)
+    run.until(lambda: ("hub", "env:0") in {(w["who"], w["on"]) for w in run.status()["waits"]}, "the silent env")
+    os.kill(env, signal.SIGCONT)
     run.at_step(3)
     run.kill(role="actor")
     assert run.wait() == 0, run.text + run.logs()
+    assert "env:0 has been silent for" in run.text and run.status()["failures"]["actor/restart"] == 1
     assert_trained_once(run, steps=15, groups=4)
     assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {1}
 
@@ -187,6 +197,9 @@ def test_a_stall_is_found_named_and_acted_on(start, tmp_path, tiny):
     )
     run.env["PYTHONPATH"] = str(tmp_path)
     run.start()
+    named = lambda: {(w["who"], w["on"]) for w in run.status().get("waits", [])} >= {("env:0", "env:0/child-0")}  # noqa: E731
+    run.until(named, "the wait for the process that hangs")
+    assert run.status()["stall"] is None
     stall = run.until(lambda: run.status().get("stall"), "a stall")
     assert stall["reason"] == "WaitingForEnv" and "env" in stall["message"]
     assert run.wait() == 0, run.text + run.logs()

@@ -8,18 +8,20 @@ from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import DeclaredWait, MemberState
 from rl_core.runner.ledger import GroupState, HeldGroup
 from rl_core.runner.presence import Presence
+from rl_core.runner.stall import explain
 from rl_core.runner.status import MOST_GROUPS, Phase, StatusBoard
 
 SOON = {"stall": {"seconds": 10.0}}
 
 
-def member(name, *, state="serving", version=0, wait=None, progress=None):
+def member(name, *, state="serving", version=0, wait=None, progress=None, last_seen=0.0):
     role, _, rank = name.partition(":")
     facts = {"metrics": {"env/steps_total": 3.0} if role == "env" else {}}
     facts |= {
         "device_uuids": (),
         "progress": progress or {},
         "wait": wait,
+        "last_seen": last_seen,
         "pod": f"j-{role}-{rank}",
         "policy_version": version,
     }
@@ -29,7 +31,10 @@ def member(name, *, state="serving", version=0, wait=None, progress=None):
 def board(members, **spec):
     job = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 2}, **spec})
     there = SimpleNamespace(members=lambda **which: members)
-    return StatusBoard(job, there, Presence(job, there, job="j", patient=False), epoch=2)
+    failures = {"actor/restart": 1}
+    return StatusBoard(
+        job, there, Presence(job, there, job="j", patient=False), epoch=2, failures=failures, clock=lambda: 20.0
+    )
 
 
 def snapshot(board):
@@ -82,13 +87,34 @@ def test_waits_of_members_and_of_the_runner_form_the_graph():
     assert waits == {("rollout:0", "env:0"), ("runner", "rollout")}
 
 
+@pytest.mark.parametrize("state", ["suspect", "lost"])
+def test_a_silent_member_is_named_long_before_a_stall_and_blamed_by_one(state):
+    waits = DeclaredWait(what="environment step", on="env:0", since_seconds=13.0)
+    told = board([member("env:0", state=state, last_seen=13.0), member("rollout:0", wait=waits)], failurePolicy=SOON)
+    with told.during(Phase.GENERATING):
+        status = snapshot(told)
+        assert status["waits"][0] == {"who": "hub", "on": "env:0", "what": "heartbeat", "seconds": 7.0}
+        assert status["waits"][1]["on"] == "env:0" and status["stall"] is None
+        assert explain(told._waits(told._cluster.members()), [])[0] == "WaitingForEnv"
+
+
+def test_an_env_that_waits_for_its_process_is_blamed_and_the_process_named():
+    child = DeclaredWait(what="step of user code", on="env:0/child-1", since_seconds=9.0)
+    rollout = DeclaredWait(what="environment step", on="env:0", since_seconds=9.1)
+    told = board([member("env:0", wait=child), member("rollout:0", wait=rollout)])
+    with told.during(Phase.GENERATING):
+        reason, sentence = explain(told._waits(told._cluster.members()), [])
+    assert reason == "WaitingForEnv" and "env:0 waits for env:0/child-1 (step of user code, 9 s)" in sentence
+
+
 def test_a_failure_is_counted_and_told_at_the_end():
     told = board([])
     told.count_failure("rollout", "lost")
     told.count_failure("rollout", "lost")
     told.end(Phase.FAILED, {"type": "DataError", "message": "bad"})
     status = snapshot(told)
-    assert status["failures"] == {"rollout/lost": 2} and status["failure"]["message"] == "bad"
+    assert status["failures"] == {"actor/restart": 1, "rollout/lost": 2}, "those of earlier epochs stay"
+    assert status["failure"]["message"] == "bad"
     assert status["phase"] == "Failed" and status["stall"] is None
 
 
@@ -96,7 +122,8 @@ def test_totals_sum_over_environments_and_count_failures():
     told = board([member("env:0"), member("env:1"), member("rollout:0", version=4)])
     told.set(policyVersion=5)
     told.count_failure("env", "lost")
-    assert told.totals() == {"failures_total/env/lost": 1.0, "weights/lag_max": 1.0, "env/steps_total": 6.0}
+    failures = {"failures_total/actor/restart": 1.0, "failures_total/env/lost": 1.0}
+    assert told.totals() == failures | {"weights/lag_max": 1.0, "env/steps_total": 6.0}
 
 
 def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
