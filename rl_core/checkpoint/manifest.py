@@ -44,6 +44,8 @@ class Manifest:
     """Digest of the spec fields that alter the mathematics."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers `best()` and retention choose by."""
+    passing: bool = False
+    """Whether the next checkpoint replaces it."""
 
     @classmethod
     def of_folder(cls, folder: Path, *, step: int, epoch: int, **details: Any) -> "Manifest":

@@ -101,6 +101,7 @@ class CheckpointStore:
         layout: Mapping[str, Any] | None = None,
         versions: Mapping[str, Any] | None = None,
         spec_digest: str = "",
+        passing: bool = False,
     ) -> Checkpoint:
         """Write the manifest over the files in `staging` (None: the folder begun last), make it visible, retire old ones.
 
@@ -113,6 +114,7 @@ class CheckpointStore:
             "layout": dict(layout or {}),
             "versions": dict(versions or {}),
             "metrics": dict(metrics or {}),
+            "passing": passing,
         }
         try:
             manifest = Manifest.of_folder(folder, step=step, epoch=epoch, spec_digest=spec_digest, **manifest_fields)
@@ -141,6 +143,24 @@ class CheckpointStore:
             return
         shutil.rmtree(self._staging(staging), ignore_errors=True)
         self._begun = None
+
+    def make_room(self) -> str | None:
+        """Delete one folder before its time and return its name: what a resume left behind first, then the oldest, those with the best metric last.
+
+        The newest checkpoint and the one resumed from stay; None when there is nothing else. Raises OSError when the storage refuses.
+        """
+        checkpoints = self.checkpoints()
+        best = {c.path for c in self._ranking(checkpoints)[: self.keep_best]}
+        free = [c for c in checkpoints[:-1] if c.path.resolve() != self._resumed]
+        order = sorted(self.root.glob(f"{LOST}*")) + [
+            c.path for c in sorted(free, key=lambda c: (c.path in best, c.step))
+        ]
+        if not order:
+            return None
+        with self._locked():
+            self._to_trash(order[0])
+            self._empty_trash()
+        return order[0].name
 
     # Reading ------------------------------------------------------------------------------------------------------
 
@@ -255,9 +275,8 @@ class CheckpointStore:
     def _retire(self) -> None:
         """Delete what retention no longer covers; a failure costs room, not the save."""
         checkpoints = self.checkpoints()
-        kept = {c.path for c in checkpoints[-self.keep :]} | {
-            c.path for c in self._ranking(checkpoints)[: self.keep_best]
-        }
+        lasting = [c for c in checkpoints if not c.manifest.passing]
+        kept = {c.path for c in (*lasting[-self.keep :], *checkpoints[-1:], *self._ranking(lasting)[: self.keep_best])}
         try:
             for checkpoint in checkpoints:
                 if checkpoint.path not in kept and checkpoint.path.resolve() != self._resumed:

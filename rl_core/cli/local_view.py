@@ -78,7 +78,7 @@ def run_table(status: dict[str, Any]) -> Table:
     metrics = status.get("metrics", {})
     rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
     table = Table(
-        "PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "EPOCH", "TOK/S", "S/STEP", box=SIMPLE
+        "PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "SAVED", "EPOCH", "TOK/S", "S/STEP", box=SIMPLE
     )
     table.add_row(
         status.get("phase", "-"),
@@ -88,6 +88,7 @@ def run_table(status: dict[str, Any]) -> Table:
         str(status.get("policyVersion", "-")),
         str(rollout.get("lag", "-")),
         f"{rollout.get('ready', '-')}/{rollout.get('desired', '-')}",
+        str((status.get("checkpoint") or {}).get("lastStep", "-")),
         str(status.get("epoch", 0)),
         _number(metrics.get("perf/tokens_per_second"), 0),
         _number(metrics.get("time/step"), 2),

@@ -44,6 +44,8 @@ class Progress:
         """Why the storage last refused a checkpoint."""
         self._passed_over: list[str] = []
         """Damaged checkpoints that were told."""
+        self._deleted = ""
+        """The last checkpoint that was told to have made room."""
         self._silent: set[str] = set()
         """Members whose silence was told."""
         if live and self._console.is_terminal:
@@ -78,9 +80,14 @@ class Progress:
             told = "; ".join(passed_over)
             self.say(f"resumed at step {checkpoint.get('resumedFrom')}, as newer checkpoints are damaged: {told}")
         self._passed_over = passed_over or self._passed_over
+        for name in (checkpoint.get("deletedForRoom") or [])[-1:]:
+            if name != self._deleted:
+                self.say(f"the storage is full: {name} is deleted before its time to make room for the next checkpoint")
+                self._deleted = name
         refused = str(checkpoint.get("error") or "")
         if refused and refused != self._refused and phase not in {*FINAL, "Restarting"}:
-            self.say(f"the run goes on, but without a new checkpoint: {refused}")
+            behind = f"the newest is {checkpoint.get('lag', '?')} steps behind"
+            self.say(f"the run goes on, but without a new checkpoint, {behind}: {refused}")
         self._refused = refused
         if phase not in {*FINAL, "Restarting"}:
             self._tell_silence(status)

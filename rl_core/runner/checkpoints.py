@@ -38,6 +38,8 @@ class Checkpoints:
         self._spec = spec
         self._asked = threading.Event()
         self.last_step: int | None = None
+        self._made_room: list[str] = []
+        """Folders that were deleted before their time, the last few."""
         self._resumed: dict[str, Any] = {}
         """Step that the run was resumed from and the damaged checkpoints passed over for it, as `/status` tells them."""
         self.store = self._store(spec)
@@ -70,6 +72,7 @@ class Checkpoints:
         """Return the last checkpoint, at `path`, and the best one kept, as `/status` tells them."""
         best = self.store.best()
         found = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
+        room = {"deletedForRoom": list(self._made_room)} if self._made_room else {}
         return {
             "lastStep": self.last_step,
             "step": self.last_step,
@@ -77,6 +80,7 @@ class Checkpoints:
             "time": now_text(),
             **found,
             **self._resumed,
+            **room,
         }
 
     def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
@@ -153,11 +157,39 @@ class Checkpoints:
         version: int,
         weights_digest: str = "",
         reward: float | None,
+        passing: bool = False,
     ) -> str:
-        """Write and publish the checkpoint of `step`; return its path. A failure leaves earlier checkpoints as they were.
+        """Write and publish the checkpoint of `step`; return its path. Where there is no room, older ones go before their time, but for one.
 
-        `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them.
+        `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them. `passing`: the next one replaces it.
         """
+        facts: dict[str, Any] = {
+            "version": version,
+            "weights_digest": weights_digest,
+            "reward": reward,
+            "passing": passing,
+        }
+        while True:
+            try:
+                return self._save(step, actor, state, **facts)
+            except StorageFull as error:
+                if (gone := self.store.make_room()) is None:
+                    raise
+                self._made_room = [*self._made_room[-9:], gone]
+                logger.warning("%s is deleted before its time to make room: %s", gone, error)
+
+    def _save(
+        self,
+        step: int,
+        actor: WorkerGroup,
+        state: dict[str, Any],
+        *,
+        version: int,
+        weights_digest: str,
+        reward: float | None,
+        passing: bool,
+    ) -> str:
+        """Write and publish; a failure leaves earlier checkpoints as they were."""
         staging = self.store.begin(step, self._epoch)
         try:
             actor.save_checkpoint(str(staging), step).wait(self._spec.runtime.deadlines.group_method)
@@ -168,6 +200,7 @@ class Checkpoints:
                 layout={"backend": self._spec.actor.backend, "world_size": self._spec.actor.world_size},
                 versions={"policy": version, "digest": weights_digest},
                 spec_digest=digest(self._spec),
+                passing=passing,
             )
         except RLJobError as error:
             self.store.abort(staging)

@@ -65,9 +65,9 @@ class ReasoningRunner(Runner):
                 metrics |= self.evaluate()
         finally:  # also when validation is left, and before the checkpoint: a resume from it must find the line
             self._log(metrics | self._rates(taken))
-        if self.saving.due():
+        if (due := self.saving.due()) is not None:
             with self.timers.measure("checkpoint"):
-                self.saving.try_save()
+                self.saving.try_save(due)
         self.stops.leave_if_asked()
 
     def generate(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
@@ -17,8 +18,18 @@ from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
+TIMED_SHARE = 0.02
+"""Largest share of the run's time that checkpoints between those of everySteps may take."""
 ROOM_PAUSE = 5.0
 """Seconds between two attempts to write to a full storage."""
+
+
+class Due(Enum):
+    """Why a step is to be saved."""
+
+    LASTING = "lasting"
+    PASSING = "passing"
+    """By time; the next checkpoint replaces it."""
 
 
 class Saving:
@@ -45,20 +56,41 @@ class Saving:
         self._actor, self._dispatcher, self._sync = actor, dispatcher, sync
         self._board, self._stops, self._output = board, stops, output
         self._room_pause, self._clock = room_pause, clock
+        self._tried_at = clock()
+        """When the last save ended, or this run began."""
+        self._seconds = 0.0
+        """How long the last save took; the first one of a run tells it."""
 
-    def due(self) -> bool:
-        """Return whether the step just finished is to be saved; never when it is rolled back."""
+    def due(self) -> Due | None:
+        """Return why the step just finished is to be saved, None when it is not; never when it is rolled back."""
         if self._stops.kind is StopKind.ROLLBACK:
-            return False
-        every, step = self._applied.spec.checkpoint.every_steps, self._progress.step
+            return None
+        spec, step = self._applied.spec, self._progress.step
+        every = spec.checkpoint.every_steps
         asked = self.checkpoints.take_ask()
-        return asked or (every is not None and step % every == 0) or step >= self._applied.spec.algorithm.steps
+        if asked or (every is not None and step % every == 0) or step >= spec.algorithm.steps:
+            return Due.LASTING
+        return Due.PASSING if self._time_has_come(spec.checkpoint.every_seconds) else None
 
-    def save(self) -> None:
+    def _time_has_come(self, seconds: float | None) -> bool:
+        """Return whether a checkpoint by time may be made: cheap ones only, and none of weights that a rule may roll back."""
+        if seconds is None or self._seconds > TIMED_SHARE * seconds or any(self._board.fact("streaks").values()):
+            return False
+        return self._clock() - self._tried_at >= seconds
+
+    def save(self, due: Due = Due.LASTING) -> None:
         """Publish a checkpoint of the last finished step, unless it exists. Raises InfrastructureError when the storage refuses."""
-        progress = self._progress
-        if self.checkpoints.last_step == progress.step:
+        if self.checkpoints.last_step == self._progress.step:
             return
+        began = self._clock()
+        try:
+            self._publish(passing=due is Due.PASSING)
+        finally:
+            self._tried_at = self._clock()
+            self._seconds = self._tried_at - began
+
+    def _publish(self, *, passing: bool) -> None:
+        progress = self._progress
         state = progress.state_dict() | {"ledger": self._dispatcher.state_dict()}
         with self._board.during(Phase.CHECKPOINTING):
             path = self.checkpoints.save(
@@ -68,13 +100,14 @@ class Saving:
                 version=progress.version,
                 weights_digest=self._sync.digest,
                 reward=progress.reward,
+                passing=passing,
             )
         self._board.set(checkpoint=self.checkpoints.describe(path))
 
-    def try_save(self) -> None:
+    def try_save(self, due: Due = Due.LASTING) -> None:
         """Publish a checkpoint, or report and count that the storage refused: the next one may succeed, and training loses nothing."""
         try:
-            self.save()
+            self.save(due)
         except WorkerLost:
             raise
         except InfrastructureError as error:

@@ -167,6 +167,8 @@ class StatusBoard:
             if progress != self._progress_shown:
                 self._progress_shown, self._facts["lastProgress"] = progress, now_text()
             facts = dict(self._facts)
+        saved = int(facts["checkpoint"].get("lastStep") or 0)
+        facts["checkpoint"] = {**facts["checkpoint"], "lag": facts["step"] - saved}
         return facts | {
             "phase": self._phase.value,
             "roles": [self._role(role, members) for role in ("actor", "rollout", "env")],

@@ -33,7 +33,7 @@ def job_document(tiny: Path, **spec) -> dict:
             "actor": {"optimizer": {"learningRate": 1.0e-3}},
             "rollout": {"replicas": 2, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}},
             "env": {"type": "reward", "reward": "reward:letter_a"},
-            "checkpoint": {"everySteps": 2},
+            "checkpoint": {"everySteps": 2, "everySeconds": None},
             "validation": {"everySteps": 100, "maxPrompts": 4},
             "trackers": [],
         },

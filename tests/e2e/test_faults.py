@@ -138,23 +138,21 @@ def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the
     assert [value for _, value in history(disturbed)[1]] == pytest.approx([value for _, value in rewards], abs=1e-6)
 
 
-def test_a_full_disk_costs_no_step_and_no_older_checkpoint_and_is_told(start, small_disk):
+def test_a_full_disk_costs_older_checkpoints_before_their_time_and_neither_a_step_nor_the_newest(start, small_disk):
     run = start(
         algorithm={"steps": 8},
         actor={"processesPerPod": 2},  # both meet the disk
         rollout={"replicas": 1},
         checkpoint={"everySteps": 1, "keep": 40, "path": str(small_disk)},
-        runtime={"deadlines": {"degraded": 2.0}},
     )
-    run.start()
-    run.until(lambda: run.status().get("checkpoint", {}).get("error"), "a refused checkpoint in the status")
-    assert run.wait() == 2, run.text + run.logs()
-    assert "No space left on device" in run.text and "Traceback" not in run.text, run.text
-    assert run.status()["epoch"] == 0, "a restart would have met the same disk"
+    assert run.run() == 0, run.text + run.logs()
+    assert "deleted before its time to make room" in run.text and "Traceback" not in run.text, run.text
+    assert run.status()["epoch"] == 0 and run.status()["checkpoint"]["deletedForRoom"]
+    assert (run.status()["checkpoint"]["lastStep"], run.status()["checkpoint"]["lag"]) == (8, 0)
     assert_trained_once(run, steps=8, groups=4)
     assert (run.output / "model/model.safetensors").is_file()
     complete = [path for path in small_disk.glob("step-*") if (path / "manifest.json").is_file()]
-    assert complete and not list(small_disk.glob(".step-*"))
+    assert small_disk / "step-00000008" in complete and not list(small_disk.glob(".step-*"))
     for path in complete:
         manifest = json.loads((path / "manifest.json").read_text())
         assert all((path / name).stat().st_size == file["bytes"] for name, file in manifest["files"].items())

@@ -109,6 +109,25 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert hidden(store) == []
 
 
+def test_the_next_checkpoint_replaces_one_made_in_passing(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2, keep_best=1)
+    for step, passing in [(1, False), (2, True), (3, True), (4, False), (5, False), (6, True)]:
+        save(store, step, passing=passing)
+        assert store.complete_steps()[-1] == step
+    assert store.complete_steps() == [4, 5, 6]
+
+
+def test_room_is_made_oldest_first_but_never_with_the_newest_or_the_one_resumed_from(tmp_path):
+    store = CheckpointStore(tmp_path, keep=9, keep_best=1)
+    for step in (1, 2, 3, 4, 5):
+        save(store, step, metrics={"reward": 1.0 if step == 2 else 0.0})
+    store.resolve(str(tmp_path / "step-00000001"))
+    assert store.set_aside_after(4, 1) == [5]
+    gone = iter(store.make_room, None)
+    assert list(gone) == ["lost-step-00000005", "step-00000003", "step-00000002"]
+    assert store.complete_steps() == [1, 4] and hidden(store) == []
+
+
 def test_best_takes_the_smallest_when_asked_and_the_newer_of_equals(tmp_path):
     store = CheckpointStore(tmp_path, keep=9, metric="loss", mode="min")
     for step, loss in [(1, 0.5), (2, 0.1), (3, 0.1), (4, 0.7)]:

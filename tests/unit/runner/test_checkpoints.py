@@ -132,6 +132,24 @@ def test_what_several_ranks_meet_on_one_storage_is_one_refusal_and_leaves_nothin
     assert not list((output / "checkpoints").glob(".step-*"))
 
 
+def test_a_checkpoint_that_finds_no_room_makes_some_and_tells_what_went(spec, output):
+    saved(spec, output, 2, 4, 5)
+    checkpoints, refusals = Checkpoints(spec, output=output, epoch=0), [FULL] * 3
+
+    class Crowded(Actor):
+        def wait(self, timeout):
+            if refusals:
+                raise WorkerErrors("actor.save_checkpoint failed on 1 of 1 ranks", [refusals.pop()])
+            return []
+
+    with pytest.raises(StorageFull):  # two may go
+        checkpoints.save(6, Crowded(), {"step": 6}, version=6, reward=None)
+    assert checkpoints.store.complete_steps() == [5]
+    checkpoints.save(6, Crowded(), {"step": 6}, version=6, reward=None)
+    assert checkpoints.store.complete_steps() == [5, 6]
+    assert checkpoints.describe("there")["deletedForRoom"] == ["step-00000002", "step-00000004"]
+
+
 def test_the_manifest_tells_the_version_and_the_digest_of_the_weights(spec, output):
     checkpoints = Checkpoints(spec, output=output, epoch=0)
     checkpoints.save(3, Actor(), {"step": 3}, version=4, weights_digest="d", reward=None)

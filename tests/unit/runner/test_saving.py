@@ -11,7 +11,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.presence import Presence
 from rl_core.runner.progress import Progress
-from rl_core.runner.saving import Saving
+from rl_core.runner.saving import Due, Saving
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
 from rl_core.workers.result import WorkerErrors
@@ -21,6 +21,7 @@ class Checkpoints:
     """Stands in for runner.Checkpoints: refuses so many saves; `meanwhile(number)` happens at each refusal."""
 
     def __init__(self, refusals=0, meanwhile=lambda number: None):
+        self.passing = []
         self.refusals, self.meanwhile, self.saved, self.last_step, self.asked = refusals, meanwhile, [], None, False
 
     def save(self, step, actor, state, **facts):
@@ -29,6 +30,7 @@ class Checkpoints:
             self.meanwhile(self.refusals)
             raise StorageFull("checkpoint of step 3 could not be written: No space left on device")
         self.saved.append(step)
+        self.passing.append(facts["passing"])
         return "checkpoints/step-00000003"
 
     def take_ask(self):
@@ -80,13 +82,32 @@ class Run:
 
 def test_a_checkpoint_is_due_by_period_on_request_and_at_the_end():
     run = Run(checkpoint={"everySteps": 5})
-    assert not run.saving.due()
+    assert run.saving.due() is None
     run.checkpoints.asked = True
-    assert run.saving.due() and not run.saving.due()
+    assert run.saving.due() is Due.LASTING and run.saving.due() is None
     run.progress.step = 5
-    assert run.saving.due()
+    assert run.saving.due() is Due.LASTING
     run.progress.step = 10
-    assert run.saving.due()
+    assert run.saving.due() is Due.LASTING
+
+
+def test_between_periods_a_checkpoint_is_due_by_time_while_saving_is_cheap_and_no_rule_counts():
+    run = Run(checkpoint={"everySteps": 100, "everySeconds": 60})
+    run.now += 50.0
+    assert run.saving.due() is None
+    run.now += 10.0
+    run.board.set(streaks={"klBlowUp": 1})
+    assert run.saving.due() is None, "weights that a rule may roll back"
+    run.board.set(streaks={"klBlowUp": 0})
+    assert run.saving.due() is Due.PASSING
+    run.saving.try_save(Due.PASSING)  # takes a second or two by this clock, less than 2 % of a minute or more
+    assert run.checkpoints.passing == [True] and run.saving.due() is None
+    run.now += 60.0
+    assert run.saving.due() is Due.PASSING
+    run.checkpoints.meanwhile, run.checkpoints.refusals = (lambda number: setattr(run, "now", run.now + 5.0)), 1
+    run.saving.try_save(Due.PASSING)
+    run.now += 1000.0
+    assert run.saving.due() is None, "saving costs more than 2 %"
 
 
 @pytest.mark.parametrize("later", [StopKind.INTERRUPT, StopKind.SUSPEND, None])
