@@ -44,13 +44,14 @@ class Placement:
 class Segment:
     """One file of the store; `generation` rises each time it is lent, so that a late release cannot hit the next holder."""
 
-    __slots__ = ("generation", "memory", "name", "path", "size", "tainted")
+    __slots__ = ("generation", "inode", "memory", "name", "path", "size", "tainted")
 
     def __init__(self, path: Path, size: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # a sparse file would end in SIGBUS when the file system is full
             self.memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.inode = os.fstat(descriptor).st_ino
         except BaseException:
             path.unlink()
             raise
@@ -60,9 +61,17 @@ class Segment:
         self.tainted = False
         """A holder was lost; if it lives after all (stopped, cut off), it may still read or write here: never used again."""
 
+    def is_there(self) -> bool:
+        """Return whether its name still leads to it: anybody may have cleaned up /dev/shm."""
+        try:
+            return os.lstat(self.path).st_ino == self.inode
+        except OSError:
+            return False
+
     def remove(self) -> None:
         """Delete the file; memory goes when the last mapping does."""
-        self.path.unlink(missing_ok=True)
+        if self.is_there():
+            self.path.unlink(missing_ok=True)
         try:
             self.memory.close()
         except BufferError:
@@ -165,12 +174,17 @@ class SegmentStore:
             self._total = self._idle_bytes = 0
 
     def _take_idle(self, size: int) -> Segment | None:
-        for segment in reversed(self._idle.values()):  # the last one used is the warmest
-            if segment.size == size:
-                del self._idle[segment.name]
-                self._idle_bytes -= size
+        for segment in reversed(list(self._idle.values())):  # the last one used is the warmest
+            if segment.size != size:
+                continue
+            del self._idle[segment.name]
+            self._idle_bytes -= size
+            if segment.is_there():
                 self.counters["reused"] += 1
                 return segment
+            logger.warning("segment %s was removed by somebody; another one is made", segment.name)
+            self._total -= size
+            segment.remove()
         return None
 
     def _create(self, size: int) -> Segment | None:

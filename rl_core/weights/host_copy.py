@@ -10,7 +10,7 @@ others get slices of it. What is held, when and why:
 """
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,10 @@ class HostMemory:
     """Name of the segment; None when /dev/shm was full and the memory is private."""
     generation: int = 0
     """Which lending of the segment this is."""
+    is_there: Callable[[], bool] = lambda: False
+    """Tells whether the segment's name still leads to it."""
+    told: bool = False
+    """Whether it was logged that it does not."""
     holders: set[Hashable] = field(default_factory=set)
 
 
@@ -107,7 +111,8 @@ class HostCopies:
         if segment is None:
             logger.warning("no shared memory for %d bytes of weights; receivers of this host get a stream", nbytes)
             return HostMemory(np.empty(nbytes, np.uint8), None)
-        return HostMemory(np.frombuffer(segment.memory, np.uint8, nbytes), segment.name, segment.generation)
+        data = np.frombuffer(segment.memory, np.uint8, nbytes)
+        return HostMemory(data, segment.name, segment.generation, segment.is_there)
 
 
 def _write_bucket(data: np.ndarray, bucket: SourceBucket, source: VersionSource) -> Iterator[tuple[str, words.Sums]]:

@@ -3,12 +3,16 @@
 A receiver of the publisher's host maps the segment; every other one gets a stream of its own.
 """
 
+import logging
+
 from rl_core.messages.weights import SharedSource, StreamSource, WeightOffer, WeightSource
 from rl_core.transports import tokens
 from rl_core.transports.bulk import BulkSender
 from rl_core.transports.curve import KeyRing
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.host_copy import HostCopy
+
+logger = logging.getLogger(__name__)
 
 
 class Outlets:
@@ -23,7 +27,20 @@ class Outlets:
 
     def maps(self, copy: HostCopy, host_token: str) -> bool:
         """Return whether a process with that token can map `copy`."""
-        return host_token == self._host_token and copy.memory.segment is not None
+        memory = copy.memory
+        if host_token != self._host_token or memory.segment is None:
+            return False
+        if memory.is_there():
+            return True
+        if not memory.told:
+            memory.told = True
+            logger.warning(
+                "segment %s with version %s of the weights was removed by somebody: receivers of this host get a stream until the next "
+                "version, which gets a segment of its own",
+                memory.segment,
+                copy.manifest.version,
+            )
+        return False
 
     def source(self, copy: HostCopy, host_token: str) -> WeightSource:
         """Return where that process gets the bytes of `copy`; a stream is good for one receiver."""

@@ -22,6 +22,7 @@ import torch
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.messages.weights import ReceiverAddress
+from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing, generate_keys
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
@@ -238,6 +239,19 @@ def test_a_late_joiner_pulls_the_committed_version(receivers, elsewhere):
             report = source.publish(version, model(version), about(receivers[:1]), 1)
             assert receivers[1].call("pull", source.address, elsewhere=elsewhere) == [version, report.digest]
             assert serves(receivers[1], version, tensors(version))
+
+
+def test_a_removed_segment_is_told_joiners_get_a_stream_and_the_next_version_a_segment(receivers, caplog):
+    with publisher() as source:
+        source.publish(1, model(1), about(receivers[1:]), 1)
+        removed = source._joiners.committed.memory.segment
+        (tokens.DIRECTORY / removed).unlink()
+        assert receivers[0].call("pull", source.address)[0] == 1 and serves(receivers[0], 1, tensors(1))
+        assert caplog.text.count(f"segment {removed} with version 1 of the weights was removed by somebody") == 1
+        source.publish(2, model(2), about(receivers), 2)
+        written = source._joiners.committed.memory
+        assert written.segment != removed and written.is_there()
+        assert all(serves(receiver, 2, tensors(2)) for receiver in receivers)
 
 
 class SlowSource(StateSource):

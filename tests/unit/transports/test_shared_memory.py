@@ -64,6 +64,21 @@ def test_a_released_segment_is_used_again_under_a_new_generation(store):
     assert store.stats()["lent"] == 1
 
 
+@pytest.mark.parametrize("foreign", [False, True], ids=["removed", "replaced"])
+def test_a_segment_that_somebody_removed_is_not_lent_again_and_what_has_its_name_is_left_alone(
+    store, tmp_path, foreign
+):
+    first = put(store, data().data, "peer")
+    (tmp_path / first.segment).unlink()
+    if foreign:
+        (tmp_path / first.segment).write_text("another one's")
+    store.release(first.segment, first.generation, "peer")
+    second = put(store, data().data, "peer")
+    assert second.segment != first.segment and (tmp_path / second.segment).is_file()
+    assert (tmp_path / first.segment).exists() is foreign
+    assert store.stats()["lent"] == 1 and store.stats()["bytes"] == MIB
+
+
 def test_a_segment_is_free_only_when_its_last_holder_let_go(store):
     spot = put(store, data().data, "a")
     store.share(spot.segment, spot.generation, "b")
