@@ -37,6 +37,8 @@ class OperatorConfig:
     """Label of the pods of the cluster's DNS."""
     dns_cidrs: tuple[str, ...] = ("169.254.20.10/32",)
     """Addresses of DNS that is no pod: where a cluster with a DNS cache per node answers."""
+    key_id: str = ""
+    """Id of the master key of new jobs (runtime.master_key)."""
     gang_api: str | None = None
     """`group/version` of the API that schedules pods together (manifests.gang); None = the cluster serves none, or not to us."""
     version: str = "0.1.0"

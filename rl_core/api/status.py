@@ -184,6 +184,8 @@ class RLJobStatus(StatusPart):
     """metadata.generation the operator has acted on."""
     applied_generation: BigCount | None = None
     """metadata.generation whose settings the runner trains with."""
+    key_id: Text | None = None
+    """Id of the operator's master key that the job's keys are made from; it stays when the operator gets another."""
     epoch: Count | None = None
     """Number of the actor gang; rises with each restart and resume."""
     begun_epoch: Count | None = None

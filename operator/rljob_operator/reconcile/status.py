@@ -63,6 +63,7 @@ def build(
         "schemaVersion": situation.defaults.version,
         "observedGeneration": situation.generation,
         "appliedGeneration": _applied(situation),
+        "keyId": before.get("keyId") or situation.config.key_id or None,
         "epoch": record.epoch,
         "begunEpoch": record.begun_epoch or None,
         "restarts": record.restarts,

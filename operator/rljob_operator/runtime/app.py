@@ -32,6 +32,7 @@ from rljob_operator.runtime.events import EventRecorder
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.health import Health
 from rljob_operator.runtime.leader import Leadership
+from rljob_operator.runtime.master_key import KeyRing
 from rljob_operator.runtime.metrics import Metrics
 from rljob_operator.runtime.progress import Poller, RunnerClient, Target, is_runner
 from rljob_operator.runtime.queue import WorkQueue
@@ -184,10 +185,11 @@ class Operator:
         async with session, asyncio.TaskGroup() as group:
             if settings.leader_elect:
                 group.create_task(leadership.keep(), name="lease")
-            master = await master_key.obtain(cluster, namespace=settings.config.namespace)
+            jobs = (self.cache.job(key) or {} for key in self.cache.jobs())
+            ring = await master_key.obtain(cluster, namespace=settings.config.namespace, jobs=jobs)
             recorder = EventRecorder(cluster=cluster, identity=settings.identity, dropped=self.metrics.event_dropped)
-            runner = RunnerClient(master=master, session=session)
-            controller = self.controller(cluster, relister, master=master, recorder=recorder, runner=runner)
+            runner = RunnerClient(master=lambda uid: ring.of(self.cache.job_of(uid)), session=session)
+            controller = self.controller(cluster, relister, ring=ring, recorder=recorder, runner=runner)
             poller = Poller(
                 client=runner,
                 targets=self._runners,
@@ -204,7 +206,7 @@ class Operator:
             group.create_task(self.queue.run(controller.handle, workers=settings.workers), name="queue")
 
     def controller(
-        self, cluster: Cluster, relister: Relister, *, master: bytes, recorder: EventRecorder, runner: RunnerClient
+        self, cluster: Cluster, relister: Relister, *, ring: KeyRing, recorder: EventRecorder, runner: RunnerClient
     ) -> Controller:
         """Return the controller over the replica's cache; `relister` says which kinds are served."""
         settings = self._settings
@@ -216,7 +218,7 @@ class Operator:
             slots=FairSlots(total=settings.api_in_flight, per_key=settings.creates_in_flight),
             recorder=recorder,
             runner=runner,
-            build_secret=lambda job: secret.build(job, master=master),
+            build_secret=lambda job: secret.build(job, master=ring.of(job)),
             secret_seconds=settings.resync_seconds,
         )
         return Controller(
@@ -224,7 +226,7 @@ class Operator:
             cache=self.cache,
             applier=applier,
             reconcile=reconcile,
-            config=dataclasses.replace(settings.config, gang_api=gang_api),
+            config=dataclasses.replace(settings.config, gang_api=gang_api, key_id=ring.newest),
             progress_seconds=settings.progress_seconds,
         )
 

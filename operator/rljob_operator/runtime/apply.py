@@ -22,10 +22,12 @@ from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, 
 from rljob_operator.kinds import Kind
 from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan
 from rljob_operator.naming import ANNOTATION_MANIFEST_HASH, LABEL_JOB, LABEL_JOB_UID
+from rljob_operator.naming import secret as secret_name
 from rljob_operator.runtime import status_patch
 from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.fairness import FairSlots
+from rljob_operator.runtime.master_key import UnknownKey
 from rljob_operator.runtime.memory import BackOff, JobMemory
 
 logger = logging.getLogger(__name__)
@@ -242,13 +244,12 @@ class Applier:
             memory.secret_due = now + random.uniform(0.1, 1.0) * self._secret_seconds
         if not work.plan.ensure_secret or (not work.plan.create and now < memory.secret_due):
             return
-        secret = self._build_secret(work.job)
-        label = f"Secret/{secret['metadata']['name']}"
+        label = f"Secret/{secret_name(work.key.name, work.uid)}"
         try:
-            await self._cluster.create(kinds.SECRET, work.key.namespace, secret)
+            await self._cluster.create(kinds.SECRET, work.key.namespace, self._build_secret(work.job))
         except AlreadyExists:
             memory.clear(label)
-        except (Forbidden, Invalid) as error:
+        except (Forbidden, Invalid, UnknownKey) as error:
             self._refused(work, label, error)
         else:
             memory.clear(label)

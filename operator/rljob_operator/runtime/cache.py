@@ -83,6 +83,8 @@ class Cache:
         self._entries: dict[Kind, dict[JobKey, dict[str, Entry]]] = {kind: {} for kind in (RLJOB, *OWNED)}
         """kind -> job -> object name -> entry."""
         self._gone: OrderedDict[str, None] = OrderedDict()
+        self._jobs: dict[str, JobKey] = {}
+        """uid -> job, of the jobs held."""
 
     def put(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
         """Take in an object; return its job when that changed what the cache holds, else None."""
@@ -98,6 +100,10 @@ class Cache:
         project: Projection = self._project.get(kind, trim)
         value = project(obj)
         entries[meta["name"]] = Entry(meta["uid"], version, value, self._clock())
+        if kind == RLJOB:
+            if known is not None:
+                self._jobs.pop(known.uid, None)
+            self._jobs[meta["uid"]] = key
         return key if known is None or known.value != value or known.uid != meta["uid"] else None
 
     def drop(self, kind: Kind, obj: Mapping[str, Any]) -> JobKey | None:
@@ -113,6 +119,7 @@ class Cache:
         if entry is None or entry.uid != uid:
             return None
         del jobs[key][name]
+        self._jobs.pop(uid, None)
         if not jobs[key]:
             del jobs[key]
         return key
@@ -137,6 +144,11 @@ class Cache:
         """Return the job's object, None when there is none."""
         entry = self._entries[RLJOB].get(key, {}).get(key.name)
         return entry.value if entry is not None else None
+
+    def job_of(self, uid: str) -> Mapping[str, Any] | None:
+        """Return the job's object by its uid, None when there is none."""
+        key = self._jobs.get(uid)
+        return self.job(key) if key is not None else None
 
     def children(self, kind: Kind, key: JobKey) -> list[Any]:
         """Return the projected objects of one kind with the job's label, by name."""

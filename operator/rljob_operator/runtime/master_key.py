@@ -1,38 +1,99 @@
-"""The operator's one secret: 32 random bytes from which every job's keys are derived (protocol.md 6).
+"""The operator's one secret: 32 random bytes from which every job's keys are derived (protocol.md 6), and those that were it before.
 
-Read, or made when absent; two replicas that start at once agree, since the second to create meets 409 and reads. Never replaced: with
-another master the keys of running jobs could not be made again.
+Read, or made when absent; two replicas that start at once agree, since the second to create meets 409 and reads. Never made anew while
+jobs have keys: their Secrets cannot be changed, so with another master no runner would take the operator's word for the job's life.
+A job keeps the key that it was accepted under (`status.keyId`): a key can be changed while jobs run, as long as the Secret has both.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import os
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from rl_core.api.job import MANAGER
 from rljob_operator import kinds
-from rljob_operator.errors import AlreadyExists, NotFound
+from rljob_operator.errors import AlreadyExists, ApiError, NotFound
+from rljob_operator.model import Object
 from rljob_operator.runtime.cluster import Cluster
 
 NAME = "rljob-operator-master-key"
 FIELD = "master"
+"""Entry of the key of new jobs; every other entry is an earlier key, whatever its name."""
 BYTES = 32
+ENDED = ("Succeeded", "Failed")
 
 
 class MasterKeyError(RuntimeError):
-    """The Secret is there and holds no key of ours."""
+    """The Secret is there and holds no key of ours, or it is gone and jobs have keys made from it."""
 
 
-async def obtain(cluster: Cluster, *, namespace: str) -> bytes:
-    """Return the master key, made on first use; raises MasterKeyError when the Secret's content is not 32 bytes."""
+class UnknownKey(ApiError):
+    """A job's keys were made from a master key that the Secret does not hold."""
+
+
+class KeyRing:
+    """The master keys there are, by id."""
+
+    def __init__(self, newest: bytes, earlier: Iterable[bytes] = ()) -> None:
+        self.newest = key_id(newest)
+        """Id of the key of jobs that have none yet."""
+        self._keys = {key_id(key): key for key in (*earlier, newest)}
+
+    def of(self, job: Object | None) -> bytes:
+        """Return the master key of a job; one that has none yet, or is not known, gets the newest. Raises UnknownKey."""
+        status = job.get("status") if job is not None else None
+        wanted = status.get("keyId") if isinstance(status, Mapping) else None
+        found = self._keys.get(wanted or self.newest)
+        if found is None:
+            raise UnknownKey(
+                f"the job's keys were made from master key {wanted}, which Secret {NAME} does not hold; "
+                "put that key back, or make the job anew"
+            )
+        return found
+
+
+def key_id(key: bytes) -> str:
+    """Return the id of a master key, 8 hexadecimal digits that tell nothing of it."""
+    return hashlib.sha256(key).hexdigest()[:8]
+
+
+async def obtain(cluster: Cluster, *, namespace: str, jobs: Iterable[Object] = ()) -> KeyRing:
+    """Return the master keys, the first one made on first use; `jobs`: all that are served.
+
+    Raises MasterKeyError when an entry of the Secret is not 32 bytes, or when there is no Secret and a job has keys already.
+    """
     try:
         secret = await cluster.read(kinds.SECRET, namespace, NAME)
     except NotFound:
+        if keyed := sorted(map(_name, filter(_has_keys, jobs))):
+            raise MasterKeyError(
+                f"Secret {namespace}/{NAME} must be there, as {len(keyed)} jobs have keys made from it ({keyed[0]}, ...), got none; "
+                "restore it from a backup, or see docs/operations.md, The master key"
+            ) from None
         try:
             secret = await cluster.create(kinds.SECRET, namespace, _secret(os.urandom(BYTES)))
         except AlreadyExists:
             secret = await cluster.read(kinds.SECRET, namespace, NAME)
-    return _decoded(secret, namespace)
+    data = secret.get("data")
+    entries = data if isinstance(data, dict) else {}
+    newest = _decoded(entries, FIELD, namespace)
+    return KeyRing(newest, [_decoded(entries, name, namespace) for name in sorted(entries) if name != FIELD])
+
+
+def _has_keys(job: Object) -> bool:
+    """Whether a job of ours that has not ended was started: its Secret has been made then."""
+    status, manager = job.get("status"), (job.get("spec") or {}).get("managedBy")
+    if manager not in (None, MANAGER):
+        return False
+    return isinstance(status, Mapping) and bool(status.get("epoch")) and status.get("phase") not in ENDED
+
+
+def _name(job: Object) -> str:
+    return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
 
 
 def _secret(key: bytes) -> dict[str, object]:
@@ -46,16 +107,14 @@ def _secret(key: bytes) -> dict[str, object]:
     }
 
 
-def _decoded(secret: dict[str, object], namespace: str) -> bytes:
-    data = secret.get("data")
-    text = data.get(FIELD, "") if isinstance(data, dict) else ""
+def _decoded(entries: dict[str, Any], name: str, namespace: str) -> bytes:
     try:
-        key = base64.b64decode(text, validate=True)
-    except binascii.Error:
+        key = base64.b64decode(entries.get(name, ""), validate=True)
+    except (binascii.Error, TypeError):
         key = b""
     if len(key) != BYTES:
         raise MasterKeyError(
-            f"Secret {namespace}/{NAME}: data.{FIELD} must be {BYTES} bytes in base64, got {len(key)}; "
-            "restore it from a backup, or delete the Secret when no job runs"
+            f"Secret {namespace}/{NAME}: data.{name} must be {BYTES} bytes in base64, got {len(key)}; "
+            "restore it from a backup, or see docs/operations.md, The master key"
         )
     return key

@@ -22,6 +22,7 @@ import aiohttp
 from rl_core.plan import keys
 from rljob_operator.model import ControlCall, PodView, Progress
 from rljob_operator.runtime.cache import JobKey
+from rljob_operator.runtime.master_key import UnknownKey
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,11 @@ class RunnerRefused(RunnerError):
 class RunnerClient:
     """HTTP calls to runners, as the job's own token allows."""
 
-    def __init__(self, *, master: bytes, session: aiohttp.ClientSession, port: int = CONTROL_PORT) -> None:
+    def __init__(
+        self, *, master: Callable[[str], bytes], session: aiohttp.ClientSession, port: int = CONTROL_PORT
+    ) -> None:
         self._master = master
+        """The master key of the job of a uid; raises UnknownKey."""
         self._session = session
         self._port = port
 
@@ -77,8 +81,8 @@ class RunnerClient:
 
     async def _request(self, job_uid: str, method: str, ip: str, path: str, body: Any) -> Any:
         host = f"[{ip}]" if ":" in ip else ip
-        headers = {"Authorization": f"Bearer {keys.control_token(self._master, job_uid)}"}
         try:
+            headers = {"Authorization": f"Bearer {keys.control_token(self._master(job_uid), job_uid)}"}
             async with self._session.request(
                 method,
                 f"http://{host}:{self._port}{path}",
@@ -92,6 +96,8 @@ class RunnerClient:
                     kind = RunnerRefused if response.status in REFUSED else RunnerError
                     raise kind(f"HTTP {response.status}: {text[:LONGEST_WORDS].decode(errors='replace')}")
                 return json.loads(text) if text else None
+        except UnknownKey as error:
+            raise RunnerError(error.message) from error
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
             raise RunnerError(_words(error)) from error
 

@@ -20,6 +20,7 @@ from rljob_operator.kinds import Kind
 from rljob_operator.model import ControlCall, EventNote, Object, OperatorConfig
 from rljob_operator.runtime.app import Operator
 from rljob_operator.runtime.cluster import Cluster
+from rljob_operator.runtime.master_key import KeyRing
 from rljob_operator.runtime.relist import Relister
 from rljob_operator.runtime.settings import Settings
 
@@ -94,7 +95,7 @@ async def live(jobs: Jobs, *, requests: int = MOST_REQUESTS, after: bool = False
     operator = Operator(settings=settings, configuration=None)  # type: ignore[arg-type]
     relister = Relister(cluster=jobs.api, cache=operator.cache, enqueue=operator.queue.add, namespaces=[jobs.namespace])
     await relister.fill()
-    controller = operator.controller(cluster, relister, master=MASTER, recorder=Silent(), runner=Silent())  # type: ignore[arg-type]
+    controller = operator.controller(cluster, relister, ring=KeyRing(MASTER), recorder=Silent(), runner=Silent())  # type: ignore[arg-type]
     for key in operator.cache.jobs():
         operator.queue.add(key)
     working = asyncio.create_task(operator.queue.run(controller.handle, workers=2))

@@ -1,10 +1,18 @@
-"""A restarted operator and an idle one write nothing."""
+"""A restarted operator and an idle one write nothing; one that finds its master key lost or changed keeps to the jobs' keys."""
 
 import asyncio
+import base64
+from typing import Any
 
-from operator_rig.jobs import Jobs
+import pytest
+from operator_rig.jobs import PATIENCE, Jobs, until
 from operator_rig.kubelet import Kubelet
-from operator_rig.runner import FakeRunner
+from operator_rig.replica import home_of
+from operator_rig.runner import FakeRunner, token_of
+
+from rljob_operator import kinds
+from rljob_operator.errors import NotFound
+from rljob_operator.runtime import master_key
 
 READY = {"actor": 1, "rollout": 2, "env": 1}
 
@@ -37,3 +45,39 @@ async def test_an_idle_operator_writes_nothing(jobs: Jobs, start, kubelet: Kubel
         changed = {key: n for key, n in replica.writes().items() if n != before.get(key) and key != secrets}
         assert changed == {}, "a resync asserts the Secret, which is there, and writes nothing else"
         assert runner.polls > polls
+
+
+async def test_a_lost_master_key_is_not_made_anew_and_a_changed_one_leaves_running_jobs_theirs(
+    jobs: Jobs, start, kubelet: Kubelet
+) -> None:
+    home, new = home_of(jobs.namespace), bytes(32)
+    async with FakeRunner(address=kubelet.address("job-actor-0"), step=3, policyVersion=3) as runner:
+        first = await start()
+        job = await jobs.create()
+        await jobs.wait_phase("Running")
+        await first.stop()
+        secret: dict[str, Any] = await jobs.api.read(kinds.SECRET, home, master_key.NAME)
+        old = base64.b64decode(secret["data"]["master"])
+        await jobs.api.delete(kinds.SECRET, home, master_key.NAME, uid=secret["metadata"]["uid"])
+
+        second = await start()
+        with pytest.raises(BaseExceptionGroup) as error:
+            await asyncio.wait_for(second.task, PATIENCE)
+        assert error.group_contains(master_key.MasterKeyError, match="restore it from a backup")
+        with pytest.raises(NotFound):
+            await jobs.api.read(kinds.SECRET, home, master_key.NAME)
+
+        data = {"master": base64.b64encode(new).decode(), "before": base64.b64encode(old).decode()}
+        await jobs.api.create(kinds.SECRET, home, {"metadata": {"name": master_key.NAME}, "data": data})
+        runner.tokens.clear()
+        await start()
+
+        async def asked() -> bool:
+            return bool(runner.tokens)
+
+        await until(asked, "the runner to be asked again")
+        assert runner.tokens == {token_of(old, job["metadata"]["uid"])}
+        assert (await jobs.get())["status"]["keyId"] == master_key.key_id(old)
+        await jobs.create("other")
+        await jobs.wait_condition("Accepted", "True", "SpecAccepted", name="other")
+        assert (await jobs.get("other"))["status"]["keyId"] == master_key.key_id(new)

@@ -10,6 +10,7 @@ from rljob_operator.model import ControlCall, Deletion, EventNote, Plan
 from rljob_operator.runtime.apply import EARLIER_JOB_PAUSE, Application, Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
 from rljob_operator.runtime.fairness import FairSlots
+from rljob_operator.runtime.master_key import UnknownKey
 from rljob_operator.runtime.memory import JobMemory
 
 KEY = JobKey("ns", "x")
@@ -56,13 +57,14 @@ class Bench:
         self.cache = Cache(projections=dict.fromkeys(kinds.SUPPORT, head))
         self.runner, self.recorder, self.now = Runner(), Recorder(), [1000.0]
         self.memory = JobMemory("job-uid")
+        self.secret = secret
         self.applier = Applier(
             cluster=cluster,
             cache=self.cache,
             slots=FairSlots(total=8, per_key=4),
             recorder=self.recorder,
             runner=self.runner,
-            build_secret=secret,
+            build_secret=lambda job: self.secret(job),
             clock=lambda: self.now[0],
         )
         job = cluster.put(
@@ -262,6 +264,15 @@ async def test_a_refused_secret_that_is_made_later_is_refused_no_more(bench):
     assert bench.memory.refusals
     await bench.apply(ensure_secret=True, create=(pod("x-env-1"),))
     assert not bench.memory.refusals
+
+
+async def test_a_secret_whose_master_key_is_not_there_is_told_and_not_made(bench):
+    def unknown(job):
+        raise UnknownKey("no such key")
+
+    bench.secret = unknown
+    await bench.apply(ensure_secret=True, create=(pod("x-env-0"),))
+    assert "no such key" in str(bench.memory.refusals["Secret/x-keys-job-uid"]) and bench.cluster.of(kinds.SECRET) == []
 
 
 async def test_one_refused_pod_does_not_hold_up_the_others(bench):

@@ -117,3 +117,12 @@ def test_trimmed_objects_keep_everything_but_bookkeeping():
     assert "managedFields" not in trimmed["metadata"]
     assert trimmed["spec"] == {"a": 1}
     assert "managedFields" in obj["metadata"], "the original is not touched"
+
+
+def test_a_job_is_found_by_its_uid_as_long_as_it_is_there():
+    cache = Cache()
+    for uid, version in (("first", "1"), ("second", "2")):
+        cache.put(RLJOB, {"metadata": {"namespace": "ns", "name": "x", "uid": uid, "resourceVersion": version}})
+    assert cache.job_of("first") is None and cache.job_of("second")["metadata"]["uid"] == "second"
+    cache.drop(RLJOB, cache.job_of("second"))
+    assert cache.job_of("second") is None

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 from rl_core.plan import keys
 from rljob_operator.model import ContainerEnd, ControlCall, PodView, Progress
 from rljob_operator.runtime.cache import JobKey
+from rljob_operator.runtime.master_key import UnknownKey
 from rljob_operator.runtime.progress import (
     JOBS_PER_SECOND,
     LARGEST,
@@ -74,7 +75,7 @@ async def runner():
 @pytest.fixture
 async def client(runner):
     async with aiohttp.ClientSession() as session:
-        yield RunnerClient(master=MASTER, session=session, port=runner.port)
+        yield RunnerClient(master=lambda uid: MASTER, session=session, port=runner.port)
 
 
 async def test_the_runner_is_asked_with_the_jobs_token(runner, client):
@@ -176,7 +177,7 @@ async def test_whatever_a_runner_answers_the_poller_goes_on(tenant, monkeypatch,
     bad, good = await tenant(behaviour), await tenant(whole)
     known, answered = {}, asyncio.Event()
     async with aiohttp.ClientSession() as session:
-        clients = {port: RunnerClient(master=MASTER, session=session, port=port) for port in (bad, good)}
+        clients = {port: RunnerClient(master=lambda uid: MASTER, session=session, port=port) for port in (bad, good)}
 
         class Both:
             """Two runners on one address: the port stands for the job."""
@@ -208,10 +209,20 @@ async def test_whatever_a_runner_answers_the_poller_goes_on(tenant, monkeypatch,
     assert known[good].error == "" and known[good].status == {"step": 321}
 
 
+async def test_a_job_whose_master_key_is_not_there_is_told_and_its_runner_left_alone(runner):
+    def unknown(uid):
+        raise UnknownKey(f"no key for {uid}")
+
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(RunnerError, match="no key for job"):
+            await RunnerClient(master=unknown, session=session, port=runner.port).status("job", "127.0.0.1")
+    assert runner.asked == []
+
+
 async def test_a_status_in_several_segments_is_read_to_its_end(tenant):
     port = await tenant(split)
     async with aiohttp.ClientSession() as session:
-        status = await RunnerClient(master=MASTER, session=session, port=port).status("job", "127.0.0.1")
+        status = await RunnerClient(master=lambda uid: MASTER, session=session, port=port).status("job", "127.0.0.1")
     assert status["step"] == 321 and len(status["members"]) == 140
 
 
