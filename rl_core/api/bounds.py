@@ -61,6 +61,11 @@ Quantity = Annotated[
     ),
 ]
 """Amount of a resource."""
+CheckpointStep = Annotated[
+    int | Annotated[str, Field(max_length=16)],
+    Pattern(regex="latest|best|[0-9]{1,15}", rule="latest, best or the number of a step", way_out="write one of them"),
+]
+"""Which checkpoint of a run."""
 ResourceMap = Annotated[dict[Annotated[str, Field(max_length=253)], Quantity], Field(max_length=16)]
 Seconds = Annotated[int, Field(ge=1, lt=2**31)]
 Port = Annotated[int, Field(ge=1, le=65535)]

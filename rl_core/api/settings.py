@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Name, Pattern, listed, none_for_zero
+from rl_core.api.bounds import CheckpointStep, Name, Pattern, listed, none_for_zero
 from rl_core.api.cel import Cel, literal, no_keys
 
 ROLES = ("actor", "rollout", "env")
@@ -147,6 +147,30 @@ class WeightsSpec(Spec):
     """Largest accepted difference of a log-probability (float32; bfloat16 uses 50 times this)."""
 
 
+class ResumeFromSpec(Spec):
+    """The checkpoint of another run that a job begins from while it has none of its own."""
+
+    job: Annotated[str, Field(min_length=1, max_length=40)] | None = None
+    """Name of the run: its folder lies beside the output folder, on a cluster below `checkpoint.path`. Of several runs of that name the one
+    that saved last."""
+    path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of a checkpoint, or of the run that wrote it; on a cluster below a volume mount of the actor, on one machine beside the output
+    folder or below `checkpoint.path`."""
+    step: CheckpointStep = "latest"
+    """latest; best, by reward, of those that were kept (keepBest); or the number of a step."""
+
+    @rule(
+        Cel(
+            holds="has(self.job) != has(self.path)",
+            refusal="resumeFrom must have either job or path, got %s; give one of them",
+            values=("has(self.job) ? 'both' : 'neither'",),
+        )
+    )
+    def _one_run(self) -> Iterator[str]:
+        if (self.job is None) == (self.path is None):
+            yield f"resumeFrom must have either job or path, got {'neither' if self.job is None else 'both'}; give one of them"
+
+
 class CheckpointSpec(Spec):
     """What is saved for a restart."""
 
@@ -163,6 +187,9 @@ class CheckpointSpec(Spec):
     """Folder; null = `checkpoints` in the output folder."""
     allow_spec_change: bool = False
     """Resume although a field that alters the mathematics was changed."""
+    resume_from: ResumeFromSpec | None = None
+    """Begin from another run's checkpoint, with its weights, ledger and history; null = from the model. Not looked at once the job has a
+    checkpoint of its own."""
 
 
 class DeadlinesSpec(Spec):

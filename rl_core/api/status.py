@@ -97,6 +97,8 @@ class CheckpointStatus(StatusPart):
     """Step of the best one."""
     best_reward: float | None = None
     """Its reward."""
+    resumed_from: BigCount | None = None
+    """Step that the present gang went on from."""
     time: Time | None = None
     """When the newest was written."""
 

@@ -192,9 +192,23 @@ class CheckpointStore:
         if resume == "auto" and self._folders(STAGING):
             with self._locked():
                 self._recover()
-        checkpoint = self._newest_intact() if resume == "auto" else _at(Path(resume))
+        checkpoint = self.newest_intact() if resume == "auto" else self.at(Path(resume))
         self._resumed = checkpoint.path.resolve() if checkpoint else None
         return checkpoint
+
+    @staticmethod
+    def at(path: Path) -> Checkpoint:
+        """Return the complete checkpoint at `path`, else ConfigError."""
+        try:
+            manifest = read_manifest(path)
+            damage = manifest.damage(path)
+        except (FileNotFoundError, DataError) as error:
+            raise ConfigError(f"resume must name a complete checkpoint, got {path}: {error}") from error
+        if damage is not None:
+            raise ConfigError(
+                f"resume must name a complete checkpoint, got {path}: {damage}; choose another one or `auto`"
+            )
+        return Checkpoint(step=manifest.step, path=path, manifest=manifest)
 
     def set_aside_after(self, step: int, epoch: int) -> list[int]:
         """Hide the checkpoints after `step`, which a resume from `step` leaves behind; return their steps.
@@ -214,7 +228,7 @@ class CheckpointStore:
                 sync_folder(self.root)
         return [_step_of(path) for path in newer]
 
-    def _newest_intact(self) -> Checkpoint | None:
+    def newest_intact(self) -> Checkpoint | None:
         """Return the newest checkpoint whose digests all hold, with those passed over for it."""
         damaged: list[str] = []
         for path in sorted(self._folders(PUBLISHED), key=_step_of, reverse=True):
@@ -347,15 +361,3 @@ def _parse_staging(folder: Path) -> tuple[int, int]:
     if match is None:
         raise ValueError(f"staging must be a folder made by begin(), got {folder}; pass what begin returned")
     return int(match[1]), int(match[2])
-
-
-def _at(path: Path) -> Checkpoint:
-    """Return the complete checkpoint at `path`, else ConfigError."""
-    try:
-        manifest = read_manifest(path)
-        damage = manifest.damage(path)
-    except (FileNotFoundError, DataError) as error:
-        raise ConfigError(f"resume must name a complete checkpoint, got {path}: {error}") from error
-    if damage is not None:
-        raise ConfigError(f"resume must name a complete checkpoint, got {path}: {damage}; choose another one or `auto`")
-    return Checkpoint(step=manifest.step, path=path, manifest=manifest)

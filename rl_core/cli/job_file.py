@@ -84,6 +84,9 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
         value = spec[block][field]
         if value is not None:
             spec[block][field] = absolute(file, value)
+    source = spec["checkpoint"]["resumeFrom"]
+    if source is not None and source["path"] is not None:
+        source["path"] = absolute(file, source["path"])
     return RLJob.model_validate(job.model_dump(mode="json", by_alias=True) | {"spec": spec})
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.checkpoint.files import write_failure, write_file
+from rl_core.checkpoint.source import find_source
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
-from rl_core.runner.history import Extent, Tally, cut_back, now_text, verify
-from rl_core.runner.invariants import changes, digest, state_of
+from rl_core.runner.history import Extent, Tally, cut_back, now_text, take_over, verify
+from rl_core.runner.invariants import changes, digest, other_model, state_of
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
 
@@ -37,6 +38,8 @@ class Checkpoints:
         self._in_cluster = in_cluster
         self._spec = spec
         self._asked = threading.Event()
+        self._taking_over = False
+        """Whether the checkpoint found last is another run's, whose history this one goes on with."""
         self.last_step: int | None = None
         self._made_room: list[str] = []
         """Folders that were deleted before their time, the last few."""
@@ -84,7 +87,7 @@ class Checkpoints:
         }
 
     def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
-        """Return the checkpoint to resume from (auto, none or a path), None for a fresh start.
+        """Return the checkpoint to resume from (auto, none or a path), else that of `checkpoint.resumeFrom`, None for a fresh start.
 
         `first_epoch`: epoch in which the run was started (None: the present one). A path holds until the run has saved one of its own,
         which at its first start it cannot have: what lies in a folder that several runs share may be of any epoch.
@@ -93,7 +96,20 @@ class Checkpoints:
             own = self.store.latest()
             if own is not None and own.manifest.epoch >= first_epoch:
                 resume = "auto"
-        return self.store.resolve(resume)
+        found, wanted = self.store.resolve(resume), self._spec.checkpoint.resume_from
+        self._taking_over = found is None and wanted is not None
+        return (
+            found
+            if wanted is None or found is not None
+            else find_source(wanted, output=self._output, bounds=self._bounds())
+        )
+
+    def _bounds(self) -> list[Path]:
+        """Return the folders in which the checkpoint of another run may lie: on a cluster the actor's volumes, else beside this run."""
+        given = self._spec.checkpoint.path
+        if self._in_cluster:
+            return [Path(mount.mount_path) for mount in self._spec.actor.volume_mounts]
+        return [self._output.resolve().parent, *([Path(given)] if given else [])]
 
     def restore(self, checkpoint: Checkpoint, actor: WorkerGroup) -> dict[str, Any]:
         """Load the actors' state and cut the history back to the checkpoint, later checkpoints too; return the runner's own state.
@@ -108,8 +124,12 @@ class Checkpoints:
             ) from error
         self._refuse_change(state)
         actor.load_checkpoint(str(checkpoint.path)).wait(self._spec.runtime.deadlines.group_method)
-        extents = self._extents(checkpoint, state.get("history"))
         try:
+            extents = (
+                self._take_over(checkpoint, state.get("history"))
+                if self._taking_over
+                else self._extents(checkpoint, state.get("history"))
+            )
             for name, extent in extents.items():  # all of them, before one is cut
                 verify(self._output / name, extent)
             self._forget_after(checkpoint.step, extents)
@@ -129,6 +149,28 @@ class Checkpoints:
             return {}
         return {name: Extent(**fields) for name, fields in history["files"].items()}
 
+    def _take_over(self, checkpoint: Checkpoint, history: dict[str, Any] | None) -> dict[str, Extent]:
+        """Begin the files here with those of the run that saved the checkpoint; return what it vouches for of them.
+
+        A file that is not beside its checkpoint any more, or in none of the folders it may lie in, is left out with a line in the log.
+        """
+        found = {}
+        if history is None:
+            return {}
+        for name, fields in history["files"].items():
+            extent, source = Extent(**fields), (checkpoint.path.parent / history["output"] / name).resolve()
+            if source.is_file() and any(source.is_relative_to(bound.resolve()) for bound in self._bounds()):
+                take_over(source, self._output / name, extent)
+                found[name] = extent
+            elif extent.bytes:
+                logger.warning(
+                    "%s of the run before is not at %s: the one here begins after step %s",
+                    name,
+                    source,
+                    checkpoint.step,
+                )
+        return found
+
     def _forget_after(self, step: int, extents: dict[str, Extent]) -> None:
         """Let files and checkpoints tell the history up to `step` alone; what comes after is kept aside."""
         for name in HISTORY:
@@ -141,6 +183,11 @@ class Checkpoints:
             logger.warning("checkpoints of a history that is left, steps %s, are kept as lost-step-*", aside)
 
     def _refuse_change(self, saved: dict[str, Any]) -> None:
+        if other := other_model(saved, self._spec):
+            raise ConfigError(
+                f"a checkpoint must be of the job's model, got {', '.join(other)}; set model.path to the model that the saved run began from, "
+                "or resume from another run"
+            )
         changed = changes(saved, self._spec)
         if changed and not self._spec.checkpoint.allow_spec_change:
             raise ConfigError(

@@ -91,6 +91,23 @@ def verify(path: Path, saved: Extent) -> None:
     )
 
 
+def take_over(source: Path, target: Path, saved: Extent) -> None:
+    """Begin `target` with what a checkpoint vouches for of `source`, unless it is there; in place, as writers hold `target` open.
+
+    Raises DataError for a damaged source, InfrastructureError when the storage refuses.
+    """
+    if len(_read(target)) >= saved.bytes:
+        return
+    verify(source, saved)
+    try:
+        with target.open("wb") as file:
+            file.write(_read(source)[: saved.bytes])
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_failure("the history of the run that this one goes on from", target, error) from error
+
+
 def cut_back(path: Path, step: int, saved: Extent | None = None) -> int:
     """Keep what `saved` vouches for and the lines after it up to `step`; move the rest on to `<name>.lost.jsonl`.
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from rl_core.api.defaults import short
 from rl_core.api.document import holds
+from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.model_facts import ModelFacts
 
 INVARIANT_FIELDS = (
     "model",
@@ -32,11 +34,33 @@ MAY_CHANGE = frozenset(
     {"steps", "learningRate", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"}
 )
 NOTHING = object()
+SIZES = ("hidden", "layers", "vocab", "kv_heads", "head_dim")
+"""Facts of a model by which the checkpoint of another one is told."""
 
 
 def state_of(spec: RLJobSpec) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the spec: the invariant fields by YAML path, and all fields that differ from their default."""
-    return {"mathematics": invariants(spec), "changed": short(spec)}
+    """Return what a checkpoint keeps of the spec: the invariant fields by YAML path, all fields that differ from their default, and the
+    sizes of the model."""
+    return {"mathematics": invariants(spec), "changed": short(spec), "model": sizes(spec)}
+
+
+def sizes(spec: RLJobSpec) -> dict[str, int]:
+    """Return the sizes of the job's model; empty where its config.json does not tell them."""
+    try:
+        facts = ModelFacts.from_config(spec.model.path)
+    except ConfigError:
+        return {}
+    return {name: getattr(facts, name) for name in SIZES}
+
+
+def other_model(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:
+    """Return the sizes by which the model of the checkpoint differs from the job's; those that only one of them tells are left out."""
+    before, now = saved.get("model", {}), sizes(spec)
+    return [
+        f"{name} {before[name]} (saved), {now[name]} (now)"
+        for name in SIZES
+        if name in before and name in now and before[name] != now[name]
+    ]
 
 
 def changes(saved: Mapping[str, Any], spec: RLJobSpec) -> list[str]:

@@ -30,6 +30,24 @@ CASES = (
             "groupSize must be at least 2 for the group-relative advantage grpo, got 1; raise groupSize or use reinforce_plus_plus",
             SAME,
         ),
+        "resume-from-two": (
+            {"checkpoint": {"resumeFrom": {"job": "a", "path": "/b"}}},
+            "spec.checkpoint.resumeFrom",
+            "resumeFrom must have either job or path, got both; give one of them",
+            SAME,
+        ),
+        "resume-from-nothing": (
+            {"checkpoint": {"resumeFrom": {"step": 3}}},
+            "spec.checkpoint.resumeFrom",
+            "resumeFrom must have either job or path, got neither; give one of them",
+            SAME,
+        ),
+        "resume-from-a-wrong-step": (
+            {"checkpoint": {"resumeFrom": {"job": "a", "step": "newest"}}},
+            "spec.checkpoint.resumeFrom.step",
+            "must be latest, best or the number of a step, got newest; write one of them",
+            SAME,
+        ),
         "prompts-not-divisible": (
             {"algorithm": {"promptsPerStep": 3}, "actor": {"replicas": 2}},
             "spec.algorithm.promptsPerStep",

@@ -70,28 +70,24 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
     assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {1}
 
 
-def test_a_run_resumed_from_another_ones_checkpoint_restarts_there_until_it_has_saved(start):
+def test_a_run_that_begins_from_another_one_has_its_ledger_and_restarts_there_until_it_has_saved(start):
     quiet = {"everySteps": 1000, "beforeTraining": False}
     first = start(algorithm={"steps": 2}, validation=quiet, folder="first")
     assert first.run() == 0, first.text + first.logs()
-    given = first.output / "checkpoints/step-00000002"
     run = start(
-        "--resume",
-        str(given),
         algorithm={"steps": 15},
-        checkpoint={"everySteps": 100},
+        checkpoint={"everySteps": 100, "resumeFrom": {"job": "out", "step": 2}},
         validation=quiet,
         folder="second",
     )
+    run.output = first.output.with_name("second")
     run.start()
     run.at_step(4)
     run.kill(role="actor")
     assert run.wait() == 0, run.text + run.logs()
-    ledger = run.lines("ledger.jsonl")
-    assert [line["step"] for line in ledger] == [step for step in range(3, 16) for _ in range(4)]
-    assert {line["epoch"] for line in ledger} == {1}
-    before = {line["group_id"] for line in first.lines("ledger.jsonl")}
-    assert len(before | {line["group_id"] for line in ledger}) == 60
+    assert_trained_once(run, steps=15, groups=4)
+    ledger, before = run.lines("ledger.jsonl"), first.lines("ledger.jsonl")
+    assert ledger[: len(before)] == before and {line["epoch"] for line in ledger[len(before) :]} == {1}
 
 
 def test_restarts_are_bounded(start):

@@ -22,6 +22,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "NamespaceNotServed": "the namespace is that of the operator and its master key, where no job is served",
         "ImageMissing": "neither the job nor the operator names an image for a role",
         "VolumeClaimNotFound": "a PersistentVolumeClaim that a role mounts does not exist",
+        "CheckpointNotMounted": "checkpoint.resumeFrom is on no volume of the actor",
         "VolumeNotShared": "several pods mount a claim that only one node may mount",
     },
     "Scheduled": {

@@ -179,7 +179,7 @@ def _lag(situation: Situation) -> int:
 def _checkpoint(report: Report) -> dict[str, Any]:
     reported = report.mapping("checkpoint")
     checkpoint: dict[str, Any] = {
-        key: reported[key] for key in ("lastStep", "bestStep") if whole(reported.get(key)) is not None
+        key: reported[key] for key in ("lastStep", "bestStep", "resumedFrom") if whole(reported.get(key)) is not None
     }
     if isinstance(reported.get("path"), str) and len(reported["path"]) <= LONGEST_PATH:
         checkpoint["path"] = reported["path"]

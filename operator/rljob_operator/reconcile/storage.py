@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from posixpath import normpath
 
 from rl_core.api.roles import RoleSpec
 from rljob_operator.manifests.containers import image_of
@@ -50,6 +51,8 @@ def obstacle(situation: Situation) -> Obstacle | None:
                 reason="ImageMissing",
                 message=f"{role}.image must name an image, as the operator has none for the role, got none; set {role}.image",
             )
+    if (away := _source_away(situation)) is not None:
+        return away
     for role in ROLES:
         for name, read_only in _claims(situation.role(role)):
             found = situation.observed.claims.get(name)
@@ -73,6 +76,26 @@ def checkpoints_last(situation: Situation) -> bool:
     return any(
         mount.name in claimed and not mount.read_only and _below(path, mount.mount_path)
         for mount in actor.volume_mounts
+    )
+
+
+def _source_away(situation: Situation) -> Obstacle | None:
+    """Return the obstacle of a checkpoint to begin from that no volume of the actor holds; links are the runner's to look at."""
+    checkpoint = situation.spec.checkpoint
+    wanted = checkpoint.resume_from
+    if wanted is None:
+        return None
+    given = checkpoint.path if wanted.path is None else wanted.path
+    mounts = [mount.mount_path for mount in situation.spec.actor.volume_mounts]
+    if given is not None and any(_below(normpath(given), mount) for mount in mounts):
+        return None
+    field = "checkpoint.path" if wanted.path is None else "checkpoint.resumeFrom.path"
+    return Obstacle(
+        reason="CheckpointNotMounted",
+        message=(
+            f"{field} must lie below a volume mount of the actor to begin from another run there, got {given} and mounts "
+            f"{', '.join(mounts) or 'none'}; mount the claim of that run in the actor and name its folder there"
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -193,3 +194,31 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words() -> None:
         reason(world, "Ready") == "ImagePullError" and "Back-off pulling image" in world.condition("Ready")["message"]
     )
     assert world.status["columns"]["reason"] == "ImagePullError"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        ({"path": "/data/runs", "resumeFrom": {"job": "a"}}, None),
+        ({"resumeFrom": {"path": "/data/runs/a-12345678"}}, None),
+        ({"resumeFrom": {"job": "a"}}, "checkpoint.path must lie below a volume mount of the actor"),
+        (
+            {"path": "/gone", "resumeFrom": {"job": "a"}},
+            "checkpoint.path must lie below .* got /gone and mounts /data;",
+        ),
+        ({"resumeFrom": {"path": "/data/../etc"}}, "resumeFrom.path must lie below .* got /data/../etc"),
+        ({"resumeFrom": {"path": "data/a"}}, "resumeFrom.path must lie below .* got data/a"),
+    ],
+    ids=["job", "path", "no folder", "folder elsewhere", "dots", "relative"],
+)
+def test_a_checkpoint_to_begin_from_must_be_on_a_volume_of_the_actor(
+    checkpoint: dict[str, Any], words: str | None
+) -> None:
+    world = World(make_job(actor=CLAIMED, checkpoint=checkpoint), claims={"shared": {}})
+    plan = world.reconcile()
+    accepted = world.condition("Accepted")
+    if words is None:
+        assert accepted["status"] == "True" and plan.create
+    else:
+        assert accepted["reason"] == "CheckpointNotMounted" and not plan.create
+        assert re.search(words, accepted["message"])

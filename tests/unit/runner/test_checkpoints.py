@@ -220,7 +220,7 @@ def test_a_damaged_history_ends_the_resume_with_the_way_out_and_nothing_is_cut(s
     harm(output / name)
     before = {path: path.read_bytes() for path in output.glob("*.jsonl")}
     resumed = Checkpoints(spec, output=output, epoch=1)
-    with pytest.raises(DataError, match=rf"{name} must hold the 7 lines.*--resume .*step-00000006 --output OTHER"):
+    with pytest.raises(DataError, match=rf"{name} must hold the 5 lines.*--resume .*step-00000006 --output OTHER"):
         resumed.restore(resumed.find("auto"), Actor())
     assert {path: path.read_bytes() for path in output.glob("*.jsonl")} == before
     assert resumed.store.complete_steps() == [4, 6]
@@ -262,3 +262,103 @@ def test_auto_never_begins_anew_beside_damaged_checkpoints(spec, output):
     damage(output / "checkpoints/step-00000002/shard")
     with pytest.raises(DataError, match="got only damaged ones: step-00000002: .*move them away to begin anew"):
         Checkpoints(spec, output=output, epoch=1).find("auto")
+
+
+@pytest.fixture
+def first(spec, output):
+    """A run with checkpoints at steps 2 and 4, and room beside it."""
+    folder = output / "volume/first"
+    folder.mkdir(parents=True)
+    for name in NAMES:
+        (output / name).rename(folder / name)
+    saved(spec, folder, 2, 4)
+    return folder
+
+
+def successor(spec, first, **wanted):
+    """A run beside `first`, told to go on from there."""
+    folder = first.with_name("heir")
+    folder.mkdir(exist_ok=True)
+    whole = spec.model_dump(mode="json", by_alias=True)
+    whole["checkpoint"]["resumeFrom"] = wanted
+    return Checkpoints(RLJobSpec.model_validate(whole), output=folder, epoch=0)
+
+
+def test_a_run_goes_on_from_another_ones_checkpoint_with_its_history_and_then_from_its_own(spec, first):
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    heir = successor(spec, first, job="first", step=4)
+    assert heir.restore(heir.find("none"), Actor())["step"] == 4 and heir.last_step == 4
+    for name in NAMES:
+        assert steps(first.with_name("heir") / name) == [0, 1, 2, 3, 4], name
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+    heir.save(5, Actor(), {"step": 5}, version=5, reward=None)
+    again = successor(spec, first, job="first", step=4)
+    assert again.restore(again.find("auto"), Actor())["step"] == 5
+
+
+def test_a_run_that_is_lost_before_its_first_checkpoint_begins_at_the_other_ones_again(spec, first):
+    heir = successor(spec, first, job="first")
+    heir.restore(heir.find("none"), Actor())
+    with (first.with_name("heir") / NAMES[0]).open("a") as file:
+        file.write(json.dumps({"step": 5}) + "\n")
+    again = successor(spec, first, job="first")
+    again.restore(again.find("auto"), Actor())
+    assert steps(first.with_name("heir") / NAMES[0]) == [0, 1, 2, 3, 4]
+
+
+def test_a_checkpoint_without_its_history_is_used_and_the_gap_is_told(spec, first, caplog):
+    (first / "ledger.jsonl").unlink()
+    heir = successor(spec, first, path=str(first))
+    heir.restore(heir.find("none"), Actor())
+    assert "the one here begins after step 4" in caplog.text
+    assert not (first.with_name("heir") / "ledger.jsonl").exists()
+    assert steps(first.with_name("heir") / "metrics.jsonl") == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_history_that_was_damaged_is_not_taken_over(spec, first, name):
+    text = (first / name).read_bytes()
+    (first / name).write_bytes(text.replace(b"3", b"7", 1))
+    heir = successor(spec, first, job="first")
+    with pytest.raises(DataError, match=f"first/{name} must hold the 5 lines"):
+        heir.restore(heir.find("none"), Actor())
+
+
+def test_on_a_cluster_another_runs_checkpoint_lies_on_a_volume_of_the_actor(spec, first):
+    whole = spec.model_dump(mode="json", by_alias=True)
+    whole["checkpoint"] |= {"path": str(first.parent), "resumeFrom": {"job": "first"}}
+    whole["actor"]["volumes"] = [{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}]
+    for mount, found in ((first.parent.parent, 4), (first.parent.parent / "other", None)):
+        whole["actor"]["volumeMounts"] = [{"name": "v", "mountPath": str(mount)}]
+        heir = Checkpoints(RLJobSpec.model_validate(whole), output=first.with_name("heir"), epoch=1, in_cluster=True)
+        if found is None:
+            with pytest.raises(ConfigError, match="must lie in .*other"):
+                heir.find("auto")
+        else:
+            assert heir.find("auto").step == found
+
+
+def test_a_checkpoint_of_another_model_is_refused_whatever_may_change(spec, output, tmp_path):
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+        "max_position_embeddings": 9,
+    }
+    whole = spec.model_dump(mode="json", by_alias=True)
+    for name, hidden in (("a", 64), ("b", 128)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"hidden_size": hidden}))
+    first, other = (
+        RLJobSpec.model_validate(
+            whole | {"model": {"path": str(tmp_path / name)}, "checkpoint": {"allowSpecChange": True}}
+        )
+        for name in ("a", "b")
+    )
+    saved(first, output, 2)
+    resumed = Checkpoints(other, output=output, epoch=1)
+    with pytest.raises(ConfigError, match=r"hidden 64 \(saved\), 128 \(now\).*set model.path to the model"):
+        resumed.restore(resumed.find("auto"), Actor())
+    again = Checkpoints(first, output=output, epoch=1)
+    assert again.restore(again.find("auto"), Actor())["step"] == 2

@@ -1,0 +1,107 @@
+"""The checkpoint of another run that a job begins from (`checkpoint.resumeFrom`): found by the run's name or folder, inside bounds.
+
+Only read here: the other run may still write there, and the folder may be mounted read-only. Torch-free.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.settings import ResumeFromSpec
+from rl_core.checkpoint.manifest import MANIFEST
+from rl_core.checkpoint.store import Checkpoint, CheckpointStore
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints inside a run's output folder."""
+UID = r"-[0-9a-f]{8}"
+"""What the operator adds to a job's name for its output folder."""
+FIELD = "checkpoint.resumeFrom"
+
+
+def find_source(wanted: ResumeFromSpec, *, output: Path, bounds: Sequence[Path]) -> Checkpoint:
+    """Return the undamaged checkpoint that is meant.
+
+    `output`: this run's own folder, beside which the folders of other runs lie. `bounds`: folders that a checkpoint may lie in, links
+    followed. Raises ConfigError with the way out for a place outside of them and for what is not there, DataError for a damaged one.
+    """
+    folders = [_by_path(wanted.path)] if wanted.path is not None else _by_name(wanted.job or "", output)
+    found = [_choose(_bounded(folder, bounds), str(wanted.step)) for folder in folders]
+    newest = max(found, key=lambda checkpoint: (checkpoint.path / MANIFEST).stat().st_mtime)
+    _bounded(newest.path, bounds)
+    logger.info("%s: %s", FIELD, newest.path)
+    return newest
+
+
+def _by_path(path: str) -> Path:
+    folder = Path(path)
+    if not folder.is_absolute():
+        raise ConfigError(f"{FIELD}.path must be absolute in a job that runs, got {path}; write where it is mounted")
+    if not folder.is_dir():
+        raise ConfigError(f"{FIELD}.path must be a folder, got {path}, which is not there; correct it")
+    return folder
+
+
+def _by_name(name: str, output: Path) -> list[Path]:
+    """Return the folders of runs of that name beside `output`, but for itself, that hold checkpoints."""
+    beside = output.resolve().parent
+    pattern = re.compile(f"{re.escape(name)}({UID})?")
+    there = sorted(path for path in beside.iterdir() if path.is_dir()) if beside.is_dir() else []
+    named = [path for path in there if pattern.fullmatch(path.name) and path.resolve() != output.resolve()]
+    found = [path for path in named if CheckpointStore(path / CHECKPOINTS, keep=1).complete_steps()]
+    if not found:
+        others = ", ".join(path.name for path in there if path.resolve() != output.resolve()) or "nothing"
+        raise ConfigError(
+            f"{FIELD}.job must name a run whose folder in {beside} holds a complete checkpoint, got {name}; there are: {others}. "
+            f"Name one of them, or give {FIELD}.path"
+        )
+    return found
+
+
+def _bounded(folder: Path, bounds: Iterable[Path]) -> Path:
+    """Return `folder`. Raises ConfigError when it is, with links followed, in none of `bounds`."""
+    real = folder.resolve()
+    allowed = [bound.resolve() for bound in bounds]
+    if not any(real.is_relative_to(bound) for bound in allowed):
+        raise ConfigError(
+            f"{FIELD} must lie in {' or '.join(map(str, allowed))}, got {folder}{f' -> {real}' if real != folder else ''}; mount the "
+            "volume that holds it in the actor, or copy the checkpoint there"
+        )
+    return folder
+
+
+def _choose(folder: Path, step: str) -> Checkpoint:
+    """Return the checkpoint of `folder`: itself, or one of those in it."""
+    if (folder / MANIFEST).is_file():
+        return _of_step(CheckpointStore(folder.parent, keep=1), folder, step)
+    inner = folder / CHECKPOINTS
+    root = inner if inner.is_dir() else folder
+    store = CheckpointStore(root, keep=1)
+    if step == "latest":
+        chosen = store.newest_intact()
+    else:
+        chosen = store.best() if step == "best" else next((c for c in store.checkpoints() if str(c.step) == step), None)
+        if chosen is not None:
+            chosen.manifest.verify(chosen.path)
+    if chosen is None:
+        steps = ", ".join(map(str, store.complete_steps())) or "none"
+        way_out = "name one of them" if steps != "none" else "name another run"
+        reward = " with a reward" if step == "best" else ""
+        raise ConfigError(
+            f"{FIELD}.step must be that of a complete checkpoint{reward} in {root}, got {step}; there are: {steps}; {way_out}"
+        )
+    return chosen
+
+
+def _of_step(store: CheckpointStore, folder: Path, step: str) -> Checkpoint:
+    found = store.at(folder)
+    if step not in ("latest", "best", str(found.step)):
+        raise ConfigError(
+            f"{FIELD}.step must be {found.step}, that of the checkpoint that path names, got {step}; leave it out, or name the folder "
+            f"{folder.parent}"
+        )
+    found.manifest.verify(folder)
+    return found
