@@ -220,7 +220,7 @@ def test_a_damaged_history_ends_the_resume_with_the_way_out_and_nothing_is_cut(s
     harm(output / name)
     before = {path: path.read_bytes() for path in output.glob("*.jsonl")}
     resumed = Checkpoints(spec, output=output, epoch=1)
-    with pytest.raises(DataError, match=rf"{name} must hold the 5 lines.*--resume .*step-00000006 --output OTHER"):
+    with pytest.raises(DataError, match=rf"{name} must hold the 7 lines.*--resume .*step-00000006 --output OTHER"):
         resumed.restore(resumed.find("auto"), Actor())
     assert {path: path.read_bytes() for path in output.glob("*.jsonl")} == before
     assert resumed.store.complete_steps() == [4, 6]
