@@ -18,8 +18,8 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def fake_pods() -> Iterator[None]:
-    """Answer on every pod's control port while the block runs. Needs root."""
+def fake_pods(master: Path) -> Iterator[None]:
+    """Answer on every pod's control port while the block runs, signed with keys of the `master` file. Needs root."""
     ip("netns", "add", NAME)
     try:
         ip("link", "add", NAME, "type", "veth", "peer", "name", "eth0", "netns", NAME)
@@ -30,7 +30,7 @@ def fake_pods() -> Iterator[None]:
             ip("-n", NAME, "link", "set", link, "up")
         ip("-n", NAME, "route", "add", "local", PODS, "dev", "lo")
         ip("route", "add", PODS, "via", GUEST)
-        with subprocess.Popen(["ip", "netns", "exec", NAME, sys.executable, str(RUNNER)]) as runner:
+        with subprocess.Popen(["ip", "netns", "exec", NAME, sys.executable, str(RUNNER), str(master)]) as runner:
             time.sleep(1)
             if runner.poll() is not None:
                 raise RuntimeError("the fake runner did not start")

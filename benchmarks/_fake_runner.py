@@ -1,6 +1,19 @@
-"""Answers every operator's poll as a healthy run at step 1 does, on all of the machine's addresses."""
+"""Answers every operator's poll as a healthy run at step 1 does, on all of the machine's addresses.
+
+    _fake_runner.py FILE
+
+FILE holds the operator's master key, as soon as there is one: answers are signed with each job's token.
+"""
+
+import functools
+import json
+import sys
+from pathlib import Path
 
 from aiohttp import web
+
+from rl_core.plan import keys
+from rl_core.plan.signatures import Guard, Peer, uid_of
 
 PORT = 7702
 STATUS = {
@@ -26,8 +39,16 @@ STATUS = {
 }
 
 
-async def status(_request: web.Request) -> web.Response:
-    return web.json_response(STATUS)
+@functools.cache
+def guard(uid: str) -> Guard:
+    """The guard of one job's runner."""
+    return Guard(Peer(token=keys.control_token(Path(sys.argv[1]).read_bytes(), uid), uid=uid, epoch=STATUS["epoch"]))
+
+
+async def status(request: web.Request) -> web.Response:
+    headers, body = {name.lower(): value for name, value in request.headers.items()}, json.dumps(STATUS).encode()
+    signed = guard(uid_of(headers)).sign_answer(request.method, headers, 200, body)
+    return web.Response(body=body, content_type="application/json", headers=signed)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Needs root for the network of the fake pods.
 """
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -31,6 +32,8 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 from testcluster.access import Access  # noqa: E402
 from testcluster.cluster import Cluster  # noqa: E402
 from testcluster.control_plane import free_port  # noqa: E402
+
+from rljob_operator.runtime import master_key  # noqa: E402
 
 PATIENT = ("--node-monitor-period=5s", "--node-monitor-grace-period=50s")
 """Kubernetes' own times until a node counts as dead, not those of the test cluster: a busy machine is none."""
@@ -250,7 +253,7 @@ async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
         cluster = Cluster.create(folder / "cluster", owner=os.getpid(), controller_manager_args=PATIENT)
         stack.callback(cluster.down)
         access = Access(cluster)
-        stack.enter_context(fake_pods())
+        stack.enter_context(fake_pods(folder / "master"))
         cluster.kwok.start(pods=PODS)
         cluster.kwok.add_nodes(fake_nodes)
         operator = OperatorProcess(_prepare(access), folder / "operator.log")
@@ -261,6 +264,8 @@ async def rig(*, fake_nodes: int) -> AsyncIterator[Rig]:
         following = asyncio.create_task(pods.follow(api))
         stack.callback(following.cancel)
         await operator.wait(lambda values: values.get("rljob_operator_leader") == 1, timeout_s=60)
+        secret = await api.request("GET", f"/api/v1/namespaces/{OPERATOR_NAMESPACE}/secrets/{master_key.NAME}")
+        (folder / "master").write_bytes(base64.b64decode(secret["data"][master_key.FIELD]))
         try:
             yield Rig(access, api, operator, pods)
         except TimeoutError:

@@ -163,6 +163,8 @@ class ControlCall:
     method: Literal["PUT /control", "POST /checkpoint", "POST /drain", "POST /finish"]
     body: Any
     ip: str
+    epoch: int
+    """Of the gang it is meant for: a runner of another refuses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,7 +41,9 @@ def connect(folder: Path) -> ControlClient:
     port = control_port(LaunchPlan(job="", namespace="", uid="", epoch=0, pods=(pod,)))
     if port is None:
         raise ConfigError(f"{folder} must hold the plan of a runner, got none in {PRIVATE}/actor-0.json")
-    return ControlClient(port, folder / PRIVATE / "keys" / TOKEN_FILE)
+    env = pod.containers[0].processes[0].env
+    epoch = int(env["RLJOB_EPOCH"])
+    return ControlClient(port, folder / PRIVATE / "keys" / TOKEN_FILE, uid=env["RLJOB_UID"], epoch=lambda: epoch)
 
 
 def _counts(replicas: int | None, envs: int | None) -> str:

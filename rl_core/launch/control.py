@@ -4,11 +4,12 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.signatures import NotTheRunner, Peer, SignedCall, sign
 
 TIMEOUT = 3.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -16,44 +17,61 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ControlClient:
-    """Asks the runner at one port; every call answers None when it does not answer."""
+    """Asks the runner at one port; every call answers None when it does not answer, or somebody else does."""
 
-    def __init__(self, port: int, token_file: Path, *, host: str = "127.0.0.1") -> None:
-        self._base = f"http://{host}:{port}"
-        self._token_file = token_file
+    def __init__(self, port: int, token_file: Path, *, uid: str, epoch: Callable[[], int]) -> None:
+        """`epoch()` tells under which epoch the runner is; without a token file calls are not signed."""
+        self._base = f"http://127.0.0.1:{port}"
+        self._token_file, self._uid, self._epoch = token_file, uid, epoch
 
     def status(self) -> dict[str, Any] | None:
         """Return `/status`."""
-        return self._ask("GET", "/status")
+        return self._ask("GET", "/status")[0]
 
-    def finish(self) -> bool:
-        """Ask for a checkpoint and an orderly end; False when nobody heard it."""
-        return self._ask("POST", "/finish") is not None
+    def finish(self, reason: str = "") -> bool:
+        """Ask for a checkpoint and an orderly end, for good or, as `suspend`, to be resumed; False when nobody heard it."""
+        return self._change("POST", "/finish", {"reason": reason}) is not None
 
     def drain(self, pods: Sequence[str]) -> dict[str, Any] | None:
         """Ask rollout or env pods to finish or return their work; None when nobody heard it."""
-        return self._ask("POST", "/drain", {"pods": list(pods)})
+        return self._change("POST", "/drain", {"pods": list(pods)})
 
     def change(self, generation: int, spec: Mapping[str, Any]) -> bool:
         """Send a changed spec; False when nobody heard it. Raises ConfigError with the runner's words when it is refused."""
-        return self._ask("PUT", "/control", {"generation": generation, "spec": spec}) is not None
+        return self._change("PUT", "/control", {"generation": generation, "spec": spec}) is not None
 
-    def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, method=method, data=data)
-        if self._token_file.is_file():
-            request.add_header("Authorization", f"Bearer {self._token_file.read_text().strip()}")
+    def _change(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
+        """Call what changes something, with a challenge of the runner that answers now."""
+        status, challenge = self._ask("GET", "/status")
+        return None if status is None else self._ask(method, path, body, challenge=challenge)[0]
+
+    def _ask(
+        self, method: str, path: str, body: Any = None, *, challenge: str = ""
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Return the answer and the challenge that came with it."""
+        data = b"" if body is None else json.dumps(body).encode()
+        call = self._signed(method, path, data, challenge)
+        headers = dict(call.headers) if call is not None else {}
+        request = urllib.request.Request(self._base + path, method=method, data=data or None, headers=headers)
         try:
             with _OPENER.open(request, timeout=TIMEOUT) as answer:
-                found = json.loads(answer.read())
+                text = answer.read()
+                given = call.verify(answer.status, answer.headers, text) if call is not None else ""
+                found = json.loads(text)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == http.HTTPStatus.BAD_REQUEST:
                     raise ConfigError(_refusal(error)) from error
+            return None, ""
+        except (OSError, ValueError, http.client.HTTPException, NotTheRunner):
+            return None, ""
+        return (found, given) if isinstance(found, dict) else (None, "")
+
+    def _signed(self, method: str, path: str, body: bytes, challenge: str) -> SignedCall | None:
+        if not self._token_file.is_file():
             return None
-        except (OSError, ValueError, http.client.HTTPException):
-            return None
-        return found if isinstance(found, dict) else None
+        peer = Peer(token=self._token_file.read_text().strip(), uid=self._uid, epoch=self._epoch())
+        return sign(peer, method, path, body=body, challenge=challenge)
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:

@@ -173,9 +173,13 @@ class LocalCluster:
         self._space.open(uid=self._first.uid, job=self._job)
         self._plan = self._localised(self._first)
         port = control_port(self._plan)
-        self._control = ControlClient(port, self._space.token_file) if port else None
+        self._control = self._client(port) if port else None
         constant = {"RLJOB_GRACE_SECONDS": str(STOP_SECONDS), "RLJOB_FIRST_EPOCH": str(self._first.epoch)}
         self._pods = LocalPods(self._space, environ={**self._environ, **constant}, on_end=self._on_pod_end)
+
+    def _client(self, port: int) -> ControlClient:
+        """Return the client of the runner; each call is signed under the epoch of its time."""
+        return ControlClient(port, self._space.token_file, uid=self._plan.uid, epoch=lambda: self._plan.epoch)
 
     def _localised(self, plan: LaunchPlan) -> LaunchPlan:
         return localise(plan, ports=self._ports, curve_dir=self._space.key_folder, config=self._space.config)

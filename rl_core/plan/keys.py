@@ -38,7 +38,7 @@ def curve_pair(master: bytes, uid: str, role: str) -> tuple[str, str]:
 
 
 def control_token(master: bytes, uid: str) -> str:
-    """Return the bearer token of the job's control port, 64 hexadecimal digits."""
+    """Return the token that signs calls and answers of the job's control port, 64 hexadecimal digits."""
     return derive(master, uid, "control").hex()
 
 

@@ -19,6 +19,8 @@ from rl_core.api.identity import Identity
 from rl_core.api.job import RLJob
 from rl_core.data.hub import fetch_references
 from rl_core.observability.logging import configure_logging
+from rl_core.plan.keys import TOKEN_FILE
+from rl_core.plan.signatures import Peer
 from rl_core.runner.base import Runner, RunSummary
 from rl_core.runner.build import build
 from rl_core.runner.control import ControlServer
@@ -51,10 +53,10 @@ def start_housekeeping(runner: Runner, ended: threading.Event) -> None:
     threading.Thread(target=tidying.run, args=(ended,), name="housekeeping", daemon=True).start()
 
 
-def serve(runner: Runner, port: int, token: str | None, *, in_cluster: bool) -> ControlServer:
-    """Open the control port: to the operator, which shows the token, else to this machine alone."""
-    host = "0.0.0.0" if in_cluster and token is not None else "127.0.0.1"
-    return ControlServer(host, port, token=token, status=runner.status, actions=runner.parts.controls().actions())
+def serve(runner: Runner, port: int, peer: Peer | None, *, in_cluster: bool) -> ControlServer:
+    """Open the control port: to the operator, which signs its calls, else to this machine alone."""
+    host = "0.0.0.0" if in_cluster and peer is not None else "127.0.0.1"
+    return ControlServer(host, port, peer=peer, status=runner.status, actions=runner.parts.controls().actions())
 
 
 def read_job(path: Path) -> RLJob:
@@ -65,10 +67,12 @@ def read_job(path: Path) -> RLJob:
         raise ConfigError(f"{path} must hold a job that this version understands, got: {error}") from error
 
 
-def read_token(curve_dir: str) -> str | None:
-    """Return the job's bearer token, None without keys."""
-    path = Path(curve_dir) / "control.token"
-    return path.read_text().strip() if curve_dir and path.is_file() else None
+def read_peer(identity: Identity) -> Peer | None:
+    """Return who this runner is to its callers, None without keys."""
+    path = Path(identity.curve_dir) / TOKEN_FILE
+    if not identity.curve_dir or not path.is_file():
+        return None
+    return Peer(token=path.read_text().strip(), uid=identity.uid, epoch=identity.epoch)
 
 
 def main() -> int:
@@ -89,8 +93,8 @@ def main() -> int:
         output.mkdir(parents=True, exist_ok=True)
         runner = build(job, identity, output=output, resume=os.environ.get("RLJOB_RESUME", "none"))
         interrupt_on_sigterm(runner)
-        port, token = int(os.environ["RLJOB_CONTROL_PORT"]), read_token(identity.curve_dir)
-        serve(runner, port, token, in_cluster=identity.in_cluster)
+        port = int(os.environ["RLJOB_CONTROL_PORT"])
+        serve(runner, port, read_peer(identity), in_cluster=identity.in_cluster)
         if (
             identity.in_cluster
         ):  # the supervisor tells it as the last word; an earlier epoch's must not be taken for ours

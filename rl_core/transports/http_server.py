@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from rl_core.api.errors import ConfigError
@@ -41,12 +41,16 @@ class Response:
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """More of them."""
 
     def encode(self, *, head_only: bool) -> bytes:
         """Return the bytes on the wire."""
         head = (
             f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\nContent-Type: {self.content_type}\r\n"
-            f"Content-Length: {len(self.body)}\r\nConnection: close\r\n\r\n"
+            f"Content-Length: {len(self.body)}\r\nConnection: close\r\n"
+            + "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+            + "\r\n"
         )
         return head.encode() + (b"" if head_only else self.body)
 

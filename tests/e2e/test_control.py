@@ -120,7 +120,7 @@ def test_a_suspended_run_resumes_as_if_it_had_never_stopped(start):
     run.start()
     run.at_step(2)
     pids = [entry["pid"] for entry in run.processes()]
-    assert connect(run.output)._ask("POST", "/finish", {"reason": "suspend"}) == {"accepted": True}
+    assert connect(run.output).finish("suspend")
     assert run.wait() == 0, run.text + run.logs()
     status = run.status()
     assert status["phase"] == "Suspended" and status["suspended"] and 2 <= status["step"] < 15

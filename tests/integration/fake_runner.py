@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from rl_core.api.identity import Identity
+from rl_core.plan.signatures import Peer
 from rl_core.runner.control import ControlServer
 from rl_core.transports.curve import KeyRing
 from rl_core.workers.group import Cluster, WorkerGroup
@@ -61,7 +62,11 @@ def main():
 
     token = (Path(identity.curve_dir) / "control.token").read_text().strip()
     ControlServer(
-        "127.0.0.1", int(os.environ["RLJOB_CONTROL_PORT"]), token=token, status=status, actions={"POST /finish": finish}
+        "127.0.0.1",
+        int(os.environ["RLJOB_CONTROL_PORT"]),
+        peer=Peer(token=token, uid=identity.uid, epoch=identity.epoch),
+        status=status,
+        actions={"POST /finish": finish},
     )
     signal.signal(signal.SIGTERM, lambda *_: finish(None))
     hub.start()

@@ -68,4 +68,4 @@ def finish(situation: Situation, reason: str) -> tuple[ControlCall, ...]:
     first = situation.first_actor
     if first is None or not first.ip or not is_active(first):
         return ()
-    return (ControlCall(method="POST /finish", body={"reason": reason}, ip=first.ip),)
+    return (ControlCall(method="POST /finish", body={"reason": reason}, ip=first.ip, epoch=first.epoch),)

@@ -138,7 +138,7 @@ def _control(situation: Situation, course: Course) -> tuple[ControlCall, ...]:
         return ()
     spec = document.write(situation.spec, situation.defaults.table)
     body = {"generation": situation.generation, "spec": spec}
-    return (ControlCall(method="PUT /control", body=body, ip=first.ip),)
+    return (ControlCall(method="PUT /control", body=body, ip=first.ip, epoch=first.epoch),)
 
 
 def _again(situation: Situation, course: Course, moves: PodMoves, obstacle: Obstacle | None) -> float | None:

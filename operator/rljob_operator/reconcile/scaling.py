@@ -133,8 +133,10 @@ def _drain(situation: Situation, record: Record) -> PodMoves:
         again.append(left)
         if state != "draining":
             waiting.append(pod.name)
-    call = ControlCall(method="POST /drain", body={"pods": waiting}, ip=first.ip) if waiting and first else None
-    return PodMoves(delete=tuple(delete), calls=(call,) if call else (), draining=draining, again=tuple(again))
+    calls: tuple[ControlCall, ...] = ()
+    if waiting and first is not None:
+        calls = (ControlCall(method="POST /drain", body={"pods": waiting}, ip=first.ip, epoch=first.epoch),)
+    return PodMoves(delete=tuple(delete), calls=calls, draining=draining, again=tuple(again))
 
 
 def _leaves(situation: Situation, record: Record, pod: PodView) -> bool:

@@ -243,6 +243,7 @@ class Operator:
                     job_uid=first.value.job_uid,
                     pod_uid=first.uid,
                     ip=first.value.ip,
+                    epoch=first.value.epoch,
                     awaited=phase_of(job) != "Running" or bool(job["status"].get("draining")),
                 )
 

@@ -1,6 +1,7 @@
 """The operator's line to the runners: it asks each for `/status` now and then, and passes control calls on.
 
-The runner is addressed by its pod's IP and the job's derived token (protocol.md 3). With many jobs the interval grows, so that the
+The runner is addressed by its pod's IP; calls and answers are signed with the job's derived token (plan/signatures.py).
+With many jobs the interval grows, so that the
 polling of a thousand jobs costs no more than that of a hundred; jobs whose pods wait for the runner's word (they start, drain or
 suspend) are asked at a rate of their own. A short deadline and few calls at once keep one dead node from holding up the rest, and
 whatever a runner answers, which may be a tenant's program, is that job's failure alone.
@@ -20,6 +21,7 @@ from typing import Any
 import aiohttp
 
 from rl_core.plan import keys
+from rl_core.plan.signatures import NotTheRunner, Peer, sign
 from rljob_operator.model import ControlCall, PodView, Progress
 from rljob_operator.runtime.cache import JobKey
 from rljob_operator.runtime.master_key import UnknownKey
@@ -59,9 +61,9 @@ class RunnerClient:
         self._session = session
         self._port = port
 
-    async def status(self, job_uid: str, ip: str) -> Mapping[str, Any]:
-        """Return the runner's `/status`; raises RunnerError."""
-        answer = await self._request(job_uid, "GET", ip, "/status", None)
+    async def status(self, job_uid: str, ip: str, *, epoch: int) -> Mapping[str, Any]:
+        """Return the `/status` of the runner of that epoch; raises RunnerError."""
+        answer, _ = await self._request(self._peer(job_uid, epoch), "GET", ip, "/status", b"")
         if not isinstance(answer, dict):
             raise RunnerError(f"/status must be a JSON object, got {type(answer).__name__}")
         return answer
@@ -72,33 +74,45 @@ class RunnerClient:
         Empty also when it did not answer: that is logged, and the call is made again while it is needed.
         """
         method, _, path = call.method.partition(" ")
+        body = json.dumps(call.body).encode()
         try:
-            await self._request(job_uid, method, call.ip, path, call.body)
+            peer = self._peer(job_uid, call.epoch)
+            _, challenge = await self._request(peer, "GET", call.ip, "/status", b"")
+            await self._request(peer, method, call.ip, path, body, challenge=challenge)
         except RunnerError as error:
             logger.info("control call %s was not taken: %s", call.method, error)
             return str(error) if isinstance(error, RunnerRefused) else ""
         return ""
 
-    async def _request(self, job_uid: str, method: str, ip: str, path: str, body: Any) -> Any:
-        host = f"[{ip}]" if ":" in ip else ip
+    def _peer(self, job_uid: str, epoch: int) -> Peer:
+        """Return whom to sign for. Raises RunnerError when the job's master key is not known."""
         try:
-            headers = {"Authorization": f"Bearer {keys.control_token(self._master(job_uid), job_uid)}"}
+            return Peer(token=keys.control_token(self._master(job_uid), job_uid), uid=job_uid, epoch=epoch)
+        except UnknownKey as error:
+            raise RunnerError(error.message) from error
+
+    async def _request(
+        self, peer: Peer, method: str, ip: str, path: str, body: bytes, *, challenge: str = ""
+    ) -> tuple[Any, str]:
+        """Return the decoded answer and the challenge that came with it; raises RunnerError, for an unsigned answer too."""
+        host = f"[{ip}]" if ":" in ip else ip
+        signed = sign(peer, method, path, body=body, challenge=challenge)
+        try:
             async with self._session.request(
                 method,
                 f"http://{host}:{self._port}{path}",
-                json=body,
-                headers=headers,
+                data=body or None,
+                headers={**signed.headers, "Content-Type": "application/json"},
                 timeout=DEADLINE,
                 allow_redirects=False,
             ) as response:
                 text = await _body(response)
+                given = signed.verify(response.status, response.headers, text)
                 if response.status >= 400:
                     kind = RunnerRefused if response.status in REFUSED else RunnerError
                     raise kind(f"HTTP {response.status}: {text[:LONGEST_WORDS].decode(errors='replace')}")
-                return json.loads(text) if text else None
-        except UnknownKey as error:
-            raise RunnerError(error.message) from error
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
+                return (json.loads(text) if text else None), given
+        except (aiohttp.ClientError, NotTheRunner, TimeoutError, OSError, ValueError, RecursionError) as error:
             raise RunnerError(_words(error)) from error
 
 
@@ -124,6 +138,7 @@ class Target:
     job_uid: str
     pod_uid: str
     ip: str
+    epoch: int
     awaited: bool = False
     """Whether pods wait for what the runner says: it is then asked as often as with few jobs."""
 
@@ -193,7 +208,7 @@ class Poller:
             before = None
         try:
             async with self._in_flight:
-                status = await self._client.status(target.job_uid, target.ip)
+                status = await self._client.status(target.job_uid, target.ip, epoch=target.epoch)
         except RunnerError as error:
             after = self._failed(target, before, str(error))
         except (

@@ -80,7 +80,7 @@ async def test_the_charts_rights_are_sufficient_and_each_is_used(
     jobs: Jobs, start, kubelet: Kubelet, rights: list[dict], account: Path
 ) -> None:
     witness = Witness()
-    async with FakeRunner(address=kubelet.address("job-actor-0"), step=1):
+    async with FakeRunner(jobs, address=kubelet.address("job-actor-0"), step=1):
         replica = await start(kubeconfig=account, wrap=witness.wrap)
         await exercise(jobs, kubelet)
         await replica.settle()

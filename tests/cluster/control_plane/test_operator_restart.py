@@ -18,7 +18,7 @@ READY = {"actor": 1, "rollout": 2, "env": 1}
 
 
 async def test_a_restarted_operator_writes_nothing(jobs: Jobs, start, kubelet: Kubelet) -> None:
-    async with FakeRunner(address=kubelet.address("job-actor-0"), step=3, policyVersion=3):
+    async with FakeRunner(jobs, address=kubelet.address("job-actor-0"), step=3, policyVersion=3):
         first = await start()
         await jobs.create()
         await jobs.wait_phase("Running")
@@ -33,7 +33,7 @@ async def test_a_restarted_operator_writes_nothing(jobs: Jobs, start, kubelet: K
 
 
 async def test_an_idle_operator_writes_nothing(jobs: Jobs, start, kubelet: Kubelet) -> None:
-    async with FakeRunner(address=kubelet.address("job-actor-0"), step=3, policyVersion=3) as runner:
+    async with FakeRunner(jobs, address=kubelet.address("job-actor-0"), step=3, policyVersion=3) as runner:
         replica = await start(resync_seconds=4.0)
         await jobs.create()
         await jobs.wait_phase("Running")

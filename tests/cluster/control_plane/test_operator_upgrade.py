@@ -91,7 +91,7 @@ async def test_a_job_goes_through_an_upgrade_and_back_as_it_was_accepted(
 ) -> None:
     versions = Versions(jobs, later, tmp_path)
     async with FakeRunner(
-        address=kubelet.address("job-actor-0"), step=3, policyVersion=3, appliedGeneration=1
+        jobs, address=kubelet.address("job-actor-0"), step=3, policyVersion=3, appliedGeneration=1
     ) as runner:
         this = await start()
         await jobs.create(algorithm={"promptsPerStep": 8, "steps": 20, "groupSize": None})
@@ -142,7 +142,7 @@ async def test_a_job_of_the_later_version_keeps_its_defaults_when_the_operator_i
 ) -> None:
     versions = Versions(jobs, later, tmp_path)
     async with FakeRunner(
-        address=kubelet.address("job-actor-0"), step=3, policyVersion=3, appliedGeneration=1
+        jobs, address=kubelet.address("job-actor-0"), step=3, policyVersion=3, appliedGeneration=1
     ) as runner:
         operator, _ = process("later", root=later)
         await jobs.create(algorithm={"promptsPerStep": 8, "steps": 20, "groupSize": None})

@@ -1,19 +1,24 @@
 """A runner that does as told: serves /status and takes control calls at an actor's address."""
 
+import base64
 import json
 from typing import Any
 
 from aiohttp import web
 
-from rl_core.plan import keys
+from operator_rig.jobs import Jobs
+from rl_core.plan.keys import TOKEN_FILE
+from rl_core.plan.signatures import Guard, Peer, uid_of
+from rljob_operator import kinds
 from rljob_operator.runtime.progress import CONTROL_PORT
 
 
 class FakeRunner:
-    """One job's runner; `status` is what it answers, `calls` what it was told."""
+    """One job's runner; `status` is what it answers, `calls` what it was told. It takes signed calls under `status["epoch"]` only."""
 
-    def __init__(self, *, address: str, **status: Any) -> None:
-        self._address = address
+    def __init__(self, jobs: Jobs, *, address: str, **status: Any) -> None:
+        self._jobs, self._address = jobs, address
+        self._guards: dict[tuple[str, int], Guard] = {}
         self.status: dict[str, Any] = {
             "phase": "Running",
             "epoch": 1,
@@ -23,7 +28,6 @@ class FakeRunner:
             **status,
         }
         self.calls: list[tuple[str, Any]] = []
-        self.tokens: set[str] = set()
         self.polls = 0
         self._runner: web.AppRunner | None = None
 
@@ -46,14 +50,28 @@ class FakeRunner:
 
     async def _status(self, request: web.Request) -> web.Response:
         self.polls += 1
-        self.tokens.add(request.headers.get("Authorization", ""))
-        return web.json_response(self.status)
+        return await self._answer(request, self.status)
 
     async def _call(self, request: web.Request) -> web.Response:
-        self.calls.append((f"{request.method} {request.path}", json.loads(await request.text() or "null")))
-        return web.json_response({})
+        return await self._answer(request, {})
 
+    async def _answer(self, request: web.Request, value: Any) -> web.Response:
+        headers, given = {name.lower(): value for name, value in request.headers.items()}, await request.read()
+        guard = await self._guard(uid_of(headers))
+        refusal = guard.refuse(request.method, request.path, headers)
+        if refusal is None and guard.holds(headers, given) and request.method != "GET":
+            self.calls.append((f"{request.method} {request.path}", json.loads(given or b"null")))
+        body = json.dumps(value if refusal is None else {"error": refusal.message}).encode()
+        status = 200 if refusal is None else refusal.status.value
+        signed = guard.sign_answer(request.method, headers, status, body)
+        return web.Response(status=status, body=body, headers=signed)
 
-def token_of(master: bytes, uid: str) -> str:
-    """Return the header by which the operator shows that it may ask."""
-    return f"Bearer {keys.control_token(master, uid)}"
+    async def _guard(self, uid: str) -> Guard:
+        """Return the guard that has the token of the job's Secret, as its runner does."""
+        epoch = self.status["epoch"]
+        if (uid, epoch) not in self._guards:
+            secrets = await self._jobs.list(kinds.SECRET)
+            owned = [o for o in secrets if [r["uid"] for r in o["metadata"].get("ownerReferences", [])] == [uid]]
+            token = base64.b64decode(owned[0]["data"][TOKEN_FILE]).decode()
+            self._guards[uid, epoch] = Guard(Peer(token=token, uid=uid, epoch=epoch))
+        return self._guards[uid, epoch]

@@ -10,6 +10,7 @@ from rl_core.launch.local_plan import as_attempt, control_port, localise, under_
 from rl_core.launch.ports import free_ports
 from rl_core.launch.registry import ProcessEntry, ProcessRegistry
 from rl_core.plan.launch import Ports, build_launch_plan
+from rl_core.plan.signatures import Peer
 from rl_core.runner.control import ControlServer
 
 JOB = RLJob.model_validate(
@@ -94,22 +95,25 @@ def test_processes_json_lists_the_living_and_drops_what_an_ended_one_had_started
     assert [e["pid"] for e in json.loads(path.read_text())] == [4]
 
 
-def test_the_control_client_shows_the_token_and_takes_silence_for_an_answer(tmp_path, monkeypatch):
+def test_the_control_client_signs_its_calls_and_takes_silence_for_an_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there: it must not be asked
     monkeypatch.delenv("no_proxy", raising=False)
     token = tmp_path / "control.token"
     token.write_text("right\n")
-    finished = []
+    finished, epoch = [], 2
     server = ControlServer(
         "127.0.0.1",
         0,
-        token="right",
+        peer=Peer(token="right", uid="u", epoch=2),
         status=lambda: {"step": 3},
         actions={"POST /finish": lambda _: finished.append(1) or {}},
     )
-    client = ControlClient(server.port, token)
+    client = ControlClient(server.port, token, uid="u", epoch=lambda: epoch)
     assert client.status() == {"step": 3} and client.finish() and finished == [1]
+    epoch = 1  # one that was left behind
+    assert client.status() is None and not client.finish() and finished == [1]
+    epoch = 2
     token.write_text("wrong")
     assert client.status() is None and not client.finish()
     server.close()
-    assert ControlClient(server.port, token).status() is None
+    assert client.status() is None

@@ -332,7 +332,7 @@ async def test_events_of_a_status_that_was_not_written_are_not_told(bench):
 
 
 async def test_a_changed_spec_that_the_runner_refuses_is_told_of_at_once_and_once(bench):
-    call = ControlCall(method="PUT /control", body={"generation": 3, "spec": {}}, ip="10.0.0.1")
+    call = ControlCall(method="PUT /control", body={"generation": 3, "spec": {}}, ip="10.0.0.1", epoch=1)
     bench.runner.words = "HTTP 400: steps must be above 7"
     assert (await bench.apply(calls=(call,))).again_after == 0.0
     assert bench.memory.refused_change == (3, "HTTP 400: steps must be above 7")
@@ -343,7 +343,7 @@ async def test_a_changed_spec_that_the_runner_refuses_is_told_of_at_once_and_onc
 
 
 async def test_calls_and_events_are_passed_on(bench):
-    call = ControlCall(method="POST /drain", body={"pods": ["x-rollout-1"]}, ip="10.0.0.1")
+    call = ControlCall(method="POST /drain", body={"pods": ["x-rollout-1"]}, ip="10.0.0.1", epoch=1)
     note = EventNote(type="Normal", reason="Scaled", message="down")
     applied = await bench.apply(calls=(call,), events=(note,), requeue_after=7.0)
     assert bench.runner.calls == [("job-uid", call)]

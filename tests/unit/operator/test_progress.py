@@ -1,4 +1,4 @@
-"""Polling runners: over real HTTP with the job's token, at the interval that the number of jobs asks for, one dead runner holds up none."""
+"""Polling runners: over real HTTP by signed calls, at the interval that the number of jobs asks for, one dead runner holds up none."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rl_core.plan import keys
+from rl_core.plan.signatures import Guard, Peer, uid_of
 from rljob_operator.model import ContainerEnd, ControlCall, PodView, Progress
 from rljob_operator.runtime.cache import JobKey
 from rljob_operator.runtime.master_key import UnknownKey
@@ -57,13 +58,20 @@ def test_only_a_running_actor_0_of_ours_is_asked(facts, expected):
 
 @pytest.fixture
 async def runner():
-    """A runner over HTTP; `answers` maps paths to (status, text)."""
+    """A runner of "job" under epoch 1 over HTTP; `answers` maps paths to (status, text), `asked` holds calls that were taken."""
     asked = []
+    guard = Guard(Peer(token=keys.control_token(MASTER, "job"), uid="job", epoch=1))
 
     async def handle(request):
-        asked.append((request.method, request.path, request.headers.get("Authorization"), await request.text()))
+        body, headers = await request.read(), {name.lower(): value for name, value in request.headers.items()}
         status, text = server.answers.get(request.path, (200, "{}"))
-        return web.Response(status=status, text=text)
+        refusal = guard.refuse(request.method, request.path, headers)
+        if refusal is not None or not guard.holds(headers, body):
+            status, text = 401, ""
+        else:
+            asked.append((request.method, request.path, body.decode()))
+        signed = guard.sign_answer(request.method, headers, status, text.encode())
+        return web.Response(status=status, text=text, headers=signed)
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
@@ -78,68 +86,110 @@ async def client(runner):
         yield RunnerClient(master=lambda uid: MASTER, session=session, port=runner.port)
 
 
-async def test_the_runner_is_asked_with_the_jobs_token(runner, client):
+async def test_the_runner_is_asked_by_signed_calls_and_the_token_stays_here(runner, client):
     runner.answers["/status"] = (200, '{"step": 3}')
-    assert await client.status("job", "127.0.0.1") == {"step": 3}
-    assert runner.asked == [("GET", "/status", f"Bearer {keys.control_token(MASTER, 'job')}", "")]
+    assert await client.status("job", "127.0.0.1", epoch=1) == {"step": 3}
+    assert runner.asked == [("GET", "/status", "")]
+
+
+async def test_a_stale_leader_reaches_nothing_of_a_later_epoch(runner, client):
+    with pytest.raises(RunnerError):
+        await client.status("job", "127.0.0.1", epoch=0)
+    assert await client.call("job", replace(FINISH, epoch=0)) == ""
+    assert runner.asked == []
+
+
+async def test_a_stranger_on_a_reused_address_learns_nothing_and_is_not_believed(tenant):
+    heard = []
+
+    async def stranger(writer, answer, head):
+        heard.append(head)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n" + b'{"step": 321}')
+
+    port = await tenant(stranger)
+    async with aiohttp.ClientSession() as session:
+        client = RunnerClient(master=lambda uid: MASTER, session=session, port=port)
+        with pytest.raises(RunnerError, match="must be signed by the runner of job job, epoch 1"):
+            await client.status("job", "127.0.0.1", epoch=1)
+        assert await client.call("job", FINISH) == ""
+    assert len(heard) == 2 and all(head.startswith(b"GET /status") for head in heard), "no change is told to a stranger"
+    assert not any(keys.control_token(MASTER, "job").encode() in head for head in heard)
 
 
 @pytest.mark.parametrize("answer", [(500, "broken"), (200, "no json"), (200, "[1]"), (401, "")])
 async def test_an_answer_that_is_no_status_is_an_error(runner, client, answer):
     runner.answers["/status"] = answer
     with pytest.raises(RunnerError):
-        await client.status("job", "127.0.0.1")
+        await client.status("job", "127.0.0.1", epoch=1)
 
 
 async def test_a_runner_that_is_not_there_is_an_error(client):
     with pytest.raises(RunnerError):
-        await client.status("job", "127.0.0.2")
+        await client.status("job", "127.0.0.2", epoch=1)
 
 
-async def whole(writer):
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n" + b'{"step": 321}')
+FINISH = ControlCall(method="POST /finish", body={"reason": "suspend"}, ip="127.0.0.1", epoch=1)
 
 
-async def split(writer):
+async def whole(writer, answer, head):
+    writer.write(answer(b'{"step": 321}'))
+
+
+async def split(writer, answer, head):
     """The runner's own status of some KiB arrives in several TCP segments."""
-    body = json.dumps({"step": 321, "members": ["m" * 100] * 140}).encode()
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:1460])
+    sent = answer(json.dumps({"step": 321, "members": ["m" * 100] * 140}).encode())
+    writer.write(sent[:1460])
     await writer.drain()
     await asyncio.sleep(0.05)
-    writer.write(body[1460:])
+    writer.write(sent[1460:])
 
 
-async def nested(writer):
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 200_000)
+async def nested(writer, answer, head):
+    writer.write(answer(b"[" * 200_000))
 
 
-async def nested_object(writer):
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a":' * 200_000)
+async def nested_object(writer, answer, head):
+    writer.write(answer(b'{"a":' * 200_000))
 
 
-async def oversized(writer):
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + b'{"a": "' + b"x" * (LARGEST + 1) + b'"}')
+async def oversized(writer, answer, head):
+    writer.write(answer(b'{"a": "' + b"x" * (LARGEST + 1) + b'"}'))
 
 
-async def endless(writer):
+async def endless(writer, answer, head):
     writer.write(b"HTTP/1.1 200 OK\r\n\r\n{")
     while not writer.is_closing():
         writer.write(b" " * 65536)
         await writer.drain()
 
 
-async def slow(writer):
+async def slow(writer, answer, head):
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
     await writer.drain()
     await asyncio.sleep(60)
 
 
-async def cut(writer):
+async def cut(writer, answer, head):
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
 
 
-async def no_http(writer):
+async def no_http(writer, answer, head):
     writer.write(b"\x00\xff" * 100)
+
+
+def signed_answer(head):
+    """Return a function that makes the signed answer to a call: a tenant's program in the runner's pod holds the token."""
+    lines = (line.partition(": ") for line in head.decode().split("\r\n")[1:])
+    headers = {name.lower(): value for name, _, value in lines}
+    uid = uid_of(headers)
+    guard = Guard(Peer(token=keys.control_token(MASTER, uid), uid=uid, epoch=1))
+
+    def answer(body):
+        signed = guard.sign_answer("GET", headers, 200, body)
+        fields = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
+        return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{fields}\r\n".encode() + body
+
+    return answer
 
 
 @pytest.fixture
@@ -151,8 +201,8 @@ async def tenant():
         async def talk(reader, writer):
             talks.add(asyncio.current_task())
             try:
-                await reader.readuntil(b"\r\n\r\n")
-                await behaviour(writer)
+                head = await reader.readuntil(b"\r\n\r\n")
+                await behaviour(writer, signed_answer(head), head)
                 await writer.drain()
             except (ConnectionError, asyncio.IncompleteReadError):
                 pass
@@ -182,15 +232,18 @@ async def test_whatever_a_runner_answers_the_poller_goes_on(tenant, monkeypatch,
         class Both:
             """Two runners on one address: the port stands for the job."""
 
-            async def status(self, job_uid, ip):
-                return await clients[int(job_uid)].status(job_uid, ip)
+            async def status(self, job_uid, ip, *, epoch):
+                return await clients[int(job_uid)].status(job_uid, ip, epoch=epoch)
 
         def report(key, uid, progress):
             known[int(uid)] = progress
             if len(known) == 2:
                 answered.set()
 
-        targets = [Target(key=JobKey("n", str(p)), job_uid=str(p), pod_uid=str(p), ip="127.0.0.1") for p in (bad, good)]
+        targets = [
+            Target(key=JobKey("n", str(p)), job_uid=str(p), pod_uid=str(p), ip="127.0.0.1", epoch=1)
+            for p in (bad, good)
+        ]
         poller = Poller(
             client=Both(),
             targets=lambda: targets,
@@ -215,14 +268,16 @@ async def test_a_job_whose_master_key_is_not_there_is_told_and_its_runner_left_a
 
     async with aiohttp.ClientSession() as session:
         with pytest.raises(RunnerError, match="no key for job"):
-            await RunnerClient(master=unknown, session=session, port=runner.port).status("job", "127.0.0.1")
+            await RunnerClient(master=unknown, session=session, port=runner.port).status("job", "127.0.0.1", epoch=1)
     assert runner.asked == []
 
 
 async def test_a_status_in_several_segments_is_read_to_its_end(tenant):
     port = await tenant(split)
     async with aiohttp.ClientSession() as session:
-        status = await RunnerClient(master=lambda uid: MASTER, session=session, port=port).status("job", "127.0.0.1")
+        status = await RunnerClient(master=lambda uid: MASTER, session=session, port=port).status(
+            "job", "127.0.0.1", epoch=1
+        )
     assert status["step"] == 321 and len(status["members"]) == 140
 
 
@@ -237,14 +292,14 @@ def test_a_failure_of_the_poll_itself_is_that_jobs_alone(fake_time):
 
 
 async def test_control_calls_carry_their_body_and_never_raise(runner, client):
-    call = ControlCall(method="POST /drain", body={"pods": ["a"]}, ip="127.0.0.1")
+    call = ControlCall(method="POST /drain", body={"pods": ["a"]}, ip="127.0.0.1", epoch=1)
     assert await client.call("job", call) == ""
-    assert runner.asked[0][:2] == ("POST", "/drain") and runner.asked[0][3] == '{"pods": ["a"]}'
+    assert runner.asked == [("GET", "/status", ""), ("POST", "/drain", '{"pods": ["a"]}')], "a challenge first"
     runner.answers["/drain"] = (400, "no")
     assert await client.call("job", call) == "HTTP 400: no"
     runner.answers["/drain"] = (503, "starting")
     assert await client.call("job", call) == "", "not a verdict on the call"
-    assert await client.call("job", ControlCall(method="POST /finish", body=None, ip="127.0.0.2")) == ""
+    assert await client.call("job", replace(FINISH, ip="127.0.0.2")) == ""
 
 
 class FakeRunners:
@@ -253,7 +308,7 @@ class FakeRunners:
     def __init__(self):
         self.asked, self.answers, self.seconds = [], {}, {}
 
-    async def status(self, job_uid, ip):
+    async def status(self, job_uid, ip, *, epoch):
         self.asked.append((asyncio.get_running_loop().time(), ip))
         await asyncio.sleep(self.seconds.get(ip, 0.01))
         answer = self.answers.get(ip, {})
@@ -265,7 +320,7 @@ class FakeRunners:
 class Bench:
     def __init__(self, *ips, interval=5.0):
         self.runners, self.known, self.enqueued = FakeRunners(), {}, []
-        self.targets = [Target(key=JobKey("ns", ip), job_uid=ip, pod_uid=f"pod-{ip}", ip=ip) for ip in ips]
+        self.targets = [Target(key=JobKey("ns", ip), job_uid=ip, pod_uid=f"pod-{ip}", ip=ip, epoch=1) for ip in ips]
         self.poller = Poller(
             client=self.runners,
             targets=lambda: self.targets,
@@ -331,7 +386,7 @@ def test_a_new_pod_is_asked_at_once(fake_time):
         bench = Bench("a", interval=50.0)
         task = asyncio.create_task(bench.run(40))
         await asyncio.sleep(5)
-        bench.targets = [Target(key=bench.targets[0].key, job_uid="a", pod_uid="another", ip="a2")]
+        bench.targets = [Target(key=bench.targets[0].key, job_uid="a", pod_uid="another", ip="a2", epoch=1)]
         await task
         assert bench.polls("a2") == 1
 

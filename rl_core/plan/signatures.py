@@ -1,0 +1,143 @@
+"""Who may call a runner's control port, and whose answer it is: each call and each answer is signed with the job's token.
+
+The token itself never travels, so that a process on an address that was a runner's learns nothing it can use. A signature covers the
+job's uid and the epoch, so that a call of a leader that has lost its Lease, or one meant for an earlier gang, is refused. A call that
+changes something quotes a challenge out of the signed answer to an earlier `GET`: each serves once, so that a call that was overheard
+cannot be sent again, and no clock is compared.
+
+    caller                                   runner
+    GET /status, signed          ----->
+                                 <-----      status, signed; header RLJob-Challenge
+    POST /finish, quoting it     ----->      takes the challenge back, does it
+                                 <-----      answer, signed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+SCHEME = "RLJob-HMAC"
+CHALLENGE, ANSWER = "RLJob-Challenge", "RLJob-Answer"
+"""Headers of an answer."""
+CHALLENGES = 64
+CHALLENGE_SECONDS = 60.0
+"""Challenges that a runner keeps, and how long: a caller uses one at once."""
+FIELDS = ("uid", "epoch", "nonce", "challenge", "body", "mac")
+_HEADER = re.compile(rf"{SCHEME} " + " ".join(rf"{name}=([0-9A-Za-z._-]{{0,128}})" for name in FIELDS))
+
+
+class NotTheRunner(Exception):
+    """An answer that the job's runner has not signed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """The runner of one job under one epoch."""
+
+    token: str
+    """The job's control token."""
+    uid: str
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignedCall:
+    """A call on its way: its headers, and what proves that an answer is to it."""
+
+    peer: Peer
+    headers: Mapping[str, str]
+    mac: str
+
+    def verify(self, status: int, headers: Mapping[str, str], body: bytes) -> str:
+        """Return the challenge of an answer. Raises NotTheRunner for one that the runner has not signed."""
+        challenge = headers.get(CHALLENGE, "")
+        expected = _mac(self.peer.token, "answer", self.mac, str(status), challenge, _digest(body))
+        if not hmac.compare_digest(headers.get(ANSWER, "").encode(), expected.encode()):
+            raise NotTheRunner(
+                f"HTTP {status}: the answer must be signed by the runner of job {self.peer.uid}, epoch {self.peer.epoch}, got one "
+                "that is not; another process has its address, or another version of the runner"
+            )
+        return challenge
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a call is not taken."""
+
+    status: HTTPStatus
+    message: str
+
+
+def sign(peer: Peer, method: str, path: str, *, body: bytes = b"", challenge: str = "") -> SignedCall:
+    """Return the signed call; one that changes something needs a `challenge`."""
+    fields = [peer.uid, str(peer.epoch), secrets.token_hex(16), challenge, _digest(body)]
+    mac = _mac(peer.token, "call", method, path, *fields)
+    words = " ".join(f"{name}={value}" for name, value in zip(FIELDS, [*fields, mac], strict=True))
+    return SignedCall(peer=peer, headers={"Authorization": f"{SCHEME} {words}"}, mac=mac)
+
+
+def uid_of(headers: Mapping[str, str]) -> str:
+    """Return the job uid that a call (header names in lower case) is for, before it is checked; empty without one."""
+    found = _HEADER.fullmatch(headers.get("authorization", ""))
+    return found[1] if found else ""
+
+
+class Guard:
+    """The runner's side: which calls are taken, and the signatures of its answers. For one thread."""
+
+    def __init__(self, peer: Peer, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._peer, self._clock = peer, clock
+        self._challenges: OrderedDict[str, float] = OrderedDict()
+        """Challenge -> until when it serves, oldest first."""
+
+    def refuse(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+        """Return why a call (header names in lower case) is not taken, before its body is read; None takes its challenge back."""
+        found = _HEADER.fullmatch(headers.get("authorization", ""))
+        fields = dict(zip(FIELDS, found.groups(), strict=True)) if found else dict.fromkeys(FIELDS, "")
+        expected = _mac(self._peer.token, "call", method, path, *(fields[name] for name in FIELDS[:-1]))
+        if not hmac.compare_digest(fields["mac"].encode(), expected.encode()):
+            return Refusal(status=HTTPStatus.UNAUTHORIZED, message="a call signed with this job's token is required")
+        if (fields["uid"], fields["epoch"]) != (self._peer.uid, str(self._peer.epoch)):
+            text = f"this is the runner of job {self._peer.uid}, epoch {self._peer.epoch}, got a call for {fields['uid']}, epoch {fields['epoch']}"
+            return Refusal(status=HTTPStatus.MISDIRECTED_REQUEST, message=text)
+        if method != "GET" and self._challenges.pop(fields["challenge"], 0.0) <= self._clock():
+            text = "a call that changes something must quote a challenge of a recent answer, once; ask GET /status and try again"
+            return Refusal(status=HTTPStatus.UNAUTHORIZED, message=text)
+        return None
+
+    def holds(self, headers: Mapping[str, str], body: bytes) -> bool:
+        """Return whether the body is the one that was signed."""
+        found = _HEADER.fullmatch(headers.get("authorization", ""))
+        return found is not None and hmac.compare_digest(found[FIELDS.index("body") + 1], _digest(body))
+
+    def sign_answer(self, method: str, headers: Mapping[str, str], status: int, body: bytes) -> dict[str, str]:
+        """Return the headers that prove an answer to the call with these headers; to a GET with a new challenge."""
+        found = _HEADER.fullmatch(headers.get("authorization", ""))
+        challenge = self._challenge() if method == "GET" and status < HTTPStatus.BAD_REQUEST else ""
+        mac = found[FIELDS.index("mac") + 1] if found else ""
+        signed = {ANSWER: _mac(self._peer.token, "answer", mac, str(int(status)), challenge, _digest(body))}
+        return signed | ({CHALLENGE: challenge} if challenge else {})
+
+    def _challenge(self) -> str:
+        made = secrets.token_hex(16)
+        self._challenges[made] = self._clock() + CHALLENGE_SECONDS
+        while len(self._challenges) > CHALLENGES:
+            self._challenges.popitem(last=False)
+        return made
+
+
+def _mac(token: str, *words: str) -> str:
+    """Return the signature of some words, none of which holds a newline; the first says what is signed."""
+    return hmac.new(token.encode(), "\n".join(words).encode(), hashlib.sha256).hexdigest()
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
