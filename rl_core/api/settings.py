@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import CheckpointStep, Name, Pattern, listed, none_for_zero
+from rl_core.api.bounds import CheckpointStep, Name, Pattern, ShortName, listed, none_for_zero
 from rl_core.api.cel import Cel, literal, no_keys
 
 ROLES = ("actor", "rollout", "env")
@@ -268,8 +268,24 @@ class DeletionPolicySpec(Spec):
 class SchedulingSpec(Spec):
     """How the cluster's scheduler sees the job."""
 
-    gang: Literal["auto", "none"] = "auto"
-    """auto: the actor's pods are scheduled together where the cluster serves an API for it; none: pod by pod."""
+    gang: Literal["auto", "required", "none"] = "auto"
+    """auto: the actor's pods are scheduled together where the cluster serves an API for it; required: without one no pod is made, and
+    the condition Accepted says so; none: pod by pod."""
+    queue: ShortName | None = None
+    """Queue of Volcano that the gangs are in, which makes Volcano a requirement; null = Volcano's default. Kueue's queue is the label
+    kueue.x-k8s.io/queue-name of the job."""
+
+    @rule(
+        Cel(
+            holds="$gang != 'none' || !has(self.queue)",
+            refusal="queue needs gangs, got %s with gang none; write gang auto or required, or remove queue",
+            values=("self.queue",),
+            field="queue",
+        )
+    )
+    def _queues_hold_gangs(self) -> Iterator[str]:
+        if self.gang == "none" and self.queue is not None:
+            yield f"queue needs gangs, got {self.queue} with gang none; write gang auto or required, or remove queue"
 
 
 class CodeSpec(Spec):

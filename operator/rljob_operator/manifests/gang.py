@@ -13,8 +13,10 @@ a definition with the fields of theirs that we write.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from rl_core.api.job import RLJob
@@ -31,6 +33,9 @@ KINDS = tuple(kinds.of(api, KIND) for api in PREFERENCE)
 """The kinds of gang objects, by preference."""
 SMALLEST = 2
 """Pods that make a gang."""
+KUEUE_GROUP, KUEUE_COUNT = "kueue.x-k8s.io/pod-group-name", "kueue.x-k8s.io/pod-group-total-count"
+QUANTITY = re.compile(r"([0-9]*\.?[0-9]*)(.*)")
+"""A number and its unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +75,55 @@ def _spec(job: RLJob, role: str, size: int, api: str) -> dict[str, Any]:
     The built-in API drops it without a word unless the gate WorkloadAwarePreemption is on; coscheduling goes by the pods' own.
     """
     priority = containers.role_spec(job, role).priority_class_name
+    asked = job.spec.scheduling.queue
+    volcano = {"minResources": _resources(job, role, size)} | ({"queue": asked} if asked is not None else {})
     return {
         **({"schedulingPolicy": {"gang": {"minCount": size}}} if api == BUILT_IN else {"minMember": size}),
+        **({field: value for field, value in volcano.items() if value} if api == VOLCANO else {}),
         **({"priorityClassName": priority} if priority is not None and api != COSCHEDULING else {}),
     }
+
+
+def _resources(job: RLJob, role: str, size: int) -> dict[str, str]:
+    """Return what `size` pods of a role ask for: Volcano lets a group in when its queue has room for that."""
+    spec = containers.role_spec(job, role)
+    asked = {**spec.resources.limits, **spec.resources.requests}
+    if spec.gpus and spec.gpu_allocation == "devicePlugin":
+        asked[spec.gpu_resource] = spec.gpus
+    return {name: _times(str(quantity), size) for name, quantity in sorted(asked.items())}
+
+
+def _times(quantity: str, factor: int) -> str:
+    """Return a quantity (`500m`, `2Gi`, `1e3`) times a whole number."""
+    number, unit = QUANTITY.fullmatch(quantity).groups()  # type: ignore[union-attr] # the schema holds the form
+    return f"{Decimal(number) * factor}{unit}"
+
+
+def kueue_group(job: RLJob, role: str, epoch: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (labels, annotations) by which Kueue admits a pod of a job with a queue, the actor's pods all at once.
+
+    Kueue knows no RLJob: it admits pods by its pod integration. A group is one workload to it, and has ended when all of its pods
+    have; so each epoch's gang is another. Rollouts and envs come and go one by one, each a workload of its own.
+    """
+    queue = job.metadata.labels.get(naming.LABEL_QUEUE)
+    if not queue:
+        return {}, {}
+    labels = {naming.LABEL_QUEUE: queue}
+    if role != naming.ACTOR or job.spec.actor.replicas < SMALLEST:
+        return labels, {}
+    group = f"{job.metadata.name}-{role}-{meta.digest([meta.identity(job)[2], epoch])[:8]}"
+    return {**labels, KUEUE_GROUP: group}, {KUEUE_COUNT: str(job.spec.actor.replicas)}
+
+
+def unavailable(job: RLJob, api: str | None) -> str:
+    """Return why the cluster cannot schedule the job as it demands, in words; empty when it can."""
+    scheduling = job.spec.scheduling
+    if scheduling.queue is not None and api != VOLCANO:
+        return f"scheduling.queue {scheduling.queue} needs the API {VOLCANO}, got {api or 'none'}; install Volcano, or remove scheduling.queue"
+    if scheduling.gang == "required" and api is None:
+        known = ", ".join(PREFERENCE)
+        return f"scheduling.gang required needs one of the APIs {known}, got none; serve one and restart the operator, or write auto"
+    return ""
 
 
 def _name(job: RLJob, role: str, spec: Mapping[str, Any], api: str) -> str:

@@ -40,17 +40,19 @@ def build(job: RLJob, pod_plan: PodPlan, *, config: OperatorConfig) -> dict[str,
 
 def _metadata(job: RLJob, plan: PodPlan, spec: RoleSpec, *, config: OperatorConfig) -> dict[str, Any]:
     found = meta.metadata(job, plan.name, component=plan.role, version=config.version)
-    queue = job.metadata.labels.get(naming.LABEL_QUEUE)
+    epoch = plan.containers[0].processes[0].env["RLJOB_EPOCH"]
+    queued, counted = gang.kueue_group(job, plan.role, epoch)
     found["labels"] = {
         **spec.labels,
-        **({naming.LABEL_QUEUE: queue} if queue else {}),
+        **queued,
         **found["labels"],
         naming.LABEL_ROLE: plan.role,
         naming.LABEL_INDEX: str(plan.index),
-        naming.LABEL_EPOCH: plan.containers[0].processes[0].env["RLJOB_EPOCH"],
+        naming.LABEL_EPOCH: epoch,
     }
     found["annotations"] = {
         **spec.annotations,
+        **counted,
         naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, plan.role, config=config),
     }
     return found

@@ -20,6 +20,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "InvalidSpec": "this operator's schema refuses the spec; the message names each field",
         "NameConflict": "an object of someone else holds a name the job needs",
         "NamespaceNotServed": "the namespace is that of the operator and its master key, where no job is served",
+        "GangUnavailable": "the cluster cannot schedule the job's pods together as the job demands",
         "ImageMissing": "neither the job nor the operator names an image for a role",
         "VolumeClaimNotFound": "a PersistentVolumeClaim that a role mounts does not exist",
         "CheckpointNotMounted": "checkpoint.resumeFrom is on no volume of the actor",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from posixpath import normpath
 
 from rl_core.api.roles import RoleSpec
+from rljob_operator.manifests import gang
 from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Object
 from rljob_operator.reconcile.situation import ROLES, Situation
@@ -51,6 +52,8 @@ def obstacle(situation: Situation) -> Obstacle | None:
                 reason="ImageMissing",
                 message=f"{role}.image must name an image, as the operator has none for the role, got none; set {role}.image",
             )
+    if words := gang.unavailable(situation.job, situation.config.gang_api):
+        return Obstacle(reason="GangUnavailable", message=words)
     if (away := _source_away(situation)) is not None:
         return away
     for role in ROLES:

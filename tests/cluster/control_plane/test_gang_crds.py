@@ -1,19 +1,20 @@
 """Gangs where the built-in API is not served: none, or by the objects of Volcano and of coscheduling.
 
-Their schedulers do not run here. The definitions are ours, with the fields of theirs that the operator writes: what is held is that
-the operator finds the API, writes to it with the chart's rights, all of which it uses, and marks the pods.
+Their schedulers do not run here. The definitions are ours, with the group, version and field types of theirs that the operator
+writes: what is held is that the operator finds the API, writes what it takes with the chart's rights, all of which it uses, and marks
+the pods.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from operator_rig.jobs import Jobs
+from operator_rig.jobs import Jobs, manifest
 from operator_rig.replica import home_of
 from operator_rig.witness import Witness, granted
 from testcluster.access import Access
 
-from rljob_operator import kinds
+from rljob_operator import kinds, naming
 from rljob_operator.manifests import gang
 
 SECTIONS = {"actor": {"replicas": 2}, "rollout": {"replicas": 3, "minReplicas": 2}}
@@ -27,9 +28,13 @@ MARKS = {
 
 
 def definition(kind: kinds.Kind) -> dict[str, Any]:
-    """Return a CustomResourceDefinition of gang objects that knows `spec.minMember`."""
-    number = {"type": "integer", "format": "int32"}
-    schema = {"type": "object", "properties": {"spec": {"type": "object", "properties": {"minMember": number}}}}
+    """Return a CustomResourceDefinition of gang objects; fields that it lacks are dropped by the API server."""
+    fields: dict[str, Any] = {"minMember": {"type": "integer", "format": "int32"}}
+    if kind.api_version == gang.VOLCANO:
+        quantity = {"x-kubernetes-int-or-string": True, "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i|[numkMGTPE])?$"}
+        fields |= {"queue": {"type": "string"}, "priorityClassName": {"type": "string"}}
+        fields["minResources"] = {"type": "object", "additionalProperties": quantity}
+    schema = {"type": "object", "properties": {"spec": {"type": "object", "properties": fields}}}
     version = {"name": kind.version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
     names = {"kind": kind.kind, "plural": kind.plural}
     return {
@@ -72,6 +77,39 @@ async def test_a_scheduler_of_gangs_gets_its_objects_under_the_charts_rights_whi
     assert witness.refused == []
     used = {right for right in witness.used | {("watch", group.group, group.plural)} if right[1] == group.group}
     assert used == {right for right in granted(rights) if right[1] == group.group}
+
+
+@pytest.mark.parametrize("group", [gang.VOLCANO], indirect=True)
+async def test_volcano_gets_the_queue_and_what_the_gang_asks_for(
+    jobs: Jobs, start: Callable, group: kinds.Kind
+) -> None:
+    await start()
+    resources = {"requests": {"cpu": "500m", "memory": "1Gi"}}
+    await jobs.create(actor={"replicas": 2, "resources": resources}, scheduling={"queue": "gold"})
+    await jobs.wait_pods("job-actor-0", "job-actor-1", "job-rollout-0", "job-rollout-1", "job-env-0")
+    (actor,) = [one["spec"] for one in await jobs.list(group) if one["metadata"]["name"] == "job-actor-gang"]
+    assert actor == {"minMember": 2, "queue": "gold", "minResources": {"cpu": "1000m", "memory": "2Gi"}}
+
+
+async def test_a_gang_that_nothing_can_give_is_told_and_no_pod_is_made(jobs: Jobs, start: Callable) -> None:
+    await start()
+    await jobs.create(**SECTIONS, scheduling={"gang": "required"})
+    await jobs.wait_condition("Accepted", "False", "GangUnavailable")
+    assert await jobs.pods() == {}
+    await jobs.change({"scheduling": {"gang": "auto"}})
+    await jobs.wait_pods(*PODS)
+
+
+async def test_the_pods_of_a_job_with_a_queue_of_kueue_are_marked_for_it(jobs: Jobs, start: Callable) -> None:
+    await start()
+    job = manifest("job", **SECTIONS)
+    job["metadata"]["labels"] = {naming.LABEL_QUEUE: "gold"}
+    await jobs.api.create(kinds.RLJOB, jobs.namespace, job)
+    pods = await jobs.wait_pods(*PODS)
+    assert {pod["metadata"]["labels"][naming.LABEL_QUEUE] for pod in pods.values()} == {"gold"}
+    grouped = {name: pod["metadata"]["labels"].get(gang.KUEUE_GROUP) for name, pod in pods.items()}
+    assert grouped["job-actor-0"] == grouped["job-actor-1"] is not None and list(grouped.values()).count(None) == 4
+    assert pods["job-actor-0"]["metadata"]["annotations"][gang.KUEUE_COUNT] == "2"
 
 
 async def test_without_an_api_for_gangs_pods_are_in_none(jobs: Jobs, start: Callable) -> None:

@@ -473,3 +473,17 @@ def test_the_template_hash_knows_the_image_but_neither_epoch_nor_operator_versio
     assert hashes == {manifests.template_hash(job, "actor", config=CONFIG)}
     other = OperatorConfig(images={**CONFIG.images, "actor": "newer"})
     assert manifests.template_hash(job, "actor", config=other) not in hashes
+
+
+def test_kueue_admits_the_actors_pods_of_an_epoch_as_one_group():
+    def marks(**job):
+        pods = make_pods(make_job(labels={"kueue.x-k8s.io/queue-name": "gold"}, **job)).values()
+        metas = [pod["metadata"] for pod in pods]
+        names = [meta["labels"].get("kueue.x-k8s.io/pod-group-name") for meta in metas]
+        counts = [meta["annotations"].get("kueue.x-k8s.io/pod-group-total-count") for meta in metas]
+        return {(meta["labels"]["rljob.dev/role"], *rest) for meta, *rest in zip(metas, names, counts, strict=True)}
+
+    marked = marks(actor={"replicas": 2})
+    (group,) = {name for role, name, _ in marked if role == "actor"}
+    assert marked == {("actor", group, "2"), ("rollout", None, None), ("env", None, None)} and len(group) <= 63
+    assert ("actor", None, None) in marks(), "one pod needs no group"

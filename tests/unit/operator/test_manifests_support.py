@@ -215,3 +215,36 @@ def test_what_was_not_given_is_left_out_and_an_empty_map_that_was_given_stays():
 def test_canonical_json_is_one_text_per_value():
     assert meta.canonical({"b": [1, "\u00e9"], "a": {}}) == '{"a":{},"b":[1,"\u00e9"]}'
     assert meta.digest({"a": 1, "b": 2}) == meta.digest({"b": 2, "a": 1}) != meta.digest({"a": 1, "b": "2"})
+
+
+def test_volcano_is_told_the_queue_and_what_the_group_asks_for():
+    resources = {"requests": {"cpu": "1500m", "memory": "2Gi"}, "limits": {"memory": "3Gi", "ephemeral-storage": "1G"}}
+    found = gang_of(
+        gang.VOLCANO, actor={"replicas": 3, "gpus": 2, "resources": resources}, scheduling={"queue": "gold"}
+    )
+    spec = next(one["spec"] for one in found.objects if "-actor-" in one["metadata"]["name"])
+    assert spec["queue"] == "gold" and spec["minMember"] == 3
+    assert spec["minResources"] == {
+        "cpu": "4500m",
+        "memory": "6Gi",
+        "ephemeral-storage": "3G",
+        "nvidia.com/gpu": "6",
+    }
+    others = (one for api in (gang.BUILT_IN, gang.COSCHEDULING) for one in gang_of(api).objects)
+    assert not any({"queue", "minResources"} & one["spec"].keys() for one in others)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "api", "words"),
+    [
+        ({"gang": "required"}, None, "gang required needs one of the APIs scheduling.k8s.io/v1alpha2"),
+        ({"queue": "gold"}, gang.BUILT_IN, "scheduling.queue gold needs the API scheduling.volcano.sh/v1beta1"),
+        ({"queue": "gold"}, None, "got none"),
+        ({"gang": "required"}, gang.BUILT_IN, ""),
+        ({"queue": "gold"}, gang.VOLCANO, ""),
+        ({}, None, ""),
+    ],
+)
+def test_a_demand_that_the_cluster_cannot_meet_is_told(scheduling, api, words):
+    told = gang.unavailable(make_job(scheduling=scheduling), api)
+    assert words in told and bool(told) is bool(words)
