@@ -38,12 +38,13 @@ CLAIM = Kind(group="", version="v1", kind="PersistentVolumeClaim", plural="persi
 EVENT = Kind(group="", version="v1", kind="Event", plural="events")
 LEASE = Kind(group="coordination.k8s.io", version="v1", kind="Lease", plural="leases")
 NETWORK_POLICY = Kind(group="networking.k8s.io", version="v1", kind="NetworkPolicy", plural="networkpolicies")
+BUDGET = Kind(group="policy", version="v1", kind="PodDisruptionBudget", plural="poddisruptionbudgets")
 CLAIM_TEMPLATE = Kind(
     group="resource.k8s.io", version="v1", kind="ResourceClaimTemplate", plural="resourceclaimtemplates"
 )
 RESOURCE_CLAIM = Kind(group="resource.k8s.io", version="v1", kind="ResourceClaim", plural="resourceclaims")
 
-SUPPORT = (SERVICE, CONFIG_MAP, NETWORK_POLICY, CLAIM_TEMPLATE, RESOURCE_CLAIM)
+SUPPORT = (SERVICE, CONFIG_MAP, NETWORK_POLICY, BUDGET, CLAIM_TEMPLATE, RESOURCE_CLAIM)
 """Kinds that a job owns besides its pods and its Secret: watched, and kept by server-side apply."""
 
 OWNED = (POD, *SUPPORT)

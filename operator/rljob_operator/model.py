@@ -130,7 +130,7 @@ class Observed:
     pods: tuple[PodView, ...] = ()
     """Pods with our label `rljob.dev/job` of this name, whoever owns them."""
     objects: tuple[Object, ...] = ()
-    """Services, ConfigMaps, NetworkPolicies, ResourceClaims (templates), gang objects with our labels of this job name."""
+    """Services, ConfigMaps, NetworkPolicies, PodDisruptionBudgets, ResourceClaims (templates), gang objects with our labels of this job name."""
     foreign: tuple[str, ...] = ()
     """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
     refusals: Mapping[str, str] = field(default_factory=dict)

@@ -55,6 +55,11 @@ def network_policy(job: str, target: str) -> str:
     return f"{job}-{target}"
 
 
+def budget(job: str) -> str:
+    """Return the name of the PodDisruptionBudget of the actor's pods."""
+    return f"{job}-actor"
+
+
 def claim_template(job: str, role: str, digest: str) -> str:
     """Return the name of the ResourceClaimTemplate of a role's accelerators; `digest` stands for its content, which cannot change."""
     return f"{job}-{role}-gpus-{digest}"

@@ -274,6 +274,8 @@ class SchedulingSpec(Spec):
     queue: ShortName | None = None
     """Queue of Volcano that the gangs are in, which makes Volcano a requirement; null = Volcano's default. Kueue's queue is the label
     kueue.x-k8s.io/queue-name of the job."""
+    evictions: Literal["avoid", "allow"] = "avoid"
+    """avoid: actor pods are not evicted (a PodDisruptionBudget), and autoscalers leave their nodes; allow: a node drain may end the gang."""
 
     @rule(
         Cel(

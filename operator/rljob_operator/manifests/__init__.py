@@ -1,7 +1,7 @@
 """From a job to Kubernetes objects, as plain dictionaries. Pure: equal arguments give equal objects, nothing is read or sent.
 
 pods.build(job, pod_plan, config=...)       one pod of the launch plan
-support.build(job, config=...)              Service, ConfigMap, NetworkPolicies, claim templates, gang objects
+support.build(job, config=...)              Service, ConfigMap, NetworkPolicies, a disruption budget, claim templates, gang objects
 secret.build(job, master=...)               keys, derived and never stored elsewhere
 template_hash(job, role, config=...)        whether a pod is still as it would be made today
 """

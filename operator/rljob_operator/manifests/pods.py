@@ -9,7 +9,7 @@ from rl_core.api.job import RLJob
 from rl_core.api.roles import FabricRoleSpec, RoleSpec
 from rl_core.plan.launch import PodPlan
 from rljob_operator import naming
-from rljob_operator.manifests import claims, containers, gang, meta, volumes
+from rljob_operator.manifests import claims, containers, disruption, gang, meta, volumes
 from rljob_operator.manifests.template import template_hash
 from rljob_operator.model import OperatorConfig
 
@@ -51,6 +51,7 @@ def _metadata(job: RLJob, plan: PodPlan, spec: RoleSpec, *, config: OperatorConf
         naming.LABEL_EPOCH: epoch,
     }
     found["annotations"] = {
+        **disruption.keep_away(job, plan.role),
         **spec.annotations,
         **counted,
         naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, plan.role, config=config),

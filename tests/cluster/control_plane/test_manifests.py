@@ -138,7 +138,7 @@ def test_support_objects_are_the_same_after_a_second_server_side_apply(control_p
         }  # fmt: skip
 
     assert versions() == versions()
-    assert len(objects) == 8
+    assert len(objects) == 9
 
 
 def test_a_deleted_secret_comes_back_byte_equal(control_plane, namespace, real_job):

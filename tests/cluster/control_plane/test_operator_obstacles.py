@@ -1,6 +1,7 @@
 """What stands in a job's way is in its status within one reconcile, in the cluster's own words, and goes away when the cause does."""
 
 import asyncio
+import base64
 
 import pytest
 from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
@@ -141,6 +142,8 @@ async def test_a_status_of_another_operator_version_is_read_over(jobs: Jobs, sta
         "roles": [],
     }
     await jobs.api.patch(kinds.RLJOB, jobs.namespace, "job", {"status": strange}, subresource="status")
+    key = {"metadata": {"name": master_key.NAME}, "data": {"master": base64.b64encode(bytes(32)).decode()}}
+    await jobs.api.create(kinds.SECRET, home_of(jobs.namespace), key)  # that operator's: a started job has keys of it
     replica = await start()
     pods = await jobs.wait_pods(*STANDARD)
     epochs = {int(pod["metadata"]["labels"][naming.LABEL_EPOCH]) for pod in pods.values()}

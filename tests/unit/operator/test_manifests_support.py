@@ -4,13 +4,14 @@ import json
 import re
 
 import pytest
-from manifest_samples import CONFIG, UID, full_job, make_job, make_plan
+from manifest_samples import CONFIG, UID, full_job, make_job, make_plan, make_pods
 
 from rl_core.api import defaults, document
 from rl_core.api.job import RLJob
 from rl_core.plan.colocated import colocate
 from rljob_operator import manifests
 from rljob_operator.manifests import gang, meta
+from rljob_operator.manifests.policy_judge import selects
 from rljob_operator.model import OperatorConfig
 
 
@@ -248,3 +249,20 @@ def test_volcano_is_told_the_queue_and_what_the_group_asks_for():
 def test_a_demand_that_the_cluster_cannot_meet_is_told(scheduling, api, words):
     told = gang.unavailable(make_job(scheduling=scheduling), api)
     assert words in told and bool(told) is bool(words)
+
+
+@pytest.mark.parametrize(("scheduling", "kept"), [({}, 3), ({"evictions": "allow"}, 0)], ids=["avoided", "allowed"])
+def test_actor_pods_are_not_evicted_unless_the_job_allows_it(scheduling, kept):
+    job = make_job(actor={"replicas": 3}, algorithm={"promptsPerStep": 33}, scheduling=scheduling)
+    budget = support(job)["PodDisruptionBudget", "sums-actor"]
+    pods = make_pods(job)
+    chosen = [name for name, pod in pods.items() if selects(budget["spec"]["selector"], pod["metadata"]["labels"])]
+    assert chosen == [f"sums-actor-{index}" for index in range(3)] and budget["spec"]["minAvailable"] == kept
+    marked = [name for name, pod in pods.items() if "karpenter.sh/do-not-disrupt" in pod["metadata"]["annotations"]]
+    assert marked == (chosen if kept else [])
+
+
+def test_a_users_word_about_disruption_wins():
+    safe = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    pods = make_pods(make_job(actor={"annotations": {safe: "true"}}))
+    assert pods["sums-actor-0"]["metadata"]["annotations"][safe] == "true"

@@ -216,7 +216,7 @@ def test_finished_steps_make_the_next_stall_a_first_one() -> None:
 
 def test_a_gang_half_made_when_the_operator_died_is_completed_under_its_epoch() -> None:
     world = World(make_job(actor={"replicas": 3}, algorithm={"steps": 500, "promptsPerStep": 12}))
-    world.apply(world.plan(), at_most=8)
+    world.apply(world.plan(), at_most=9)
     assert 0 < len([name for name in world.pods if "actor" in name]) < 3
     world.run_until(lambda: world.phase == "Running")
     assert world.status["epoch"] == 1 and world.status["totalRestarts"] == 0
