@@ -149,9 +149,11 @@ class Halt(StatusPart):
     """Why the job is to have no pods."""
 
     by: Literal["user", "rule"] = "user"
-    """user: spec.suspend; rule: a rule of failurePolicy says Pause."""
-    generation: BigCount = 0
-    """metadata.generation at that time; a newer one ends a rule's pause."""
+    """user: spec.suspend; rule: a rule of failurePolicy says Pause, until the user suspends the job and resumes it."""
+    rule: Text | None = None
+    """The reason that the rule gave: KlBlowUp, RewardCollapse, NonFiniteLoss or Stalled."""
+    last_good_step: BigCount | None = None
+    """Step of the newest checkpoint from before the numbers went wrong, from which the job goes on."""
     since: Time | None = None
     """When it began, and when the last pod was gone."""
     done: bool = False

@@ -69,6 +69,8 @@ class CheckpointStore:
         self.keep_best = keep_best
         self.metric = metric
         self.mode = mode
+        self.good_until: int | None = None
+        """The newest checkpoint up to this step is not retired: a rule may find those after it wrong. None = all are good."""
         self._resumed: Path | None = None
         self._begun: Path | None = None
         self._reported: set[Path] = set()
@@ -151,7 +153,7 @@ class CheckpointStore:
         """
         checkpoints = self.checkpoints()
         best = {c.path for c in self._ranking(checkpoints)[: self.keep_best]}
-        free = [c for c in checkpoints[:-1] if c.path.resolve() != self._resumed]
+        free = [c for c in checkpoints[:-1] if not self._is_needed(c, checkpoints)]
         order = sorted(self.root.glob(f"{LOST}*")) + [
             c.path for c in sorted(free, key=lambda c: (c.path in best, c.step))
         ]
@@ -293,11 +295,17 @@ class CheckpointStore:
         kept = {c.path for c in (*lasting[-self.keep :], *checkpoints[-1:], *self._ranking(lasting)[: self.keep_best])}
         try:
             for checkpoint in checkpoints:
-                if checkpoint.path not in kept and checkpoint.path.resolve() != self._resumed:
+                if checkpoint.path not in kept and not self._is_needed(checkpoint, checkpoints):
                     self._to_trash(checkpoint.path)
             self._empty_trash()
         except OSError as error:
             logger.warning("old checkpoints in %s could not be removed: %s", self.root, error)
+
+    def _is_needed(self, checkpoint: Checkpoint, all_of_them: list[Checkpoint]) -> bool:
+        """Return whether a checkpoint is the one that was resumed from, or the last good one."""
+        until = self.good_until
+        good = [c.step for c in all_of_them if until is not None and c.step <= until]
+        return checkpoint.path.resolve() == self._resumed or checkpoint.step == max(good, default=None)
 
     def _to_trash(self, path: Path) -> None:
         # Renamed before deletion: a half-deleted folder must not look like a checkpoint.

@@ -82,9 +82,13 @@ class RestartPolicy:
         if isinstance(step, int):
             self._step = step
             self._budget = self._budget.after(step, every=self._spec.forgive_after_steps)
+        return self.numbers(status) or self.stalled(status.get("stall"))
+
+    def numbers(self, status: Mapping[str, Any]) -> Decision | None:
+        """Decide on numbers that a rule of failurePolicy finds wrong; None when it finds none."""
         trip = rules.tripped(self._spec, status.get("streaks"))
         if trip is None:
-            return self.stalled(status.get("stall"))
+            return None
         reason = f"{trip.rule}: {trip.message}"
         if trip.action == "RestartFromCheckpoint":
             return self._restart_job(reason)

@@ -185,6 +185,8 @@ class Trip:
     action: str
     """RestartFromCheckpoint, Pause or FailJob."""
     message: str
+    steps: int
+    """Newest steps that went wrong."""
 
 
 def tripped(policy: FailurePolicySpec, streaks: Any) -> Trip | None:
@@ -199,5 +201,6 @@ def tripped(policy: FailurePolicySpec, streaks: Any) -> Trip | None:
     for name, (rule, what) in table.items():
         count = streaks.get(name)
         if rule is not None and isinstance(count, int) and count >= rule.steps:
-            return Trip(rule=name, action=rule.action, message=f"{what} for {rule.steps} or more steps in a row")
+            message = f"{what} for {rule.steps} or more steps in a row"
+            return Trip(rule=name, action=rule.action, message=message, steps=count)
     return None

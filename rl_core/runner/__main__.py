@@ -131,11 +131,10 @@ def tell(output: Path, status: Mapping[str, Any]) -> None:
 def end(runner: Runner, summary: RunSummary) -> int:
     """Tell the end of a run without an error; return the exit code, 3 when its pod must go though steps are left."""
     if summary.status == "Interrupted":
-        saved = (
-            f"saved at step {summary.step}"
-            if runner.parts.checkpoints.last_step == summary.step
-            else "nothing was saved"
-        )
+        newest = runner.parts.checkpoints.last_step
+        saved = f"saved at step {summary.step}" if newest == summary.step else "nothing was saved"
+        if runner.stops.kind is StopKind.ROLLBACK:
+            saved += f", the last good checkpoint is {'none' if newest is None else f'of step {newest}'}"
         message = f"{runner.stops.reason}: ended at step {summary.step} to be resumed; {saved}"
         runner.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
         return 3

@@ -150,15 +150,15 @@ class Runner(ABC):
     # --- what a step's numbers and an early end mean ------------------------------------------------------------------
 
     def watch_numbers(self, metrics: Mapping[str, float]) -> None:
-        """Count steps in a row that break a rule of failurePolicy; roll back when one has fired whose action is RestartFromCheckpoint.
+        """Count steps in a row that break a rule of failurePolicy; end without saving when one has fired.
 
-        Who restarts the run is the operator, which reads the counts too. Its call to roll back may be lost or come late, and until
-        then nothing may make a checkpoint of these weights.
+        What comes of it, a restart, a pause or the end of the job, is for the operator, which reads the counts too. Its call may be lost
+        or come late, and until then nothing may make a checkpoint of these weights.
         """
         policy = self.applied.spec.failure_policy
         self.board.set(streaks=self._streaks.observe(metrics))
         trip = tripped(policy, self._streaks.counts)
-        if trip is not None and trip.action == "RestartFromCheckpoint":
+        if trip is not None:
             self.stop(f"failurePolicy.{trip.rule} has fired: {trip.message}", StopKind.ROLLBACK)
 
     def ended_early(self) -> str:

@@ -139,6 +139,14 @@ class Checkpoints:
         self._resumed = {"resumedFrom": checkpoint.step, "passedOver": list(checkpoint.passed_over)}
         return dict(state)
 
+    def leave_after(self, step: int) -> str:
+        """Set the checkpoints after `step` aside; return the path of the newest that is left, "" when there is none."""
+        if aside := self.store.set_aside_after(step, self._epoch):
+            logger.warning("checkpoints of steps %s, whose numbers a rule found wrong, are kept as lost-step-*", aside)
+        newest = self.store.latest()
+        self.last_step = newest.step if newest is not None else None
+        return str(newest.path) if newest is not None else ""
+
     def begin_afresh(self) -> None:
         """Clear the history of a run that was lost before its first checkpoint, or is not to be resumed."""
         self._forget_after(-1, {})
@@ -205,11 +213,14 @@ class Checkpoints:
         weights_digest: str = "",
         reward: float | None,
         passing: bool = False,
+        wrong_steps: int = 0,
     ) -> str:
         """Write and publish the checkpoint of `step`; return its path. Where there is no room, older ones go before their time, but for one.
 
         `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them. `passing`: the next one replaces it.
+        `wrong_steps`: newest steps whose numbers a rule counts; the newest checkpoint before them is not retired.
         """
+        self.store.good_until = step - wrong_steps
         facts: dict[str, Any] = {
             "version": version,
             "weights_digest": weights_digest,

@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
+from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.checkpoints import Checkpoints, as_one
 from rl_core.runner.dispatcher import Dispatcher
@@ -101,6 +102,7 @@ class Saving:
                 weights_digest=self._sync.digest,
                 reward=progress.reward,
                 passing=passing,
+                wrong_steps=max(self._board.fact("streaks").values(), default=0),
             )
         self._board.set(checkpoint=self.checkpoints.describe(path))
 
@@ -116,7 +118,9 @@ class Saving:
     def finish(self, *, resumable: bool) -> None:
         """Save what the run came to: a checkpoint of the last step, and the model unless the run is to be resumed."""
         if resumable:
-            if self._stops.kind is not StopKind.ROLLBACK:
+            if self._stops.kind is StopKind.ROLLBACK:
+                self._leave_wrong_steps()
+            else:
                 self.save()
             return
         until = self._clock() + self._applied.spec.runtime.deadlines.degraded
@@ -124,6 +128,13 @@ class Saving:
             self.with_patience(self.save, until)
         finally:
             self.with_patience(self._export, until)
+
+    def _leave_wrong_steps(self) -> None:
+        """Make the checkpoint before the numbers went wrong the newest: those since then are set aside."""
+        trip = tripped(self._applied.spec.failure_policy, self._board.fact("streaks"))
+        if trip is not None:
+            path = self.checkpoints.leave_after(self._progress.step - trip.steps)
+            self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def _export(self) -> None:
         try:

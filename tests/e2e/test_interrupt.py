@@ -80,10 +80,16 @@ def test_the_first_signal_in_mid_training_leaves_the_step_and_saves_the_one_befo
     assert_resumes_exactly(run, step)
 
 
-def test_weights_that_a_rule_rolls_back_are_never_saved(start):
-    """A reward that counts as collapsed in each step: the third step in a row, the run's last, at which the rule fires, is not saved."""
-    rule = {"rewardCollapse": {"below": 2.0, "steps": 3, "action": "RestartFromCheckpoint"}, "maxRestarts": 0}
+def test_weights_that_a_rule_finds_wrong_are_never_the_newest_checkpoint(start):
+    """A reward that counts as collapsed in each step: when the rule fires, at the third in a row, the run is paused, that step is not saved,
+    and the checkpoints of the two before it, in which the numbers were wrong already, are set aside."""
+    rule = {"rewardCollapse": {"below": 2.0, "steps": 3, "action": "Pause"}}
     run = start(algorithm={"steps": 3}, checkpoint={"everySteps": 1}, failurePolicy=rule, validation=QUIET)
-    assert run.run() == 3, run.text + run.logs()
-    assert max(saved_steps(run)) == 2 and not (run.output / "model").exists()
+    assert run.run() == 130, run.text + run.logs()
+    assert saved_steps(run) == [] and not (run.output / "model").exists()
+    assert [path.name for path in sorted((run.output / "checkpoints").glob("lost-step-*"))] == [
+        "lost-step-00000001",
+        "lost-step-00000002",
+    ]
     assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3]
+    assert "the last good checkpoint is none" in run.text

@@ -55,12 +55,12 @@ def submit(
 
 def suspend(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
     """Checkpoint a job and free its pods; `rljob resume` goes on from there."""
-    _run(lambda: _suspend(name, Here(namespace=namespace, context=context), suspended=True))
+    _run(lambda: _suspend(name, Here(namespace=namespace, context=context)))
 
 
 def resume(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
-    """Let a suspended job go on."""
-    _run(lambda: _suspend(name, Here(namespace=namespace, context=context), suspended=False))
+    """Let a suspended or paused job go on."""
+    _run(lambda: _resume(name, Here(namespace=namespace, context=context)))
 
 
 def checkpoint(name: JobName, namespace: Namespace = None, context: Context = None) -> None:
@@ -83,15 +83,25 @@ def checkpoint(name: JobName, namespace: Namespace = None, context: Context = No
     _run(command)
 
 
-def _suspend(name: str, place: Here, *, suspended: bool) -> int:
+def _suspend(name: str, place: Here) -> int:
     from rljob_operator.cli import jobs
     from rljob_operator.cli.connection import Connection
 
-    connection = Connection.open(place)
-    doing = f"{'suspending' if suspended else 'resuming'} job {name}"
-    jobs.change(connection, name, {"suspend": suspended}, doing=doing)
-    effect = "suspends at its next checkpoint" if suspended else "goes on from its newest checkpoint"
-    sys.stdout.write(f"{name}: {effect}\n")
+    jobs.change(Connection.open(place), name, {"suspend": True}, doing=f"suspending job {name}")
+    sys.stdout.write(f"{name}: suspends at its next checkpoint\n")
+    return 0
+
+
+def _resume(name: str, place: Here) -> int:
+    from rljob_operator.cli import jobs
+    from rljob_operator.cli.connection import Connection
+
+    connection, doing = Connection.open(place), f"resuming job {name}"
+    if jobs.paused(jobs.read(connection, name)):  # only a suspension that the operator has seen ends a rule's pause
+        jobs.change(connection, name, {"suspend": True}, doing=doing)
+        jobs.await_unpaused(connection, name)
+    jobs.change(connection, name, {"suspend": False}, doing=doing)
+    sys.stdout.write(f"{name}: goes on from its newest checkpoint\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from rljob_operator.kinds import RLJOB
 
 FINAL_PHASES = frozenset({"Succeeded", "Failed"})
 SUGGESTIONS = 3
+UNPAUSE_SECONDS = 60.0
+"""How long the operator may take to see that a paused job is suspended by its user."""
+UNPAUSE_LOOK = 0.5
 
 
 @contextmanager
@@ -59,6 +63,24 @@ def condition(job: Json, kind: str) -> dict[str, Any]:
 def phase(job: Json) -> str:
     """Return the phase, Pending before the operator has seen the job."""
     return str((job.get("status") or {}).get("phase") or "Pending")
+
+
+def paused(job: Json) -> bool:
+    """Return whether a rule of failurePolicy has paused the job."""
+    halt = (job.get("status") or {}).get("halt") or {}
+    return bool(halt.get("by") == "rule")
+
+
+def await_unpaused(connection: Connection, name: str) -> None:
+    """Return once the operator has taken the user's suspension in place of the pause. Raises ConfigError when it does not in time."""
+    until = time.monotonic() + UNPAUSE_SECONDS
+    while paused(read(connection, name)):
+        if time.monotonic() >= until:
+            raise ConfigError(
+                f"the operator must take the suspension of job {name} within {UNPAUSE_SECONDS:.0f} s, got no sign of it; look at the "
+                f"operator's pods, then run rljob resume {name} again"
+            )
+        time.sleep(UNPAUSE_LOOK)
 
 
 def _no_such_job(connection: Connection, name: str) -> str:

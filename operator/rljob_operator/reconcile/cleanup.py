@@ -20,7 +20,10 @@ def halt(situation: Situation, record: Record) -> PodMoves:
     left = seconds_to_save(situation, record)
     if left <= 0:
         return _delete(situation, list(situation.pods.values()))
-    return PodMoves(calls=finish(situation, "suspend"), draining={}, again=(min(left, ASK_AGAIN),))
+    saves = record.halt is None or record.halt.saves
+    return PodMoves(
+        calls=finish(situation, "suspend" if saves else "rollback"), draining={}, again=(min(left, ASK_AGAIN),)
+    )
 
 
 def ended(situation: Situation) -> PodMoves:

@@ -126,8 +126,8 @@ def _accepted(situation: Situation, obstacle: Obstacle | None) -> Fact:
 def _suspended(situation: Situation, course: Course) -> Fact:
     halt, before = course.record.halt, situation.record.halt
     if halt is not None:
-        reason = ("Paused" if halt.done else "Pausing") if halt.paused else "Suspended" if halt.done else "Suspending"
-        return Fact(status="True" if halt.done else "Unknown", reason=reason, message=halt.message)
+        reason = ("Paused" if halt.done else "Pausing") if halt.rule else "Suspended" if halt.done else "Suspending"
+        return Fact(status="True" if halt.done else "Unknown", reason=reason, message=halt.words)
     resumed = before is not None or situation.record.condition("Suspended")[1] == "Resumed"
     return Fact(status="False", reason="Resumed" if resumed else "NotSuspended")
 

@@ -86,7 +86,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "Suspending": "the runner saves a checkpoint, then all pods are deleted",
         "Suspended": "spec.suspend is true: no pods, no devices held",
         "Pausing": "a rule of failurePolicy suspends the job; the message says which",
-        "Paused": "a rule of failurePolicy suspended the job until the spec is changed",
+        "Paused": "a rule of failurePolicy suspended the job until somebody suspends and resumes it",
     },
     "Complete": {
         "NotFinished": "the job has not finished",

@@ -18,6 +18,7 @@ from rl_core.plan.failure_rules import Ends, after_end
 from rljob_operator.reconcile import deadlines, failures
 from rljob_operator.reconcile.failures import Act, Finding
 from rljob_operator.reconcile.record import GANG, Halt, Record, RoleRecord
+from rljob_operator.reconcile.report import whole
 from rljob_operator.reconcile.situation import ROLES, Situation, has_ended, is_active
 
 Outcome = Literal["Succeeded", "Failed"]
@@ -70,8 +71,7 @@ def decide(situation: Situation) -> Course:
         since = halt.since if halt is not None else situation.now
         return _halt(situation, record, Halt(since=since, done=halt is not None and halt.done))
     if halt is not None:
-        held = halt.paused and halt.generation >= situation.generation
-        return _halt(situation, record, halt) if held else _resume(situation, halt)
+        return _halt(situation, record, halt) if halt.rule else _resume(situation, halt)
     record = replace(record, start_time=record.start_time or situation.now)
     if situation.epoch == 0:
         return Course(stage=Stage.RUN, record=replace(record, epoch=1))
@@ -94,11 +94,8 @@ def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
     if finding.act is Act.FAIL:
         return replace(_end(situation, record, "Failed", finding.reason, finding.message), findings=course.findings)
     if finding.act is Act.PAUSE:
-        text = (
-            f"paused by failurePolicy: {finding.message}; change the spec to go on, or set suspend to true and to false"
-        )
-        halt = Halt(paused=True, generation=situation.generation, since=situation.now, message=text)
-        return replace(_halt(situation, record, halt), message=text, findings=course.findings)
+        halt = Halt(rule=finding.reason, since=situation.now, message=finding.message)
+        return replace(_halt(situation, record, halt), message=halt.words, findings=course.findings)
     if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
         return _restart(situation, course, finding)
     return course
@@ -157,6 +154,9 @@ def _mark_role(situation: Situation, record: Record, role: str) -> Record:
 def _halt(situation: Situation, record: Record, halt: Halt) -> Course:
     """Save, then delete: until actor-0 has ended, or its time is up, the others stay too."""
     record = replace(record, epoch=situation.epoch, draining={})
+    first, report = situation.first_actor, situation.report
+    if halt.rule and first is not None and has_ended(first) and report is not None:
+        halt = replace(halt, last_good_step=whole(report.mapping("checkpoint").get("lastStep")))
     if situation.pods:
         return Course(stage=Stage.HALT, record=replace(record, halt=replace(halt, done=False)))
     done = halt if halt.done else replace(halt, done=True, since=situation.now)

@@ -35,18 +35,34 @@ class RoleRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Halt:
-    """Why the job is to have no pods (`status.halt`)."""
+    """Why the job is to have no pods (`status.halt`). A pause by a rule ends when the user suspends the job and resumes it."""
 
-    paused: bool = False
-    """By a rule; the user's suspend otherwise."""
-    generation: int = 0
-    """Of the spec that was paused."""
+    rule: str = ""
+    """The reason a rule gave, KlBlowUp or the like; empty = the user's suspend."""
+    last_good_step: int | None = None
+    """Step of the newest checkpoint that the runner of a paused job left; None = it left none, or no word."""
     since: float
     """When it began, and once it is done when the last pod was gone."""
     done: bool = False
     """Whether no pod is left."""
     message: str = ""
     """What the rule found."""
+
+    @property
+    def saves(self) -> bool:
+        """Return whether the runner's present state is worth a checkpoint: not where a rule finds its numbers wrong."""
+        return self.rule in ("", "Stalled")
+
+    @property
+    def words(self) -> str:
+        """Return why, and what to do, for people; empty for the user's suspend."""
+        if not self.rule:
+            return ""
+        step = "" if self.last_good_step is None else f"; the last good checkpoint is of step {self.last_good_step}"
+        return (
+            f"paused by failurePolicy: {self.message}{step}; to go on from there set suspend to true and, once that is done, to false "
+            "(rljob resume does both)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +156,9 @@ def draining_status(draining: Mapping[str, float]) -> list[dict[str, Any]]:
 def halt_status(halt: Halt) -> dict[str, Any]:
     """Return `status.halt`."""
     return {
-        "by": "rule" if halt.paused else "user",
-        "generation": halt.generation,
+        "by": "rule" if halt.rule else "user",
+        **({"rule": halt.rule} if halt.rule else {}),
+        **({"lastGoodStep": halt.last_good_step} if halt.last_good_step is not None else {}),
         "since": to_text(halt.since),
         "done": halt.done,
         **({"message": halt.message} if halt.message else {}),
@@ -152,8 +169,8 @@ def _halt(value: Any) -> Halt | None:
     if not isinstance(value, Mapping):
         return None
     return Halt(
-        paused=value.get("by") == "rule",
-        generation=_count(value.get("generation")),
+        rule=str(value.get("rule") or "Paused") if value.get("by") == "rule" else "",
+        last_good_step=_count(value["lastGoodStep"]) if "lastGoodStep" in value else None,
         since=to_seconds(value.get("since")) or 0.0,
         done=value.get("done") is True,
         message=str(value.get("message") or ""),
@@ -168,8 +185,7 @@ def _halt_of_conditions(raw: Object) -> Halt | None:
     if said.get("status") not in ("True", "Unknown"):
         return None
     return Halt(
-        paused=said.get("reason") in ("Pausing", "Paused"),
-        generation=_count(said.get("observedGeneration")),
+        rule="Paused" if said.get("reason") in ("Pausing", "Paused") else "",
         since=to_seconds(said.get("lastTransitionTime")) or 0.0,
         done=said["status"] == "True",
         message=str(said.get("message") or ""),

@@ -133,6 +133,7 @@ class World:
             "roles": [{"name": "rollout", "ready": ready, "lag": 0, "versions": {str(self.steps): ready}}],
             "appliedGeneration": self.applied,
             "streaks": self.streaks,
+            "checkpoint": {"lastStep": self.saved} if self.saved else {},
         }
 
     def plan(self) -> Plan:

@@ -424,17 +424,3 @@ def test_a_runner_that_rolled_back_before_it_was_asked_is_restarted_once_and_und
     assert not [call for call in world.calls if call.method == "POST /finish"], "there is nobody left to ask"
     world.run_until(lambda: world.phase == "Running")
     assert world.status["restarts"] == 1 and world.status["epoch"] == 2
-
-
-def test_a_paused_job_holds_no_pods_until_its_spec_is_changed() -> None:
-    world = running(failurePolicy={"klBlowUp": {"above": 1.0, "action": "Pause"}})
-    world.streaks = {"klBlowUp": 1}
-    world.run_until(lambda: world.phase == "Suspended")
-    paused = world.condition("Suspended")
-    assert (paused["status"], paused["reason"]) == ("True", "Paused") and "approx_kl" in paused["message"]
-    assert not world.pods and world.status["step"] == world.saved, "saved before it was ended"
-    world.settle(ticks=60)
-    assert world.phase == "Suspended"
-    world.edit(actor={"optimizer": {"learningRate": 1e-7}})
-    world.run_until(lambda: world.phase == "Running" and all_there(world))
-    assert world.status["epoch"] == 2 and world.status["restarts"] == 0

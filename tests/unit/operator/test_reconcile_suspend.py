@@ -77,7 +77,9 @@ def test_a_job_that_an_operator_without_the_field_paused_stays_paused() -> None:
         del world.job["status"][field]
     world.settle(ticks=30)
     assert world.phase == "Suspended" and world.condition("Suspended")["reason"] == "Paused"
-    world.edit(actor={"optimizer": {"learningRate": 1e-7}})
+    world.edit(suspend=True)
+    world.reconcile()
+    world.edit(suspend=False)
     world.run_until(lambda: world.phase == "Running")
 
 
@@ -95,3 +97,72 @@ def test_a_job_of_another_controller_is_left_alone() -> None:
     world = World(make_job(managedBy="kueue.x-k8s.io/multikueue"))
     assert world.plan().status is None and not world.plan().create
     assert World(make_job(managedBy="rljob.dev/operator")).plan().create
+
+
+def paused(**policy: object) -> World:
+    world = running(failurePolicy={"klBlowUp": {"above": 1.0, "action": "Pause"}, **policy})
+    world.run_until(lambda: world.saved > 0)
+    world.streaks = {"klBlowUp": 1}
+    return world
+
+
+def test_a_paused_job_keeps_its_last_good_checkpoint_and_names_it_in_a_field_of_its_own() -> None:
+    world = paused()
+    world.tick(3)
+    good = world.saved
+    world.run_until(lambda: world.phase == "Suspended")
+    assert [call.body for call in world.calls if call.method == "POST /finish"] == [{"reason": "rollback"}]
+    assert not world.pods and world.saved == good, "what the rule found wrong is not saved"
+    halt, told = world.status["halt"], world.condition("Suspended")
+    assert (halt["by"], halt["rule"], halt["lastGoodStep"], halt["done"]) == ("rule", "KlBlowUp", good, True)
+    assert (told["status"], told["reason"]) == ("True", "Paused")
+    words = f"the last good checkpoint is of step {good}; to go on from there"
+    assert "approx_kl above" in told["message"] and words in told["message"] and "rljob resume" in told["message"]
+
+
+def test_a_runner_that_ended_by_itself_before_it_was_asked_is_paused_too() -> None:
+    world = paused()
+    good = world.saved
+    world.end_pod("x-actor-0", 3)
+    world.run_until(lambda: world.phase == "Suspended")
+    assert (
+        world.status["halt"]["lastGoodStep"] == good and world.status["restarts"] == world.status["totalRestarts"] == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"rollout": {"replicas": 3, "minReplicas": 1}},
+        {"actor": {"optimizer": {"learningRate": 1e-7}}},
+        {"suspend": False},
+    ],
+    ids=["scaled", "edited", "not suspended"],
+)
+def test_a_pause_survives_scaling_and_edits(edit: dict[str, object]) -> None:
+    world = paused()
+    world.run_until(lambda: world.phase == "Suspended")
+    world.edit(**edit)
+    world.settle(ticks=40)
+    assert world.phase == "Suspended" and world.condition("Suspended")["reason"] == "Paused" and not world.pods
+
+
+def test_only_a_suspension_that_is_taken_back_ends_a_pause() -> None:
+    world = paused()
+    world.run_until(lambda: world.phase == "Suspended")
+    good = world.saved
+    world.edit(suspend=True)
+    world.settle(ticks=5)
+    assert world.condition("Suspended")["reason"] == "Suspended" and world.status["halt"]["by"] == "user"
+    world.edit(suspend=False)
+    world.run_until(lambda: world.phase == "Running")
+    assert world.status["epoch"] == 2 and world.status["restarts"] == 0 and world.status["step"] >= good
+    assert "halt" not in world.status
+
+
+def test_a_stall_that_pauses_saves_what_is_there() -> None:
+    world = running(failurePolicy={"stall": {"action": "Pause"}})
+    world.stall = {"since": 900.0, "reason": "WaitingForActor", "waits": []}
+    world.run_until(lambda: world.phase == "Suspended")
+    assert [call.body for call in world.calls if call.method == "POST /finish"] == [{"reason": "suspend"}]
+    assert world.status["halt"]["rule"] == "Stalled" and world.status["halt"]["lastGoodStep"] == world.saved

@@ -210,10 +210,11 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("action", ["RestartFromCheckpoint", "Pause", "FailJob"])
 @pytest.mark.parametrize("rule", list(RULES))
-def test_a_rule_that_rolls_back_lets_nothing_be_saved(tmp_path, rule):
+def test_numbers_that_a_rule_finds_wrong_are_not_saved_whatever_comes_of_it(tmp_path, rule, action):
     fields, metrics = RULES[rule]
-    policy = {rule: {**fields, "action": "RestartFromCheckpoint"}}
+    policy = {rule: {**fields, "action": action}}
     loss = {"loss": {"klCoefficient": 0.1}} if rule == "klBlowUp" else {}
     algorithm = JOB["spec"]["algorithm"] | loss
     run = Run(tmp_path, failurePolicy=policy, algorithm=algorithm)

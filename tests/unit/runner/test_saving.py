@@ -33,6 +33,10 @@ class Checkpoints:
         self.passing.append(facts["passing"])
         return "checkpoints/step-00000003"
 
+    def leave_after(self, step):
+        self.left_after = step
+        return "checkpoints/step-00000001"
+
     def take_ask(self):
         asked, self.asked = self.asked, False
         return asked
@@ -121,6 +125,19 @@ def test_a_run_that_is_rolled_back_saves_nothing_whatever_else_is_asked(later):
     assert not run.saving.due()
     run.saving.finish(resumable=True)
     assert run.checkpoints.saved == [] and run.exports == []
+
+
+def test_a_run_whose_numbers_went_wrong_goes_back_to_before_they_did():
+    run = Run(
+        failurePolicy={
+            "nonFiniteLoss": {"steps": 2, "action": "Pause"},
+            "rewardCollapse": {"below": 0.1, "action": "Pause"},
+        }
+    )
+    run.board.set(streaks={"nonFiniteLoss": 2, "rewardCollapse": 3, "klBlowUp": 0})
+    run.stops.stop("failurePolicy.nonFiniteLoss has fired", StopKind.ROLLBACK)
+    run.saving.finish(resumable=True)
+    assert run.checkpoints.left_after == 1 and run.board.fact("checkpoint")["path"] == "checkpoints/step-00000001"
 
 
 def test_a_run_that_is_to_be_resumed_saves_a_checkpoint_and_no_model():
