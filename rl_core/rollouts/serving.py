@@ -33,6 +33,8 @@ POLL_SECONDS = 20.0
 """How long the runner may hold a question for groups that it cannot answer yet."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 """Pauses before asking again a runner that failed, or refused at once; each is twice as long as the one before."""
+GATHER_S = 0.005
+"""How long a question waits for further groups to end while some run: those that end together are asked for together."""
 RETURN_SECONDS = 1.0
 """How long a stop waits for groups to be given back; a lease that cannot be given back ends by itself."""
 
@@ -146,6 +148,8 @@ class PromptServer:
                 with self._waiting("weights", "actor"):
                     await self._gate.wait()
                 continue  # it may have closed again before this loop woke up
+            if self._groups and self._room():
+                await asyncio.sleep(GATHER_S)
             want = self._room()
             if not want:
                 await self._changed.wait()
