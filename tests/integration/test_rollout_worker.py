@@ -181,12 +181,13 @@ class World:
         """Let these groups be leased: training groups of 4 for version 1 unless `changes` says otherwise."""
         self.ledger.put(*[self.lease(index, **changes) for index in indices])
 
-    def lease(self, index, mode="train", version=1):
+    def lease(self, index, mode="train", version=1, again=""):
+        """Return a lease of a group; `again` tells a further one from the first, as the runner gives each a token of its own."""
         ids = np.arange(2, 6 + index % 3, dtype=np.int64)
         return PromptLease(
             mode=mode,
             group_id=f"{mode}-{index}",
-            token=f"token-{index}",
+            token=f"token-{index}{again}",
             sample={
                 "message_log": [{"role": "user", "content": "x", "token_ids": ids}],
                 "length": len(ids),
@@ -259,7 +260,7 @@ def test_samples_repeat_by_seed_whatever_shares_the_batch_and_change_with_the_we
     world.publish(1, seed=1)
     world.put(0)
     (alone,) = records(world, 1)
-    world.put(*range(5))
+    world.put(*range(5), again="-again")
     together = {record.group_id: record for record in records(world, 5)}
     assert tokens(alone) == tokens(together["train-0"])
     assert len({tuple(ids) for ids in tokens(alone)}) > 1

@@ -215,15 +215,13 @@ async def test_an_idle_rollout_asks_anew_for_all_that_fits_so_that_groups_start_
     assert harness.started[2:] == ["g2", "g3"] and harness.runner.given_back == []
 
 
-async def test_a_row_limit_that_fell_gives_back_what_no_longer_fits(harness):
+async def test_leases_of_answers_that_crossed_all_begin_for_the_engine_queues_what_it_has_no_rows_for(harness):
     harness.limit = 8
-    harness.hold(0)
     await harness.serving()
     harness.limit = 2
     await harness.runner.put(*[lease(i) for i in range(3)])
     await harness.settle()
-    assert harness.started == ["g0"]
-    assert [given[:2] for given in harness.runner.given_back] == [("t1", "stale"), ("t2", "stale")]
+    assert harness.started == ["g0", "g1", "g2"] and harness.runner.given_back == []
 
 
 async def test_a_poll_is_not_cancelled_by_the_gate_and_what_it_brings_late_is_given_back(harness):
