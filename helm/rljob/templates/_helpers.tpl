@@ -34,3 +34,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "rljob.pairs" -}}
 {{- $pairs := list }}{{ range $key, $value := . }}{{ $pairs = append $pairs (printf "%s=%s" $key $value) }}{{ end }}{{ join "," $pairs }}
 {{- end }}
+
+{{- /* What every pod of the chart may reach: DNS and the API server. */ -}}
+{{- define "rljob.egress" -}}
+- to:  # DNS
+  - namespaceSelector: {matchLabels: {{ toJson .Values.dns.namespaceLabels }}}
+    podSelector: {matchLabels: {{ toJson .Values.dns.podLabels }}}
+  {{- range .Values.dns.cidrs }}
+  - ipBlock: {cidr: {{ . }}}
+  {{- end }}
+  ports:
+  {{- range $port := list 53 5353 }}{{ range $protocol := list "UDP" "TCP" }}
+  - {port: {{ $port }}, protocol: {{ $protocol }}}
+  {{- end }}{{ end }}
+- ports:  # the API server
+  {{- range .Values.networkPolicy.apiServerPorts }}
+  - {port: {{ . }}}
+  {{- end }}
+{{- end }}

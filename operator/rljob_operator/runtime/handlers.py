@@ -18,6 +18,8 @@ from rljob_operator.kinds import RLJOB, Kind
 from rljob_operator.naming import LABEL_JOB
 from rljob_operator.runtime.cache import Cache, JobKey
 
+IDENTITY: Any = "rljob-operator"
+"""Name among kopf's peers, which there are none of; kopf would ask for the name of its user, and a pod's user id may have none."""
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 600
@@ -151,6 +153,7 @@ async def watch(
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         standalone=True,
+        identity=IDENTITY,
         ready_flag=ready,
     )
     try:

@@ -13,6 +13,7 @@ import yaml
 from operator_rig.charts import CHART, eventually, job
 
 from rljob_operator import naming
+from rljob_operator.manifests.policy_judge import selects
 from rljob_operator.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[3]
@@ -160,6 +161,30 @@ def test_the_operators_pods_are_those_of_a_restricted_namespace(cluster, namespa
             "spec": spec | {"serviceAccountName": "default"},
         }
         cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", stdin=json.dumps(pod))
+
+
+def test_the_charts_pods_are_what_a_hostile_reader_asks_of_pods(cluster):
+    """What kube-score finds wrong in a chart, but for what is so on purpose: no CPU limit (values.yaml says why), the pull policy left to
+    the cluster (tags are versions, a digest may be given), and hosts spread by topologySpreadConstraints instead of an anti-affinity.
+    """
+    objects = render(cluster)
+    deployment, policies = of_kind(objects, "Deployment"), [o["spec"] for o in objects if o["kind"] == "NetworkPolicy"]
+    assert (
+        deployment["spec"]["template"]["spec"]["topologySpreadConstraints"][0]["topologyKey"]
+        == "kubernetes.io/hostname"
+    )
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(
+        deployment["spec"]["template"]["spec"]["containers"][0]
+    )
+    for pod in (deployment["spec"]["template"], of_kind(objects, "Pod")):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert min(spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsGroup"]) >= 10000
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["requests"])
+        assert {"memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert ":" in container["image"] and not container["image"].endswith(":latest")
+        fences = [policy for policy in policies if selects(policy["podSelector"], pod["metadata"]["labels"])]
+        assert [policy["policyTypes"] for policy in fences] == [["Ingress", "Egress"]]
 
 
 def test_no_right_is_a_wildcard_and_secrets_are_neither_listed_nor_watched(cluster):
