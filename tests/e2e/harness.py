@@ -57,6 +57,8 @@ class Run:
         self.job.write_text(yaml.safe_dump(document))
         self.arguments = arguments
         self.env = os.environ | {"PYTHONPATH": str(python_path or folder), "OMP_NUM_THREADS": "1"}
+        self.tree: Path | None = None
+        """Where the packages of another version lie; None = this tree."""
         self.process: subprocess.Popen | None = None
         self.text = ""
 
@@ -71,12 +73,14 @@ class Run:
             str(self.output),
             "--no-progress",
         ]
+        paths = [str(self.tree)] if self.tree is not None else []
         self.process = subprocess.Popen(
             [*command, *self.arguments, *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=self.env,
+            env=self.env | {"PYTHONPATH": os.pathsep.join([*paths, self.env["PYTHONPATH"]])},
+            cwd=self.tree,
         )
         return self
 

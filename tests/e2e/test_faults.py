@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import later_version
 import pytest
 from harness import assert_trained_once
 
@@ -70,7 +71,8 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
     assert {line["epoch"] for line in run.lines("ledger.jsonl")} == {1}
 
 
-def test_a_run_that_begins_from_another_one_has_its_ledger_and_restarts_there_until_it_has_saved(start):
+def test_a_run_that_begins_from_another_one_has_its_ledger_and_restarts_there_until_it_has_saved(start, tmp_path):
+    """The other one is of an earlier version, which lacked a field of `algorithm`."""
     quiet = {"everySteps": 1000, "beforeTraining": False}
     first = start(algorithm={"steps": 2}, validation=quiet, folder="first")
     assert first.run() == 0, first.text + first.logs()
@@ -80,13 +82,14 @@ def test_a_run_that_begins_from_another_one_has_its_ledger_and_restarts_there_un
         validation=quiet,
         folder="second",
     )
-    run.output = first.output.with_name("second")
+    run.output, run.tree = first.output.with_name("second"), later_version.build(tmp_path / "later")
     run.start()
     run.at_step(4)
     run.kill(role="actor")
     assert run.wait() == 0, run.text + run.logs()
     assert_trained_once(run, steps=15, groups=4)
     ledger, before = run.lines("ledger.jsonl"), first.lines("ledger.jsonl")
+    assert json.loads((run.output / ".rljob/job.json").read_text())["spec"]["algorithm"]["laterField"] == 3
     assert ledger[: len(before)] == before and {line["epoch"] for line in ledger[len(before) :]} == {1}
 
 

@@ -7,11 +7,11 @@ The later version is this tree with a field more and with another default, run a
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import later_version
 import pytest
 from operator_rig.jobs import STANDARD, Jobs, until
 from operator_rig.kubelet import Kubelet
@@ -21,12 +21,6 @@ from rl_core.api import defaults, document
 from rl_core.api.job import RLJobSpec
 from rljob_operator import kinds
 
-ROOT = Path(__file__).parents[3]
-GROUP_SIZE = "    group_size: int = Field(8, ge=1, le=1024)\n"
-LATER = '''    later_field: int = 3
-    """A field that the other version lacks."""
-    group_size: int = Field(16, ge=1, le=1024)
-'''
 READ = """
 import pathlib, sys
 from rl_core.runner.__main__ import read_job
@@ -37,21 +31,14 @@ print(read_job(pathlib.Path(sys.argv[1])).spec.algorithm.model_dump_json(by_alia
 @pytest.fixture(scope="module")
 def later(tmp_path_factory) -> Path:
     """The tree of the later version."""
-    tree = tmp_path_factory.mktemp("later")
-    for package in ("rl_core", "operator/rljob_operator"):
-        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
-    schema = tree / "rl_core/api/algorithm.py"
-    text = schema.read_text()
-    assert GROUP_SIZE in text
-    schema.write_text(text.replace(GROUP_SIZE, LATER))
-    return tree
+    return later_version.build(tmp_path_factory.mktemp("later"))
 
 
 class Versions:
     """The job's ConfigMap, and what workers of both versions make of it."""
 
     def __init__(self, jobs: Jobs, later: Path, folder: Path) -> None:
-        self.jobs, self.trees, self.folder = jobs, {"this": ROOT, "later": later}, folder
+        self.jobs, self.trees, self.folder = jobs, {"this": later_version.ROOT, "later": later}, folder
 
     async def config_map(self) -> dict:
         return await self.jobs.api.read(kinds.CONFIG_MAP, self.jobs.namespace, "job-config")
