@@ -83,7 +83,8 @@ class NonFiniteLossSpec(Spec):
     steps: int = Field(1, ge=1, le=1000)
     """Steps in a row that count."""
     action: SemanticAction
-    """What is done."""
+    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
+    resumes the job."""
 
 
 class RewardCollapseSpec(Spec):
@@ -94,7 +95,8 @@ class RewardCollapseSpec(Spec):
     steps: int = Field(10, ge=1, le=1000)
     """Steps in a row that count."""
     action: SemanticAction
-    """What is done."""
+    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
+    resumes the job."""
 
 
 class KlBlowUpSpec(Spec):
@@ -105,7 +107,8 @@ class KlBlowUpSpec(Spec):
     steps: int = Field(1, ge=1, le=1000)
     """Steps in a row that count."""
     action: SemanticAction
-    """What is done."""
+    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
+    resumes the job."""
 
 
 class FailurePolicySpec(Spec):
