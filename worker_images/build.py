@@ -1,9 +1,10 @@
 """Build the images of this repository with buildah, and push them to a registry.
 
-    python worker_images/build.py [--push ADDRESS] [--accelerator cuda] [--base IMAGE --build-base IMAGE] [ROLE ...]
+    python worker_images/build.py [--push ADDRESS] [--accelerator cuda] [--base IMAGE --build-base IMAGE] [--sbom FOLDER] [ROLE ...]
 
 Prints {"actor": REFERENCE, ...} on standard output, progress on standard error. Images are tagged with a hash of what they are made of: an
-image that is there is not built again, and an equal tag means equal content. Without --base it makes a Debian base of its own out of packages
+image that is there is not built again, and an equal tag means equal content. A base is pulled and built on by its digest, whatever its tag
+means tomorrow; labels tell base, source and revision. Without --base it makes a Debian base of its own out of packages
 (debian_base.sh), as some machines reach no image registry. Needs root and buildah.
 """
 
@@ -19,11 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import sbom
+
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "worker_images"
 CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
 CONTAINER_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 CODE = ("pyproject.toml", "README.md", "rl_core", "operator")
+SOURCE = "https://github.com/rljob/rljob"
 ENVIRONMENT = {"STORAGE_DRIVER": "overlay", "BUILDAH_ISOLATION": "chroot"}
 
 
@@ -80,7 +84,11 @@ class Builder:
 
     def __init__(self, *, accelerator: str, base: str | None, build_base: str | None) -> None:
         self._accelerator = accelerator
-        self._base, self._build_base = (base, build_base or base) if base else self._debian_base()
+        if base:
+            self._base = self._pinned(base)
+            self._build_base = self._pinned(build_base) if build_base else self._base
+        else:
+            self._base, self._build_base = self._debian_base()
 
     def image(self, role: str) -> str:
         """Return the local name of the role's image, built when it is not there: its packages, then the code on top of them."""
@@ -90,8 +98,44 @@ class Builder:
         packages = f"localhost/rljob-{role}-packages:{content_hash([image.dockerfile, *inputs], *bases)}"
         self._build(packages, image.dockerfile, "--target", "packages")
         name = f"localhost/rljob-{role}:{content_hash(image.code, packages)}"
-        self._build(name, image.dockerfile, "--build-context", f"packages=container-image://{packages}")
+        labels = (word for key, value in self._labels().items() for word in ("--label", f"{key}={value}"))
+        self._build(name, image.dockerfile, "--build-context", f"packages=container-image://{packages}", *labels)
         return name
+
+    def _labels(self) -> dict[str, str]:
+        """Return what an image tells of where it comes from: the base by its digest, this repository and its commit."""
+        base, _, digest = self._base.partition("@")
+        return {
+            "org.opencontainers.image.source": SOURCE,
+            "org.opencontainers.image.revision": revision(),
+            "org.opencontainers.image.base.name": base,
+            "org.opencontainers.image.base.digest": digest or self._digest(base),
+        }
+
+    def _pinned(self, base: str) -> str:
+        """Return a base as `name@digest`; its tag is looked up once, here."""
+        if "@" in base:
+            return base
+        with _Timed(f"pull {base}"):
+            self._run("pull", "--quiet", base)
+        last = base.rpartition("/")[2]
+        return f"{base.removesuffix(':' + last.partition(':')[2]) if ':' in last else base}@{self._digest(base)}"
+
+    def _digest(self, name: str) -> str:
+        return self._output("inspect", "--type", "image", "--format", "{{.FromImageDigest}}", name)
+
+    def sbom(self, role: str, name: str, folder: Path) -> Path:
+        """Write what is in a local image to `folder` as CycloneDX; return the file."""
+        container = self._output("from", "--pull-never", name)
+        try:
+            root = Path(self._output("mount", container))
+            found = sbom.document(root, name=f"rljob-{role}", version=name.rpartition(":")[2], revision=revision())
+        finally:
+            self._output("rm", container)
+        path = folder / f"{role}.cdx.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        return path
 
     def _build(self, name: str, dockerfile: str, *options: str) -> None:
         """Build `name` when it is not there, and untag what it replaces; layers they share stay."""
@@ -146,6 +190,17 @@ class Builder:
 
     def _output(self, command: str, *words: str) -> str:
         return _call(["buildah", command, *words], stdout=subprocess.PIPE).strip()
+
+
+def revision() -> str:
+    """Return the commit of this tree, with `-dirty` when it has changes of its own; `unknown` outside of a clone."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip() or "unknown"
 
 
 def _call(command: list[str], *, stdout: int | None = None) -> str:
@@ -203,6 +258,7 @@ def main() -> int:
     parser.add_argument("--build-base", help="the same with pip; default: BASE")
     parser.add_argument("--push", metavar="ADDRESS", help="host:port of a registry without TLS")
     parser.add_argument("--registry", default="registry.test", help="the name by which nodes know that registry")
+    parser.add_argument("--sbom", metavar="FOLDER", type=Path, help="write ROLE.cdx.json, what is in each image, there")
     options = parser.parse_args()
     try:
         if unknown := set(options.roles) - set(IMAGES):
@@ -218,6 +274,8 @@ def main() -> int:
             name = builder.image(role)
             pushed = options.push and builder.push(role, name, address=options.push, registry=options.registry)
             references[role] = pushed or name
+            if options.sbom:
+                sys.stderr.write(f"{builder.sbom(role, name, options.sbom)} tells what is in {name}\n")
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1
