@@ -121,6 +121,8 @@ class Progress:
     """Why the newest poll failed; empty when it did not."""
     failing_since: float | None = None
     """Since when polls fail, seconds since 1970; None while they succeed."""
+    failures: int = 0
+    """Polls in a row that failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

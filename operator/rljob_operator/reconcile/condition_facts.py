@@ -12,8 +12,8 @@ from rljob_operator.reconcile.lifecycle import Course, Stage
 from rljob_operator.reconcile.situation import Situation, is_active
 from rljob_operator.reconcile.storage import Obstacle
 
-UNREACHABLE_SECONDS = 15.0
-"""Seconds of failing polls until a runner counts as unreachable."""
+UNREACHABLE_SECONDS, UNREACHABLE_POLLS = 15.0, 2
+"""Seconds of failing polls, and polls, until a runner counts as unreachable: one may be lost on a busy machine, ours or its own."""
 IMAGE_ERRORS = (
     "ErrImage",
     "ImagePull",
@@ -242,7 +242,8 @@ def unreachable(situation: Situation) -> bool:
     ):
         return False
     known = first.ready or situation.record.begun
-    return known and situation.now - progress.failing_since >= UNREACHABLE_SECONDS
+    lasting = situation.now - progress.failing_since >= UNREACHABLE_SECONDS
+    return known and lasting and progress.failures >= UNREACHABLE_POLLS
 
 
 def _in_sync(situation: Situation, course: Course) -> Fact:

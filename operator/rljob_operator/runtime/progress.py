@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -195,12 +195,17 @@ class Poller:
         ready = []
         for target in targets:
             pod_uid, asked_at, spread = self._asked.get(target.key, ("", 0.0, 1.0))
-            due = asked_at + spread * (prompt if target.awaited else shared)
+            due = asked_at + spread * (prompt if target.awaited or self._failed_once(target) else shared)
             if target.key in self._asking or (pod_uid == target.pod_uid and now < due):
                 continue
             self._asked[target.key] = (target.pod_uid, now, random.uniform(0.9, 1.1))
             ready.append(target)
         return ready
+
+    def _failed_once(self, target: Target) -> bool:
+        """Return whether the newest poll alone failed: the next comes soon, so that one lost call is not taken for a silence."""
+        known = self._known(target.key)
+        return known is not None and known.failures == 1
 
     async def _ask(self, target: Target) -> None:
         before = self._known(target.key)
@@ -227,6 +232,6 @@ class Poller:
     def _failed(self, target: Target, before: Progress | None, words: str) -> Progress:
         now = self._clock()
         if before is None:
-            return Progress(status={}, at=now, pod_uid=target.pod_uid, error=words, failing_since=now)
+            return Progress(status={}, at=now, pod_uid=target.pod_uid, error=words, failing_since=now, failures=1)
         since = before.failing_since if before.failing_since is not None else now
-        return Progress(status=before.status, at=before.at, pod_uid=target.pod_uid, error=words, failing_since=since)
+        return replace(before, error=words, failing_since=since, failures=before.failures + 1)

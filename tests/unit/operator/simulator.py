@@ -110,6 +110,7 @@ class World:
             pod_uid=uid_of(actor),
             error="timed out" if failing else "",
             failing_since=failing,
+            failures=2 if failing else 0,
         )
 
     def _stalled(self) -> dict[str, Any] | None:

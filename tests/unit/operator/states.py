@@ -261,4 +261,11 @@ def _progress(dice: Dice) -> Progress | None:
         told[name] = dice.one(JUNK)
     failing = START - dice.number(0, 60) if dice.maybe(3) else None
     error = "e" if failing else ""
-    return Progress(status=told, at=START, pod_uid=dice.uid("actor0"), error=error, failing_since=failing)
+    return Progress(
+        status=told,
+        at=START,
+        pod_uid=dice.uid("actor0"),
+        error=error,
+        failing_since=failing,
+        failures=dice.number(1, 2) if failing else 0,
+    )

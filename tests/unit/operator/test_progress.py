@@ -371,6 +371,17 @@ def test_jobs_that_wait_for_their_runners_word_are_asked_as_often_as_with_few(fa
     fake_time(scenario())
 
 
+def test_a_lost_poll_is_repeated_soon_and_a_silent_runner_waits_its_turn(fake_time):
+    async def scenario():
+        bench = Bench(*(f"ip-{n}" for n in range(1000)))
+        bench.runners.answers["ip-0"] = RunnerError("no route")
+        await bench.run(45)
+        assert bench.polls("ip-0") == 2 and bench.polls("ip-1") == 1
+        assert bench.known[bench.targets[0].key].failures == 2
+
+    fake_time(scenario())
+
+
 def test_a_runner_that_does_not_answer_holds_up_no_other(fake_time):
     async def scenario():
         bench = Bench("dead", "alive")

@@ -441,3 +441,17 @@ def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
     world.pods.clear()
     plan = world.plan()
     assert plan.status is None and not plan.create and not plan.delete
+
+
+def test_one_lost_poll_is_no_silence() -> None:
+    world = running()
+    world.reconcile()
+    progress = world.progress()
+    assert progress is not None
+    since = world.now
+    for failures, told in ((1, "StepFinished"), (2, "RunnerUnreachable")):
+        lost = replace(progress, error="timed out", failing_since=since, failures=failures)
+        observed = replace(world.observed(), progress=lost)
+        plan = reconcile(world.job, observed, since + 60, config=CONFIG)
+        status = plan.status or world.status
+        assert next(c["reason"] for c in status["conditions"] if c["type"] == "Progressing") == told
