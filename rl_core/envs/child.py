@@ -1,4 +1,4 @@
-"""The process that runs an environment's code: `python -m rl_core.envs.child FD`, started by `process.EnvProcess`.
+"""The process that runs an environment's code, started by `process.EnvProcess` as `python -m rl_core.envs.confined FD PARENT`.
 
 Protocol over the socket FD, one request at a time: the records of `messages.envs`. The environment's code runs in the main
 thread (libraries use signals); what it prints goes to the worker's log. The process ends with the stream, and is killed by
@@ -15,6 +15,7 @@ import resource
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, error_types, text_of
@@ -25,6 +26,8 @@ from rl_core.envs.registry import make_env
 from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSource
 from rl_core.workers.processes import die_with_parent
 
+DEFAULT_MEMORY_SHARE = 0.75
+CGROUP_MEMORY, OOM_SCORE = Path("/sys/fs/cgroup/memory.max"), Path("/proc/self/oom_score_adj")
 MAX_TRACEBACKS = 20
 """Tracebacks of user code written to the log by one process; the answers name the cause of every failure."""
 TRACEBACK_CHARACTERS = 32_768
@@ -57,6 +60,15 @@ def main() -> int:
         return 0
 
 
+def memory_here() -> int:
+    """Return the bytes of memory that this container, else this machine, has."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(whole, int(CGROUP_MEMORY.read_text()))
+    except (OSError, ValueError):  # no cgroup of version 2, or one without a bound
+        return whole
+
+
 def end_copy(first: int, error: BaseException | None = None) -> None:
     """End this process where it is not the one that began as `first`, as it would have ended by `error`."""
     if os.getpid() == first:
@@ -81,6 +93,11 @@ class Server:
         sys.path[:0] = source.search_path
         if source.memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)
+        else:
+            resource.setrlimit(resource.RLIMIT_DATA, (int(DEFAULT_MEMORY_SHARE * memory_here()),) * 2)
+        OOM_SCORE.write_text(
+            "1000"
+        )  # when memory is short all the same, user code is killed before the job's own processes
         self._cpu_seconds = source.cpu_seconds
         self._name = source.label
         self._pid = os.getpid()
@@ -129,7 +146,3 @@ class Server:
             text = "".join(traceback.format_exception(error, limit=-50))
             logger.error("%s raised:\n%s", self._name, text[:TRACEBACK_CHARACTERS])
         return EnvFailure(type="RolloutDataFailure", message=f"{self._name} raised {describe(error)}; correct it")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,15 +9,21 @@ import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError, RolloutTimeout
 from rl_core.envs import wire
+from rl_core.envs.output import Relay
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSource
+from rl_core.plan.launch import CURVE_PATH
 from rl_core.workers import processes
 
+KEY_FOLDER, OUTPUT = "RLJOB_CURVE_DIR", "RLJOB_OUTPUT"
 HIDDEN_ENV = ("RLJOB_CURVE_DIR", "RLJOB_EVENTS_FD", "RLJOB_CONFIG", "RLJOB_HUB", "RLJOB_CHANNEL")
 """Variables user code has no business with: keys, addresses and the launcher's pipe."""
+PRIVATE = ".rljob"
+"""The launcher's folder inside the output folder."""
 MARK = "RLJOB_ENV_PROCESS"
 """Variable that tells which env process a program belongs to."""
 LAST_WORDS_SECONDS = 1.0
@@ -34,6 +40,7 @@ class EnvProcess:
         process: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        relay: Relay,
         label: str,
         mark: str,
     ) -> None:
@@ -42,6 +49,7 @@ class EnvProcess:
         """`NAME=value` in its environment, which whatever it starts inherits."""
         self._reader, self._writer = reader, writer
         self._label = label
+        self._relay = relay
         self._ended = asyncio.create_task(process.wait())
 
     @property
@@ -68,7 +76,7 @@ class EnvProcess:
 
         Raises ConfigError (the environment cannot be built), DeadlineExceeded, InfrastructureError (the child ended).
         """
-        child = await cls._spawn(source.label)
+        child = await cls._spawn(source.label, hidden_folders(os.environ) if source.barrier else [])
         try:
             answer = await child._exchange(source, deadline)
             if isinstance(answer, EnvFailure):
@@ -87,24 +95,38 @@ class EnvProcess:
         return child
 
     @classmethod
-    async def _spawn(cls, label: str) -> Self:
+    async def _spawn(cls, label: str, hidden: list[str]) -> Self:
         near, far = socket.socketpair()
+        printed, output = os.pipe()
         mark = f"{MARK}={uuid.uuid4().hex}"
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "rl_core.envs.child", str(far.fileno()), str(os.getpid())),
+                *(
+                    sys.executable,
+                    "-P",
+                    "-u",
+                    "-m",
+                    "rl_core.envs.confined",
+                    str(far.fileno()),
+                    str(os.getpid()),
+                    *hidden,
+                ),
                 pass_fds=(far.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,  # so that what user code starts is killed with it, and Ctrl-C does not reach it
                 env=child_environment(os.environ) | dict([mark.split("=")]),
             )
         except OSError as error:
             near.close()
+            os.close(printed)
             raise InfrastructureError(f"{label}: a process could not be started: {error}") from error
         finally:
             far.close()
+            os.close(output)
         reader, writer = await asyncio.open_connection(sock=near)
-        return cls(process, reader, writer, label, mark)
+        return cls(process, reader, writer, Relay(printed), label, mark)
 
     async def call(self, rows: list[EnvRow], *, deadline: float) -> list[EnvAnswer] | EnvFailure:
         """Return the child's answers, one per row, or its one failure for all of them.
@@ -187,9 +209,16 @@ class EnvProcess:
         # A program in a session of its own is in no group of the child's; it is known by the environment it inherited. One that
         # was started without it lives until the worker ends, when the supervisor kills all that is left of it.
         await asyncio.to_thread(processes.kill_marked, self._mark)
+        self._relay.close()
         self._writer.close()
         with suppress(ConnectionError, OSError):
             await self._writer.wait_closed()
+
+
+def hidden_folders(environ: Mapping[str, str]) -> list[str]:
+    """Return the folders that user code must not see: keys, and what the launcher keeps in the output folder; never empty."""
+    private = Path(environ[OUTPUT]) / PRIVATE if OUTPUT in environ else None
+    return [environ.get(KEY_FOLDER) or CURVE_PATH, *([str(private)] if private is not None else [])]
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -10,9 +10,12 @@ class LimitsSpec(Spec):
     """`env.options.limits`, for every type of environment."""
 
     memory_bytes: int | None = None
-    """Address space of one process; beyond it user code gets MemoryError. null = unlimited."""
+    """Address space of one process; beyond it user code gets MemoryError. null = what it writes to may take three quarters of the memory."""
     cpu_seconds: int | None = None
     """CPU time of one step; beyond it the process is killed. null = only the deadline on the clock."""
+    barrier: bool = True
+    """Keep user code from the job's keys and from its other processes' memory, where the kernel allows it: no capabilities, no rights over
+    files of other users, a /dev/shm of its own. false for code that needs one of these."""
 
 
 def env_source(
@@ -31,5 +34,6 @@ def env_source(
         cpu_seconds=limits.cpu_seconds,
         seed=seed,
         extensions=list(extensions or ()),
+        barrier=limits.barrier,
         search_path=[str(folder) for folder in search_path or ()],
     )

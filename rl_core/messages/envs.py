@@ -73,6 +73,8 @@ class EnvSource:
     """`spec.extensions`."""
     search_path: list[str]
     """Folders put in front of `sys.path`: where user code lies."""
+    barrier: bool = True
+    """Whether user code is kept from keys and other processes' memory, where the kernel allows."""
 
 
 @record

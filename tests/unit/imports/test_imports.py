@@ -19,6 +19,7 @@ LEAN = [
     "rl_core.runner.__main__",
     "rl_core.envs.worker",
     "rl_core.envs.child",
+    "rl_core.envs.confined",
     "rl_core.launch.local",
     "rl_core.cli.main",
     "rl_core.cli.run",
