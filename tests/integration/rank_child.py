@@ -1,6 +1,7 @@
 """One rank of a process group: `python rank_child.py RANK DATA TENSOR OUT`; what it saw goes to OUT as JSON."""
 
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -33,6 +34,9 @@ def main() -> None:
     seen |= {"listening": listening(), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard}
     ranks.barrier()
     out.write_text(json.dumps(seen))
+    os._exit(
+        0
+    )  # as a worker process ends: the interpreter's own end can abort in gloo's threads, when other ranks are gone before
 
 
 if __name__ == "__main__":
