@@ -6,6 +6,7 @@ those of the pydantic rule) or its own (OWN: types, bounds, enums and required f
 
 import copy
 
+from bad_checkpoints import CHECKPOINTS
 from bad_failure_policies import FAILURE_POLICIES
 from bad_placements import OWN, PLACEMENTS, SAME
 from bad_pod_fields import POD_FIELDS
@@ -19,6 +20,7 @@ GOOD = {
 
 CASES = (
     PLACEMENTS
+    | CHECKPOINTS
     | FAILURE_POLICIES
     | POD_FIELDS
     | {
@@ -27,24 +29,6 @@ CASES = (
             {"algorithm": {"groupSize": 1}},
             "spec.algorithm.groupSize",
             "groupSize must be at least 2 for the group-relative advantage grpo, got 1; raise groupSize or use reinforce_plus_plus",
-            SAME,
-        ),
-        "resume-from-two": (
-            {"checkpoint": {"resumeFrom": {"job": "a", "path": "/b"}}},
-            "spec.checkpoint.resumeFrom",
-            "resumeFrom must have either job or path, got both; give one of them",
-            SAME,
-        ),
-        "resume-from-nothing": (
-            {"checkpoint": {"resumeFrom": {"step": 3}}},
-            "spec.checkpoint.resumeFrom",
-            "resumeFrom must have either job or path, got neither; give one of them",
-            SAME,
-        ),
-        "resume-from-a-wrong-step": (
-            {"checkpoint": {"resumeFrom": {"job": "a", "step": "newest"}}},
-            "spec.checkpoint.resumeFrom.step",
-            "must be latest, best or the number of a step, got newest; write one of them",
             SAME,
         ),
         "prompts-not-divisible": (
