@@ -31,7 +31,7 @@ demo: env ## make a small model, train it with GRPO on this machine, print accur
 
 test: env cluster-deps cluster-programs test-unit test-integration test-e2e test-control-plane test-nodes ## all tests
 test-unit: env ## pure tests, seconds
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 test-integration: env ## real processes, sockets, tiny models
 	$(BIN)/python -m pytest $(RERUNS) tests/integration
 test-e2e: env ## real runs of the command, faults included
