@@ -29,7 +29,7 @@ class CheckCounts:
 
 
 class ContentCheck:
-    """One check at a time, in the background: begun when a version is served, in before the next sync."""
+    """One check at a time, in the background: begun once prompts are out, in before the next sync."""
 
     def __init__(
         self, applied: AppliedSpec, *, cluster: Cluster, actor: WorkerGroup, prompt_ids: Sequence[int]
@@ -39,15 +39,24 @@ class ContentCheck:
         self._applied, self._cluster, self._actor = applied, cluster, actor
         self._prompt = list(prompt_ids[-PROBE_PROMPT_LIMIT:])
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
+        self._due: tuple[int, tuple[str, ...]] | None = None
+        """Version and rollouts that are not checked yet."""
         self._running: Future[None] | None = None
 
-    def begin(self, version: int, rollouts: Sequence[str]) -> None:
-        """Start to check these rollouts, which serve `version`: trainer and engines have nothing to do before prompts are out."""
+    def due(self, version: int, rollouts: Sequence[str]) -> None:
+        """Have these rollouts checked for `version` at the next `begin`."""
         if self._applied.spec.weights.content_check and rollouts:
-            self._running = self._pool.submit(self._compare, version, tuple(rollouts))
+            self._due = (version, tuple(rollouts))
+
+    def begin(self) -> None:
+        """Start the check that is due, in the background. Not before the prompts of a step are out: engines would answer it first."""
+        due, self._due = self._due, None
+        if due is not None:
+            self._running = self._pool.submit(self._compare, *due)
 
     def confirm(self) -> None:
         """Wait for the check of the last sync. Raises WeightsDiverged when a rollout scores the prompt differently."""
+        self.begin()
         running, self._running = self._running, None
         if running is not None:
             running.result(timeout=self._applied.spec.runtime.deadlines.weight_sync)

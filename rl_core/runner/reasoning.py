@@ -79,6 +79,8 @@ class ReasoningRunner(Runner):
         with self.board.during(Phase.GENERATING), self.phases.generating(), self.timers.measure("rollout"):
             receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
             self.dispatcher.open(step, self.progress.version)
+            if self.parts.check is not None:
+                self.parts.check.begin()
             received = self._receive(receiving, limit)
         if self.parts.check is not None:
             self.parts.check.confirm()

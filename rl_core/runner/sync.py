@@ -43,7 +43,7 @@ class WeightSync:
         self.digest = wait(self._actor.sync_model_to_rollout(version, [], 0))[0].digest
 
     def publish(self, version: int) -> None:
-        """Send `version` to every live rollout and begin its content check. Raises DeadlineExceeded below minReplicas.
+        """Send `version` to every live rollout; its content check is due. Raises DeadlineExceeded below minReplicas.
 
         Waits for the check of the version before first: weights that diverged are not built upon.
         """
@@ -60,7 +60,7 @@ class WeightSync:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self._members.rejoin(list(report.failed))
         if self._check is not None:
-            self._check.begin(version, report.acked)
+            self._check.due(version, report.acked)
 
     def metrics(self) -> dict[str, float]:
         """Return `weights/*` of the last sync and the counts of the content check."""

@@ -10,6 +10,7 @@ others get slices of it. What is held, when and why:
 """
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -66,10 +67,12 @@ class HostCopy:
 
 
 class HostCopies:
-    """Writes the copies and keeps their memory. One thread writes at a time; `hold` and `drop` belong to the publisher's loop."""
+    """Writes the copies and keeps their memory. One thread writes at a time; any may `hold` and `drop`."""
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
+        self._lock = threading.Lock()
+        """Guards the holders of all copies: of two that drop at once, only the last frees the memory."""
 
     def write(self, source: VersionSource, *, version: int, epoch: int, device: str = "cpu") -> HostCopy:
         """Return a new copy of `source`, whose buckets are taken on `device`; nobody holds it yet.
@@ -90,12 +93,15 @@ class HostCopies:
 
     def hold(self, copy: HostCopy, holder: Hashable) -> None:
         """Keep the memory of `copy` until `drop` for the same holder."""
-        copy.memory.holders.add(holder)
+        with self._lock:
+            copy.memory.holders.add(holder)
 
     def drop(self, copy: HostCopy, holder: Hashable) -> None:
         """End a hold; the last one frees the memory for a later version."""
-        copy.memory.holders.discard(holder)
-        if not copy.memory.holders:
+        with self._lock:
+            copy.memory.holders.discard(holder)
+            unheld = not copy.memory.holders
+        if unheld:
             self._free(copy.memory)
 
     def close(self) -> None:

@@ -2,12 +2,13 @@
 
 A joiner gets a ticket and the copy is held for it until it returns the ticket or its time is over. While a version is being
 published there is none to give: the older one is of no use on policy, and its memory is being written. Joiners wait for the
-commit. All of this is on the publisher's event loop.
+commit. All of this is on the publisher's event loop, but for `withdraw`, which the publishing thread calls.
 """
 
 import asyncio
 import contextlib
 import secrets
+import threading
 
 from rl_core.messages.weights import PullOffer, PullRefusal, PullRequest
 from rl_core.weights.deadlines import Deadlines
@@ -21,6 +22,8 @@ class LateJoiners:
     def __init__(self, copies: HostCopies, outlets: Outlets, deadlines: Deadlines) -> None:
         self._copies, self._outlets, self._deadlines = copies, outlets, deadlines
         self._committed: HostCopy | None = None
+        self._lock = threading.Lock()
+        """Guards `_committed`: a pull must not begin to hold a copy that the publishing thread is giving up."""
         self._settled = asyncio.Event()
         """Set while no publish is under way."""
         self._settled.set()
@@ -32,11 +35,12 @@ class LateJoiners:
         return self._committed
 
     def withdraw(self) -> None:
-        """Give the committed copy up: a new version is about to be written. Joiners that read it still hold it."""
+        """Give the committed copy up: a new version is about to be written. Joiners that read it still hold it. From any thread."""
         self._settled.clear()
-        old, self._committed = self._committed, None
-        if old is not None:
-            self._copies.drop(old, self)
+        with self._lock:
+            old, self._committed = self._committed, None
+            if old is not None:
+                self._copies.drop(old, self)
 
     def commit(self, copy: HostCopy) -> None:
         """Give `copy` to joiners from now on."""
@@ -52,11 +56,13 @@ class LateJoiners:
         """Answer with a source of the committed version, or refuse when there is none in time."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), self._deadlines.pull_seconds)
-        copy = self._committed
+        ticket = secrets.token_hex(16)
+        with self._lock:
+            copy = self._committed
+            if copy is not None:
+                self._copies.hold(copy, ticket)
         if copy is None:
             return PullRefusal(reason="no version is committed yet")
-        ticket = secrets.token_hex(16)
-        self._copies.hold(copy, ticket)
         source = self._outlets.source(copy, request.host_token)
         manifest = copy.manifest
         seconds = self._deadlines.total(manifest.total_bytes)

@@ -120,7 +120,7 @@ class WeightPublisher:
                     f"version must not go back inside an epoch: {self._last[0]} is committed, got {version}"
                 )
             started = time.monotonic()
-            self._on_loop(self._joiners.withdraw)
+            self._joiners.withdraw()
             try:
                 copy = self._copies.write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()
@@ -146,14 +146,6 @@ class WeightPublisher:
         self._copies.close()
 
     # --- one sync --------------------------------------------------------------------------------------------------
-
-    def _on_loop(self, call: Any) -> None:
-        """Run `call` on the handler loop and wait for it."""
-
-        async def run() -> None:
-            call()
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def _send(
         self, copy: HostCopy, receivers: Sequence[ReceiverAddress], min_acks: int, deadlines: Deadlines
