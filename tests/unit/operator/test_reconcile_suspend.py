@@ -24,23 +24,15 @@ def test_suspending_saves_first_then_frees_everything_and_resuming_goes_on() -> 
     assert world.status["suspendedSeconds"] >= 1000 and world.status["runtimeSeconds"] < 100
 
 
-def test_a_runner_that_does_not_save_in_time_is_not_waited_for() -> None:
-    world = running()
+@pytest.mark.parametrize(
+    ("spec", "seconds"), [({}, 120), ({"runtime": {"suspendSeconds": 7}}, 7)], ids=["default", "set"]
+)
+def test_a_runner_that_does_not_save_in_time_is_not_waited_for(spec: dict, seconds: int) -> None:
+    world = running(**spec)
     world.silent_since = world.now
     world.edit(suspend=True)
     world.reconcile()
-    world.tick(119)
-    assert not world.reconcile().delete
-    world.tick(1)
-    assert len(world.reconcile().delete) == 4
-
-
-def test_the_grace_of_a_suspension_is_a_setting() -> None:
-    world = running(runtime={"suspendSeconds": 7})
-    world.silent_since = world.now
-    world.edit(suspend=True)
-    world.reconcile()
-    world.tick(6)
+    world.tick(seconds - 1)
     assert not world.reconcile().delete
     world.tick(1)
     assert len(world.reconcile().delete) == 4

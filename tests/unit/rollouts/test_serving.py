@@ -10,6 +10,7 @@ from rl_core.api.errors import ConfigError, GenerationUnavailable, RolloutDataFa
 from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
 from rl_core.messages.groups import PromptLease, ValidationScores
+from rl_core.rollouts import serving
 from rl_core.rollouts.serving import POLL_SECONDS, PromptServer
 
 STOPPED = "the rollout stopped before the group ended"
@@ -213,6 +214,19 @@ async def test_an_idle_rollout_asks_anew_for_all_that_fits_so_that_groups_start_
     await harness.runner.put(lease(2), lease(3))
     await harness.settle()
     assert harness.started[2:] == ["g2", "g3"] and harness.runner.given_back == []
+
+
+async def test_groups_that_end_together_are_asked_for_by_one_question(harness, monkeypatch):
+    monkeypatch.setattr(serving, "GATHER_S", 0.3)
+    harness.limit = 6
+    harness.hold(0, 1, 2)
+    await harness.serving(lease(0), lease(1), lease(2))
+    harness.holds["g0"].set()
+    await harness.until(lambda: harness.server.groups_in_flight == 2)
+    for name in ("g1", "g2"):
+        harness.holds[name].set()
+    await harness.until(lambda: len(harness.runner.polls) == 2)
+    assert harness.runner.polls == [(3, 1), (3, 1)]
 
 
 async def test_leases_of_answers_that_crossed_all_begin_for_the_engine_queues_what_it_has_no_rows_for(harness):
