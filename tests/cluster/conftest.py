@@ -18,6 +18,7 @@ import pytest
 from testcluster import packages
 from testcluster.access import Access
 from testcluster.cluster import Cluster, sweep
+from testcluster.errors import ClusterError
 
 NUM_NODES = 2
 FAKE_GPUS = 8
@@ -73,7 +74,10 @@ def nodes(cluster: Access) -> Access:
     """The cluster with two real nodes; says what is missing where they cannot run."""
     if reason := _nodes_impossible():
         pytest.fail(f"the tests of real nodes cannot run here: {reason}", pytrace=False)
-    cluster.cluster.start_nodes()
+    try:
+        cluster.cluster.start_nodes()
+    except ClusterError as error:  # told in one line by each test that needs them
+        pytest.fail(f"the nodes did not start: {error}", pytrace=False)
     return cluster
 
 

@@ -34,6 +34,17 @@ def test_a_scheduler_that_ended_is_started_again(cluster: Access, namespace: str
     assert scheduler.process != ended
 
 
+def test_what_is_there_is_left_as_it_is(cluster: Access) -> None:
+    """A Service is refused for its address before anything looks at its name."""
+    api, path = cluster.cluster.control_plane.api, "/api/v1/namespaces/default/services"
+    taken = cluster.get("service", "kubernetes", namespace="default")["spec"]["clusterIP"]
+    one = {"metadata": {"name": "kubernetes"}, "spec": {"clusterIP": taken, "ports": [{"port": 1}]}}
+    api.create(path, one)
+    assert cluster.get("service", "kubernetes", namespace="default")["spec"]["ports"][0]["port"] != 1
+    with pytest.raises(ClusterError, match="already allocated"):
+        api.create(path, {**one, "metadata": {"name": "another"}})
+
+
 def test_the_api_server_comes_back_with_what_it_had(cluster: Access, namespace: str) -> None:
     cluster.kubectl("create", "configmap", "kept", "-n", namespace)
     server = cluster.cluster.control_plane.api_server

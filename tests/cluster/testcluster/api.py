@@ -47,7 +47,8 @@ class Api:
         try:
             self.request("POST", path, body)
         except urllib.error.HTTPError as error:
-            if error.code != CONFLICT:
+            # A Service that is there is first refused for its address (422).
+            if error.code != CONFLICT and not self.exists(f"{path}/{body['metadata']['name']}"):
                 raise ClusterError(f"{path}: {error.read().decode()}") from error
 
     def exists(self, path: str) -> bool:

@@ -87,7 +87,20 @@ class Cluster:
         return [self.node(name) for name in self.state.settings.nodes]
 
     def start_nodes(self) -> None:
-        """Start DNS, registry and all nodes; return when the nodes take pods."""
+        """Start DNS, registry and all nodes; return when the nodes take pods.
+
+        Raises ClusterError when one does not come up; all are stopped again then, and may be started again.
+        """
+        before = {program.name for program in programs(self.state) if program.running}
+        try:
+            self._start_nodes()
+        except BaseException:
+            for program in reversed(programs(self.state)):
+                if program.name not in before:
+                    program.stop(sig=signal.SIGKILL)
+            raise
+
+    def _start_nodes(self) -> None:
         host_services.start_dns(self.state, self.control_plane)
         host_services.start_registry(self.state)
         host_services.offer_volumes(self.control_plane)

@@ -28,6 +28,9 @@ version = 3
   runtime_type = 'io.containerd.runc.v2'
   [plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.runc.options]
     SystemdCgroup = false
+[plugins.'io.containerd.nri.v1.nri']
+  # Its socket is the host's: of two nodes that start in one moment, one containerd would end.
+  disable = true
 """
 
 

@@ -95,12 +95,13 @@ class Init:
                 run("ip", "route", "add", addresses.node_pods(other), "via", addresses.node(other))
 
     def _start_containerd(self) -> None:
-        self._start("containerd", "--config", self._folder / "containerd.toml")
-        _wait_for("/run/containerd/containerd.sock")
+        containerd = self._start("containerd", "--config", self._folder / "containerd.toml")
         program = f"{self._settings.programs}/testcluster"
         archive = self._state.folder / "pause.tar"
         while not succeeds(program, "ctr", "-n", "k8s.io", "images", "import", "--local", archive):
-            time.sleep(POLL_S)  # the socket is there before it is served
+            if containerd.poll() is not None:
+                sys.exit(f"containerd ended; its last words:\n{_last_words(self._log('containerd'))}")
+            time.sleep(POLL_S)  # it does not serve yet
 
     def _start_volumes(self) -> None:
         self._start("volume-keeper", "--kubeconfig", self._folder / "volume-keeper.conf", "--node-name", self._node,
@@ -114,10 +115,17 @@ class Init:
             self._start("fake-dra-driver", "--node-name", self._node, "--count", self._settings.fake_dra_gpus,
                         "--kubeconfig", self._folder / "fake-dra-driver.conf")  # fmt: skip
 
-    def _start(self, program: str, *arguments: object) -> None:
-        with (self._state.logs / f"{self._node}-{program}.log").open("ab") as log:
+    def _start(self, program: str, *arguments: object) -> subprocess.Popen:
+        with self._log(program).open("ab") as log:
             command = [f"{self._settings.programs}/testcluster", program, *map(str, arguments)]
-            subprocess.Popen(command, stdout=log, stderr=log)
+            return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def _log(self, program: str) -> Path:
+        return self._state.logs / f"{self._node}-{program}.log"
+
+
+def _last_words(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-3:])
 
 
 def _wait_for(path: str) -> None:
