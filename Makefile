@@ -20,9 +20,10 @@ env: $(STAMP) ## make the environment (.venv)
 $(STAMP): requirements/all.txt pyproject.toml
 	@set -e; \
 	uv=$$(command -v uv || true); \
-	if [ -z "$$uv" ]; then $(PYTHON) -m venv .uv && .uv/bin/pip install --quiet uv && uv=.uv/bin/uv; fi; \
+	if [ -z "$$uv" ]; then $(PYTHON) -m venv .uv && \
+		.uv/bin/pip install --quiet --require-hashes -r worker_images/requirements/build.txt && uv=.uv/bin/uv; fi; \
 	[ -x $(BIN)/python ] || $$uv venv --quiet --python $(PYTHON) $(VENV); \
-	$$uv pip sync --quiet --python $(BIN)/python requirements/all.txt; \
+	$$uv pip sync --quiet --require-hashes --python $(BIN)/python requirements/all.txt; \
 	$$uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .; \
 	touch $(STAMP)
 
@@ -72,7 +73,7 @@ docs: env ## regenerate docs/reference, examples/reference.yaml and the CRD from
 	$(BIN)/python -m rljob_operator.crd
 
 lock: ## compile requirements/all.txt from pyproject.toml
-	PATH="$$PATH:$(abspath .uv/bin)" uv pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
+	PATH="$$PATH:$(abspath .uv/bin)" uv pip compile --quiet --generate-hashes --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-header --extra all pyproject.toml -o requirements/all.txt
 	PATH="$$PATH:$(abspath .uv/bin)" $(BIN)/python worker_images/lock.py
 
 clean: ## remove the environment and caches

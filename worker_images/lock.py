@@ -2,10 +2,12 @@
 
     python worker_images/lock.py [--check]      (make lock)
 
-`actor.txt` holds what the actor needs beyond `rollout-*.txt`: the two images share the layer of the latter.
+`actor.txt` holds what the actor needs beyond `rollout-*.txt`: the two images share the layer of the latter. `build.txt` holds the tools
+that make the images. Each requirement carries the digests of all its files, of every platform.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "worker_images" / "requirements"
 UV = (
     *("uv", "pip", "compile", "--quiet", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"),
-    *("--no-emit-index-url", "--no-emit-find-links", "--no-header", "--no-annotate"),
+    *("--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header", "--no-annotate"),
 )
 
 
@@ -24,10 +26,11 @@ UV = (
 class Lock:
     """One compiled file."""
 
-    extra: str
+    extra: str | None = None
+    """An extra of pyproject.toml."""
     excludes: tuple[str, ...] = ("not-shipped.txt",)
     adds: tuple[str, ...] = ()
-    """Files with packages whose requirer is excluded."""
+    """Files with packages that no extra brings, or whose requirer is excluded."""
     without: str | None = None
     """A compiled file whose packages are taken away: a layer below brings them."""
 
@@ -38,26 +41,33 @@ LOCKS = {
     "actor.txt": Lock(extra="actor", without="rollout-cuda.txt"),
     "env.txt": Lock(extra="env"),
     "operator.txt": Lock(extra="operator", excludes=("not-in-operator.txt",)),
+    "build.txt": Lock(adds=("build-tools.txt",)),
 }
 
 
 def compiled(lock: Lock) -> str:
     """Return the pinned requirements of one file; uv's failure raises CalledProcessError."""
+    extra = ("--extra", lock.extra, "pyproject.toml") if lock.extra else ()
     with tempfile.NamedTemporaryFile(suffix=".txt") as output:
         subprocess.run(
             [
                 *UV,
-                *("--constraints", "requirements/all.txt", "--extra", lock.extra, "--output-file", output.name),
+                *("--constraints", "requirements/all.txt", "--output-file", output.name),
                 *(word for name in lock.excludes for word in ("--excludes", str(FOLDER / name))),
-                "pyproject.toml",
+                *extra,
                 *(str(FOLDER / name) for name in lock.adds),
             ],
             cwd=ROOT,
             check=True,
         )
-        lines = Path(output.name).read_text().splitlines()
-    below = set(compiled(LOCKS[lock.without]).splitlines()) if lock.without else set()
-    return "".join(f"{line}\n" for line in lines if line not in below)
+        text = Path(output.name).read_text()
+    below = requirements(compiled(LOCKS[lock.without])) if lock.without else []
+    return "".join(each for each in requirements(text) if each not in below)
+
+
+def requirements(text: str) -> list[str]:
+    """Return each requirement of a file with the lines of its hashes, which are indented."""
+    return re.findall(r"^\S.*\n(?:[ \t].*\n)*", text, re.MULTILINE)
 
 
 def main() -> int:

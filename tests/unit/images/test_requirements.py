@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "worker_images" / "requirements"
-COMPILED = ("rollout-cuda.txt", "rollout-cpu.txt", "actor.txt", "env.txt", "operator.txt")
+IMAGES = ("rollout-cuda.txt", "rollout-cpu.txt", "actor.txt", "env.txt", "operator.txt")
+COMPILED = (*IMAGES, "build.txt")
 DOCKERFILES = (
     "Dockerfile.actor",
     "Dockerfile.rollout",
@@ -24,13 +25,29 @@ def names(path: Path) -> set[str]:
     return {pin.partition("==")[0] for pin in pins(path)}
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", IMAGES)
 def test_an_image_holds_the_versions_of_the_environment_that_the_tests_run_in(name: str) -> None:
     assert pins(FOLDER / name)
     assert pins(FOLDER / name) <= pins(ROOT / "requirements" / "all.txt")
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("path", [ROOT / "requirements" / "all.txt", *(FOLDER / name for name in COMPILED)], ids=str)
+def test_each_requirement_has_the_digests_of_its_files_and_no_file_an_address(path: Path) -> None:
+    text = path.read_text()
+    blocks = re.split(r"^(?=\S)", text, flags=re.MULTILINE)[1:]
+    assert len(blocks) == len(pins(path))
+    assert not [block for block in blocks if not re.search(r"^    --hash=sha256:[0-9a-f]{64}", block, re.MULTILINE)]
+    assert "://" not in text
+
+
+@pytest.mark.parametrize("name", ["Makefile", *DOCKERFILES])
+def test_what_installs_them_accepts_no_file_without_its_digest(name: str) -> None:
+    words = re.findall(r"pip (?:install|sync) (?:.*) [^ ]*(?:requirements|build)/[^ ]*\.txt", (ROOT / name).read_text())
+    assert words
+    assert all("--require-hashes" in each for each in words)
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_an_image_holds_nothing_that_is_not_shipped(name: str) -> None:
     assert not names(FOLDER / name) & names(FOLDER / "not-shipped.txt")
 
