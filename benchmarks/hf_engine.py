@@ -186,7 +186,7 @@ def fixed_lengths(setup: tuple[int, ...], bytes_per_second: float) -> dict[str, 
 
 def ragged() -> dict[str, Any]:
     from rl_core.rollouts.hf import HFEngine
-    from rl_core.rollouts.hf.sampling import SamplingParams
+    from rl_core.rollouts.sampling import SamplingParams
 
     hidden, intermediate, layers, vocabulary, prompts, samples, tokens, new = RAGGED
     model = make_model(hidden, intermediate, layers, vocabulary)

@@ -53,7 +53,7 @@ def generation_ms() -> float:
 
     from rl_core.data.tokenizer import Tokenizer, read_files
     from rl_core.rollouts.hf.engine import HFEngine
-    from rl_core.rollouts.hf.sampling import SamplingParams
+    from rl_core.rollouts.sampling import SamplingParams
 
     torch.set_num_threads(1)
     size = _letters.SIZES[SIZE]

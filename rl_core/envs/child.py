@@ -20,10 +20,10 @@ from typing import Any
 
 from rl_core.api.errors import ConfigError, RLJobError, error_types, text_of
 from rl_core.api.user_code import describe, load_extensions
-from rl_core.envs import wire
 from rl_core.envs.answers import answers_of
 from rl_core.envs.registry import make_env
 from rl_core.messages.envs import EnvFailure, EnvReady, EnvRow, EnvSource
+from rl_core.transports import pipe
 from rl_core.workers.processes import die_with_parent
 
 DEFAULT_MEMORY_SHARE = 0.75
@@ -45,17 +45,17 @@ def main() -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # what cannot be printed is no reason to fail
     first = os.getpid()
     try:
-        source: EnvSource = wire.receive_blocking(sock)
+        source: EnvSource = pipe.receive_blocking(sock)
         try:
             server = Server(source)
             end_copy(first)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - building runs user code
             end_copy(first, error)
-            sock.sendall(wire.pack(EnvFailure(type="ConfigError", message=_why_not_built(error, source.label))))
+            sock.sendall(pipe.pack(EnvFailure(type="ConfigError", message=_why_not_built(error, source.label))))
             return 2
-        sock.sendall(wire.pack(EnvReady(pid=first)))
+        sock.sendall(pipe.pack(EnvReady(pid=first)))
         while True:
-            sock.sendall(server.answer(wire.receive_blocking(sock)))
+            sock.sendall(server.answer(pipe.receive_blocking(sock)))
     except (EOFError, ConnectionError):
         return 0
 
@@ -117,10 +117,10 @@ class Server:
                 result = self._wait(result)
             end_copy(self._pid)
             weights = getattr(self._env, "reward_weights", None)
-            return wire.pack(answers_of(result, len(rows), what=self._name, reward_weights=weights))
+            return pipe.pack(answers_of(result, len(rows), what=self._name, reward_weights=weights))
         except BaseException as error:  # noqa: BLE001 - user code raises anything, and its sys.exit() is a data failure
             end_copy(self._pid, error)
-            return wire.pack(self._failure(error))
+            return pipe.pack(self._failure(error))
 
     def _wait(self, awaitable: Any) -> Any:
         if self._loop is None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, FrameError, InfrastructureError, RolloutTimeout
-from rl_core.envs import wire
 from rl_core.envs.output import Relay
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvReady, EnvRow, EnvSource
 from rl_core.plan.launch import CURVE_PATH
+from rl_core.transports import pipe
 from rl_core.workers import processes
 
 KEY_FOLDER, OUTPUT = "RLJOB_CURVE_DIR", "RLJOB_OUTPUT"
@@ -162,7 +162,7 @@ class EnvProcess:
         )
 
     async def _exchange(self, message: Any, deadline: float) -> Any:
-        packed = wire.pack(message)
+        packed = pipe.pack(message)
         answer = asyncio.create_task(self._send_and_receive(packed))
         try:
             async with asyncio.timeout(deadline):
@@ -186,7 +186,7 @@ class EnvProcess:
     async def _send_and_receive(self, packed: bytes) -> Any:
         self._writer.write(packed)
         await self._writer.drain()
-        return await wire.receive(self._reader)
+        return await pipe.receive(self._reader)
 
     async def _obituary(self) -> str:
         await asyncio.wait({self._ended}, timeout=LAST_WORDS_SECONDS)

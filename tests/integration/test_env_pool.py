@@ -22,7 +22,7 @@ USER_CODE = '''
 import asyncio, ctypes, os, subprocess, sys, time
 
 from rl_core.api.errors import GymTransportError
-from rl_core.envs import wire
+from rl_core.transports import pipe
 
 class OutOfReach(GymTransportError): pass
 
@@ -51,8 +51,8 @@ def answer(completion):
     if completion.startswith("fork"): return fork(completion)
     if completion == "huge error": raise ValueError("x" * (80 << 20))
     if completion == "huge score": return "x" * (80 << 20)
-    if completion == "forge": os.write(int(sys.argv[1]), wire.pack([]))
-    if completion == "forge a number": os.write(int(sys.argv[1]), wire.pack(1))
+    if completion == "forge": os.write(int(sys.argv[1]), pipe.pack([]))
+    if completion == "forge a number": os.write(int(sys.argv[1]), pipe.pack(1))
     if completion == "memory": return float(len(bytearray(1 << 32)))
     if completion.startswith("daemon "):
         say, path = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)", completion.split()[1]

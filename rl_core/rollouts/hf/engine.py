@@ -20,10 +20,11 @@ from rl_core.api.records import FinishReason
 from rl_core.rollouts.hf.decoder import Decoder
 from rl_core.rollouts.hf.models import decoder_for
 from rl_core.rollouts.hf.running import Request, Rows
-from rl_core.rollouts.hf.sampling import Draw, SamplingParams
+from rl_core.rollouts.hf.sampling import Draw
 from rl_core.rollouts.hf.stopping import StopIds, StopStrings
 from rl_core.rollouts.model_files import token_ids
 from rl_core.rollouts.padding import GenerationOutput
+from rl_core.rollouts.sampling import SamplingParams
 
 PREFILL_TOKENS = 16384
 """Padded prompt tokens of one prefill at most; bounds its activations."""

@@ -12,30 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.rollouts.hf.engine import HFEngine
-from rl_core.rollouts.hf.sampling import SamplingParams
-from rl_core.rollouts.padding import GenerationOutput
+from rl_core.rollouts.rows import Result, Row, Sink
 
 logger = logging.getLogger(__name__)
-Result = tuple[Any, GenerationOutput | BaseException]
-Sink = Callable[[list[Result]], None]
-"""Takes what one step finished, on the engine thread; must not block."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One row to be generated; `key` is what the sink gets back with its result."""
-
-    key: Hashable
-    prompt: Sequence[int]
-    params: SamplingParams
-    seed: int
-    unit: int | None = None
-    """Rows of one unit form an engine batch of their own."""
 
 
 class EngineLoop:
@@ -53,6 +35,11 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that new tokens come from."""
+        return self.engine.version
 
     @property
     def idle(self) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_core.rollouts.hf.sampling import SamplingParams, uniforms
+from rl_core.rollouts.hf.sampling import uniforms
 from rl_core.rollouts.padding import GenerationOutput
+from rl_core.rollouts.sampling import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

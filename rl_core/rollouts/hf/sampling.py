@@ -1,4 +1,4 @@
-"""How the next token is drawn: settings, counter-based noise, and the draw itself.
+"""How the next token is drawn: counter-based noise, and the draw itself.
 
 A row's randomness is a function of (seed, position in the sequence) alone, so it does not depend on which rows share
 the batch, on when they joined, or on interruptions: the token at position p of a row with seed s uses
@@ -9,92 +9,19 @@ Legend: n rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl_core.api.errors import RolloutConfigError
+from rl_core.rollouts.sampling import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 TINY = 2.0**-24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """Settings of one request."""
-
-    max_new_tokens: int = 64
-    """Longest generation, tokens."""
-    temperature: float = 1.0
-    """Softmax temperature; 0 = greedy."""
-    top_p: float = 1.0
-    """Nucleus, after top_k; 1 = off."""
-    top_k: int | None = None
-    """Most likely tokens kept; None = off."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Ids that end the generation besides end of sequence."""
-    stop_strings: tuple[str, ...] = ()
-    """Strings that end the generation; they stay in text and tokens."""
-    ignore_eos: bool = False
-    """Go on after end of sequence (benchmarks)."""
-
-    def __post_init__(self) -> None:
-        rules = {
-            "max_new_tokens": (self.max_new_tokens >= 0, ">= 0"),
-            "temperature": (self.temperature >= 0, ">= 0"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "None or >= 1"),
-            "stop_strings": (all(isinstance(s, str) and s for s in self.stop_strings), "texts that are not empty"),
-        }
-        for name, (good, rule) in rules.items():
-            if not good:
-                raise RolloutConfigError(
-                    f"{name} must be {rule}, got {getattr(self, name)}; correct the sampling settings"
-                )
-
-    @property
-    def greedy(self) -> bool:
-        """Return whether the likeliest token is taken."""
-        return self.temperature == 0
-
-    @classmethod
-    def of(cls, given: Any) -> SamplingParams:
-        """Return `given` (SamplingParams, a mapping, or an object with such attributes) as SamplingParams.
-
-        `stop`, `do_sample` and `greedy` are understood too; other unknown keys of a mapping are refused.
-        """
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, Mapping):
-            values = dict(given)
-        else:
-            names = [field.name for field in fields(cls)] + ["stop"]
-            values = {name: getattr(given, name) for name in names if hasattr(given, name)}
-        if "stop" in values:
-            values["stop_strings"] = values.pop("stop")
-        sampled = values.pop("do_sample", True) and not values.pop("greedy", False)
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise RolloutConfigError(
-                f"sampling settings {', '.join(unknown)} are not honoured by the HF engine; remove them"
-            )
-        for name in ("stop_strings", "stop_token_ids"):
-            values[name] = unique(values.get(name))
-        params = cls(**values)
-        return params if sampled else replace(params, temperature=0.0, top_p=1.0, top_k=None)
-
-
-def unique(values: Any) -> tuple[Any, ...]:
-    """Return `values` (None, one string, or several) without repetitions, in order."""
-    if values is None:
-        return ()
-    return tuple(dict.fromkeys([values] if isinstance(values, str) else values))
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

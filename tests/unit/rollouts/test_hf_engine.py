@@ -12,8 +12,8 @@ from rl_core.rollouts.hf.cache import KVCache
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.cpu.products import add_linear, linear, padded_rows
 from rl_core.rollouts.hf.cpu.rope import deinterleave, interleave
-from rl_core.rollouts.hf.sampling import SamplingParams
 from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.sampling import SamplingParams
 
 RAW = {
     "model_type": "qwen3",

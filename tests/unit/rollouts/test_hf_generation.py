@@ -10,9 +10,9 @@ import torch
 from rl_core.api.errors import GenerationUnavailable, RolloutConfigError
 from rl_core.rollouts.hf import HFEngine, HFGeneration
 from rl_core.rollouts.hf.config import DecoderConfig
-from rl_core.rollouts.hf.loop import Row
-from rl_core.rollouts.hf.sampling import SamplingParams
 from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.rows import Row
+from rl_core.rollouts.sampling import SamplingParams
 
 RAW = {
     "model_type": "qwen2",

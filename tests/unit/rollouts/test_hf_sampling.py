@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.roles import SamplingSpec
-from rl_core.rollouts.hf.sampling import Draw, SamplingParams, uniforms
+from rl_core.rollouts.hf.sampling import Draw, uniforms
+from rl_core.rollouts.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 

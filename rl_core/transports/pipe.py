@@ -1,7 +1,7 @@
-"""Messages between the env worker and its child processes: `transports.frames` parts over a socket pair.
+"""Messages between a worker and a child process of its own: `transports.frames` parts over a socket pair.
 
-On the stream: number of parts (u32), length of each part (u64), the parts; little-endian. Nothing is pickled. The worker
-uses the asynchronous half, the child the blocking one.
+On the stream: number of parts (u32), length of each part (u64), the parts; little-endian. Nothing is pickled. Either end
+reads with the asynchronous half on an event loop, or with the blocking one.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from rl_core.transports import frames
 
 MAX_PARTS = 65_537
 MAX_BYTES = 2**31
-"""Largest message a child may send: what it answers is rows of text and numbers."""
+"""Largest message: rows of text and numbers. What is larger goes another way."""
 
 
 def pack(message: Any) -> bytes:
@@ -27,7 +27,7 @@ def _sizes(raw: bytes) -> list[int]:
     sizes = [size for (size,) in struct.iter_unpack("<Q", raw)]
     if sum(sizes) > MAX_BYTES:
         raise FrameError(
-            f"a message between env worker and child must have at most {MAX_BYTES} bytes, got {sum(sizes)}"
+            f"a message between a worker and its child must have at most {MAX_BYTES} bytes, got {sum(sizes)}"
         )
     return sizes
 
@@ -35,7 +35,7 @@ def _sizes(raw: bytes) -> list[int]:
 def _count(raw: bytes) -> int:
     count: int = struct.unpack("<I", raw)[0]
     if not 1 <= count <= MAX_PARTS:
-        raise FrameError(f"a message between env worker and child must have 1 to {MAX_PARTS} parts, got {count}")
+        raise FrameError(f"a message between a worker and its child must have 1 to {MAX_PARTS} parts, got {count}")
     return count
 
 

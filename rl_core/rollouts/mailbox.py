@@ -1,4 +1,4 @@
-"""Between one event loop and the engine's thread: what is posted in one moment goes over together, and so does the way back."""
+"""Between one event loop and an engine elsewhere: what is posted in one moment goes over together, and so does the way back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from rl_core.rollouts.hf.loop import EngineLoop, Result, Row
+from rl_core.rollouts.rows import Result, Row, RowQueue
 
 _UNITS = count(1)
 """Engine batches that are kept apart, numbered over all mailboxes of the process."""
@@ -20,8 +20,8 @@ BatchKey = tuple[Any, int]
 class Mailbox:
     """Posts rows whose key is a future of the running loop, and resolves the futures."""
 
-    def __init__(self, engine_loop: EngineLoop, *, by_group: bool) -> None:
-        self._engine_loop = engine_loop
+    def __init__(self, queue: RowQueue, *, by_group: bool) -> None:
+        self._queue = queue
         self._by_group = by_group
         self._loop = asyncio.get_running_loop()
         self._posted: list[Row] = []
@@ -54,7 +54,7 @@ class Mailbox:
             self._groups[name] = [row for row in self._groups[name] if row.key not in gone]
             if not self._groups[name]:
                 del self._groups[name]
-        self._engine_loop.abort(gone)
+        self._queue.abort(gone)
 
     def _send_soon(self, rows: Sequence[Row]) -> None:
         if not self._posted:
@@ -66,7 +66,7 @@ class Mailbox:
         if not posted:
             return
         try:
-            self._engine_loop.submit(posted, self._sink)
+            self._queue.submit(posted, self._sink)
         except Exception as error:  # noqa: BLE001 - the callers wait on their futures and must hear of it
             self._resolve([(row.key, error) for row in posted])
 
