@@ -111,7 +111,7 @@ class Actor(Worker, ABC):
         await asyncio.to_thread(self.load_batch, records)
         return rollout_metrics(records)
 
-    async def _admit(self, records: list[PromptGroupRecord]) -> list[bool]:
+    async def _admit(self, records: list[PromptGroupRecord]) -> list[bool | None]:
         """Return the runner's answers; outside a job nobody refuses."""
         if self.stand_alone:
             return [True] * len(records)

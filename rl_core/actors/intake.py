@@ -1,6 +1,7 @@
 """How a data rank comes by its groups: fetched ahead, each admitted by the runner before it counts (protocol.md 2).
 
 trajectories -> fetched -> fresh -> asked -> admitted, or dropped when the runner refuses
+                    ^--------- later <---'   kept for a later step: asynchronous runs only
 """
 
 import asyncio
@@ -19,10 +20,12 @@ from rl_core.batching.collate import has_failed
 from rl_core.messages.groups import EndOfStep, GroupEntry
 from rl_core.observability.statistics import aggregate_rollout_metrics
 
-Admit = Callable[[list[PromptGroupRecord]], Awaitable[list[bool]]]
+Admit = Callable[[list[PromptGroupRecord]], Awaitable[list[bool | None]]]
 
 FETCHES = 16
 """Most records asked of the channel at once."""
+ASK_AGAIN_S = 0.5
+"""Pause until the runner is asked again about records that it put off: an older group for which it kept a place may be gone."""
 REWARD = "total_reward/"
 """Prefix of a group's metrics that mean nothing without a reward."""
 
@@ -46,7 +49,7 @@ class GroupIntake:
     ) -> None:
         """Take `wanted` records from `channel`, or fewer when it brings the EndOfStep of `step`; within `limit` seconds.
 
-        `admit` answers for each record whether it may train; `progress` is called for each that may.
+        `admit` answers for each record whether it may train (None: in a later step); `progress` is called for each that may.
         """
         self.admitted: list[PromptGroupRecord] = []
         self._channel, self._admit, self._progress = channel, admit, progress
@@ -55,7 +58,10 @@ class GroupIntake:
         self._fetches: list[asyncio.Task[Any]] = []
         self._fresh: list[PromptGroupRecord] = []
         self._asked: list[PromptGroupRecord] = []
-        self._answer: asyncio.Future[list[bool]] | None = None
+        self._later: list[PromptGroupRecord] = []
+        """Put off by the runner; back to the channel at the end, as another rank may lack them."""
+        self._ask_again_at = 0.0
+        self._answer: asyncio.Future[list[bool | None]] | None = None
         self._ended = False
 
     async def receive(self) -> list[PromptGroupRecord]:
@@ -80,10 +86,12 @@ class GroupIntake:
                 missing = min(self._wanted - self._held, FETCHES) - len(self._fetches)
                 left = max(self._deadline - time.monotonic(), 0.001)
                 self._fetches += [asyncio.ensure_future(self._channel.get_async(timeout=left)) for _ in range(missing)]
-            if self._answer is None and self._fresh:
+            if self._answer is None and (self._fresh or (self._later and not self._pause())):
                 self._ask()
             waited = [] if self._ended else self._fetches
-            await asyncio.wait({*waited, *filter(None, [self._answer])}, return_when=asyncio.FIRST_COMPLETED)
+            pause = self._pause() if self._later and self._answer is None else None
+            waits = {*waited, *filter(None, [self._answer])}
+            await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             if self._answer is not None and self._answer.done():
                 self._settle(self._answer.result())
             if not self._ended:
@@ -96,10 +104,10 @@ class GroupIntake:
             task.cancel()
         if fetches:
             await asyncio.wait(fetches)
-        for fetch in fetches:
-            if not fetch.cancelled() and fetch.exception() is None:
-                with suppress(RLJobError):  # the channel is gone, and everything in it
-                    await self._channel.put_async(fetch.result())
+        came = [fetch.result() for fetch in fetches if not fetch.cancelled() and fetch.exception() is None]
+        for item in (*self._later, *came):
+            with suppress(RLJobError):  # the channel is gone, and everything in it
+                await self._channel.put_async(item)
 
     def _take(self) -> None:
         """Take up what was fetched, in the order of asking."""
@@ -121,13 +129,24 @@ class GroupIntake:
 
     def _ask(self) -> None:
         self._asked, self._fresh = self._fresh, []
+        if self._later:  # the oldest first, and no more than this rank has places for
+            lot = sorted([*self._later, *self._asked], key=lambda record: record.start_version)
+            places = self._wanted - len(self.admitted)
+            self._asked, self._later = lot[:places], lot[places:]
         self._answer = asyncio.ensure_future(self._admit(self._asked))
 
-    def _settle(self, answers: list[bool]) -> None:
+    def _pause(self) -> float:
+        """Return the seconds until records that were put off may be asked about again."""
+        return max(self._ask_again_at - time.monotonic(), 0.0)
+
+    def _settle(self, answers: list[bool | None]) -> None:
         for record, taken in zip(self._asked, answers, strict=True):
             if taken:
                 self.admitted.append(record)
                 self._progress()
+            elif taken is None:
+                self._later.append(record)
+                self._ask_again_at = time.monotonic() + ASK_AGAIN_S
         self._asked, self._answer = [], None
 
 

@@ -150,8 +150,8 @@ class AlgorithmSpec(Spec):
     """Training steps of the run."""
     loss: LossSpec = LossSpec()
     """The policy loss."""
-    max_staleness: Literal[0] = 0
-    """Versions a trained token may be old; 0 = on policy."""
+    max_staleness: int = Field(0, ge=0, le=64)
+    """Versions a trained token may be old; 0 = on policy; above, rollouts generate ahead of training (docs/asynchronous.md)."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order, sampling and shuffling."""
     optimizer_steps_per_batch: int = Field(1, ge=1, lt=2**31)

@@ -3,8 +3,9 @@
 rollout -> runner   lease_groups(want, seconds, version) -> [PromptLease]     renew(tokens) -> [stale tokens]
 rollout -> runner   give_back(token, reason, message)
 rollout -> actor    PromptGroupRecord on the channel `trajectories`
+rollout -> runner   delivered(token): the record is there; asynchronous runs only, in which it may wait longer than its lease runs
 rollout -> runner   ValidationScores on the channel `validation`
-actor   -> runner   admit([GroupEntry]) -> [bool]
+actor   -> runner   admit([GroupEntry]) -> [bool | None]; None: in a later step, asynchronous runs only
 runner  -> actor    EndOfStep on `trajectories`: no more groups come for a step that was cut
 """
 

@@ -111,6 +111,7 @@ class RolloutWorkerBase(Worker):
             group_rows=spec.algorithm.group_size,
             version=lambda: engine.policy_version,
             waiting=self.waiting,
+            records_wait=spec.algorithm.max_staleness > 0,
         )
         receiver = WeightReceiver(
             spec,

@@ -32,6 +32,10 @@ class LeaseSource(Protocol):
         """Let the leases of `tokens` run anew; return those that are no longer current."""
         ...
 
+    async def delivered(self, token: str) -> None:
+        """Tell that the record of a lease is with the data ranks; nobody has to renew it any more."""
+        ...
+
     async def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
         """Return a lease; a token that is no longer current is ignored."""
         ...
@@ -55,6 +59,10 @@ class HubLeases:
         """Renew leases; see `LeaseSource`."""
         stale: Sequence[str] = await self._call("renew", list(tokens))
         return stale
+
+    async def delivered(self, token: str) -> None:
+        """Tell of a record; see `LeaseSource`."""
+        await self._call("delivered", token)
 
     async def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
         """Return a lease; see `LeaseSource`."""

@@ -1,6 +1,7 @@
 """The loop of a rollout worker: lease groups from the runner, run them, deliver records, give back what cannot be done.
 
     runner --lease_groups--> run(lease) --record--> trajectories         (validation: scores --> validation)
+    runner <---delivered-------- the record is with the data ranks (asynchronous runs)
     runner <---give_back-------- failed, or stopped before its end
 
 Groups are asked for only while the gate is open, which the worker does between COMMIT of a version and the next OFFER, and
@@ -61,12 +62,14 @@ class PromptServer:
         group_rows: int,
         version: Callable[[], int],
         waiting: Callable[[str, str], AbstractContextManager[None]],
+        records_wait: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`run` makes the record of a lease that `source` gave.
 
         `row_limit` is the number of rows in flight at which leasing stops, `group_rows` what a group is expected to have;
-        `version` is that of the served weights; `waiting(what, on)` declares a wait.
+        `version` is that of the served weights; `waiting(what, on)` declares a wait. `records_wait`: a record may lie with the data
+        ranks for longer than its lease runs, so the runner is told of each.
         """
         self._run = run
         self._source = source
@@ -74,6 +77,7 @@ class PromptServer:
         self._group_rows = group_rows
         self._version = version
         self._waiting = waiting
+        self._records_wait = records_wait
         self._clock = clock
         self._renewal = Renewal(source, self._disown)
         self._gate = asyncio.Event()
@@ -263,6 +267,15 @@ class PromptServer:
         else:
             record.lease_token = lease.token
             await self._trajectories.put_async(record)
+            if self._records_wait:
+                await self._tell(lease)
+
+    async def _tell(self, lease: PromptLease) -> None:
+        """Tell the runner of a record that is delivered. Where it does not hear of it, the lease ends and the group is made again."""
+        try:
+            await self._source.delivered(lease.token)
+        except RLJobError as error:
+            logger.warning("group %s is delivered, but the runner does not know: %s", lease.group_id, error)
 
     def _disown(self, token: str) -> None:
         """End a group whose lease the runner counts no longer: its record would be refused."""

@@ -142,6 +142,7 @@ class Runner(ABC):
         if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
             self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
         self.parts.checkpoints.adopt(spec)
+        self.parts.dispatcher.adopt(spec.algorithm)
         self.board.adopt(spec, change.generation)
         old, new = (one.model_dump(mode="json", by_alias=True) for one in (before, spec))
         changed = ", ".join(path for path, _, _ in differences(old, new)) or "no change here"

@@ -17,7 +17,8 @@ from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.messages.members import Incarnation
 from rl_core.messages.rpc import Caller
 from rl_core.observability.trackers import Trackers
-from rl_core.runner.admission import OnPolicy
+from rl_core.runner.admission import Bounded, OnPolicy
+from rl_core.runner.asynchronous import AsyncReasoningRunner
 from rl_core.runner.base import Runner
 from rl_core.runner.changes import for_elastic_roles
 from rl_core.runner.dispatcher import Dispatcher
@@ -61,6 +62,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
     configure(identity.channel, keys, identity)
     hub = Hub(job=job, identity=identity, keys=keys, files=files)
     cluster = Cluster(hub)
+    staleness = spec.algorithm.max_staleness
     parts = build_parts(
         job,
         cluster,
@@ -70,7 +72,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
         trajectories=Channel.create("trajectories"),
         results=Channel.create("validation"),
         output=output,
-        admission=OnPolicy(),
+        admission=Bounded(staleness, spec.algorithm.prompts_per_step) if staleness else OnPolicy(),
         probe_prompt=[int(token) for message in train[0]["message_log"] for token in message["token_ids"]],
         epoch=identity.epoch,
         resume=resume,
@@ -80,7 +82,9 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
     measured = None
     if validation is not None:
         measured = Validation(spec, validation.samples, desk=parts.dispatcher, results=parts.results, attempts=ATTEMPTS)
-    program = ReasoningRunner(parts, measured, dropped_overlong=train.dropped_overlong)
+    program = (AsyncReasoningRunner if staleness else ReasoningRunner)(
+        parts, measured, dropped_overlong=train.dropped_overlong
+    )
     hub.listen(joined=parts.members.welcome, lost=parts.members.lost)
     serve_groups(hub, parts.dispatcher)
     hub.start()
@@ -99,7 +103,7 @@ def launch_groups(job: RLJob, cluster: Cluster, *, max_seq_len: int) -> dict[str
 
 
 def serve_groups(hub: Hub, dispatcher: Dispatcher) -> None:
-    """Serve the account of a group on the hub: to rollouts lease, renew and give back; to data ranks admission."""
+    """Serve the account of a group on the hub: to rollouts lease, renew, delivered and give back; to data ranks admission."""
 
     def lease_groups(call: IncomingCall, want: int, seconds: float, version: int) -> None:
         dispatcher.lease_groups(call, *_process(call.caller), want, seconds, version)
@@ -107,9 +111,14 @@ def serve_groups(hub: Hub, dispatcher: Dispatcher) -> None:
     async def renew(tokens: list[str]) -> list[str]:
         return dispatcher.renew(*_process(current_caller()), tokens)
 
+    def deliver(call: IncomingCall, token: str) -> None:
+        dispatcher.delivered(token)
+        call.reply(None)
+
     calls: dict[str, Callable[..., Any]] = {
         "lease_groups": inline(lease_groups),
         "renew": renew,
+        "delivered": inline(deliver),
         "give_back": dispatcher.give_back,
     }
     hub.add_handlers(calls, role="rollout")

@@ -75,6 +75,12 @@ def merge(present: RLJobSpec, wanted: Mapping[str, Any]) -> RLJobSpec:
         *blocks, field = path.split(".")
         _block(before, blocks)[field] = _block(after, blocks)[field]
     merged = RLJobSpec.model_validate(before)
+    old, new = present.algorithm.max_staleness, merged.algorithm.max_staleness
+    if (old > 0) != (new > 0):
+        raise ValueError(
+            f"spec.algorithm.maxStaleness cannot go between 0 and more while the job runs, got {new} in place of {old}; restore it, or "
+            "suspend the job, change it, and resume"
+        )
     check_schedule(merged)
     return merged
 
@@ -90,6 +96,7 @@ def for_elastic_roles(spec: RLJobSpec) -> RLJobSpec:
     for path in ("checkpoint", *OPERATOR_FIELDS):
         whole.pop(path)
     del whole["algorithm"]["steps"], whole["actor"]["optimizer"]
+    whole["algorithm"]["maxStaleness"] = min(spec.algorithm.max_staleness, 1)  # they ask only whether there is any
     return RLJobSpec.model_validate(whole)
 
 

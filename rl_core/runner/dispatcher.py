@@ -2,7 +2,7 @@
 
     who                       calls                                     on which thread
     the loop                  open, close, acknowledge, open_validation the loop's
-    rollouts                  lease_groups, renew                       the I/O thread (never blocks it)
+    rollouts                  lease_groups, renew, delivered            the I/O thread (never blocks it)
     rollouts, data ranks      give_back, admit                          handler threads
     the hub (members)         owner_lost, serves                        its callback thread, the loop's
     housekeeping              tick, once a second                       its own
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, RLJobError
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
 from rl_core.messages.members import Incarnation
@@ -104,6 +105,10 @@ class Dispatcher:
     def open(self, step: int, version: int) -> None:
         """Begin training `step` at policy `version`; whoever waits and serves it is answered at once."""
         self._carry_out(lambda: self._account.open(step, version))
+
+    def adopt(self, algorithm: AlgorithmSpec) -> None:
+        """Give out and admit by another spec of the running job."""
+        self._carry_out(lambda: self._account.adopt(algorithm))
 
     def close(self) -> StepState:
         """End the step; return what was admitted to it."""
@@ -196,6 +201,11 @@ class Dispatcher:
             others = [token for token in tokens if token not in of_training]
             return stale + (self._validation.renew(others, owner) if self._validation is not None else others)
 
+    def delivered(self, token: str) -> None:
+        """Note that the record of a lease is on its way: however long it waits there, and whatever becomes of its rollout, it counts."""
+        with self._lock:
+            self._account.ledger.deliver(token)
+
     def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
         """Take back a group that a rollout cannot finish: given out again, or dropped when its attempts are used up."""
         if reason in ("infrastructure", "deadline") and self._is_short():
@@ -212,9 +222,9 @@ class Dispatcher:
 
     # --- data ranks ------------------------------------------------------------------------------------------------
 
-    def admit(self, entries: Sequence[GroupEntry]) -> list[bool]:
-        """Return for each finished group whether it trains in the open step; what is refused is replaced."""
-        answers: list[bool] = []
+    def admit(self, entries: Sequence[GroupEntry]) -> list[bool | None]:
+        """Return for each finished group whether it trains in the open step: False = it is replaced, None = it waits for a later step."""
+        answers: list[bool | None] = []
         self._carry_out(lambda: answers.extend(self._account.admit(entry) for entry in entries))
         return answers
 

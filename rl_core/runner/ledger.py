@@ -6,9 +6,9 @@ Only the record that carries the group's current token counts, so a group is tra
 final exactly what was final when it was taken, so a resume neither skips nor repeats a group.
 """
 
-import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +16,7 @@ from typing import Any, Protocol, get_args
 
 from rl_core.api.errors import ConfigError
 from rl_core.messages.groups import RequeueReason
+from rl_core.runner.prompt_order import PromptOrder
 
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
 """Failures after which a sample is drawn with another seed; a redelivery after a loss repeats the same sample."""
@@ -32,7 +33,10 @@ class Dataset(Protocol):
 
 
 class GroupState(StrEnum):
-    """PENDING -> LEASED -> GENERATED -> CONSUMED -> ACKNOWLEDGED, or DROPPED, or DISCARDED."""
+    """PENDING -> LEASED -> GENERATED -> CONSUMED -> ACKNOWLEDGED, or DROPPED, or DISCARDED.
+
+    GENERATED: its record is on its way to a data rank, or has come. No rollout has to answer for it any more.
+    """
 
     PENDING = "pending"
     LEASED = "leased"
@@ -43,7 +47,8 @@ class GroupState(StrEnum):
     DISCARDED = "discarded"
 
 
-FINAL = frozenset({GroupState.ACKNOWLEDGED, GroupState.DROPPED, GroupState.DISCARDED})
+OUT = frozenset({GroupState.LEASED, GroupState.GENERATED})
+"""With a rollout, or on the way back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +104,15 @@ class _Group:
     """When it came into this state."""
     token: str = ""
     owner: str = ""
+    version: int = 0
+    """Policy version of the lease."""
     expires: float = 0.0
     leases: int = 0
     step: int = -1
     failures: dict[str, int] = field(default_factory=dict)
     record: Any = None
+    taken: bool = False
+    """Whether the record of the lease was taken."""
 
 
 class PromptLedger:
@@ -142,35 +151,21 @@ class PromptLedger:
         self._budgets = dict(budgets)
         self._clock = clock
         self._end = None if data_epochs is None else data_epochs * len(dataset)
-        self._prefix = prefix
+        self._order = PromptOrder(len(dataset), seed=seed, shuffle=shuffle, prefix=prefix)
         self._drops: list[Drop] = []
         self._cursor = 0
         self._low_water = 0
         self._groups: dict[str, _Group] = {}
         self._final: dict[int, GroupState] = {}
         self._pending: list[str] = []
+        self._out: Counter[int] = Counter()
+        """Groups in `OUT` by the version of their lease."""
         self._given = 0
         """Leases given out; counts the tokens."""
         self._run = secrets.token_hex(4)
         """Begins this ledger's tokens: a record of the run before a resume must not carry one of them."""
-        self._permutation: tuple[int, list[int]] = (-1, [])
         self.counts = {"acknowledged": 0, "dropped": 0, "discarded": 0, "requeued": 0, "late": 0}
         self.consecutive_drops = 0
-
-    # --- order -----------------------------------------------------------------------------------------------------
-
-    def _index_at(self, position: int) -> int:
-        data_epoch, offset = divmod(position, len(self.dataset))
-        if not self._shuffle:
-            return offset
-        if self._permutation[0] != data_epoch:
-            order = list(range(len(self.dataset)))
-            random.Random(f"{self._seed}:{data_epoch}").shuffle(order)
-            self._permutation = (data_epoch, order)
-        return self._permutation[1][offset]
-
-    def _group_id(self, position: int) -> str:
-        return f"{self._prefix}{position // len(self.dataset)}-{self._index_at(position)}"
 
     # --- life of a group -------------------------------------------------------------------------------------------
 
@@ -187,16 +182,16 @@ class PromptLedger:
         for _ in range(count - len(again)):
             if self._cursor == self._end:
                 break
-            group_id = self._group_id(self._cursor)
-            self._groups[group_id] = _Group(position=self._cursor, index=self._index_at(self._cursor))
+            group_id = self._order.group_id(self._cursor)
+            self._groups[group_id] = _Group(position=self._cursor, index=self._order.index_at(self._cursor))
             self._cursor += 1
             fresh.append(group_id)
         return [self._issue(group_id, owner, policy_version) for group_id in [*again, *fresh]]
 
     def _issue(self, group_id: str, owner: str, policy_version: int) -> Lease:
         group = self._groups[group_id]
+        group.owner, group.version = owner, policy_version
         self._enter(group, GroupState.LEASED)
-        group.owner = owner
         group.leases += 1
         self._given += 1
         group.token = f"{self._run}.{self._given}.{group_id}"
@@ -212,7 +207,15 @@ class PromptLedger:
         )
 
     def _enter(self, group: _Group, state: GroupState) -> None:
+        self._count_out(group, -1)
         group.state, group.since = state, self._clock()
+        self._count_out(group, 1)
+
+    def _count_out(self, group: _Group, change: int) -> None:
+        if group.state in OUT:
+            self._out[group.version] += change
+            if not self._out[group.version]:
+                del self._out[group.version]
 
     def undo(self, token: str) -> None:
         """Take back a lease that never reached its owner: as if it had not been given out."""
@@ -264,14 +267,25 @@ class PromptLedger:
         number, _, group_id = rest.partition(".")
         return run == self._run and number.isdecimal() and 1 <= int(number) <= self._given and bool(group_id)
 
-    def complete(self, token: str, record: Any) -> bool:
-        """Take the record of a leased group; return False (and count it) for one that comes late or again."""
+    def deliver(self, token: str) -> None:
+        """Stop the clock of a lease whose record is on its way; nothing to do for one that is not current, or whose record has come."""
         found = self._current(token) if self.gave(token) else None
-        if found is None or found[1].state is not GroupState.LEASED:
+        if found is not None and found[1].state is GroupState.LEASED:
+            self._enter(found[1], GroupState.GENERATED)
+
+    def awaits(self, token: str) -> bool:
+        """Return whether the record of this lease would be taken."""
+        found = self._current(token) if self.gave(token) else None
+        return found is not None and found[1].state in OUT and not found[1].taken
+
+    def complete(self, token: str, record: Any) -> bool:
+        """Take the record of a group; return False (and count it) for one that comes late or again."""
+        found = self._current(token) if self.awaits(token) else None
+        if found is None:
             self.counts["late"] += 1
             return False
         self._enter(found[1], GroupState.GENERATED)
-        found[1].record = record
+        found[1].record, found[1].taken = record, True
         return True
 
     def requeue(self, token: str, reason: RequeueReason, message: str = "") -> bool:
@@ -307,7 +321,7 @@ class PromptLedger:
         return True
 
     def _back(self, group_id: str, group: _Group) -> None:
-        group.record, group.owner = None, ""
+        group.record, group.taken, group.owner = None, False, ""
         self._enter(group, GroupState.PENDING)
         self._pending.append(group_id)
 
@@ -368,21 +382,12 @@ class PromptLedger:
         """Return an outstanding group. Raises ValueError for one that has ended, KeyError for one never leased."""
         if group_id in self._groups:
             return self._groups[group_id]
-        position = self._position(group_id)
+        position = self._order.position(group_id, end=self._cursor)
         if position is None:
             raise KeyError(f"group {group_id!r} was never leased by this ledger")
         ended = self._final.get(position)
         state = "acknowledged, dropped or discarded" if ended is None else ended.value
         raise ValueError(f"group {group_id} must be outstanding, got state {state}")
-
-    def _position(self, group_id: str) -> int | None:
-        """Return the position of a group that was leased before, None for another text. Walks its data epoch."""
-        data_epoch, _, _ = group_id.removeprefix(self._prefix).partition("-")
-        if not data_epoch.isdecimal():
-            return None
-        start = int(data_epoch) * len(self.dataset)
-        positions = range(start, min(start + len(self.dataset), self._cursor))
-        return next((position for position in positions if self._group_id(position) == group_id), None)
 
     def _in_state(self, group_id: str, state: GroupState) -> _Group:
         group = self._group(group_id)
@@ -392,6 +397,7 @@ class PromptLedger:
 
     def _finish(self, group_id: str, state: GroupState) -> None:
         group = self._groups.pop(group_id)
+        self._count_out(group, -1)
         self._final[group.position] = state
         self.counts[state.value] += 1
         while self._low_water in self._final:
@@ -404,6 +410,10 @@ class PromptLedger:
         """Return (prompt index, attempt) of an outstanding group."""
         group = self._group(group_id)
         return group.index, group.leases
+
+    def version(self, group_id: str) -> int:
+        """Return the policy version that an outstanding group was leased at last."""
+        return self._group(group_id).version
 
     def held(self) -> list[HeldGroup]:
         """Return every group that is leased, generated or consumed, in ledger order."""
@@ -419,6 +429,10 @@ class PromptLedger:
     def outstanding(self) -> dict[str, GroupState]:
         """Return the state of each group that is not final."""
         return {group_id: group.state for group_id, group in self._groups.items()}
+
+    def out(self) -> Mapping[int, int]:
+        """Return how many groups are with rollouts or on their way back, by the version of their lease."""
+        return self._out
 
     def metrics(self) -> dict[str, float]:
         """Return `ledger/*` (runtime.md 7)."""
@@ -468,16 +482,16 @@ class PromptLedger:
             )
         self._cursor, self._low_water = int(state["cursor"]), int(state["low_water"])
         self._final = {int(position): GroupState(name) for position, name in state["final_above"].items()}
-        self._groups, self._pending = {}, []
+        self._groups, self._pending, self._out = {}, [], Counter()
         self._run, self._given = secrets.token_hex(4), 0
         for position in range(self._low_water, self._cursor):
             if position in self._final:
                 continue
             before = state["attempts"].get(str(position), {"leases": 0, "failures": {}})
-            group_id = self._group_id(position)
+            group_id = self._order.group_id(position)
             self._groups[group_id] = _Group(
                 position=position,
-                index=self._index_at(position),
+                index=self._order.index_at(position),
                 leases=int(before["leases"]),
                 failures=dict(before["failures"]),
             )

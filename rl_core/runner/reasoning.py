@@ -1,4 +1,4 @@
-"""GRPO and its relatives, on policy: the loop of design.md section 6.
+"""GRPO and its relatives, on policy: the loop of design.md section 6. `asynchronous.py` is the same with generation ahead of training.
 
 One step at policy version v reads as `run_step` reads: give prompts out, receive finished groups, train, acknowledge, publish v + 1.
 """
@@ -78,13 +78,17 @@ class ReasoningRunner(Runner):
         seconds = UNBOUNDED_S if self.parts.presence.patient else limit
         with self.board.during(Phase.GENERATING), self.phases.generating(), self.timers.measure("rollout"):
             receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
-            self.dispatcher.open(step, self.progress.version)
-            if self.parts.check is not None:
-                self.parts.check.begin()
+            self.open_step()
             received = self._receive(receiving, limit)
         if self.parts.check is not None:
             self.parts.check.confirm()
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
+
+    def open_step(self) -> None:
+        """Give out the prompts of the next step; then, as engines would answer it first, begin the content check that is due."""
+        self.dispatcher.open(self.progress.step + 1, self.progress.version)
+        if self.parts.check is not None:
+            self.parts.check.begin()
 
     def _receive(self, receiving: WorkerGroupFuncResult, limit: float) -> list[dict[str, float]]:
         """Return each data rank's metrics once all hold their groups, within `limit` seconds.
@@ -202,11 +206,11 @@ class ReasoningRunner(Runner):
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / devices,
             **self.sync.metrics(),
-            **self._idle(),
+            **self.idle(),
             **self.board.totals(),
         }
 
-    def _idle(self) -> dict[str, float]:
+    def idle(self) -> dict[str, float]:
         """Return what each side waited for the other: on policy a trainer idles while rollouts generate, and the reverse."""
         seconds = self.timers.seconds
         busy_actor = [seconds.get(f"time/{part}", 0.0) for part in ("inference", "train", "sync")]

@@ -6,14 +6,14 @@ Its only caller is the dispatcher, which serialises calls. Nothing here blocks o
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason
-from rl_core.runner.admission import Admission
+from rl_core.runner.admission import Admission, Standing
 from rl_core.runner.ledger import Drop, GroupState, PromptLedger
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,10 @@ class TrainingAccount:
         """Begin `step` at policy `version`: its groups may be given out from here on."""
         self._step = StepState(step=step, version=version, target=self._algorithm.prompts_per_step)
 
+    def adopt(self, algorithm: AlgorithmSpec) -> None:
+        """Go by the admission of another spec of the running job."""
+        self._admission.adopt(algorithm)
+
     def close(self) -> StepState:
         """End the step: nothing more is admitted to it. Returns what was."""
         if self._step is None:
@@ -117,9 +121,8 @@ class TrainingAccount:
         state = self._step
         if state is None or self.failure is not None:
             return []
-        if not self._admission.may_generate(served=served, version=state.version):
-            return []
-        leases = self.ledger.lease(max(min(want, self._room(state)), 0), owner, policy_version=state.version)
+        room = self._admission.room(self._standing(state), served=served)
+        leases = self.ledger.lease(max(min(want, room), 0), owner, policy_version=served)
         state.issued += len(leases)
         return [
             PromptLease(
@@ -142,31 +145,26 @@ class TrainingAccount:
         if self._step is not None:
             self._step.issued -= 1
 
-    def _room(self, state: StepState) -> int:
-        return self._admission.room(target=state.target, admitted=len(state.admitted), out=self._out())
-
-    def _out(self) -> int:
-        """Return how many groups are with rollouts or on their way back."""
-        open_states = (GroupState.LEASED, GroupState.GENERATED)
-        return sum(held in open_states for held in self.ledger.outstanding().values())
+    def _standing(self, state: StepState) -> Standing:
+        admitted, out = len(state.admitted), self.ledger.out()
+        return Standing(version=state.version, target=state.target, admitted=admitted, out=out)
 
     # --- taking in -------------------------------------------------------------------------------------------------
 
-    def admit(self, entry: GroupEntry) -> bool:
-        """Return whether a finished group trains in the open step.
+    def admit(self, entry: GroupEntry) -> bool | None:
+        """Return whether a finished group trains in the open step; None = in a later one, as long as it is kept.
 
         Refused: an old token, a version the policy does not let train, surplus, a group without differing rewards under dynamic sampling.
         """
         state = self._step
+        if self._admission.waits and not self.ledger.awaits(entry.token):
+            return self.ledger.complete(entry.token, entry)  # refused and counted, in whichever step it comes
         if state is None or state.complete:
-            if state is not None:
-                state.surplus += 1
-            if (
-                self.ledger.outstanding().get(entry.group_id) is GroupState.LEASED
-            ):  # of a step that was cut: for a later one
-                self.give_back(entry.token, "stale", "the step has its groups")
-            return False
-        if not self._admission.may_train(entry, version=state.version):
+            return None if self._admission.waits else self._surplus(entry)
+        trains = self._admission.may_train(entry, self._standing_without(entry, state))
+        if trains is None:
+            return None
+        if not trains:
             state.stale += 1
             versions = f"versions {entry.v_min}..{entry.v_max}, the step trains {state.version}"
             logger.warning("group %s: %s", entry.group_id, versions)
@@ -181,6 +179,22 @@ class TrainingAccount:
         self.ledger.consume([entry.group_id], state.step)
         state.admitted[entry.group_id] = entry
         return True
+
+    def _standing_without(self, entry: GroupEntry, state: StepState) -> Standing:
+        standing = self._standing(state)
+        if not self._admission.waits:
+            return standing
+        version = self.ledger.version(entry.group_id)
+        left = {**standing.out, version: standing.out[version] - 1}
+        return replace(standing, out=left)
+
+    def _surplus(self, entry: GroupEntry) -> bool:
+        """Refuse a group that came when the step had all it wanted; of a step that was cut it is for a later one."""
+        if self._step is not None:
+            self._step.surplus += 1
+        if self.ledger.outstanding().get(entry.group_id) is GroupState.LEASED:
+            self.give_back(entry.token, "stale", "the step has its groups")
+        return False
 
     def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
         """Take back a group: pending again, or dropped when its attempts are used up."""
@@ -246,12 +260,12 @@ class TrainingAccount:
         state.ended, self._ended_step = True, state.step
 
     def _check_rounds(self) -> None:
-        """Fail the run when dynamic sampling would ask for more groups than its rounds allow."""
+        """Fail the run when dynamic sampling needs more groups for the step than its rounds allow."""
         state, rounds = self._step, self._algorithm.max_generation_batches
         if state is None or not state.filtered:
             return
         allowed = rounds * self._algorithm.prompts_per_step
-        if self._room(state) > 0 and state.issued + self._room(state) > allowed:
+        if state.target + state.filtered > allowed:
             self._fail(
                 SamplingExhausted(
                     f"algorithm.maxGenerationBatches allows {rounds} rounds of {self._algorithm.prompts_per_step} groups, got "

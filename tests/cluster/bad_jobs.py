@@ -262,10 +262,10 @@ CASES = (
             'Invalid value: "string": spec.algorithm.steps in body must be of type integer: "string"',
             OWN,
         ),
-        "asynchronous-staleness": (
-            {"algorithm": {"maxStaleness": 1}},
+        "negative-staleness": (
+            {"algorithm": {"maxStaleness": -1}},
             "spec.algorithm.maxStaleness",
-            'Unsupported value: 1: supported values: "0"',
+            "Invalid value: -1: spec.algorithm.maxStaleness in body should be greater than or equal to 0",
             OWN,
         ),
         "unknown-estimator": (

@@ -75,7 +75,7 @@ def transition_rules() -> list[Schema]:
     )
     others = [path for path in frozen_fields() if path not in QUOTED]
     blocks = groupby(others, key=lambda path: path.partition(".")[0])
-    own = [*map(_quoted, QUOTED), *map(_placed, ("rollout", "env"))]
+    own = [*map(_quoted, QUOTED), *map(_placed, ("rollout", "env")), _synchrony()]
     return [fixed, *own, *(_block(block, list(paths)) for block, paths in blocks)]
 
 
@@ -88,6 +88,18 @@ def _placed(role: str) -> Schema:
         refusal=f"{path} must stay %d while placement.componentPlacement numbers its pods, got %d; set suspend: true, then edit both",
         values=(old, new),
         field=path,
+    )
+
+
+def _synchrony() -> Schema:
+    """Return the rule that a running job does not change between on policy and asynchronous, which are two programs."""
+    path = "algorithm.maxStaleness"
+    new, old = (field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
+    return rule_entry(
+        holds=f"{SUSPENDED} || ({new} > 0) == ({old} > 0)",
+        refusal=f"{path} must stay %s {WAY_OUT.format('%d')}",
+        values=(f"({old} > 0 ? 'above 0' : '0')", new),
+        field="algorithm",
     )
 
 

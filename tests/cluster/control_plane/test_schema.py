@@ -183,6 +183,11 @@ def test_status_is_written_by_its_subresource_only(control_plane, namespace):
             "algorithm must stay as it is but for steps, maxStaleness while the job is not suspended, got a change; set suspend: true, then edit it",
         ),
         (
+            {"algorithm": {"maxStaleness": 1}},
+            "spec.algorithm",
+            "algorithm.maxStaleness must stay 0 while the job is not suspended, got 1; set suspend: true, then edit it",
+        ),
+        (
             {"rollout": {"sampling": {"temperature": 0.5}}},
             "spec.rollout",
             "rollout must stay as it is but for replicas, minReplicas, maxReplicas, the pod fields while the job is not suspended, got a change; set suspend: true, then edit it",

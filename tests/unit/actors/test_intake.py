@@ -12,10 +12,10 @@ from rl_core.messages.groups import EndOfStep
 
 
 class Runner:
-    """Answers one rank: refuses `refused`, and answers only while `open` is set."""
+    """Answers one rank: refuses `refused`, puts `later` off, and answers only while `open` is set."""
 
-    def __init__(self, *refused: str) -> None:
-        self.refused = set(refused)
+    def __init__(self, *refused: str, later=()) -> None:
+        self.refused, self.later = set(refused), set(later)
         self.lots: list[list[str]] = []
         self.open = asyncio.Event()
         self.open.set()
@@ -24,7 +24,7 @@ class Runner:
     async def admit(self, records):
         self.lots.append([record.group_id for record in records])
         await self.open.wait()
-        return [group_id not in self.refused for group_id in self.lots[-1]]
+        return [None if group in self.later else group not in self.refused for group in self.lots[-1]]
 
     def count(self):
         self.progress += 1
@@ -152,3 +152,23 @@ async def test_the_deadline_tells_what_is_held(channel):
     await put(channel, 0)
     with pytest.raises(DeadlineExceeded, match=r"must get 3 groups within deadlines\.rollout 0\.05 s, got 1"):
         await receive(Runner(), channel, 3, limit=0.05)
+
+
+async def test_what_is_put_off_goes_back_to_the_channel_when_the_rank_has_its_groups(channel):
+    runner = Runner(later=["0-0", "0-2"])
+    await put(channel, 0, 1, 2, 3, 4)
+    records = await receive(runner, channel, 2)
+    assert [record.group_id for record in records] == ["0-1", "0-3"]
+    assert sorted(await left(channel)) == ["0-0", "0-2", "0-4"]
+
+
+async def test_what_is_put_off_is_asked_about_again_for_no_more_places_than_there_are(channel, monkeypatch):
+    monkeypatch.setattr("rl_core.actors.intake.ASK_AGAIN_S", 0.01)
+    runner = Runner(later=["0-0", "0-1", "0-2"])
+    receiving = receive(runner, channel, 2)
+    await put(channel, 0, 1, 2)
+    while len(runner.lots) < 3:
+        await asyncio.sleep(0)
+    assert all(len(lot) <= 2 for lot in runner.lots)
+    runner.later.clear()
+    assert len(await receiving) == 2 and len(await left(channel)) == 1

@@ -36,7 +36,7 @@ class FakeRunner:
 
     def __init__(self):
         self.pending, self.polls, self.renewed, self.given_back, self.stale = [], [], [], [], set()
-        self.failure = None
+        self.failure, self.told = None, []
         self.refuses = False
         self.changed = asyncio.Condition()
 
@@ -55,6 +55,11 @@ class FakeRunner:
             raise self.failure
         found, self.pending = self.pending[:want], self.pending[want:]
         return [one for one in found if one is not None]
+
+    async def delivered(self, token):
+        self.told.append(token)
+        if self.failure is not None:
+            raise self.failure
 
     async def renew(self, tokens):
         self.renewed.append(list(tokens))
@@ -165,6 +170,13 @@ async def test_a_finished_group_is_put_with_the_token_of_its_lease(harness):
     await harness.settle()
     assert harness.server.groups_in_flight == 0 and harness.server.groups_done == 1
     assert harness.runner.given_back == []
+
+
+@pytest.mark.parametrize("records_wait", [False, True])
+async def test_the_runner_is_told_of_records_that_may_wait_longer_than_their_lease(harness, records_wait):
+    harness.server._records_wait = records_wait
+    await harness.serving(lease(0), lease(1, mode="validate"))
+    assert harness.runner.told == (["t0"] if records_wait else [])
 
 
 async def test_a_closed_gate_asks_for_nothing_and_says_what_it_waits_for(harness):

@@ -2,7 +2,7 @@
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.messages.groups import GroupEntry
-from rl_core.runner.admission import OnPolicy
+from rl_core.runner.admission import Bounded, OnPolicy
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.training_account import TrainingAccount
@@ -51,7 +51,9 @@ class Account:
         self.ledger = PromptLedger(
             prompts, seed=0, shuffle=False, lease_seconds=lease_seconds, max_attempts=budgets, clock=self.clock
         )
-        account = TrainingAccount(self.ledger, spec, OnPolicy(), data_ranks=data_ranks, lease_seconds=lease_seconds)
+        bound, per_step = spec.max_staleness, spec.prompts_per_step
+        admission = Bounded(bound, per_step) if bound else OnPolicy()
+        account = TrainingAccount(self.ledger, spec, admission, data_ranks=data_ranks, lease_seconds=lease_seconds)
         self.dispatcher = Dispatcher(
             account,
             is_live=lambda name, incarnation: (name, incarnation) not in self.gone,

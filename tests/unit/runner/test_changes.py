@@ -159,3 +159,17 @@ def test_rollouts_and_envs_are_built_from_what_cannot_change(spec, path):
     changed = RLJobSpec.model_validate(wanted)
     assert list(differences(plain(for_elastic_roles(spec)), plain(for_elastic_roles(changed)))) == []
     assert for_elastic_roles(spec).rollout.sampling == spec.rollout.sampling
+
+
+def test_the_staleness_of_an_asynchronous_job_changes_but_not_whether_it_is_one():
+    asynchronous = RLJobSpec.model_validate(BASE | {"algorithm": {"maxStaleness": 1}})
+    wanted = plain(asynchronous)
+    put(wanted, "algorithm.maxStaleness", 3)
+    merged = merge(asynchronous, wanted)
+    assert merged.algorithm.max_staleness == 3
+    assert for_elastic_roles(merged) == for_elastic_roles(asynchronous), "rollouts keep their engines"
+    put(wanted, "algorithm.maxStaleness", 0)
+    with pytest.raises(
+        ValueError, match="maxStaleness cannot go between 0 and more while the job runs, got 0 in place of 1"
+    ):
+        merge(asynchronous, wanted)
