@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rl_core.plan import keys
-from rl_core.plan.signatures import Guard, Peer, uid_of
+from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 
 PORT = 7702
 STATUS = {
@@ -47,7 +47,8 @@ def guard(uid: str) -> Guard:
 
 async def status(request: web.Request) -> web.Response:
     headers, body = {name.lower(): value for name, value in request.headers.items()}, json.dumps(STATUS).encode()
-    signed = guard(uid_of(headers)).sign_answer(request.method, headers, 200, body)
+    call = ReceivedCall.read(request.method, request.path, headers)
+    signed = guard(call.uid).sign_answer(call, 200, body)
     return web.Response(body=body, content_type="application/json", headers=signed)
 
 

@@ -9,7 +9,7 @@ from _fake_api import MASTER
 from _fake_runner import PORT, STATUS
 
 from rl_core.plan import keys
-from rl_core.plan.signatures import Guard, Peer, uid_of
+from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 
 HOSTILE_EVERY = 20
 BACKLOG = 1024
@@ -31,8 +31,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head.split("\r\n")[1:])}
-        uid = uid_of(headers)
-        await answer(kind_of(int(uid)), uid, headers, writer)
+        call = ReceivedCall.read("GET", "/status", headers)
+        await answer(kind_of(int(call.uid)), call, writer)
         await writer.drain()
     except (ConnectionError, asyncio.IncompleteReadError):
         pass
@@ -40,10 +40,10 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def answer(kind: str, uid: str, headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
-    guard = Guard(Peer(token=keys.control_token(MASTER, uid), uid=uid, epoch=1))
+async def answer(kind: str, call: ReceivedCall, writer: asyncio.StreamWriter) -> None:
+    guard = Guard(Peer(token=keys.control_token(MASTER, call.uid), uid=call.uid, epoch=1))
     body = b"[" * 500_000 if kind == "nested" else json.dumps(LONG_STATUS).encode()
-    signed = "".join(f"{name}: {value}\r\n" for name, value in guard.sign_answer("GET", headers, 200, body).items())
+    signed = "".join(f"{name}: {value}\r\n" for name, value in guard.sign_answer(call, 200, body).items())
     whole = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{signed}\r\n".encode() + body
     if kind in ("good", "nested"):
         writer.write(whole)

@@ -175,7 +175,8 @@ class CheckpointSpec(Spec):
     """What is saved for a restart."""
 
     every_steps: Annotated[int | None, AfterValidator(none_for_zero)] = Field(50, ge=0, lt=2**31)
-    """Steps between checkpoints; 0 or null = only at the end and on a stop (0 on a cluster: plain `kubectl apply` drops nulls)."""
+    """Steps between checkpoints; 0 or null = only at the end and on a stop, none of `everySeconds` either (0 on a cluster: plain
+    `kubectl apply` drops nulls)."""
     every_seconds: Annotated[float | None, AfterValidator(none_for_zero)] = Field(60, ge=0)
     """Least seconds until the next checkpoint between those of `everySteps`, made only while saving takes less than 2 % of this time and no
     rule of failurePolicy counts steps; the next checkpoint replaces it. 0 or null = none (0 on a cluster: plain `kubectl apply` drops nulls)."""

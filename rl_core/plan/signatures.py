@@ -31,6 +31,7 @@ CHALLENGES = 64
 CHALLENGE_SECONDS = 60.0
 """Challenges that a runner keeps, and how long: a caller uses one at once."""
 FIELDS = ("uid", "epoch", "nonce", "challenge", "body", "mac")
+"""What the header of a call holds, in order."""
 _HEADER = re.compile(rf"{SCHEME} " + " ".join(rf"{name}=([0-9A-Za-z._-]{{0,128}})" for name in FIELDS))
 
 
@@ -84,10 +85,34 @@ def sign(peer: Peer, method: str, path: str, *, body: bytes = b"", challenge: st
     return SignedCall(peer=peer, headers={"Authorization": f"{SCHEME} {words}"}, mac=mac)
 
 
-def uid_of(headers: Mapping[str, str]) -> str:
-    """Return the job uid that a call (header names in lower case) is for, before it is checked; empty without one."""
-    found = _HEADER.fullmatch(headers.get("authorization", ""))
-    return found[1] if found else ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceivedCall:
+    """A call as it came, before anything in it is checked; what its header lacks is empty."""
+
+    method: str
+    path: str
+    uid: str = ""
+    epoch: str = ""
+    nonce: str = ""
+    challenge: str = ""
+    body: str = ""
+    """Digest of the body that was signed."""
+    mac: str = ""
+
+    @classmethod
+    def read(cls, method: str, path: str, headers: Mapping[str, str]) -> ReceivedCall:
+        """Return the call of a request, whose header names are in lower case."""
+        found = _HEADER.fullmatch(headers.get("authorization", ""))
+        return cls(method=method, path=path, **dict(zip(FIELDS, found.groups() if found else (), strict=False)))
+
+    def holds(self, body: bytes) -> bool:
+        """Return whether a body is the one that was signed."""
+        return hmac.compare_digest(self.body, _digest(body))
+
+    def expected(self, token: str) -> str:
+        """Return the signature that the holder of a token gives to this call."""
+        words = (self.uid, self.epoch, self.nonce, self.challenge, self.body)
+        return _mac(token, "call", self.method, self.path, *words)
 
 
 class Guard:
@@ -98,32 +123,22 @@ class Guard:
         self._challenges: OrderedDict[str, float] = OrderedDict()
         """Challenge -> until when it serves, oldest first."""
 
-    def refuse(self, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        """Return why a call (header names in lower case) is not taken, before its body is read; None takes its challenge back."""
-        found = _HEADER.fullmatch(headers.get("authorization", ""))
-        fields = dict(zip(FIELDS, found.groups(), strict=True)) if found else dict.fromkeys(FIELDS, "")
-        expected = _mac(self._peer.token, "call", method, path, *(fields[name] for name in FIELDS[:-1]))
-        if not hmac.compare_digest(fields["mac"].encode(), expected.encode()):
+    def refuse(self, call: ReceivedCall) -> Refusal | None:
+        """Return why a call is not taken, before its body is read; None takes its challenge back."""
+        if not hmac.compare_digest(call.mac, call.expected(self._peer.token)):
             return Refusal(status=HTTPStatus.UNAUTHORIZED, message="a call signed with this job's token is required")
-        if (fields["uid"], fields["epoch"]) != (self._peer.uid, str(self._peer.epoch)):
-            text = f"this is the runner of job {self._peer.uid}, epoch {self._peer.epoch}, got a call for {fields['uid']}, epoch {fields['epoch']}"
+        if (call.uid, call.epoch) != (self._peer.uid, str(self._peer.epoch)):
+            text = f"this is the runner of job {self._peer.uid}, epoch {self._peer.epoch}, got a call for {call.uid}, epoch {call.epoch}"
             return Refusal(status=HTTPStatus.MISDIRECTED_REQUEST, message=text)
-        if method != "GET" and self._challenges.pop(fields["challenge"], 0.0) <= self._clock():
+        if call.method != "GET" and self._challenges.pop(call.challenge, 0.0) <= self._clock():
             text = "a call that changes something must quote a challenge of a recent answer, once; ask GET /status and try again"
             return Refusal(status=HTTPStatus.UNAUTHORIZED, message=text)
         return None
 
-    def holds(self, headers: Mapping[str, str], body: bytes) -> bool:
-        """Return whether the body is the one that was signed."""
-        found = _HEADER.fullmatch(headers.get("authorization", ""))
-        return found is not None and hmac.compare_digest(found[FIELDS.index("body") + 1], _digest(body))
-
-    def sign_answer(self, method: str, headers: Mapping[str, str], status: int, body: bytes) -> dict[str, str]:
-        """Return the headers that prove an answer to the call with these headers; to a GET with a new challenge."""
-        found = _HEADER.fullmatch(headers.get("authorization", ""))
-        challenge = self._challenge() if method == "GET" and status < HTTPStatus.BAD_REQUEST else ""
-        mac = found[FIELDS.index("mac") + 1] if found else ""
-        signed = {ANSWER: _mac(self._peer.token, "answer", mac, str(int(status)), challenge, _digest(body))}
+    def sign_answer(self, call: ReceivedCall, status: int, body: bytes) -> dict[str, str]:
+        """Return the headers that prove an answer to a call; to a GET with a new challenge."""
+        challenge = self._challenge() if call.method == "GET" and status < HTTPStatus.BAD_REQUEST else ""
+        signed = {ANSWER: _mac(self._peer.token, "answer", call.mac, str(int(status)), challenge, _digest(body))}
         return signed | ({CHALLENGE: challenge} if challenge else {})
 
     def _challenge(self) -> str:

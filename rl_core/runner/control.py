@@ -11,7 +11,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
-from rl_core.plan.signatures import Guard, Peer
+from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 from rl_core.transports.http_server import EXCHANGE_SECONDS, HttpServer, HttpThread, Request, Response
 
 logger = logging.getLogger(__name__)
@@ -54,36 +54,38 @@ class ControlServer:
 
     def _gate(self, request: Request) -> Response | None:
         """Refuse strangers and unknown calls before a body is read."""
-        refusal = self._guard.refuse(request.method, request.path, request.headers) if self._guard is not None else None
+        call = ReceivedCall.read(request.method, request.path, request.headers)
+        refusal = self._guard.refuse(call) if self._guard is not None else None
         if refusal is not None:
-            return self._signed(request, refusal.status, {"error": refusal.message})
-        call, known = f"{request.method} {request.path}", ["GET /status", *self._actions]
-        if call not in known:
-            text = f"{call} is not known; known: {', '.join(known)}"
-            return self._signed(request, HTTPStatus.NOT_FOUND, {"error": text})
+            return self._signed(call, refusal.status, {"error": refusal.message})
+        name, known = f"{call.method} {call.path}", ["GET /status", *self._actions]
+        if name not in known:
+            text = f"{name} is not known; known: {', '.join(known)}"
+            return self._signed(call, HTTPStatus.NOT_FOUND, {"error": text})
         return None
 
     def _answer(self, request: Request) -> Response:
-        if self._guard is not None and not self._guard.holds(request.headers, request.body):
-            return self._signed(request, HTTPStatus.UNAUTHORIZED, {"error": "the body must be the one that was signed"})
-        call = f"{request.method} {request.path}"
+        call = ReceivedCall.read(request.method, request.path, request.headers)
+        if self._guard is not None and not call.holds(request.body):
+            return self._signed(call, HTTPStatus.UNAUTHORIZED, {"error": "the body must be the one that was signed"})
+        name = f"{call.method} {call.path}"
         try:
-            if call == "GET /status":
-                return self._signed(request, HTTPStatus.OK, self._status())
+            if name == "GET /status":
+                return self._signed(call, HTTPStatus.OK, self._status())
             given = json.loads(request.body) if request.body else None
-            return self._signed(request, HTTPStatus.OK, self._actions[call](given))
+            return self._signed(call, HTTPStatus.OK, self._actions[name](given))
         except (ValueError, RecursionError) as error:
-            return self._signed(request, HTTPStatus.BAD_REQUEST, {"error": str(error)})
+            return self._signed(call, HTTPStatus.BAD_REQUEST, {"error": str(error)})
         except Exception as error:  # whatever an action raises, its caller must hear of it
-            logger.exception("%s failed", call)
+            logger.exception("%s failed", name)
             text = f"{type(error).__name__}: {error}"
-            return self._signed(request, HTTPStatus.INTERNAL_SERVER_ERROR, {"error": text})
+            return self._signed(call, HTTPStatus.INTERNAL_SERVER_ERROR, {"error": text})
 
-    def _signed(self, request: Request, status: HTTPStatus, value: Any) -> Response:
+    def _signed(self, call: ReceivedCall, status: HTTPStatus, value: Any) -> Response:
         plain = _response(status, value)
         if self._guard is None:
             return plain
-        return replace(plain, headers=self._guard.sign_answer(request.method, request.headers, status, plain.body))
+        return replace(plain, headers=self._guard.sign_answer(call, status, plain.body))
 
 
 def _response(status: HTTPStatus, value: Any) -> Response:

@@ -68,8 +68,11 @@ class Saving:
             return None
         spec, step = self._applied.spec, self._progress.step
         every = spec.checkpoint.every_steps
-        asked = self.checkpoints.take_ask()
-        if asked or (every is not None and step % every == 0) or step >= spec.algorithm.steps:
+        if self.checkpoints.take_ask() or step >= spec.algorithm.steps:
+            return Due.LASTING
+        if every is None:
+            return None
+        if step % every == 0:
             return Due.LASTING
         return Due.PASSING if self._time_has_come(spec.checkpoint.every_seconds) else None
 

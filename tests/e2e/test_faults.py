@@ -72,13 +72,14 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
 
 
 def test_a_run_that_begins_from_another_one_has_its_ledger_and_restarts_there_until_it_has_saved(start, tmp_path):
-    """The other one is of an earlier version, which lacked a field of `algorithm`."""
+    """The other one is of an earlier version, which lacked a field of `algorithm`; so are the rollouts of this one, whose image is older."""
     quiet = {"everySteps": 1000, "beforeTraining": False}
     first = start(algorithm={"steps": 2}, validation=quiet, folder="first")
     assert first.run() == 0, first.text + first.logs()
     run = start(
         algorithm={"steps": 15},
         checkpoint={"everySteps": 100, "resumeFrom": {"job": "out", "step": 2}},
+        rollout={"env": {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(later_version.ROOT)}},
         validation=quiet,
         folder="second",
     )

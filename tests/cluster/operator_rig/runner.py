@@ -8,7 +8,7 @@ from aiohttp import web
 
 from operator_rig.jobs import Jobs
 from rl_core.plan.keys import TOKEN_FILE
-from rl_core.plan.signatures import Guard, Peer, uid_of
+from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 from rljob_operator import kinds
 from rljob_operator.runtime.progress import CONTROL_PORT
 
@@ -57,13 +57,14 @@ class FakeRunner:
 
     async def _answer(self, request: web.Request, value: Any) -> web.Response:
         headers, given = {name.lower(): value for name, value in request.headers.items()}, await request.read()
-        guard = await self._guard(uid_of(headers))
-        refusal = guard.refuse(request.method, request.path, headers)
-        if refusal is None and guard.holds(headers, given) and request.method != "GET":
+        call = ReceivedCall.read(request.method, request.path, headers)
+        guard = await self._guard(call.uid)
+        refusal = guard.refuse(call)
+        if refusal is None and call.holds(given) and request.method != "GET":
             self.calls.append((f"{request.method} {request.path}", json.loads(given or b"null")))
         body = json.dumps(value if refusal is None else {"error": refusal.message}).encode()
         status = 200 if refusal is None else refusal.status.value
-        signed = guard.sign_answer(request.method, headers, status, body)
+        signed = guard.sign_answer(call, status, body)
         return web.Response(status=status, body=body, headers=signed)
 
     async def _guard(self, uid: str) -> Guard:

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rl_core.plan import keys
-from rl_core.plan.signatures import Guard, Peer, uid_of
+from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 from rljob_operator.model import ContainerEnd, ControlCall, PodView, Progress
 from rljob_operator.runtime.cache import JobKey
 from rljob_operator.runtime.master_key import UnknownKey
@@ -65,12 +65,12 @@ async def runner():
     async def handle(request):
         body, headers = await request.read(), {name.lower(): value for name, value in request.headers.items()}
         status, text = server.answers.get(request.path, (200, "{}"))
-        refusal = guard.refuse(request.method, request.path, headers)
-        if refusal is not None or not guard.holds(headers, body):
+        call = ReceivedCall.read(request.method, request.path, headers)
+        if guard.refuse(call) is not None or not call.holds(body):
             status, text = 401, ""
         else:
             asked.append((request.method, request.path, body.decode()))
-        signed = guard.sign_answer(request.method, headers, status, text.encode())
+        signed = guard.sign_answer(call, status, text.encode())
         return web.Response(status=status, text=text, headers=signed)
 
     app = web.Application()
@@ -181,11 +181,11 @@ def signed_answer(head):
     """Return a function that makes the signed answer to a call: a tenant's program in the runner's pod holds the token."""
     lines = (line.partition(": ") for line in head.decode().split("\r\n")[1:])
     headers = {name.lower(): value for name, _, value in lines}
-    uid = uid_of(headers)
-    guard = Guard(Peer(token=keys.control_token(MASTER, uid), uid=uid, epoch=1))
+    call = ReceivedCall.read("GET", "/status", headers)
+    guard = Guard(Peer(token=keys.control_token(MASTER, call.uid), uid=call.uid, epoch=1))
 
     def answer(body):
-        signed = guard.sign_answer("GET", headers, 200, body)
+        signed = guard.sign_answer(call, 200, body)
         fields = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
         return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n{fields}\r\n".encode() + body
 

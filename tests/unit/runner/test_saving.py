@@ -114,6 +114,14 @@ def test_between_periods_a_checkpoint_is_due_by_time_while_saving_is_cheap_and_n
     assert run.saving.due() is None, "saving costs more than 2 %"
 
 
+def test_without_a_period_nothing_is_saved_by_time_either():
+    run = Run(checkpoint={"everySteps": None, "everySeconds": 60})
+    run.now += 1000.0
+    assert run.saving.due() is None
+    run.progress.step = 10
+    assert run.saving.due() is Due.LASTING, "the end"
+
+
 @pytest.mark.parametrize("later", [StopKind.INTERRUPT, StopKind.SUSPEND, None])
 def test_a_run_that_is_rolled_back_saves_nothing_whatever_else_is_asked(later):
     run = Run()
