@@ -1,5 +1,6 @@
 """A tiny Qwen2 folder, the job that trains it, and prompt groups; shared by unit and integration tests of the actors."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -11,25 +12,28 @@ from rl_core.api.records import Completion, PromptGroupRecord
 VOCAB = 24
 
 
-def make_model(folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a Qwen2 folder of 2 layers with random weights and a tokenizer file."""
-    from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+def make_model(
+    folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, family: str = "qwen2", **settings
+) -> Path:
+    """Write a folder of a model of 2 layers with random weights and a tokenizer file; `settings` replace those of its configuration."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen2ForCausalLM(config)
+    name, package = family.capitalize(), f"transformers.models.{family}"
+    config_class = getattr(importlib.import_module(f"{package}.configuration_{family}"), f"{name}Config")
+    model_class = getattr(importlib.import_module(f"{package}.modeling_{family}"), f"{name}ForCausalLM")
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+    }
+    model = model_class(config_class(**sizes | settings))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -126,12 +126,23 @@ def load_weights(
 ) -> None:
     """Fill every parameter and persistent buffer from the folder's safetensors; each rank reads the slices that it stores.
 
-    Raises ConfigError listing stored tensors the model has no place for, tensors of the model that are not stored, and
-    shapes that differ.
+    Raises ConfigError as `stored_readers` does, and for shapes that differ.
+    """
+    wanted = stored_tensors(model)
+    for name, stored, where in stored_readers(model, folder, aliases):
+        fill(slice_of(wanted[name].detach()), stored, where)
+
+
+def stored_readers(
+    model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name in the model, reader of the tensor in the folder's safetensors, where it is) for all that a folder stores.
+
+    A reader is good until the next one. Raises ConfigError listing stored tensors the model has no place for and tensors of the model
+    that are not stored.
     """
     files = weight_files(Path(folder))
-    wanted = stored_tensors(model)
-    stored_as = _match(wanted, files, aliases, model, Path(folder))
+    stored_as = _match(stored_tensors(model), files, aliases, model, Path(folder))
     by_file: dict[Path, list[str]] = {}
     for name, stored in stored_as.items():
         by_file.setdefault(files[stored], []).append(name)
@@ -139,7 +150,7 @@ def load_weights(
         try:
             with safe_open(path, framework="pt") as reader:
                 for name in names:
-                    _fill(slice_of(wanted[name].detach()), reader.get_slice(stored_as[name]), f"{name} in {path}")
+                    yield name, reader.get_slice(stored_as[name]), f"{name} in {path}"
         except SafetensorError as error:
             raise _broken(path, error) from error
 
@@ -219,7 +230,8 @@ def _match(
     return stored_as
 
 
-def _fill(target: LocalSlice, stored: Any, where: str) -> None:
+def fill(target: LocalSlice, stored: Any, where: str) -> None:
+    """Copy into `target` its box of a stored tensor, whose reader `stored` is. Raises ConfigError for another shape."""
     if tuple(stored.get_shape()) != target.shape:
         raise ConfigError(f"{where} must have shape {list(target.shape)} by config.json, got {stored.get_shape()}")
     if target.tensor.numel():

@@ -114,6 +114,16 @@ class Ranks:
         return DeviceMesh(self.device.type, list(range(self.size)), mesh_dim_names=("dp",))
 
     @contextmanager
+    def making_groups(self) -> Iterator[None]:
+        """Have the process groups that a library makes in the block listen where those of the ranks do.
+
+        A single rank first makes a group of itself, on loopback.
+        """
+        meeting = self._meeting or rendezvous.join(1, 0, self.device, self._timeout)
+        with meeting.listening():
+            yield
+
+    @contextmanager
     def guard(self, doing: str) -> Iterator[None]:
         """Turn a failed collective inside the block into an InfrastructureError that names the missing ranks."""
         try:

@@ -9,7 +9,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -37,8 +37,12 @@ class Meeting(NamedTuple):
 
     def group(self, members: Sequence[int]) -> Any:
         """Return a process group of some ranks; every rank makes every group, in the same order."""
-        with _listening_on(self.address):
+        with self.listening():
             return dist.new_group(list(members))
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Return a context in which process groups listen on this rank's address."""
+        return _listening_on(self.address)
 
 
 _meetings: dict[int, Meeting] = {}

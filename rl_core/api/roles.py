@@ -113,7 +113,7 @@ class ActorSpec(FabricRoleSpec):
 
     termination_grace_period_seconds: int = Field(120, ge=1, le=86400)
     """Seconds between the request to stop and the kill; a checkpoint is written in them."""
-    backend: Literal["fsdp2"] = "fsdp2"
+    backend: Literal["fsdp2", "megatron"] = "fsdp2"
     """Training backend."""
     replicas: int = Field(1, ge=1, le=1024)
     """Pods of the gang."""

@@ -6,17 +6,33 @@ reader can load them. No rank talks to another and nothing is pickled.
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from rl_core.api.errors import DataError
 from rl_core.checkpoint.files import sync_file, sync_folder
+
+SHARDING = "DCP_SHARDING_INFO"
+"""Entry of a file's header: where each of its tensors begins in the full one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What one file holds of a tensor."""
+
+    values: Any
+    """Reader of the tensor in the file: indexing reads no more than is asked for."""
+    offset: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(start + n for start, n in zip(self.offset, self.values.get_shape(), strict=True))
 
 
 def write_shard(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...]]], *, rank: int) -> None:
@@ -29,7 +45,7 @@ def write_shard(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...]]
     if not held:
         return
     offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in held.items()}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}
     path = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
     try:
         save_file({name: tensor.detach().contiguous() for name, (tensor, _) in held.items()}, path, metadata)
@@ -40,40 +56,73 @@ def write_shard(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...]]
     sync_folder(folder)
 
 
-def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` (plain or DTensor) in place with what the files of all ranks hold.
+def read_shards(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Fill `parts` in place from the files of all ranks: name -> (local tensor, its offset in the full tensor, full shape).
 
-    Raises FileNotFoundError without files, DataError naming tensor and folder for a missing tensor or another shape.
+    Raises FileNotFoundError without files, DataError naming tensor and folder for a missing tensor, another shape or type.
     """
-    if not any(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise FileNotFoundError(
             f"{folder} must hold the safetensors of a checkpoint, got none; choose another checkpoint"
         )
-    reader, planner = HuggingFaceStorageReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        metadata = reader.read_metadata()
-        _check(folder, metadata, tensors)
-        # The steps of torch's `load` without its coordination: what a rank reads follows from its own tensors alone.
-        planner.set_up_planner(dict(tensors), metadata, True)
-        reader.set_up_storage_reader(metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        with ExitStack() as opened:
+            stored = _stored({file: opened.enter_context(safe_open(file, framework="pt")) for file in files})
+            for name, (_, _, shape) in parts.items():
+                _check_shape(folder, name, stored.get(name, []), shape)
+            for name, (tensor, offset, _) in parts.items():
+                _fill(folder, name, tensor.detach(), offset, stored[name])
     except SafetensorError as error:
         raise DataError(f"tensors in {folder} cannot be read: {error}; resume from another checkpoint") from error
 
 
-def _check(folder: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        stored = metadata.state_dict_metadata.get(name)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise DataError(f"{folder} must hold tensor {name}, got none; the checkpoint belongs to another model")
-        if tuple(stored.size) != tuple(tensor.shape):
+def _stored(readers: Mapping[Path, Any]) -> dict[str, list[_Stored]]:
+    found: dict[str, list[_Stored]] = {}
+    for file, reader in readers.items():
+        header = reader.metadata() or {}
+        if SHARDING not in header:
+            raise DataError(f"{file} must have {SHARDING} in its header, got none; it is no part of a checkpoint")
+        offsets = json.loads(header[SHARDING])
+        for name in reader.keys():  # noqa: SIM118
+            held = _Stored(reader.get_slice(name), tuple(offsets[name]["saved_offsets"]))
+            found.setdefault(name, []).append(held)
+    return found
+
+
+def _check_shape(folder: Path, name: str, stored: list[_Stored], shape: tuple[int, ...]) -> None:
+    if not stored:
+        raise DataError(f"{folder} must hold tensor {name}, got none; the checkpoint belongs to another model")
+    whole = [max(ends) for ends in zip(*(held.end for held in stored), strict=True)]
+    if whole != list(shape):
+        raise DataError(
+            f"tensor {name} in {folder} must have shape {list(shape)}, got {whole}; the checkpoint belongs to another model"
+        )
+
+
+def _fill(folder: Path, name: str, target: Tensor, offset: tuple[int, ...], stored: list[_Stored]) -> None:
+    """Copy into `target`, which begins at `offset`, what the files hold of its place."""
+    filled = 0
+    for held in stored:
+        starts = [max(pair) for pair in zip(offset, held.offset, strict=True)]
+        stops = [min(at + n, end) for at, n, end in zip(offset, target.shape, held.end, strict=True)]
+        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+            continue
+        values = held.values[_box(starts, stops, held.offset)] if starts else held.values[...]
+        if values.dtype != target.dtype:
             raise DataError(
-                f"tensor {name} in {folder} must have shape {list(tensor.shape)}, got {list(stored.size)}; the checkpoint belongs to another model"
+                f"tensor {name} in {folder} must be {target.dtype}, got {values.dtype}; resume with the saved model.dtype"
             )
-        if stored.properties.dtype != tensor.dtype:
-            raise DataError(
-                f"tensor {name} in {folder} must be {tensor.dtype}, got {stored.properties.dtype}; resume with the saved model.dtype"
-            )
+        target[_box(starts, stops, offset)].copy_(values)
+        filled += values.numel()
+    if filled != target.numel():
+        raise DataError(
+            f"the files in {folder} must hold all of tensor {name}, got {filled} of {target.numel()} elements; resume from another checkpoint"
+        )
+
+
+def _box(starts: list[int], stops: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start - at, stop - at) for start, stop, at in zip(starts, stops, origin, strict=True))
 
 
 def _as_os_error(path: Path, error: SafetensorError) -> OSError:

@@ -93,6 +93,7 @@ def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:
 
 
 def _check_files(job: RLJob, search_path: Path) -> Iterator[str]:
+    from rl_core.actors.megatron.guards import refusals
     from rl_core.data.dataset import load_prompts
     from rl_core.data.source import read_rows
     from rl_core.runner.limits import sequence_limit
@@ -107,6 +108,7 @@ def _check_files(job: RLJob, search_path: Path) -> Iterator[str]:
                 limit = sequence_limit(job.spec, config)
             except RLJobError as error:
                 yield f"spec.model.path: {error}"
+            yield from (f"spec: {line}" for line in refusals(job.spec, config))
     for field, reference in (("data.train", data.train), ("data.validation", data.validation)):
         if reference is None or reference.startswith(HUB_SCHEME):
             continue

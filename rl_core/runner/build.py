@@ -34,7 +34,10 @@ from rl_core.workers.hub import Hub
 
 logger = logging.getLogger(__name__)
 
-ACTOR_CLASSES = {"fsdp2": "rl_core.actors.fsdp.actor:FSDPActor"}
+ACTOR_CLASSES = {
+    "fsdp2": "rl_core.actors.fsdp.actor:FSDPActor",
+    "megatron": "rl_core.actors.megatron.actor:MegatronActor",
+}
 ROLLOUT_CLASS = "rl_core.rollouts.base:RolloutWorkerBase"
 ENV_CLASS = "rl_core.envs.worker:TextEnvWorker"
 ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 5, "stale": 20, "epoch": 1000}

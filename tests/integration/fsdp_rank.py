@@ -5,6 +5,8 @@ Each scenario has a fresh actor in the same process group.
 """
 
 import asyncio
+import importlib
+import itertools
 import json
 import os
 import sys
@@ -17,9 +19,9 @@ import torch
 from actor_samples import make_record
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.api.errors import RLJobError
+from rl_core.runner.build import ACTOR_CLASSES
 from rl_core.weights.manifest import checksum
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.workers.context import WorkerContext, stand_alone_identity
@@ -32,7 +34,8 @@ class Rank:
         self.rank, self.groups = rank, groups[rank]
         self.seen: dict = {"metrics": [], "scores": []}
         context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=world_size))
-        self.actor = FSDPActor.hosted(context, spec)
+        module, _, name = ACTOR_CLASSES[spec["actor"].get("backend", "fsdp2")].partition(":")
+        self.actor = getattr(importlib.import_module(module), name).hosted(context, spec)
         self.actor.init_worker()
 
     def train(self, step: int) -> None:
@@ -57,10 +60,37 @@ class Rank:
         del self.actor.before_micro_batch
         self.seen["begun"] = len(began)
 
+    def leave(self, step: int, micro_batch: int) -> None:
+        """Train as `train`; the step is given up before that micro-batch."""
+        progress, seen = self.actor.record_progress, itertools.count(1)
+
+        def record(what):
+            if next(seen) == micro_batch:
+                asyncio.run(self.actor.cancel_training())
+            progress(what)
+
+        self.actor.record_progress = record
+        self.train(step)
+        del self.actor.record_progress
+
     def poison(self) -> None:
         """Make this rank's next gradient infinite."""
-        parameter = next(iter(self.actor.model.parameters()))
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(float("inf")) if self.rank == 0 else None)
+        plain = self.actor.optimizer_step
+
+        def step():
+            del self.actor.optimizer_step
+            if self.rank == 0:
+                for tensor in self.gradients():
+                    tensor.fill_(float("inf"))
+            return plain()
+
+        self.actor.optimizer_step = step
+
+    def gradients(self) -> list:
+        """Return some gradients of this rank, where they are."""
+        if hasattr(self.actor, "stages"):
+            return self.actor._grad_buffers()
+        return [next(self.actor.strategy.local(p.grad) for p in self.actor.model.parameters())]
 
     def save(self, path: str, step: int) -> None:
         """Save a checkpoint."""
@@ -84,6 +114,11 @@ class Rank:
         self.actor.offload_optimizer()
         self.actor.load_param_and_grad(0, True)
         self.actor.load_optimizer(0)
+
+    def state(self) -> None:
+        """Gather the weights on rank 0."""
+        whole = self.actor.get_model_state_dict(True, True)
+        self.seen["state"] = {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
 
     def weights(self) -> None:
         """Gather the weights on rank 0 and say which placements the shards have."""

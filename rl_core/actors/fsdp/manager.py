@@ -1,19 +1,17 @@
-"""A model, its optimizer and its schedule under FSDP2: set up, step, state, save, load, export. No reinforcement learning here."""
+"""A model, its optimizer and its schedule under FSDP2. No reinforcement learning here."""
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors import export, hf
+from rl_core.actors import hf
 from rl_core.actors.forward import SCORE, attach_scoring
-from rl_core.actors.fsdp import checkpoint
 from rl_core.actors.fsdp.optimizer import (
+    MOMENTS,
     build_adamw,
     build_scheduler,
     named_moments,
@@ -22,21 +20,18 @@ from rl_core.actors.fsdp.optimizer import (
     set_step_counters,
     step_counters,
 )
-from rl_core.actors.fsdp.residency import Residency
+from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
-from rl_core.actors.ranks import ParallelSizes, Ranks
-from rl_core.actors.schedule import LRSchedule, OptimizerCounts
+from rl_core.actors.manager import ModelManager, checked
+from rl_core.actors.ranks import ParallelSizes
+from rl_core.actors.schedule import LRSchedule
 from rl_core.actors.slices import LocalSlice
-from rl_core.api.errors import ConfigError, DataError, InfrastructureError
+from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
 
-logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class FSDPModelManager(Residency):
+class FSDPModelManager(ModelManager):
     """One data-parallel rank's share of a model in training. Methods are collective unless they say otherwise."""
 
     model: "nn.Module"
@@ -48,25 +43,10 @@ class FSDPModelManager(Residency):
 
         Raises ValueError for a rank outside [0, world_size), ConfigError for accelerators asked for and not visible.
         """
-        self.cfg = cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
-        self.compute_device = compute_device(self.cfg, rank)
-        self.ranks = Ranks(
-            ParallelSizes(data=world_size),
-            rank=rank,
-            device=self.compute_device,
-            timeout=self.cfg.runtime.deadlines.collective,
-        )
-        self.dtype = DTYPES[self.cfg.model.dtype]
+        super().__init__(checked(cfg), ParallelSizes(data=world_size), rank)
         self.strategy = FSDP2Strategy(
             self.ranks, compute_dtype=self.dtype, accumulate_without_sync=self.cfg.actor.accumulate_without_sync
         )
-        self.counts = OptimizerCounts()
-        self.consecutive_skips: list[float] = []
-        """Norms of the steps skipped in a row."""
-        self.global_step = 0
-        self.sync_names: list[tuple[str, str | None]] = []
-        """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
-        Residency.__init__(self)
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
@@ -139,10 +119,6 @@ class FSDPModelManager(Residency):
             optimizer, LRSchedule.from_spec(optim_config, total=self._optimizer_steps(self.cfg.algorithm.steps))
         )
 
-    def _optimizer_steps(self, steps: int) -> int:
-        algorithm = self.cfg.algorithm
-        return steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
-
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
 
@@ -158,70 +134,61 @@ class FSDPModelManager(Residency):
         """Return the context of one micro-batch: gradients are reduced with the last (or each, accumulateWithoutSync false)."""
         return self.strategy.before_micro_batch(model, is_last=is_last_micro_batch)
 
-    def optimizer_step(self) -> tuple[float, list[float]]:
-        """Clip and apply the gradients; return the norm before clipping and each group's learning rate in this step.
+    def _gradient_norm(self) -> float:
+        norm = self.strategy.grad_norm(list(self.model.parameters()))
+        return math.sqrt(float(self.ranks.sum_rows(norm.cpu())))
 
-        A norm that is not finite on any rank changes nothing on all: gradients are zeroed and the skip is counted.
-        Raises DataError after more than `actor.maxConsecutiveSkips` skips in a row, RuntimeError while weights or moments are offloaded.
-        """
-        self._require_loaded("optimizer_step", moments=True)
-        parameters = list(self.model.parameters())
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        norm = math.sqrt(float(self.ranks.sum_rows(self.strategy.grad_norm(parameters).cpu())))
-        self.counts.attempted += 1
-        if math.isfinite(norm):
-            clip = self.cfg.actor.grad_clip
-            if clip is not None and norm + 1e-6 > clip:
-                self.strategy.scale_grads(parameters, clip / (norm + 1e-6))
-            self.optimizer.step()
-            self.counts.applied += 1
-            self.scheduler.step()
-            self.consecutive_skips = []
-        self.drop_gradients()
-        if not math.isfinite(norm):
-            self._count_skip(norm)
-        return norm, rates
+    def _apply_gradients(self, norm: float) -> None:
+        clip = self.cfg.actor.grad_clip
+        if clip is not None and norm + 1e-6 > clip:
+            self.strategy.scale_grads(list(self.model.parameters()), clip / (norm + 1e-6))
+        self.optimizer.step()
+
+    def _follow_schedule(self) -> None:
+        self.scheduler.step()
 
     def drop_gradients(self) -> None:
         """Forget the gradients. Not collective; what FSDP has not reduced yet, before the last micro-batch, is not among them."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _count_skip(self, norm: float) -> None:
-        self.counts.skipped += 1
-        self.consecutive_skips.append(norm)
-        limit = self.cfg.actor.max_consecutive_skips
-        logger.warning("gradient norm %s: optimizer step skipped (%s in a row)", norm, len(self.consecutive_skips))
-        if len(self.consecutive_skips) > limit:
-            raise DataError(
-                f"actor.maxConsecutiveSkips allows {limit} optimizer steps in a row without a finite gradient, got "
-                f"{len(self.consecutive_skips)} with norms {self.consecutive_skips}; lower the learning rate or look at the data"
-            )
+    # Residency ------------------------------------------------------------------------------------------------------
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        return map(self.strategy.local, [*self.model.parameters(), *self.model.buffers()])
+
+    def _moment_tensors(self) -> list[Tensor]:
+        return [self.strategy.local(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS]
+
+    def _grads_wait(self) -> bool:
+        grads = [self.strategy.local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        return any(bool(grad.count_nonzero()) for grad in grads)
+
+    def _release_gradients(self) -> None:
+        self.drop_gradients()
+
+    def _zero_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
 
     # State ----------------------------------------------------------------------------------------------------------
 
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name.
-
-        full: rank 0 gets whole tensors, the others {}. Not full: DTensors that share memory with the model, unless
-        `cpu_offload` copies them. Raises RuntimeError while the weights are offloaded.
-        """
+        """Return the weights as `ModelManager` does; not full: as DTensors, which share memory with the model unless copied."""
+        if full_state_dict:
+            return super().get_model_state_dict(cpu_offload, full_state_dict)
         self._require_loaded("get_model_state_dict")
-        if not full_state_dict:
-            held = {name: self.strategy.as_dtensor(self._tensor(name).detach()) for name, _ in self.sync_names}
-            return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
-        with self.ranks.guard("gathering the weights"):
-            whole = {name: tensor for name, tensor in self.whole_tensors() if self.ranks.rank == 0}
-        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in whole.items()}
+        held = {name: self.strategy.as_dtensor(self._tensor(name).detach()) for name, _ in self.sync_names}
+        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
 
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) on every rank, one at a time; tied names yield the same tensor again."""
-        shared: dict[str, Tensor] = {}
-        tied_to = {source for _, source in self.sync_names if source is not None}
+    def _whole_tensors(self) -> dict[str, Tensor]:
+        whole: dict[str, Tensor] = {}
         for name, source in self.sync_names:
-            tensor = shared[source] if source is not None else self.strategy.whole(self._tensor(name).detach())
-            if name in tied_to:
-                shared[name] = tensor
-            yield name, tensor
+            tensor = whole.get(source or "")
+            if source is None:
+                tensor = self.strategy.whole(self._tensor(name).detach())
+            if tensor is not None and self.ranks.rank == 0:
+                whole[name] = tensor
+        return whole
 
     def _tensor(self, name: str) -> Tensor:
         module, _, attribute = name.rpartition(".")
@@ -231,76 +198,26 @@ class FSDPModelManager(Residency):
         """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
         return self.strategy.named_slices(self.model)
 
-    def set_global_step(self, global_step: int) -> None:
-        """Set the step (the weights' version). Raises ValueError when it is negative or goes back."""
-        if global_step < max(self.global_step, 0):
-            raise ValueError(f"global_step must be {self.global_step} or more, got {global_step}; steps only rise")
-        self.global_step = global_step
+    def moment_slices(self) -> dict[str, LocalSlice]:
+        """Return what this rank stores of the moments, sharing memory. Not collective."""
+        moments = named_moments(self.model, self.optimizer)
+        return {name: self.strategy.slice_of(moment) for name, moment in moments.items()}
 
-    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
-        """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters."""
-        with self.loaded(), self.ranks.guard("saving a checkpoint"):
-            moments = named_moments(self.model, self.optimizer)
-            checkpoint.save(
-                Path(save_path),
-                self.ranks,
-                self._counters(step),
-                model=self.named_slices(),
-                optimizer={name: self.strategy.slice_of(moment) for name, moment in moments.items()},
-            )
+    def _written(self, slices: dict[str, LocalSlice]) -> dict[str, LocalSlice]:
+        return {name: part for name, part in slices.items() if self.ranks.rank == 0 or not part.replicated}
 
-    def _counters(self, step: int) -> checkpoint.Counters:
-        return checkpoint.Counters(
-            step=step,
-            global_step=self.global_step,
-            world_size=self.ranks.size,
-            counts=self.counts,
-            consecutive_skips=self.consecutive_skips,
-            optimizer_steps=step_counters(self.model, self.optimizer),
-        )
+    def _step_counters(self) -> dict[str, float]:
+        return step_counters(self.model, self.optimizer)
 
-    def load_checkpoint(self, load_path: str) -> None:
-        """Load what `save_checkpoint` wrote, on any number of ranks.
+    def _resume(
+        self, weights: dict[str, LocalSlice], moments: dict[str, LocalSlice], steps: Mapping[str, float]
+    ) -> None:
+        # The slices share memory with model and optimizer: filling them was all.
+        set_step_counters(self.model, self.optimizer, steps)
+        resume_schedule(self.optimizer, self.scheduler, applied=self.counts.applied)
 
-        Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
-        """
-        with self.loaded(), self.ranks.guard("loading a checkpoint"):
-            counters = checkpoint.load(
-                Path(load_path),
-                self.ranks,
-                model=hf.stored_tensors(self.model),
-                optimizer=named_moments(self.model, self.optimizer),
-                seed=self.cfg.algorithm.seed,
-            )
-            self.counts, self.global_step = counters.counts, counters.global_step
-            self.consecutive_skips = counters.consecutive_skips
-            set_step_counters(self.model, self.optimizer, counters.optimizer_steps)
-            resume_schedule(self.optimizer, self.scheduler, applied=self.counts.applied)
-
-    def export_hf(self, path: str, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal.
-
-        Raises InfrastructureError on every rank when rank 0's storage refuses.
-        """
-        if dtype is not None and dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
-        wanted = self.dtype if dtype is None else DTYPES[dtype]
-        own = [name for name, source in self.sync_names if source is None]
-        plans = [export.TensorPlan(name=n, shape=tuple(self._tensor(n).shape), dtype=wanted) for n in own]
-        with self.loaded(), self.ranks.guard("exporting the model"):
-            tensors = ((n, self.strategy.whole(self._tensor(n).detach())) for n in own)
-            refusal: InfrastructureError | None = None
-            if self.ranks.rank == 0:
-                try:
-                    export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors)
-                except InfrastructureError as error:
-                    refusal = error
-            # All ranks gather every tensor; leaving early would leave the others waiting.
-            for _ in tensors:
-                pass
-            refused = self.ranks.largest(int(refusal is not None))
-        if refused:
-            raise refusal or InfrastructureError(f"actor rank 0 could not export the model to {path}; see its log")
+    def _version_source(self, dtype: str, bucket_bytes: int) -> FSDPSource:
+        return FSDPSource(self.named_slices(), self.sync_names, self.ranks, dtype=dtype, bucket_bytes=bucket_bytes)
 
 
 def _dropout(model: nn.Module) -> float:
@@ -310,16 +227,3 @@ def _dropout(model: nn.Module) -> float:
         for module in model.modules()
     ]
     return max(map(float, rates))
-
-
-def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
-    """Return the device a rank trains on. Raises ConfigError when accelerators are asked for and none is visible."""
-    if not cfg.actor.gpus:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"actor.gpus asks for {cfg.actor.gpus} accelerators, got none visible; run on such a machine or set it to 0"
-        )
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

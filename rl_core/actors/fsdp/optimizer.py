@@ -1,5 +1,7 @@
 """AdamW over the parameters of a wrapped model, with its state there from the start so that checkpoints load into it."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,7 @@ def step_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def set_step_counters(model: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, float]) -> None:
+def set_step_counters(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Mapping[str, float]) -> None:
     """Give each parameter its own number of AdamW steps."""
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:

@@ -1,8 +1,8 @@
-"""The weights of a model under FSDP2 as a `VersionSource`: one collective per bucket, whole tensors on rank 0 only.
+"""The weights of a model under FSDP2 as a `VersionSource`: one collective per bucket.
 
 Every rank puts its rows of a bucket's tensors into one flat buffer, already in the type of the wire; rank 0 gathers the buffers and
 puts the rows together. FSDP2 cuts dimension 0 into equal runs of rows, the last ranks may have fewer or none, so all buffers
-have the size of the first rank's. The next bucket is on its way while the consumer works on one: two are in memory.
+have the size of the first rank's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,10 @@ from torch import Tensor
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.shards import host_alias
 from rl_core.actors.slices import LocalSlice
-from rl_core.weights.bucket import Bucket, Layout
+from rl_core.actors.source import GatheredSource
+from rl_core.weights.bucket import Bucket
 from rl_core.weights.manifest import wire_dtype
-from rl_core.weights.version_source import SourceBucket, SourceEntry
+from rl_core.weights.version_source import SourceEntry
 
 ALIGNMENT = 16
 """Bytes at which each tensor's rows start in a buffer: any element type can be viewed there."""
@@ -42,8 +43,8 @@ class Slot:
         return self.start + self.rows * self.width * int(self.dtype.itemsize)
 
 
-class FSDPSource:
-    """One version; every rank makes one and calls `finish` in the end, rank 0 lets the publisher take the buckets first."""
+class FSDPSource(GatheredSource):
+    """What FSDP2 holds of a model."""
 
     def __init__(
         self,
@@ -59,33 +60,14 @@ class FSDPSource:
         `dtype`: type of floating tensors on the wire.
         """
         self._slices, self._ranks = slices, ranks
-        self.entries = tuple(
+        entries = [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
             for name, tied in names
-        )
-        self.layout = Layout.of(self.entries, bucket_bytes)
-        self._gathering = self._gather()
+        ]
+        super().__init__(entries, bucket_bytes=bucket_bytes)
 
-    def buckets(self, device: str) -> Iterator[SourceBucket]:
-        """Yield the buckets on `device`, on rank 0; collective. What is not taken here is gathered by `finish`."""
-        for gathered in self._gathering:
-            yield SourceBucket(gathered.place, tuple(tensor.to(device) for tensor in gathered.tensors()))
-
-    def finish(self) -> None:
-        """Take part in what is left of the gathering: the other ranks wait for this one."""
-        for _ in self._gathering:
-            pass
-
-    def _gather(self) -> "Iterator[_Gathered]":
-        """Yield every bucket, arrived; the next one is on its way."""
-        under_way: _Gathered | None = None
-        for place in self.layout.buckets:
-            started = _Gathered(place, [self._member(index) for index in place.entries], self._ranks)
-            if under_way is not None:
-                yield under_way.wait()
-            under_way = started
-        if under_way is not None:
-            yield under_way.wait()
+    def _start(self, place: Bucket) -> "_Gathered":
+        return _Gathered([self._member(index) for index in place.entries], self._ranks)
 
     def _member(self, index: int) -> "_Member":
         entry = self.entries[index]
@@ -98,8 +80,8 @@ _Member = tuple[LocalSlice, torch.dtype]
 class _Gathered:
     """One bucket on its way to rank 0. All ranks make it in the same order."""
 
-    def __init__(self, place: Bucket, members: Sequence[_Member], ranks: Ranks) -> None:
-        self.place, self._members = place, members
+    def __init__(self, members: Sequence[_Member], ranks: Ranks) -> None:
+        self._members = members
         self._slots: dict[int, Slot] = {}
         """Of the members that are cut, by place in the bucket."""
         self._work: Any = None
@@ -126,11 +108,10 @@ class _Gathered:
             parts = list(self._parts)
         self._work = dist.gather(self._own, parts, dst=0, async_op=True)
 
-    def wait(self) -> "_Gathered":
-        """Return this bucket once it arrived."""
+    def wait(self) -> None:
+        """Wait until this rank's part in the gathering is done."""
         if self._work is not None:
             self._work.wait()
-        return self
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the whole tensors in their types on the wire; on rank 0."""

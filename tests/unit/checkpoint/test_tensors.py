@@ -18,6 +18,10 @@ from rl_core.checkpoint.state import capture_rng, derive_rng, restore_rng
 from rl_core.checkpoint.tensors import read_shards, write_shard
 
 
+def whole_parts(tensors):
+    return {name: (tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
 def write_cut(folder, whole, cuts):
     """Write `whole` as len(cuts) + 1 ranks would that hold the rows between the cuts."""
     edges = [0, *cuts, len(whole)]
@@ -33,8 +37,29 @@ def test_any_cut_reads_back_whole(tmp_path_factory, rows, columns, data):
     whole = torch.randn(rows, columns)
     write_cut(folder, whole, cuts)
     target = torch.zeros(rows, columns)
-    read_shards(folder, {"w": target})
+    read_shards(folder, whole_parts({"w": target}))
     assert torch.equal(target, whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 4), data=st.data())
+def test_any_box_of_a_tensor_is_read_from_any_cut(tmp_path_factory, rows, columns, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
+    folder = tmp_path_factory.mktemp("cut")
+    whole = torch.randn(rows, columns)
+    write_cut(folder, whole, cuts)
+    top, left = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
+    target = torch.zeros(data.draw(st.integers(0, rows - top)), data.draw(st.integers(0, columns - left)))
+    read_shards(folder, {"w": (target, (top, left), (rows, columns))})
+    assert torch.equal(target, whole[top : top + target.shape[0], left : left + target.shape[1]])
+
+
+def test_a_file_that_is_missing_is_told_by_the_elements_that_lack(tmp_path):
+    whole = torch.randn(6, 2)
+    write_cut(tmp_path, whole, [2, 4])
+    (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(DataError, match="all of tensor w, got 8 of 12 elements"):
+        read_shards(tmp_path, whole_parts({"w": torch.zeros(6, 2)}))
 
 
 def test_torch_distributed_checkpoint_reads_the_files(tmp_path):
@@ -54,7 +79,7 @@ def test_vectors_and_half_precision_keep_their_bits(tmp_path):
     parts = {"norm": torch.randn(7).bfloat16(), "moment": torch.tensor([float("nan"), -0.0, 1e-45])}
     write_shard(tmp_path, {name: (tensor, (0,)) for name, tensor in parts.items()}, rank=0)
     targets = {name: torch.zeros_like(tensor) for name, tensor in parts.items()}
-    read_shards(tmp_path, targets)
+    read_shards(tmp_path, whole_parts(targets))
     for name, tensor in parts.items():
         assert torch.equal(targets[name].view(torch.uint8), tensor.view(torch.uint8))
 
@@ -71,15 +96,15 @@ def test_vectors_and_half_precision_keep_their_bits(tmp_path):
 def test_tensors_of_another_model_are_named(tmp_path, target, message):
     write_cut(tmp_path, torch.randn(5, 3), [2])
     with pytest.raises(DataError, match=message):
-        read_shards(tmp_path, target)
+        read_shards(tmp_path, whole_parts(target))
 
 
 def test_no_files_and_damaged_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="safetensors"):
-        read_shards(tmp_path, {"w": torch.zeros(1)})
+        read_shards(tmp_path, whole_parts({"w": torch.zeros(1)}))
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(DataError, match="cannot be read"):
-        read_shards(tmp_path, {"w": torch.zeros(1)})
+        read_shards(tmp_path, whole_parts({"w": torch.zeros(1)}))
 
 
 def test_a_rank_without_rows_writes_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""What an FSDP actor saves and how it comes back: shards of model and optimizer, counters, random state per rank.
+"""What an actor saves and how it comes back: shards of model and optimizer, counters, random state per rank.
 
 model/shard-*.safetensors  optimizer/shard-*.safetensors  rng/rank-00000.json  actor.json
 """
@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
@@ -71,11 +69,15 @@ class Counters:
 
 
 def save(folder: Path, ranks: Ranks, counters: Counters, *, model: Slices, optimizer: Slices) -> None:
-    """Write and sync this rank's part. Raises InfrastructureError when the storage refuses; the caller drops the folder."""
+    """Write and sync this rank's part: the slices given, each by one rank.
+
+    Raises InfrastructureError when the storage refuses; the caller drops the folder.
+    """
     try:
         (folder / "rng").mkdir(parents=True, exist_ok=True)
-        write_shard(folder / "model", _parts(model, ranks), rank=ranks.rank)
-        write_shard(folder / "optimizer", _parts(optimizer, ranks), rank=ranks.rank)
+        for name, slices in (("model", model), ("optimizer", optimizer)):
+            parts = {key: (part.tensor, part.offset) for key, part in slices.items()}
+            write_shard(folder / name, parts, rank=ranks.rank)
         write_file(_rng_file(folder, ranks.rank), json.dumps(capture_rng()).encode())
         if ranks.rank == 0:
             write_file(folder / COUNTERS, counters.to_json())
@@ -87,29 +89,21 @@ def save(folder: Path, ranks: Ranks, counters: Counters, *, model: Slices, optim
         ) from error
 
 
-def load(
-    folder: Path, ranks: Ranks, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], seed: int
-) -> Counters:
-    """Fill tensors and random state and return the counters; every rank reads what it owns.
+def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, seed: int) -> Counters:
+    """Fill the slices and the random state and return the counters; every rank reads what it stores.
 
     `seed`: of the job; a rank of another world than the one that saved derives its random state from it.
     Raises FileNotFoundError without a checkpoint, DataError naming file or tensor for a damaged or foreign one.
     """
     counters = Counters.read(folder)
     _verify(folder, ranks)
-    read_shards(folder / "model", model)
-    read_shards(folder / "optimizer", optimizer)
+    for name, slices in (("model", model), ("optimizer", optimizer)):
+        read_shards(folder / name, {key: (part.tensor, part.offset, part.shape) for key, part in slices.items()})
     if counters.world_size == ranks.size:
         restore_rng(json.loads(_rng_file(folder, ranks.rank).read_text()))
     else:
         derive_rng(seed, counters.step, ranks.rank)
     return counters
-
-
-def _parts(slices: Slices, ranks: Ranks) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return what this rank writes: its own slices; of what all ranks store only rank 0."""
-    own = {name: part for name, part in slices.items() if ranks.rank == 0 or not part.replicated}
-    return {name: (part.tensor, part.offset) for name, part in own.items()}
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

@@ -1,25 +1,18 @@
 """Where weights, gradients and optimizer state are: on the compute device or offloaded (trainers.md 5)."""
 
-import logging
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_core.actors.fsdp.optimizer import MOMENTS
-from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.actors.offload import Offloader
 
-logger = logging.getLogger(__name__)
 
-
-class Residency:
+class Residency(ABC):
     """The offload verbs of a manager: idempotent, local to the rank, legal in any order."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    strategy: FSDP2Strategy
     compute_device: torch.device
 
     def __init__(self) -> None:
@@ -28,6 +21,30 @@ class Residency:
         self.is_grad_offloaded = False
         self.offload_metrics: dict[str, float] = {}
         """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last verb of each kind."""
+
+    # What the backend's manager answers -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _weight_tensors(self) -> Iterable[Tensor]:
+        """Return what this rank stores of parameters and buffers; views of one storage may repeat."""
+
+    @abstractmethod
+    def _moment_tensors(self) -> Iterable[Tensor]:
+        """Return what this rank stores of the optimizer's state, step counters aside."""
+
+    @abstractmethod
+    def _grads_wait(self) -> bool:
+        """Return whether there are gradients that no optimizer step has applied."""
+
+    @abstractmethod
+    def _release_gradients(self) -> None:
+        """Give up the gradients and their memory; a second call does nothing."""
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Have gradients again, all zero."""
+
+    # The verbs --------------------------------------------------------------------------------------------------------
 
     @property
     def is_weight_offloaded(self) -> bool:
@@ -47,10 +64,10 @@ class Residency:
         if offload_grad:
             if self._grads_wait():
                 raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
-            self.optimizer.zero_grad(set_to_none=True)
+            self._release_gradients()
             self.is_grad_offloaded = True
         if not self.is_weight_offloaded:
-            self._weights.offload(map(self.strategy.local, [*self.model.parameters(), *self.model.buffers()]))
+            self._weights.offload(self._weight_tensors())
             self._report("offload", self._weights)
 
     def load_param_and_grad(self, device_id: int, load_grad: bool = False) -> None:
@@ -63,8 +80,7 @@ class Residency:
             self._weights.reload()
             self._report("onload", self._weights)
         if load_grad and self.is_grad_offloaded:
-            for parameter in self.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+            self._zero_gradients()
             self.is_grad_offloaded = False
 
     def offload_optimizer(self) -> None:
@@ -100,13 +116,6 @@ class Residency:
             raise RuntimeError(f"{doing} needs the weights, which are offloaded; call load_param_and_grad first")
         if moments and self.is_optimizer_offloaded:
             raise RuntimeError(f"{doing} needs the moments, which are offloaded; call load_optimizer first")
-
-    def _grads_wait(self) -> bool:
-        grads = [self.strategy.local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        return any(bool(grad.count_nonzero()) for grad in grads)
-
-    def _moment_tensors(self) -> list[Tensor]:
-        return [self.strategy.local(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS]
 
     def _check_device(self, device_id: int) -> None:
         if self.compute_device.type == "cuda" and not 0 <= device_id < torch.cuda.device_count():

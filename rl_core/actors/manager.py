@@ -1,0 +1,247 @@
+"""A model in training on one rank, whatever backend cuts it: optimizer steps and their counts, save, load, export.
+
+No reinforcement learning here. What is saved, exported and published is named as in a Hugging Face folder, so that a checkpoint
+fits any cut of the same model.
+"""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.actors import checkpoint, export
+from rl_core.actors.ranks import ParallelSizes, Ranks
+from rl_core.actors.residency import Residency
+from rl_core.actors.schedule import OptimizerCounts
+from rl_core.actors.slices import LocalSlice
+from rl_core.actors.source import GatheredSource
+from rl_core.api.errors import ConfigError, DataError, InfrastructureError
+from rl_core.api.job import RLJobSpec
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Slices = dict[str, LocalSlice]
+
+
+class ModelManager(Residency):
+    """One rank's share of a model in training. Methods are collective unless they say otherwise."""
+
+    optimizer: Any
+    """Has `param_groups`, as those of torch have."""
+
+    def __init__(self, cfg: RLJobSpec, sizes: ParallelSizes, rank: int) -> None:
+        """Join the ranks.
+
+        Raises ValueError for a rank outside [0, sizes.world), ConfigError for accelerators asked for and not visible.
+        """
+        self.cfg = cfg
+        self.compute_device = compute_device(cfg, rank)
+        self.ranks = Ranks(sizes, rank=rank, device=self.compute_device, timeout=cfg.runtime.deadlines.collective)
+        self.dtype = DTYPES[cfg.model.dtype]
+        self.counts = OptimizerCounts()
+        self.consecutive_skips: list[float] = []
+        """Norms of the steps skipped in a row."""
+        self.global_step = 0
+        self.sync_names: list[tuple[str, str | None]] = []
+        """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
+        super().__init__()
+
+    # What the backend's manager answers -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _gradient_norm(self) -> float:
+        """Return the norm of the gradients over all ranks, equal on each."""
+
+    @abstractmethod
+    def _apply_gradients(self, norm: float) -> None:
+        """Clip the gradients, whose norm is finite, and step the optimizer."""
+
+    @abstractmethod
+    def _follow_schedule(self) -> None:
+        """Take the learning rate of applied step `counts.applied` from the schedule."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget the gradients. Not collective."""
+
+    @abstractmethod
+    def named_slices(self) -> Slices:
+        """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
+
+    @abstractmethod
+    def moment_slices(self) -> Slices:
+        """Return what this rank stores of the moments as `<parameter>.<moment>`. Not collective."""
+
+    @abstractmethod
+    def _written(self, slices: Slices) -> Slices:
+        """Return those of `slices` that this rank writes: each element of a tensor is written by one rank."""
+
+    @abstractmethod
+    def _step_counters(self) -> dict[str, float]:
+        """Return parameter name -> its number of AdamW steps."""
+
+    @abstractmethod
+    def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
+        """Go on from slices that a checkpoint filled, from its AdamW steps by parameter and from `counts`."""
+
+    @abstractmethod
+    def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
+        """Return the weights as they are, floating ones in `dtype`; every rank calls its `finish`."""
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> tuple[float, list[float]]:
+        """Clip and apply the gradients; return the norm before clipping and each group's learning rate in this step.
+
+        A norm that is not finite on any rank changes nothing on all: gradients are zeroed and the skip is counted.
+        Raises DataError after more than `actor.maxConsecutiveSkips` skips in a row, RuntimeError while weights or moments are offloaded.
+        """
+        self._require_loaded("optimizer_step", moments=True)
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        norm = self._gradient_norm()
+        self.counts.attempted += 1
+        if math.isfinite(norm):
+            self._apply_gradients(norm)
+            self.counts.applied += 1
+            self._follow_schedule()
+            self.consecutive_skips = []
+        self.drop_gradients()
+        if not math.isfinite(norm):
+            self._count_skip(norm)
+        return norm, rates
+
+    def _count_skip(self, norm: float) -> None:
+        self.counts.skipped += 1
+        self.consecutive_skips.append(norm)
+        limit = self.cfg.actor.max_consecutive_skips
+        logger.warning("gradient norm %s: optimizer step skipped (%s in a row)", norm, len(self.consecutive_skips))
+        if len(self.consecutive_skips) > limit:
+            raise DataError(
+                f"actor.maxConsecutiveSkips allows {limit} optimizer steps in a row without a finite gradient, got "
+                f"{len(self.consecutive_skips)} with norms {self.consecutive_skips}; lower the learning rate or look at the data"
+            )
+
+    def _optimizer_steps(self, steps: int) -> int:
+        algorithm = self.cfg.algorithm
+        return steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
+
+    def set_global_step(self, global_step: int) -> None:
+        """Set the step (the weights' version). Raises ValueError when it is negative or goes back."""
+        if global_step < max(self.global_step, 0):
+            raise ValueError(f"global_step must be {self.global_step} or more, got {global_step}; steps only rise")
+        self.global_step = global_step
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
+        """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters."""
+        with self.loaded(), self.ranks.guard("saving a checkpoint"):
+            checkpoint.save(
+                Path(save_path),
+                self.ranks,
+                self._counters(step),
+                model=self._written(self.named_slices()),
+                optimizer=self._written(self.moment_slices()),
+            )
+
+    def _counters(self, step: int) -> checkpoint.Counters:
+        return checkpoint.Counters(
+            step=step,
+            global_step=self.global_step,
+            world_size=self.ranks.size,
+            counts=self.counts,
+            consecutive_skips=self.consecutive_skips,
+            optimizer_steps=self._step_counters(),
+        )
+
+    def load_checkpoint(self, load_path: str) -> None:
+        """Load what `save_checkpoint` wrote, on any number of ranks.
+
+        Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
+        """
+        with self.loaded(), self.ranks.guard("loading a checkpoint"):
+            weights, moments = self.named_slices(), self.moment_slices()
+            counters = checkpoint.load(
+                Path(load_path), self.ranks, model=weights, optimizer=moments, seed=self.cfg.algorithm.seed
+            )
+            self.counts, self.global_step = counters.counts, counters.global_step
+            self.consecutive_skips = counters.consecutive_skips
+            self._resume(weights, moments, counters.optimizer_steps)
+
+    def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
+        """Return the weights by Hugging Face name.
+
+        full: rank 0 gets whole tensors, the others {}. Not full: what this rank stores. `cpu_offload` copies to the CPU.
+        Raises RuntimeError while the weights are offloaded.
+        """
+        self._require_loaded("get_model_state_dict")
+        if not full_state_dict:
+            held = {name: part.tensor for name, part in self.named_slices().items()}
+        else:
+            with self.ranks.guard("gathering the weights"):
+                held = self._whole_tensors()
+        return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
+
+    @abstractmethod
+    def _whole_tensors(self) -> dict[str, Tensor]:
+        """Return whole tensors on rank 0, tied names as the same tensor; {} on the others."""
+
+    def export_hf(self, path: str, *, dtype: str | None = None) -> None:
+        """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal.
+
+        Raises InfrastructureError on every rank when rank 0's storage refuses.
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
+        with self.loaded(), self.ranks.guard("exporting the model"):
+            # One tensor at a time: rank 0 never holds the whole model.
+            source = self._version_source(dtype or self.cfg.model.dtype, 1)
+            refusal: InfrastructureError | None = None
+            if self.ranks.rank == 0:
+                try:
+                    self._export(path, source)
+                except InfrastructureError as error:
+                    refusal = error
+            # All ranks gather every tensor; leaving early would leave the others waiting.
+            source.finish()
+            refused = self.ranks.largest(int(refusal is not None))
+        if refused:
+            raise refusal or InfrastructureError(f"actor rank 0 could not export the model to {path}; see its log")
+
+    def _export(self, path: str, source: GatheredSource) -> None:
+        plans = [
+            export.TensorPlan(name=entry.name, shape=entry.shape, dtype=getattr(torch, entry.dtype))
+            for entry in source.entries
+            if entry.alias_of is None
+        ]
+        tensors = (
+            (source.entries[index].name, tensor)
+            for bucket in source.buckets("cpu")
+            for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True)
+        )
+        export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors)
+
+
+def checked(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
+    """Return a job's spec, validated where it is a mapping."""
+    return cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
+
+
+def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
+    """Return the device a rank trains on. Raises ConfigError when accelerators are asked for and none is visible."""
+    if not cfg.actor.gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"actor.gpus asks for {cfg.actor.gpus} accelerators, got none visible; run on such a machine or set it to 0"
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,56 @@
+"""What the Megatron backend cannot do, told by name at `rljob validate` and again before ranks meet (trainers.md 11).
+
+Needs neither torch nor megatron-core.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rl_core.api.errors import ConfigError
+from rl_core.api.job import RLJobSpec
+
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings that are fixed frequencies, and nothing else."""
+BIASED = ("Qwen2ForCausalLM",)
+"""Architectures with a bias on query, key and value whatever `attention_bias` says."""
+
+
+def refusals(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line per setting of a job, or of its model's config.json, that the Megatron backend has no equal for."""
+    if spec.actor.backend != "megatron":
+        return
+    yield from _of_settings(spec)
+    yield from _of_model(config)
+
+
+def check(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError listing the `refusals`."""
+    if found := list(refusals(spec, config)):
+        raise ConfigError("; ".join(found))
+
+
+def _of_settings(spec: RLJobSpec) -> Iterator[str]:
+    if spec.actor.dropout:
+        yield "actor.dropout must be false with actor.backend megatron, got true; remove it or choose fsdp2"
+    if not spec.actor.accumulate_without_sync:
+        yield (
+            "actor.accumulateWithoutSync must be true with actor.backend megatron, which reduces gradients once per optimizer step, "
+            "got false; remove it"
+        )
+
+
+def _of_model(config: Mapping[str, Any]) -> Iterator[str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    architecture = next(iter(config.get("architectures") or ()), "")
+    settings = {
+        "hidden_act": (config.get("hidden_act", "silu"), ("silu",)),
+        "mlp_bias": (bool(config.get("mlp_bias")), (False,)),
+        "use_sliding_window": (bool(config.get("use_sliding_window")), (False,)),
+        "attention_bias": (bool(config.get("attention_bias")) and architecture not in BIASED, (False,)),
+        "rope_type": (rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES),
+    }
+    for name, (found, allowed) in settings.items():
+        if found not in allowed:
+            yield (
+                f"{name} of the model must be {' or '.join(map(str, allowed))} with actor.backend megatron, got {found}; choose fsdp2"
+            )

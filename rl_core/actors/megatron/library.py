@@ -1,0 +1,70 @@
+"""The one door to megatron-core: what this folder uses of it, and how it is told apart from an installation without it.
+
+Its modules warn at import about kernels that are not there (Transformer Engine, Apex); nothing here needs them.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rl_core.api.errors import ConfigError
+
+INFERENCE_KERNELS = ("flash_mla", "flashinfer")
+"""Imported by megatron where they are installed, for inference alone: slow to import, and without a CUDA driver the first one fails in
+a way that megatron does not expect."""
+
+
+@contextmanager
+def _without_inference_kernels() -> Iterator[None]:
+    """Have them look as if they were not installed, unless they are imported already."""
+    hidden = [name for name in INFERENCE_KERNELS if name not in sys.modules]
+    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+try:
+    with warnings.catch_warnings(), _without_inference_kernels():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+        from megatron.core.transformer.transformer_config import TransformerConfig
+except ImportError as error:
+    raise ConfigError(
+        f"actor.backend megatron needs megatron-core in the image, got: {error}; install it or choose fsdp2"
+    ) from error
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+]

@@ -1,0 +1,121 @@
+"""A Hugging Face decoder as megatron-core's GPTModel: its configuration, its layers and its hidden states out.
+
+Weights come later (`convert`); nothing here depends on their values. What megatron-core has no equal for, `guards` refuses.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from rl_core.actors.megatron.library import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+)
+from rl_core.actors.megatron.packing import PackedAttention
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """A GPTModel whose last stage gives the hidden states [L, 1, H] after the final norm: scores are made of them in chunks."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Return this rank's rows of the output layer's weight."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+class Norm(nn.RMSNorm):  # type: ignore[misc]
+    """RMSNorm that megatron builds; its own wrapper refuses sequence parallel."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        if config.sequence_parallel:
+            self.weight.sequence_parallel = True  # megatron sums such gradients over the tensor ranks
+
+
+def transformer_config(hf: Any, *, architecture: str, dtype: torch.dtype, **settings: Any) -> Any:
+    """Return megatron's configuration of a transformers config `hf`; `settings` are those of the layout and the device."""
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_size(hf),
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=architecture == "Qwen3ForCausalLM",
+        add_qkv_bias=architecture == "Qwen2ForCausalLM",
+        add_bias_linear=False,
+        activation_func=silu,
+        gated_linear_unit=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        perform_initialization=False,
+        cuda_graph_scope=[],
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Stages tell each other how long a micro-batch is; megatron asks for this dispatcher with it, experts or not.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Fused kernels of Apex and Transformer Engine, which the images do not have.
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=False,
+        **settings,
+    )
+
+
+def head_size(hf: Any) -> int:
+    """Return the width of an attention head of a transformers config."""
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def build_model(hf: Any, config: Any, *, vocabulary: int, rotary_frequencies: Tensor, **place: Any) -> PolicyModel:
+    """Return the part of the model that one stage holds; weights are zero.
+
+    `vocabulary`: rows of the embedding with their padding; `rotary_frequencies` [D / 2]: those of the transformers model, so that every
+    scaling of it is the same here. `place`: pre_process, post_process and vp_stage as GPTModel takes them.
+    """
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config, place.get("vp_stage")),
+        vocab_size=vocabulary,
+        max_sequence_length=hf.max_position_embeddings,
+        parallel_output=True,
+        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
+        position_embedding_type="rope",
+        **place,
+    )
+    model.rotary_pos_emb.inv_freq = rotary_frequencies.to(model.rotary_pos_emb.inv_freq)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def _block_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return what this stage's decoder is built of."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)

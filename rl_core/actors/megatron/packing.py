@@ -1,0 +1,61 @@
+"""Packed rows for megatron-core: the parameters that travel with them, and the attention that keeps rows apart.
+
+megatron's own attention without Transformer Engine takes no packed rows; this one is ours, the same as under FSDP.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_core.actors.attention import PackedLayout, packed_attention
+from rl_core.actors.forward import PackedBatch
+from rl_core.actors.megatron.library import PackedSeqParams
+
+
+@dataclass
+class Packing(PackedSeqParams):  # type: ignore[misc]
+    """megatron's parameters of packed rows, and where the rows lie."""
+
+    layout: PackedLayout | None = None
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "Packing":
+        """Return the parameters of a packed micro-batch."""
+        offsets, longest = batch.layout.cu_seqlens, batch.layout.max_length
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            layout=batch.layout,
+        )
+
+
+class PackedAttention(nn.Module):  # type: ignore[misc]
+    """Causal attention within each packed row: the core attention of a megatron layer spec."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        """`config`: the TransformerConfig; what else megatron gives is for other kinds of attention."""
+        super().__init__()
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+    ) -> Tensor:
+        """Return [L, A * D] of packed query [L, A, D], key and value [L, A_kv, D]."""
+        if packed_seq_params is None or packed_seq_params.layout is None:
+            raise ValueError("PackedAttention needs packed rows with their layout, got none; pass a Packing")
+        query, key, value = (states.transpose(0, 1)[None] for states in (query, key, value))
+        output, _ = packed_attention(self, query, key, value, None, packed=packed_seq_params.layout, scaling=self.scale)
+        return torch.flatten(output[0], 1)

@@ -1,0 +1,39 @@
+"""What the Megatron backend cannot do is told by name, before anything is started."""
+
+import json
+
+import pytest
+
+from rl_core.actors.megatron.guards import check, refusals
+from rl_core.api.errors import ConfigError
+
+
+@pytest.fixture
+def config(model_folder):
+    return json.loads((model_folder / "config.json").read_text())
+
+
+def test_a_job_it_can_train_is_not_refused_and_other_backends_are_not_asked(make_spec, config):
+    assert list(refusals(make_spec(actor__backend="megatron"), config)) == []
+    assert list(refusals(make_spec(), config | {"hidden_act": "gelu"})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "words"),
+    [
+        ({"actor__dropout": True}, {}, ["actor.dropout", "true"]),
+        ({"actor__accumulateWithoutSync": False}, {}, ["actor.accumulateWithoutSync", "false"]),
+        ({}, {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({}, {"mlp_bias": True}, ["mlp_bias", "True"]),
+        ({}, {"use_sliding_window": True}, ["use_sliding_window"]),
+        ({}, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}, ["attention_bias"]),
+        ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type", "yarn", "llama3"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_setting_it_has_no_equal_for_is_named(make_spec, config, changes, model, words):
+    spec = make_spec(actor__backend="megatron", **changes)
+    (line,) = refusals(spec, config | model)
+    assert all(word in line for word in [*words, "megatron"])
+    with pytest.raises(ConfigError, match=words[0]):
+        check(spec, config | model)
