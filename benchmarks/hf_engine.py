@@ -112,7 +112,7 @@ class Products:
         self.prefill = [torch.randn(tokens, size) for size in (hidden, hidden, hidden, intermediate)]
 
     def __call__(self) -> None:
-        from rl_core.rollouts.hf.cpu.products import linear
+        from rl_core.cpu.products import linear
 
         weights = (self.qkv, self.out, self.gate_up, self.down)
         with torch.inference_mode():

@@ -74,7 +74,7 @@ class FSDPModelManager(ModelManager):
         # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
         model = model.float() if self.dtype != torch.float32 else model
         if self.compute_device.type == "cpu":
-            from rl_core.actors.cpu.tuning import tune
+            from rl_core.cpu.tuning import tune
 
             tune(model)
         model = self.strategy.wrap(model, methods=[SCORE] if hasattr(model, SCORE) else [])

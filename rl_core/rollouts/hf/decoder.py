@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from rl_core.cpu.products import add_linear, linear, padded_rows, pads
 from rl_core.rollouts.hf.cache import KVCache
-from rl_core.rollouts.hf.cpu.products import add_linear, linear, padded_rows, pads
-from rl_core.rollouts.hf.cpu.rope import rotation_table
+from rl_core.rollouts.hf.rope import rotation_table
 from rl_core.rollouts.hf.weights import DecoderWeights, LayerWeights
 
 Attend = Callable[[int, Tensor], Tensor]

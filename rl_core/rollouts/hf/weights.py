@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_core.api.errors import DataError
 from rl_core.rollouts.hf.config import DecoderConfig
-from rl_core.rollouts.hf.cpu.rope import deinterleave, interleave
+from rl_core.rollouts.hf.rope import deinterleave, interleave
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"

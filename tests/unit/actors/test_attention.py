@@ -1,12 +1,10 @@
 """Packed attention equals attention over each row alone, in values and gradients, whatever the lengths."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.actors.attention import PackedLayout, packed_attention
-from rl_core.actors.cpu.linear import OneDnnLinear, use_onednn
 
 
 def row_attention(query, key, value, window):
@@ -65,39 +63,3 @@ def test_runs_cover_every_token_once_with_little_padding(lengths):
 def test_equal_lengths_are_one_run_without_copies():
     (run,) = packed_of([7] * 5).runs
     assert run.dense is None and run.real is None and (run.rows, run.width) == (5, 7)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (0, 8)])
-def test_onednn_linear_has_the_values_and_gradients_of_a_linear_layer(bias, shape):
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(8, 6, bias=bias)
-    fast = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=bias))
-    fast[0].load_state_dict(plain.state_dict())
-    assert use_onednn(fast) == 1 and isinstance(fast[0], OneDnnLinear)
-    inputs = torch.randn(shape)
-    exact = plain.double()
-    left, right = inputs.clone().requires_grad_(), inputs.double().requires_grad_()
-    weight = torch.randn(*shape[:-1], 6)
-    ours, theirs = fast(left), exact(right)
-    (ours * weight).sum().backward()
-    (theirs * weight).sum().backward()
-    assert torch.allclose(ours.double(), theirs, atol=1e-5)
-    assert torch.allclose(left.grad.double(), right.grad, atol=1e-5)
-    for got, wanted in zip(fast.parameters(), exact.parameters(), strict=True):
-        assert torch.allclose(got.grad.double(), wanted.grad, atol=1e-5)
-
-
-def test_onednn_leaves_half_precision_to_torch():
-    layer = torch.nn.Sequential(torch.nn.Linear(4, 4).bfloat16())
-    use_onednn(layer)
-    assert layer(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def test_onednn_gives_no_gradient_where_none_is_wanted():
-    layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    use_onednn(layer)
-    layer[0].weight.requires_grad_(False)
-    inputs = torch.randn(3, 4, requires_grad=True)
-    layer(inputs).sum().backward()
-    assert layer[0].weight.grad is None and layer[0].bias.grad is not None and inputs.grad is not None

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.api.errors import DataError, RolloutConfigError
+from rl_core.cpu import products
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.cache import KVCache
 from rl_core.rollouts.hf.config import DecoderConfig
-from rl_core.rollouts.hf.cpu.products import add_linear, linear, padded_rows
-from rl_core.rollouts.hf.cpu.rope import deinterleave, interleave
+from rl_core.rollouts.hf.rope import deinterleave, interleave
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.sampling import SamplingParams
 
@@ -117,8 +117,10 @@ def test_prompts_of_a_group_are_computed_once(monkeypatch):
     assert outputs[0].ids != outputs[1].ids
 
 
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN, rows padded", "MKL"])
 @pytest.mark.parametrize("columns", [40, 64, 400])
-def test_long_use_of_the_same_columns_stays_exact(columns):
+def test_long_use_of_the_same_columns_stays_exact(columns, onednn, monkeypatch):
+    monkeypatch.setattr(products, "prefers_onednn", lambda: onednn)
     engine = make(max_batch=3, max_seq_len=columns)
     sampling = SamplingParams(max_new_tokens=25)
     given_prompts = prompts(24, seed=3, longest=12)
@@ -318,22 +320,6 @@ def test_a_bad_number_in_one_row_does_not_reach_rows_that_come_later():
 def test_what_the_lean_forward_cannot_run_is_refused(changes, match):
     with pytest.raises(RolloutConfigError, match=match):
         DecoderConfig.from_dict({**RAW, **changes})
-
-
-@given(st.integers(1, 5000))
-def test_padded_sizes_are_few_and_near(rows):
-    size = padded_rows(rows)
-    assert rows <= size <= max(rows + 7, 1.25 * rows)
-    assert padded_rows(size) == size
-    assert len({padded_rows(n) for n in range(1, 257)}) == 16
-
-
-@pytest.mark.parametrize("rows", [3, 200], ids=["small", "large enough for oneDNN"])
-def test_products_agree_with_torch(rows):
-    x, weight, bias, hidden = torch.randn(rows, 96), torch.randn(128, 96), torch.randn(128), torch.randn(rows, 128)
-    exact = x.double() @ weight.double().T
-    assert (linear(x, weight, bias) - (exact + bias)).abs().max() < 1e-4
-    assert (add_linear(hidden, x, weight) - (exact + hidden)).abs().max() < 1e-4
 
 
 class Model:

@@ -6,7 +6,7 @@ import sys
 
 CODE = """
 import resource, sys
-from rl_core.actors.cpu.memory import keep_freed_memory
+from rl_core.cpu.memory import keep_freed_memory
 assert keep_freed_memory() or sys.exit(3)
 for _ in range(3): bytearray(64 << 20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -1,9 +1,8 @@
-"""Matrix products of the forward, by whichever library of torch is faster on this machine.
+"""Matrix products of the generating forward, by whichever library of torch is faster on this machine (`machine`).
 
-On CPUs torch sends float32 products to MKL, which runs AMD processors at about half of their speed. oneDNN, which torch
-carries too, does not, but costs 10 us per call and, for each new shape, half a millisecond and half a megabyte of
-generated code. So larger products go to oneDNN (benchmarks/hf_engine.py), and the number of rows, which changes from step
-to step, is padded to few sizes (`padded_rows`). Both compute in float32 and differ by rounding only.
+oneDNN costs 10 us per call and, for each new shape, half a millisecond and half a megabyte of generated code. So only larger
+products go there (benchmarks/hf_engine.py), and the number of rows, which changes from step to step, is padded to few sizes
+(`padded_rows`). Both libraries compute in float32 and differ by rounding only.
 """
 
 from __future__ import annotations
@@ -12,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from rl_core.cpu.machine import prefers_onednn
+
 ONEDNN_FROM = 1_500_000
 """Multiplications of a product from which oneDNN's cost per call is regained."""
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def pads(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether rows should be padded: where products may go to oneDNN."""
-    return _ONEDNN and dtype == torch.float32 and device.type == "cpu"
+    return dtype == torch.float32 and device.type == "cpu" and prefers_onednn()
 
 
 def padded_rows(rows: int) -> int:

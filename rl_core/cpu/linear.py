@@ -1,7 +1,6 @@
 """Linear layers through oneDNN on CPU: forward and both gradients, float32.
 
-PyTorch's own `mm` calls MKL, which uses half of the vector width on AMD processors; oneDNN takes the full width there
-and is no slower elsewhere. The sums are in another order, so results agree to rounding only.
+The sums are in another order than in torch's own layers, so results agree to rounding only.
 
 oneDNN generates code for each new shape, about half a megabyte, and torch and oneDNN keep what they made for their last
 1,024 shapes. A training batch has another number of tokens at every step, so that would grow to gigabytes without one hit:
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rl_core.cpu.machine import has_onednn
 
 CACHED_SHAPES = 32
 """Kept by each cache: a model's linear layers have about 20 shapes in one forward and backward pass."""
@@ -60,11 +61,11 @@ class OneDnnLinear(nn.Linear):  # type: ignore[misc]
 
 
 def use_onednn(model: nn.Module) -> int:
-    """Turn the model's linear layers into oneDNN ones in place; return how many (0 where the build has none).
+    """Turn the model's linear layers into oneDNN ones in place; return how many (0 where this torch has no oneDNN).
 
     Bounds oneDNN's caches in this process, unless the environment says how large they are to be.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not has_onednn():
         return 0
     for variable in CACHES:
         os.environ.setdefault(variable, str(CACHED_SHAPES))
