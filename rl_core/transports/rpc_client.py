@@ -50,6 +50,11 @@ class RpcClient:
         return self._connection.counters
 
     @property
+    def idle(self) -> bool:
+        """Return whether no call is under way; for who makes none meanwhile."""
+        return self._connection.idle
+
+    @property
     def shares_memory(self) -> bool:
         """Return whether server and client proved that they see the same /dev/shm."""
         return self._connection.shares_memory

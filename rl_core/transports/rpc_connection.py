@@ -91,6 +91,11 @@ class Connection:
         """Return the server's name, as far as known, and address."""
         return f"{rpc_wire.name_of(self._server)} at {self.address}" if self._server else self.address
 
+    @property
+    def idle(self) -> bool:
+        """Return whether no call is queued or waits for its answer."""
+        return bool(self._io.run(lambda: not self._queue and not self._sent))
+
     # --- faces for rpc_client; any thread. The I/O thread takes them up in the order of the calls ---
 
     def submit(self, call: CallFuture) -> None:

@@ -81,6 +81,8 @@ class WorkerContext:
         """What the runner handed out at hello, by file name."""
         self.hub = hub
         """Client of the runner's hub; None before the first hello and outside a job."""
+        self._silent: list[RpcClient] = []
+        """Earlier clients of a hub that is silent, or was when calls on them began. Of the thread that registers."""
         self.state = MemberState.JOINING
         self.retired = False
         """Whether this process drains for good; it takes no work any more, also of later epochs."""
@@ -225,10 +227,24 @@ class WorkerContext:
     # --- connections -----------------------------------------------------------------------------------------------
 
     def use_hub(self, client: RpcClient) -> None:
-        """Talk to the hub through `client` from now on; calls under way on the earlier connection fail."""
-        earlier, self.hub = self.hub, client
-        if earlier is not None:
-            earlier.close()
+        """Talk to the hub through `client` from now on; calls under way on earlier connections fail."""
+        earlier, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
+        self.hub = client
+        for each in earlier:
+            each.close()
+
+    def try_hub(self, client: RpcClient) -> None:
+        """Talk to a silent hub through `client`, which may lead to its successor; calls under way wait: it may go on itself."""
+        if self.hub is not None:
+            self._silent.append(self.hub)
+        self.hub = client
+
+    def hub_answered(self) -> None:
+        """Close the earlier connections to the hub on which no call is under way."""
+        idle = [client for client in self._silent if client.idle]
+        self._silent = [client for client in self._silent if client not in idle]
+        for client in idle:
+            client.close()
 
     def hub_client(self) -> RpcClient:
         """Return the client of the runner's hub. Raises InfrastructureError outside a job."""

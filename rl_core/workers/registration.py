@@ -187,7 +187,7 @@ class Registration:
         last_heard = time.monotonic()
         while (silence := time.monotonic() - last_heard) < self._lost_seconds:
             if silence > RECONNECT:
-                self._context.use_hub(self._connect())
+                self._context.try_hub(self._connect())
             # Cleared before the report is made: what changes while it is under way is reported by the next one, at once.
             self._report_now.clear()
             self.beat()
@@ -203,6 +203,7 @@ class Registration:
                 logger.warning("the hub does not know this process")
                 return
             last_heard = time.monotonic()
+            self._context.hub_answered()
             self._context.update_view(answer.view)
             await self._pause()
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)

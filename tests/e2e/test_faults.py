@@ -50,7 +50,8 @@ def test_a_killed_part_of_the_gang_restarts_it_from_the_newest_checkpoint_under_
 
 
 def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_with_it(start):
-    """An env that is stopped meanwhile is named at once, and what happened in the first epoch is not forgotten in the second."""
+    """Processes that are stopped meanwhile are named at once and taken back, and what happened in the first epoch is not forgotten in
+    the second."""
     run = start(
         algorithm={"steps": 15},
         checkpoint={"everySteps": 100},
@@ -59,11 +60,15 @@ def test_a_gang_killed_before_its_first_checkpoint_begins_again_and_the_files_wi
     )
     run.start()
     run.at_step(2)
-    env = run.processes(role="env")[0]["pid"]
-    os.kill(env, signal.SIGSTOP)
-    run.until(lambda: ("hub", "env:0") in {(w["who"], w["on"]) for w in run.status()["waits"]}, "the silent env")
-    os.kill(env, signal.SIGCONT)
+    stopped = [run.processes(role=role)[0]["pid"] for role in ("env", "actor", "channel")]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    silent = {("hub", "env:0"), ("hub", "actor:0")}
+    run.until(lambda: silent <= {(w["who"], w["on"]) for w in run.status()["waits"]}, "the silent ones")
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
     run.at_step(3)
+    assert run.status()["epoch"] == 0 and set(stopped) <= {p["pid"] for p in run.processes()}
     run.kill(role="actor")
     assert run.wait() == 0, run.text + run.logs()
     assert "env:0 has been silent for" in run.text and run.status()["failures"]["actor/restart"] == 1
