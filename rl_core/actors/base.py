@@ -122,7 +122,7 @@ class Actor(Worker, ABC):
 
     def load_batch(self, records: Iterable[PromptGroupRecord]) -> None:
         """Hold `records` as the step's groups of this rank; their order does not matter. Not collective."""
-        self.engine.load(records)
+        self.engine.load(records, version=self.global_step)
 
     # The step -------------------------------------------------------------------------------------------------------
 

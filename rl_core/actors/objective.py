@@ -3,6 +3,7 @@
 Legend: B rows of the micro-batch, T width of the longest.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from rl_core.actors.backend import Scores
@@ -10,6 +11,7 @@ from rl_core.actors.rows import Columns
 from rl_core.algorithms.aggregation import LossNormalizers, aggregate
 from rl_core.algorithms.kl import kl_loss
 from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
+from rl_core.algorithms.mismatch import mismatch_stats
 from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import ConfigError
@@ -22,6 +24,9 @@ class PolicyObjective:
         """`max_tokens`: response limit, the normaliser of `seq-mean-token-sum-norm`."""
         self._spec = algorithm.loss
         self._options = _policy_options(algorithm)
+        self._bounds, self._max_age = algorithm.trusted_ratios, algorithm.max_staleness
+        self.version = 0
+        """Version of the weights in training."""
         self._aggregation: dict[str, Any] = {"aggregation": algorithm.aggregation, "max_tokens": max_tokens}
 
     def __call__(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
@@ -33,6 +38,9 @@ class PolicyObjective:
             advantages=columns.advantages,
             mask=mask,
             weights=columns.weights,
+            proximal_log_probs=columns.proximal_log_probs,
+            behavior_versions=None if columns.ages is None else self.version - columns.ages.long(),
+            current_version=None if columns.ages is None else self.version,
             **shared,
         )
         kl, estimator = None, self._spec.kl_estimator
@@ -46,6 +54,19 @@ class PolicyObjective:
             entropy=entropy_term(scores.entropy, mask, **shared),
             entropy_coefficient=self._spec.entropy_coefficient,
         )
+
+    def measuring(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
+        """Return the same with the mismatch beside it; of the step's first mini-batch, as the weights are those of the step before it."""
+        result = self(scores, columns, normalizers)
+        mismatch = mismatch_stats(
+            scores.log_probs,
+            columns.old_log_probs if columns.rollout_log_probs is None else columns.rollout_log_probs,
+            columns.loss_mask,
+            bounds=self._bounds,
+            ages=columns.ages,
+            max_age=self._max_age,
+        )
+        return replace(result, metrics=result.metrics | mismatch)
 
     def _policy_loss(self, inputs: LossInputs) -> LossResult:
         """Return the policy loss; a function of the user never sees a micro-batch in which no token trains."""

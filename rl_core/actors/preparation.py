@@ -39,24 +39,39 @@ class PreparedBatch:
     """[B, S] correction weights."""
     advantages: Tensor | None = None
     """[B, S]."""
+    ages: Tensor | None = None
+    """[B, S] versions by which a token's policy is older than the trainer's; None where that plays no part."""
     metrics: dict[str, Stat] = field(default_factory=dict)
 
-    def columns(self) -> Columns:
-        """Return the columns of the training rows. Raises RuntimeError before advantages are there."""
+    def columns(self, *, decoupled: bool = False) -> Columns:
+        """Return the columns of the training rows. Raises RuntimeError before advantages are there.
+
+        `decoupled`: the old policy is the one that sampled, that before the update the proximal one.
+        """
         if self.advantages is None:
             raise RuntimeError("run_training needs advantages, got none; call compute_advantages_and_returns first")
         return Columns(
             input_ids=self.batch.input_ids,
             loss_mask=self.batch.loss_mask,
-            old_log_probs=self.batch.rollout_log_probs if self.old_log_probs is None else self.old_log_probs,
+            old_log_probs=self.batch.rollout_log_probs
+            if decoupled or self.old_log_probs is None
+            else self.old_log_probs,
             advantages=self.advantages,
             weights=self.weights,
             ref_log_probs=self.ref_log_probs,
+            proximal_log_probs=self.old_log_probs if decoupled else None,
+            rollout_log_probs=None if decoupled or self.old_log_probs is None else self.batch.rollout_log_probs,
+            ages=self.ages,
         )
 
 
-def collate(records: Sequence[PromptGroupRecord], *, max_length: int, micro_batch_tokens: int) -> PreparedBatch:
-    """Return the records as a batch. Raises DataError naming the sample that is malformed or longer than a bound."""
+def collate(
+    records: Sequence[PromptGroupRecord], *, max_length: int, micro_batch_tokens: int, version: int | None = None
+) -> PreparedBatch:
+    """Return the records as a batch; `version` is the trainer's, None where the age of tokens plays no part.
+
+    Raises DataError naming the sample that is malformed or longer than a bound.
+    """
     batch = collate_groups(records, pad_token_id=0, max_length=max_length)
     longest = int(batch.lengths.argmax()) if len(batch) else None
     if longest is not None and batch.lengths[longest] > micro_batch_tokens:
@@ -64,7 +79,8 @@ def collate(records: Sequence[PromptGroupRecord], *, max_length: int, micro_batc
             f"actor.microBatchTokens must hold the longest row, got {micro_batch_tokens} and {batch.lengths[longest]} tokens in sample "
             f"{batch.sample_ids[longest]}; raise it, or bound rollout.maxSequenceLength"
         )
-    return PreparedBatch(collated=batch, batch=batch)
+    ages = None if version is None else (version - batch.versions).clamp(min=0).float()
+    return PreparedBatch(collated=batch, batch=batch, ages=ages)
 
 
 def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens: int, reduce: Reduce | None) -> None:

@@ -9,10 +9,11 @@ import torch
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
+from rl_core.algorithms.mismatch import PREFIX as MISMATCH
 from rl_core.algorithms.stats import Stat, finish_stats, merge_stats, read_stats
 from rl_core.api.errors import ConfigError
 
-UNPREFIXED = ("perf/", "time/")
+UNPREFIXED = ("perf/", "time/", MISMATCH)
 """Metrics that are named alike whoever reports them."""
 
 
@@ -81,7 +82,9 @@ class StepReport:
 
         `tokens`: of all rows, `seconds`: of the whole step.
         """
-        metrics = finish_stats(_over_ranks(ranks, merge_stats(self._stats)))
+        stats = _over_ranks(ranks, merge_stats(self._stats))
+        unmeasured = {name for name, stat in stats.items() if name.startswith(MISMATCH) and not stat.count}
+        metrics = finish_stats({name: stat for name, stat in stats.items() if name not in unmeasured})
         updates = max(self._counts.attempted - self._before["attempted"], 0)
         for name in ("loss", "policy_loss"):
             if name in metrics:

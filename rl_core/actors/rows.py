@@ -32,6 +32,12 @@ class Columns:
     """float32 factors that correct for rollouts that sampled from a slightly different policy."""
     ref_log_probs: Tensor | None = None
     """float32 log-probabilities under the reference policy."""
+    proximal_log_probs: Tensor | None = None
+    """float32 log-probabilities under the policy before the update where the old ones are the rollout's (decoupled PPO)."""
+    rollout_log_probs: Tensor | None = None
+    """float32 log-probabilities that the engine gave, where the old ones are the trainer's."""
+    ages: Tensor | None = None
+    """float32 versions by which the policy that sampled a token is older than the one in training."""
     values: Tensor | None = None
     """float32 predictions of the critic before the update."""
     returns: Tensor | None = None

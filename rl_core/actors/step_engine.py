@@ -58,11 +58,16 @@ class StepEngine:
 
     # Groups and what the loss needs of them ---------------------------------------------------------------------------
 
-    def load(self, records: Iterable[PromptGroupRecord]) -> None:
-        """Hold `records` as the step's groups of this rank; their order does not matter. Not collective."""
+    def load(self, records: Iterable[PromptGroupRecord], *, version: int = 0) -> None:
+        """Hold `records` as the step's groups of this rank; their order does not matter. Not collective.
+
+        `version` is that of the weights which they train.
+        """
+        self._objective.version = version
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
         limits = {"max_length": self._backend.max_length, "micro_batch_tokens": self._micro_batch_tokens}
-        self.prepared = preparation.collate(ordered, **limits)
+        aged = version if self._algorithm.needs_ages else None
+        self.prepared = preparation.collate(ordered, version=aged, **limits)
         self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
@@ -124,7 +129,8 @@ class StepEngine:
         gradients in a row that were not finite.
         """
         prepared = self._require_batch("run_training")
-        columns, started = prepared.columns(), time.perf_counter()
+        columns = prepared.columns(decoupled=self._algorithm.loss.name == "decoupled_ppo")
+        started = time.perf_counter()
         batch, report = prepared.batch, StepReport(self._backend.counts)
         if self._ranks.receives:  # once for all ranks that train the same rows
             report.add(prepared.metrics)
@@ -178,8 +184,9 @@ class StepEngine:
                 self._cancellation.check()
             self._progress()
 
+        objective = self._objective.measuring if report.nothing_ended else self._objective
         with report.timing("forward_backward"):
-            stats = self._backend.forward_backward(_parts(rows, cuts), self._objective, normalizers, proceed=proceed)
+            stats = self._backend.forward_backward(_parts(rows, cuts), objective, normalizers, proceed=proceed)
         with report.timing("optimizer"):
             norm, rates = self._backend.optimizer_step()
         report.add_step(stats, norm=norm, rate=rates[0])

@@ -201,6 +201,19 @@ class AlgorithmSpec(Spec):
         return "seq-mean-token-sum-norm" if self.name == "dr_grpo" else "token-mean"
 
     @property
+    def needs_ages(self) -> bool:
+        """Return whether the version that sampled a token plays a part."""
+        return self.max_staleness > 0 or self.loss.name == "decoupled_ppo"
+
+    @property
+    def trusted_ratios(self) -> tuple[float, float]:
+        """Return the bounds beyond which a token's ratio of trainer to rollout is cut: of the correction, else of the loss."""
+        if self.importance is not None:
+            return self.importance.bounds
+        low, high = self.loss.clip
+        return 1.0 - low, 1.0 + high
+
+    @property
     def needs_reference(self) -> bool:
         """Return whether the reference policy's log-probabilities enter, in the loss or in the rewards."""
         return self.loss.kl_coefficient > 0 or self.reward_kl_coefficient > 0
@@ -281,6 +294,11 @@ class AlgorithmSpec(Spec):
             field="recomputeLogProbs",
         ),
         Cel(
+            holds="!has(self.importance) || $loss.name != 'decoupled_ppo'",
+            refusal="importance must be left out with decoupled_ppo, which corrects by itself; remove one",
+            field="importance",
+        ),
+        Cel(
             holds="!($allowTruncatedSampling && has(self.importance))",
             refusal=(
                 "importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling"
@@ -297,6 +315,8 @@ class AlgorithmSpec(Spec):
         wanting = [field for field, used in needs.items() if used]
         if wanting and not self.recompute_log_probs:
             yield (f"{listed(wanting)} needs recomputeLogProbs: true, got false; set it or remove the field")
+        if self.importance is not None and self.loss.name == "decoupled_ppo":
+            yield "importance must be left out with decoupled_ppo, which corrects by itself; remove one"
         if self.allow_truncated_sampling and self.importance is not None:
             yield ("importance weights are wrong under truncated sampling; remove importance or allowTruncatedSampling")
 

@@ -111,6 +111,18 @@ class KlBlowUpSpec(Spec):
     resumes the job."""
 
 
+class MismatchSpec(Spec):
+    """Engine and trainer disagree about what was sampled."""
+
+    kl: float = Field(gt=0)
+    """mismatch/kl above this counts; a step without tokens of the trained version is passed over."""
+    steps: int = Field(3, ge=1, le=1000)
+    """Steps in a row that count."""
+    action: SemanticAction
+    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
+    resumes the job."""
+
+
 class FailurePolicySpec(Spec):
     """Restarts."""
 
@@ -129,3 +141,5 @@ class FailurePolicySpec(Spec):
     """Rule for rewards that stay low; null = none."""
     kl_blow_up: KlBlowUpSpec | None = None
     """Rule for a policy that runs away; null = none."""
+    mismatch: MismatchSpec | None = None
+    """Rule for log-probabilities of engine and trainer that differ at the same version; null = none."""

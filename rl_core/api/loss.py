@@ -10,7 +10,7 @@ from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import FUNCTION, Pattern
 from rl_core.api.cel import Cel, literal
 
-LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce")
+LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce", "decoupled_ppo")
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 IMPORTANCE_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask": (0.999, 1.002)}
 """Mode -> (low, high) where a job writes none; those of rl_core.algorithms.losses.importance, which needs torch."""
@@ -87,6 +87,12 @@ class ImportanceSpec(Spec):
     high: float | None = Field(None, gt=0)
     """Upper bound; null = the mode's default."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return (low, high), the mode's defaults where none was written."""
+        low, high = IMPORTANCE_BOUNDS[self.mode]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
     @rule(
         Cel(
             holds=f"{LOWEST} <= {HIGHEST}",
@@ -96,8 +102,6 @@ class ImportanceSpec(Spec):
         )
     )
     def _bounds(self) -> Iterator[str]:
-        default_low, default_high = IMPORTANCE_BOUNDS[self.mode]
-        low = default_low if self.low is None else self.low
-        high = default_high if self.high is None else self.high
+        low, high = self.bounds
         if low > high:
             yield f"low must be at most high, got {low:g} and {high:g} (mode {self.mode}); lower low or raise high"

@@ -151,7 +151,7 @@ class Halt(StatusPart):
     by: Literal["user", "rule"] = "user"
     """user: spec.suspend; rule: a rule of failurePolicy says Pause, until the user suspends the job and resumes it."""
     rule: Text | None = None
-    """The reason that the rule gave: KlBlowUp, RewardCollapse, NonFiniteLoss or Stalled."""
+    """The reason that the rule gave: KlBlowUp, RewardCollapse, NonFiniteLoss, PolicyMismatch or Stalled."""
     last_good_step: BigCount | None = None
     """Step of the newest checkpoint from before the numbers went wrong, from which the job goes on."""
     since: Time | None = None

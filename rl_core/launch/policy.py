@@ -86,10 +86,10 @@ class RestartPolicy:
 
     def numbers(self, status: Mapping[str, Any]) -> Decision | None:
         """Decide on numbers that a rule of failurePolicy finds wrong; None when it finds none."""
-        trip = rules.tripped(self._spec, status.get("streaks"))
+        trip = rules.tripped(self._spec, status.get("streaks"), status.get("metrics"))
         if trip is None:
             return None
-        reason = f"{trip.rule}: {trip.message}"
+        reason = f"{trip.reason}: {trip.message}"
         if trip.action == "RestartFromCheckpoint":
             return self._restart_job(reason)
         if trip.action == "Pause":

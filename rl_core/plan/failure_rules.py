@@ -181,21 +181,30 @@ class Trip:
     """A semantic rule that fired."""
 
     rule: str
-    """nonFiniteLoss, rewardCollapse or klBlowUp."""
+    """nonFiniteLoss, rewardCollapse, klBlowUp or mismatch."""
     action: str
     """RestartFromCheckpoint, Pause or FailJob."""
     message: str
     steps: int
     """Newest steps that went wrong."""
 
+    @property
+    def reason(self) -> str:
+        """Return the reason that a condition gives."""
+        return "PolicyMismatch" if self.rule == "mismatch" else self.rule[0].upper() + self.rule[1:]
 
-def tripped(policy: FailurePolicySpec, streaks: Any) -> Trip | None:
-    """Return the semantic rule that fires, given how many steps in a row counted for each (`/status.streaks`); None when none does."""
+
+def tripped(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> Trip | None:
+    """Return the semantic rule that fires, given how many steps in a row counted for each (`/status.streaks`); None when none does.
+
+    `metrics` of the newest step (`/status.metrics`) put the numbers into the message, where they are known.
+    """
     if not isinstance(streaks, Mapping):
         return None
     table = {
         "nonFiniteLoss": (policy.non_finite_loss, "a loss that is not finite"),
         "rewardCollapse": (policy.reward_collapse, "a reward below failurePolicy.rewardCollapse.below"),
+        "mismatch": (policy.mismatch, _mismatch(policy, metrics)),
         "klBlowUp": (policy.kl_blow_up, "approx_kl above failurePolicy.klBlowUp.above"),
     }
     for name, (rule, what) in table.items():
@@ -204,3 +213,12 @@ def tripped(policy: FailurePolicySpec, streaks: Any) -> Trip | None:
             message = f"{what} for {rule.steps} or more steps in a row"
             return Trip(rule=name, action=rule.action, message=message, steps=count)
     return None
+
+
+def _mismatch(policy: FailurePolicySpec, metrics: Any) -> str:
+    """Return what is wrong by failurePolicy.mismatch, with the numbers of the newest step that has them."""
+    bound = policy.mismatch.kl if policy.mismatch is not None else 0.0
+    told = metrics if isinstance(metrics, Mapping) else {}
+    names = ("mismatch/kl", "mismatch/max_ratio", "mismatch/mean_abs_diff", "mismatch/share_clipped")
+    numbers = ", ".join(f"{name} {told[name]:.3g}" for name in names if isinstance(told.get(name), float))
+    return f"mismatch/kl above failurePolicy.mismatch.kl {bound:g}" + (f" (now {numbers})" if numbers else "")

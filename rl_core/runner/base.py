@@ -158,7 +158,7 @@ class Runner(ABC):
         """
         policy = self.applied.spec.failure_policy
         self.board.set(streaks=self._streaks.observe(metrics))
-        trip = tripped(policy, self._streaks.counts)
+        trip = tripped(policy, self._streaks.counts, metrics)
         if trip is not None:
             self.stop(f"failurePolicy.{trip.rule} has fired: {trip.message}", StopKind.ROLLBACK)
 

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping
 
 from rl_core.api.failure import FailurePolicySpec
 
+MISMATCH = "mismatch/kl"
+
 
 class Streaks:
-    """Steps in a row by rule: nonFiniteLoss, rewardCollapse, klBlowUp; 0 where the rule is not set."""
+    """Steps in a row by rule: nonFiniteLoss, rewardCollapse, klBlowUp, mismatch; 0 where the rule is not set."""
 
     def __init__(self, policy: FailurePolicySpec) -> None:
         """Watch by `policy`."""
-        self._wrong: dict[str, Callable[[Mapping[str, float]], bool]] = {}
+        self._wrong: dict[str, Callable[[Mapping[str, float]], bool | None]] = {}
+        """None: the step says nothing either way."""
         loss, reward, kl = policy.non_finite_loss, policy.reward_collapse, policy.kl_blow_up
         if loss is not None:
             self._wrong["nonFiniteLoss"] = _not_finite
@@ -22,12 +25,17 @@ class Streaks:
             self._wrong["rewardCollapse"] = lambda metrics: metrics.get("reward/mean", math.inf) < reward.below
         if kl is not None:
             self._wrong["klBlowUp"] = lambda metrics: metrics.get("train/approx_kl", 0.0) > kl.above
-        self.counts = dict.fromkeys(("nonFiniteLoss", "rewardCollapse", "klBlowUp"), 0)
+        if (mismatch := policy.mismatch) is not None:
+            self._wrong["mismatch"] = lambda metrics: (
+                not metrics[MISMATCH] <= mismatch.kl if MISMATCH in metrics else None
+            )
+        self.counts = dict.fromkeys(("nonFiniteLoss", "rewardCollapse", "klBlowUp", "mismatch"), 0)
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, int]:
         """Take a step's metrics; return the streaks."""
-        for name, wrong in self._wrong.items():
-            self.counts[name] = self.counts[name] + 1 if wrong(metrics) else 0
+        for name, is_wrong in self._wrong.items():
+            if (wrong := is_wrong(metrics)) is not None:
+                self.counts[name] = self.counts[name] + 1 if wrong else 0
         return dict(self.counts)
 
 

@@ -103,6 +103,7 @@ REASONS: Mapping[str, Mapping[str, str]] = {
         "NonFiniteLoss": "the loss was not finite; on False: the job went back to its checkpoint",
         "RewardCollapse": "the reward stayed low; on False: the job went back to its checkpoint",
         "KlBlowUp": "the policy ran away; on False: the job went back to its checkpoint",
+        "PolicyMismatch": "engine and trainer disagreed about what was sampled; on False: the job went back to its checkpoint",
         "InvalidConfiguration": "a process ended with code 2: settings that no restart heals",
         "DataError": "a process ended with code 4: data that no restart heals",
         "FailurePolicyRule": "a rule of failurePolicy says FailJob",

@@ -265,8 +265,10 @@ def stall_words(stall: object) -> str:
 
 def _judge_numbers(situation: Situation) -> list[Finding]:
     report = situation.report
-    trip = rules.tripped(situation.spec.failure_policy, report.raw.get("streaks")) if report is not None else None
+    if report is None:
+        return []
+    trip = rules.tripped(situation.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
     if trip is None:
         return []
     act = {"RestartFromCheckpoint": Act.ROLL_BACK, "Pause": Act.PAUSE}.get(trip.action, Act.FAIL)
-    return [Finding(act=act, reason=trip.rule[0].upper() + trip.rule[1:], message=trip.message)]
+    return [Finding(act=act, reason=trip.reason, message=trip.message)]

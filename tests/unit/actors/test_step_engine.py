@@ -221,3 +221,93 @@ def test_engine_and_backend_train_without_a_worker_as_they_do_in_an_actor(make_s
     ours, theirs = train(engine), train(actor.engine)
     assert ours["actor/loss"] == theirs["actor/loss"] and ours["actor/grad_norm"] == theirs["actor/grad_norm"]
     assert all(map(torch.equal, backend.model.parameters(), actor.model.parameters()))
+
+
+OLD_VERSIONS = 4
+CORRECTIONS = {
+    "tis": {"recomputeLogProbs": True, "importance": {"mode": "tis", "high": 1.2}},
+    "icepop": {"recomputeLogProbs": True, "importance": {"mode": "icepop", "low": 0.7, "high": 1.3}},
+    "decoupled_by_recompute": {"recomputeLogProbs": True, "loss": {"name": "decoupled_ppo"}},
+    "decoupled_by_version": {"loss": {"name": "decoupled_ppo"}},
+}
+
+
+def aged(group):
+    """Return a group that weights of version `group % 3` sampled, off the tiny model by as much as some corrections cut."""
+    record = actor_samples.make_record(group)
+    record.start_version = record.end_version = group % 3
+    return record
+
+
+def reference_loss(name, new, old, rollout, gain, age):
+    """Return one token's loss in float64; `new` carries the gradient, `old` is the trainer's before the update."""
+    clip = lambda r: torch.maximum(-gain * r, -gain * r.clamp(0.8, 1.2))  # noqa: E731
+    if name == "tis":
+        return clip((new - old).exp()) * (old - rollout).exp().clamp(0.0, 1.2)
+    if name == "icepop":
+        weight = (old - rollout).exp()
+        return clip((new - old).exp()) * (weight if 0.7 <= weight <= 1.3 else 0.0)
+    proximal = old
+    if name == "decoupled_by_version":
+        alpha = (age - 1) / age if age > 1 else 0.0
+        proximal = rollout + alpha * (new.detach() - rollout)
+    return (proximal - rollout).exp() * clip((new - proximal).exp())
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_correction_of_old_tokens_has_the_gradient_of_its_formula(name, num_ranks):
+    meeting, backends = Meeting(num_ranks), [TinyBackend() for _ in range(num_ranks)]
+    options = {"maxStaleness": OLD_VERSIONS, **CORRECTIONS[name]}
+
+    def run(rank):
+        engine = make_engine(backends[rank], ThreadRanks(meeting, rank), tokens=60, **options)
+        engine.load([aged(group) for group in range(6)][rank::num_ranks], version=OLD_VERSIONS)
+        engine.compute_log_probs()
+        engine.compute_advantages()
+        batch, gains = engine.prepared.batch, engine.prepared.advantages
+        return (batch, gains), engine.train(OLD_VERSIONS + 1)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        done = list(pool.map(run, range(num_ranks)))
+    model, losses = TinyBackend(), []
+    for batch, gains in (prepared for prepared, _ in done):
+        new = (
+            model.table[batch.input_ids.roll(1, dims=1)].log_softmax(-1).gather(-1, batch.input_ids[..., None])[..., 0]
+        )
+        for row, token in batch.loss_mask.nonzero().tolist():
+            at = (row, token)
+            rollout, gain = batch.rollout_log_probs[at].double(), gains[at].double()
+            age = OLD_VERSIONS - int(batch.versions[at])
+            losses.append(reference_loss(name, new[at], new[at].detach(), rollout, gain, age))
+    (torch.stack(losses).sum() / len(losses)).backward()
+    gradient = torch.stack([backend.gradients[0] for backend in backends]).sum(0)
+    torch.testing.assert_close(gradient, model.table.grad, rtol=1e-4, atol=1e-7)
+    ages = {key for key in done[0][1] if key.startswith("mismatch/kl/age_")}
+    assert ages == {f"mismatch/kl/age_{age}" for age in (2, 3, 4)}
+    assert "mismatch/kl" not in done[0][1], "no token is of the version that trained it"
+
+
+@pytest.mark.parametrize("options", [{}, {"recomputeLogProbs": True}], ids=["first-pass", "recomputed"])
+def test_the_mismatch_of_a_step_is_that_before_its_first_update_over_all_ranks(options):
+    """With several mini-batches and no recomputation only the first one is before the update."""
+    whole = step_over(1, **options)[1][0]
+    expected = {}
+    backend = TinyBackend()
+    engine = make_engine(backend, ThreadRanks(Meeting(1), 0))
+    engine.load(RECORDS)
+    batch = engine.prepared.batch
+    difference = (engine.score(batch) - batch.rollout_log_probs)[batch.loss_mask].double()
+    expected["mismatch/kl"] = float((difference.exp() - 1 - difference).mean())
+    expected["mismatch/mean_abs_diff"] = float(difference.abs().mean())
+    expected["mismatch/max_ratio"] = float(difference.abs().max().exp())
+    expected["mismatch/share_clipped"] = float(((difference.exp() < 0.8) | (difference.exp() > 1.2)).double().mean())
+    assert {key: whole[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    cut = step_over(3, tokens=40, **options)[1][0]
+    assert {key: cut[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_later_updates_of_a_step_are_no_mismatch():
+    one = step_over(1, updateEpochs=1)[1][0]
+    two = step_over(1, updateEpochs=2)[1][0]
+    assert two["mismatch/kl"] == one["mismatch/kl"]

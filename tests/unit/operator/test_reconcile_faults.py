@@ -397,8 +397,9 @@ def test_the_action_of_a_stall_is_the_users(action: str) -> None:
         ({"nonFiniteLoss": {"action": "RestartFromCheckpoint"}}, "NonFiniteLoss"),
         ({"rewardCollapse": {"below": 0.1, "steps": 3, "action": "RestartFromCheckpoint"}}, "RewardCollapse"),
         ({"klBlowUp": {"above": 1.0, "action": "RestartFromCheckpoint"}}, "KlBlowUp"),
+        ({"mismatch": {"kl": 0.01, "steps": 1, "action": "RestartFromCheckpoint"}}, "PolicyMismatch"),
     ],
-    ids=["nonFiniteLoss", "rewardCollapse", "klBlowUp"],
+    ids=["nonFiniteLoss", "rewardCollapse", "klBlowUp", "mismatch"],
 )
 def test_bad_numbers_go_back_to_the_checkpoint_without_saving(rule: dict[str, Any], reason: str) -> None:
     world = running(failurePolicy=rule)

@@ -148,6 +148,17 @@ def test_semantic_rules_fire_at_their_number_of_steps():
     assert trip is not None and (trip.rule, trip.action) == ("rewardCollapse", "Pause")
 
 
+def test_a_mismatch_is_told_with_its_numbers():
+    policy = FailurePolicySpec.model_validate({"mismatch": {"kl": 0.01, "action": "FailJob"}})
+    numbers = {"mismatch/kl": 0.25, "mismatch/max_ratio": 7.0, "mismatch/share_clipped": None}
+    trip = tripped(policy, {"mismatch": 3}, numbers)
+    assert trip is not None and (trip.reason, trip.action, trip.steps) == ("PolicyMismatch", "FailJob", 3)
+    assert trip.message == (
+        "mismatch/kl above failurePolicy.mismatch.kl 0.01 (now mismatch/kl 0.25, mismatch/max_ratio 7) for 3 or more steps in a row"
+    )
+    assert "(now" not in tripped(policy, {"mismatch": 3}).message
+
+
 @pytest.mark.parametrize("streaks", [None, [], "x", {"rewardCollapse": "3"}, {"rewardCollapse": None}])
 def test_streaks_that_make_no_sense_trip_nothing(streaks):
     policy = FailurePolicySpec.model_validate({"rewardCollapse": {"below": 0.1, "steps": 1, "action": "Pause"}})

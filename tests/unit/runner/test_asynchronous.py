@@ -1,7 +1,10 @@
 """Bounded asynchronous: who may run ahead, whose turn it is to train, and that nothing finished is made twice."""
 
+from random import Random
+
 import pytest
 from account import Account
+from schedules import Schedule
 
 from rl_core.runner.admission import Bounded, OnPolicy, Standing
 from rl_core.runner.asynchronous import admissible, select_groups
@@ -179,3 +182,46 @@ def test_the_oldest_are_selected_and_what_is_beyond_the_bound_is_not_waited_for(
     assert chosen == ["a", "b"]
     assert select_groups({"a": 5}, {}, version=5, prompts_per_step=2, max_staleness=1) == []
     assert select_groups({"a": 4, "b": 4}, {"c": 2}, version=5, prompts_per_step=2, max_staleness=1) == ["a", "b"]
+
+
+def random_schedule(number):
+    rng = Random(number)
+    spread = rng.choice((0.0, 0.5, 1.5))
+    prompts, ranks = rng.choice(((1, 1), (2, 1), (2, 2), (3, 1), (4, 2)))
+    return Schedule(
+        rng,
+        staleness=rng.choice((1, 1, 2, 3)),
+        prompts=prompts,
+        ranks=ranks,
+        steps=rng.randint(2, 5),
+        rollouts=rng.randint(1, 3),
+        slots=rng.randint(1, 4),
+        seconds=lambda: rng.lognormvariate(0, spread),
+        train_seconds=lambda: rng.choice((0.1, 1.0, 5.0)),
+        publish_seconds=rng.choice((0.0, 0.5)),
+        drain=rng.random() < 0.5,
+        faults=rng.choice((0.0, 0.05, 0.3)),
+    )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_token_is_older_than_the_bound_in_10000_random_schedules_with_deaths(part):
+    for number in range(part * 2500, (part + 1) * 2500):
+        schedule = random_schedule(number).run()
+        assert schedule.finished, f"schedule {number} stands still in step {schedule.step}"
+        assert max(schedule.trained.values()) <= schedule.staleness, f"schedule {number}"
+        if not schedule.faults:
+            made = schedule.generated - len(schedule.channel) - sum(len(rank.later) for rank in schedule.ranks)
+            assert schedule.stale == 0 and made == len(schedule.trained), f"schedule {number} made groups twice"
+
+
+def test_long_samples_train_as_often_as_short_ones():
+    """The first prompts of each step are slow: under the bound they are trained in the order of the data, not left for later."""
+    rng = Random(3)
+    schedule = Schedule(
+        rng, staleness=2, prompts=4, steps=50, rollouts=2, slots=4, drain=False,
+        seconds=lambda: 6.0 if rng.random() < 0.25 else 0.3, train_seconds=lambda: 1.0,
+    ).run()  # fmt: skip
+    assert schedule.finished and schedule.stale == 0
+    last = max(int(group_id.partition("-")[2]) for group_id in schedule.trained)
+    assert last < 4 * 50 + 4 * 2, "no group is passed over for more than the bound"

@@ -206,6 +206,7 @@ def test_a_step_that_was_cancelled_is_left_and_its_groups_are_not_acknowledged(r
 RULES = {
     "nonFiniteLoss": ({"steps": 2}, {"actor/loss": float("nan")}),
     "klBlowUp": ({"above": 1.0, "steps": 2}, {"actor/approx_kl": 5.0}),
+    "mismatch": ({"kl": 0.1, "steps": 2}, {"mismatch/kl": 0.2}),
     "rewardCollapse": ({"below": 0.9, "steps": 2}, {"actor/loss": 0.5}),
 }
 

@@ -1,0 +1,101 @@
+"""Who waits for whom under bounded staleness: simulated time with lognormal lengths, and the quickstart on this machine. Prints JSON.
+
+    python benchmarks/asynchronous.py [--real MODEL_AND_DATA] [--steps N]
+
+`simulated`: the real account and admission in simulated time (tests/unit/runner/schedules.py). A group takes as long as the longest of 8
+samples of lognormal length (sigma 1), cut at 10 medians as maxNewTokens does; 64 groups per step, two rollouts of 16 groups at a time.
+`trainer` is the time of a training step as a share of the time in which the rollouts generate a step's groups when they never wait.
+`go_on` is a version that does not interrupt generation, `drain` one that waits for what is in flight (weights.onUpdate wait). `limit` is
+what is possible: the slower side busy all the time.
+`real`: medians of `rljob run` of job.yaml and asynchronous.yaml of examples/arithmetic, one after the other.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "unit" / "runner"))
+
+from _processes import RLJOB  # noqa: E402
+from schedules import Schedule  # noqa: E402
+
+PROMPTS, SLOTS, ROLLOUTS, SAMPLES, LONGEST = 64, 16, 2, 8, 10.0
+STEPS = 100
+
+
+def group_seconds(rng: Random) -> float:
+    """Return the time of a group: that of its longest sample."""
+    return min(max(rng.lognormvariate(0, 1) for _ in range(SAMPLES)), LONGEST)
+
+
+def simulate(staleness: int, *, trainer: float, drain: bool) -> dict[str, float]:
+    """Return who was busy for which share of a run, and the ages of what was trained."""
+    rng, sample = Random(1), Random(2)
+    mean = statistics.fmean(group_seconds(sample) for _ in range(20_000))
+    step = PROMPTS * mean / (SLOTS * ROLLOUTS)
+    run = Schedule(
+        rng,
+        staleness=staleness,
+        prompts=PROMPTS,
+        steps=STEPS,
+        rollouts=ROLLOUTS,
+        slots=SLOTS,
+        seconds=lambda: group_seconds(rng),
+        train_seconds=lambda: trainer * step,
+        drain=drain,
+    ).run()
+    assert run.finished and run.stale == 0
+    ages = list(run.trained.values())
+    return {
+        "rollout_busy": round(run.rollout_busy / (run.now * ROLLOUTS * SLOTS), 3),
+        "trainer_busy": round(run.trainer_busy / run.now, 3),
+        "step_over_generation": round(run.now / STEPS / step, 3),
+        "age_mean": round(statistics.fmean(ages), 2),
+        "age_max": max(ages),
+    }
+
+
+def real(folder: Path, steps: int) -> dict[str, dict[str, float]]:
+    """Return medians over the steps of both examples after the first few, on the model and data in `folder`."""
+    found = {}
+    for name in ("job", "asynchronous"):
+        job = folder / f"{name}.yaml"
+        job.write_text((ROOT / "examples" / "arithmetic" / f"{name}.yaml").read_text())
+        with tempfile.TemporaryDirectory() as output:
+            command = [*RLJOB, "run", str(job), "--output", output, "--no-progress"]
+            subprocess.run([*command, "--set", f"algorithm.steps={steps}"], check=True, stdout=sys.stderr)
+            lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+        late = [line for line in lines if line["step"] > 5]
+        found[name] = {
+            key: round(statistics.median(line[key] for line in late if key in line), 4)
+            for key in ("time/step", "time/rollout", "time/train", "time/sync", "train/staleness_mean", "val/accuracy")
+        }
+        found[name]["val/accuracy"] = lines[-1]["val/accuracy"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--real", type=Path, help="folder that examples/arithmetic/prepare.py has filled")
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    simulated: dict[str, object] = {}
+    for trainer in (0.7, 0.9, 1.1):
+        table = {"limit": {"rollout_busy": round(min(1, 1 / trainer), 3), "trainer_busy": min(1.0, trainer)}}
+        table |= {f"staleness {s}, go_on": simulate(s, trainer=trainer, drain=False) for s in (1, 2, 4)}
+        table |= {f"staleness {s}, drain": simulate(s, trainer=trainer, drain=True) for s in (0, 2)}
+        simulated[f"trainer {trainer}"] = table
+    result: dict[str, object] = {"simulated": simulated}
+    if options.real is not None:
+        result["real"] = real(options.real, options.steps)
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
