@@ -147,6 +147,18 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
+            holds="$weights.onUpdate == 'wait' || $algorithm.maxStaleness > 0",
+            refusal="weights.onUpdate must be wait on policy, got %s and maxStaleness 0; raise algorithm.maxStaleness or remove it",
+            values=("$weights.onUpdate",),
+            field="weights.onUpdate",
+        )
+    )
+    def _updates_in_flight(self) -> Iterator[str]:
+        if self.weights.on_update != "wait" and not self.algorithm.max_staleness:
+            yield f"weights.onUpdate must be wait on policy, got {self.weights.on_update} and maxStaleness 0; raise algorithm.maxStaleness or remove it"
+
+    @rule(
+        Cel(
             holds="$algorithm.loss.name != 'reinforce' || !self.?failurePolicy.?klBlowUp.hasValue()",
             refusal="failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
             field="failurePolicy.klBlowUp",

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.api.errors import GenerationUnavailable, InfrastructureError
+from rl_core.api.errors import ConfigError, GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck, ReceiverAnswer, WeightOffer, WeightTransfer
-from rl_core.rollouts.engine import BuildEngine, Engine, build_engine
+from rl_core.rollouts.engine import BuildEngine, Engine, Interruptible, build_engine
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.gate import gated
 from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface, sample_seed
@@ -117,7 +117,7 @@ class RolloutWorkerBase(Worker):
             spec,
             self.identity,
             self.epoch,
-            gated(engine.weight_target, lambda deadline: server.pause(deadline * PAUSE_SHARE)),
+            gated(engine.weight_target, self._pause(engine, server)),
             keys=self.keys,
             device=self.device,
             device_uuid=next(iter(self.worker_info.device_uuids), None),
@@ -127,6 +127,22 @@ class RolloutWorkerBase(Worker):
         self._parts = _Parts(engine, environment, groups, receiver, server)
         # What was built lives as long as the process: a collection over it takes longer than a decode step.
         gc.freeze()
+
+    def _pause(self, engine: Engine, server: PromptServer) -> Callable[[float], Awaitable[None]]:
+        """Return what `weights.onUpdate` says happens to groups in flight before weights change: they end, or are interrupted."""
+        if self.spec.weights.on_update == "wait":
+            return lambda deadline: server.pause(deadline * PAUSE_SHARE)
+        if not isinstance(engine, Interruptible):
+            raise ConfigError(
+                f"weights.onUpdate must be wait with rollout.engine {self.spec.rollout.engine}, which cannot go on with what was interrupted, "
+                f"got {self.spec.weights.on_update}; change it"
+            )
+
+        async def interrupt(deadline: float) -> None:
+            server.close()
+            await engine.hold()
+
+        return interrupt
 
     async def join(self, publisher_address: str) -> ReceiverAck:
         """Load the committed weights of the publisher at `publisher_address`; return once they are proven and served."""

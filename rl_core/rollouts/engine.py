@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rl_core.api.errors import ConfigError
 from rl_core.rollouts.generation import GenerationConfig, GenerationInterface
@@ -80,6 +80,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop; what is in flight fails as GenerationUnavailable. Blocks; idempotent."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """An engine that can be given weights while rows are under way (`weights.onUpdate: abort_resume`). Implemented by `hf.served.ServedEngine`."""
+
+    async def hold(self) -> None:
+        """Return once nothing generates; what did goes on from its tokens, as what is submitted meanwhile begins, at the target's `resume`."""
         ...
 
 

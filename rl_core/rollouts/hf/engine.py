@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,18 @@ class HFEngine:
         """Drop these rows at the next step; they end without an output."""
         self._aborted.update(tickets)
 
+    def park(self) -> None:
+        """Take every running row off: it goes on from its tokens, by keys and values computed anew, at a later step.
+
+        The weights may change in between; each token keeps the version that drew it, and the seed of a row its place.
+        """
+        parked = [
+            replace(request, begun=self._rows.output(row, "", self.version))
+            for row, request in enumerate(self._rows.requests)
+        ]
+        self._remove(list(range(len(self._rows))))
+        self._waiting.extendleft(reversed(parked))
+
     def reset(self) -> None:
         """Drop everything that runs or waits; after a step that failed too, when decoder and rows may differ."""
         self._waiting.clear()
@@ -247,7 +260,7 @@ class HFEngine:
         prompts: set[tuple[int, ...]] = set()
         longest = 0
         while self._waiting and wanted(self._waiting[0]) and (free is None or len(taken) < free):
-            prompt = self._waiting[0].prompt
+            prompt = self._waiting[0].context
             prompts.add(prompt)
             longest = max(longest, len(prompt))
             if taken and free is not None and longest * len(prompts) > PREFILL_TOKENS:
@@ -257,8 +270,9 @@ class HFEngine:
 
     def _start(self, requests: list[Request]) -> list[tuple[int, GenerationOutput]]:
         """Prefill new rows and draw their first token."""
-        distinct = {request.prompt: index for index, request in enumerate({r.prompt: r for r in requests}.values())}
-        rows = np.array([distinct[request.prompt] for request in requests], dtype=np.int64)
+        contexts = [request.context for request in requests]
+        distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
+        rows = np.array([distinct[context] for context in contexts], dtype=np.int64)
         first = len(self._rows)
         logits = self._decoder.prefill(list(distinct), rows)
         self._rows.add(requests)

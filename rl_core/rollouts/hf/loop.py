@@ -34,6 +34,8 @@ class EngineLoop:
         self._tickets: dict[Hashable, int] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._holding = self._resting = False
+        """Whether nothing may run, and whether nothing does."""
         self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
 
     @property
@@ -53,7 +55,7 @@ class EngineLoop:
             self._check_open()
             self._inbox += [(row, sink) for row in rows]
             self._start()
-            self._wake.notify()
+            self._wake.notify_all()
 
     def abort(self, keys: Iterable[Hashable]) -> None:
         """Drop rows whose caller does not wait any more; their sink hears nothing."""
@@ -61,7 +63,21 @@ class EngineLoop:
             wanted = set(keys)
             self._inbox = [item for item in self._inbox if item[0].key not in wanted]
             self._unwanted += wanted
-            self._wake.notify()
+            self._wake.notify_all()
+
+    def hold(self) -> None:
+        """Generate nothing until `release`: rows that run are parked and go on then, new ones wait. Blocks until nothing runs."""
+        with self._wake:
+            self._holding = True
+            self._wake.notify_all()
+            while self._thread is not None and not (self._resting or self._closed):
+                self._wake.wait()
+
+    def release(self) -> None:
+        """Go on generating; nothing to do unless held."""
+        with self._wake:
+            self._holding = self._resting = False
+            self._wake.notify_all()
 
     def statistics(self) -> dict[str, float]:
         """Return steps, rows, tokens, seconds at work and row-steps since the last `clear_statistics`."""
@@ -75,7 +91,7 @@ class EngineLoop:
         """Stop the thread; rows in flight fail as GenerationUnavailable. Idempotent."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -92,16 +108,30 @@ class EngineLoop:
     def _main(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._unwanted or self._owners or self._closed):
+                while not self._has_work():
                     self._wake.wait()
                 if self._closed:
                     break
+                holding = self._holding
                 inbox, self._inbox = self._inbox, []
                 unwanted, self._unwanted = self._unwanted, []
             self._forget(unwanted)
             refused = self._admit(inbox)
-            self._deliver(refused + self._step())
+            if holding:
+                self._rest()
+            self._deliver(refused if holding else refused + self._step())
         self._fail_all(GenerationUnavailable("the generation engine was shut down"))
+
+    def _has_work(self) -> bool:
+        if self._inbox or self._unwanted or self._closed:
+            return True
+        return not self._resting if self._holding else bool(self._owners)
+
+    def _rest(self) -> None:
+        self.engine.park()
+        with self._wake:
+            self._resting = self._holding
+            self._wake.notify_all()
 
     def _admit(self, inbox: list[tuple[Row, Sink]]) -> list[tuple[Sink, Result]]:
         """Hand new rows to the engine; return those it refuses."""

@@ -32,6 +32,13 @@ class Request:
     """Index into StopIds."""
     unit: int | None = None
     """Rows of one unit run as a batch of their own; None = any batch."""
+    begun: GenerationOutput | None = None
+    """What it had generated when it was parked; None for a new row."""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Return the tokens that the next one follows."""
+        return self.prompt if self.begun is None else (*self.prompt, *self.begun.ids)
 
 
 class Rows:
@@ -62,6 +69,10 @@ class Rows:
         self.requests += requests
         self._with_strings += sum(bool(request.params.stop_strings) for request in requests)
         self._count[first:end] = 0
+        for row, request in enumerate(requests, first):
+            if request.begun is not None:
+                count = self._count[row] = len(request.begun.ids)
+                self._tokens[row, :count], self._logprobs[row, :count] = request.begun.ids, request.begun.logprobs
         self._limit[first:end] = [request.limit for request in requests]
         self.stop_sets[first:end] = [request.stop_set for request in requests]
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
@@ -96,12 +107,14 @@ class Rows:
 
     def output(self, row: int, reason: str, version: int) -> GenerationOutput:
         """Return what `row` has generated."""
-        count = int(self._count[row])
+        count, begun = int(self._count[row]), self.requests[row].begun
+        before = [] if begun is None else begun.versions
+        start = before[-1][1] if before else 0
         return GenerationOutput(
             ids=self._tokens[row, :count].tolist(),
             logprobs=self._logprobs[row, :count].tolist(),
             finish_reason=reason,
-            versions=[(0, count, version)] if count else [],
+            versions=[*before, *([(start, count, version)] if count > start else [])],
         )
 
     def remove(self, gone: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class ServedEngine:
             spec.algorithm.group_size + 1 if self._by_group else max_batch + int(max_batch * QUEUE_SHARE)
         )
         self.loop = loop
-        self.weight_target = EngineTarget(loop.engine)
+        self.weight_target = EngineTarget(loop)
         self.residency = AlwaysResident()
 
     @property
@@ -72,6 +73,10 @@ class ServedEngine:
             allow_truncated_sampling=self._allow_truncated,
         )
 
+    async def hold(self) -> None:
+        """Interrupt what generates; see `rollouts.engine.Interruptible`."""
+        await asyncio.to_thread(self.loop.hold)
+
     def close(self) -> None:
         """Stop the engine's thread; idempotent."""
         self.loop.close()
@@ -80,9 +85,9 @@ class ServedEngine:
 class EngineTarget:
     """Implements `WeightTarget` and `InPlaceTarget` over an engine that nobody uses meanwhile."""
 
-    def __init__(self, engine: HFEngine) -> None:
-        """Write into `engine`."""
-        self._engine = engine
+    def __init__(self, loop: EngineLoop) -> None:
+        """Write into the engine of `loop`."""
+        self._loop, self._engine = loop, loop.engine
 
     async def prepare(self, deadline: float) -> None:
         """Do nothing: without rows the engine rests."""
@@ -101,5 +106,6 @@ class EngineTarget:
         self._engine.write_weights(tensors)
 
     async def resume(self, version: int, digest: str) -> None:
-        """Generate with `version` from now on."""
+        """Generate with `version` from now on, also what was interrupted."""
         self._engine.serve(version)
+        self._loop.release()

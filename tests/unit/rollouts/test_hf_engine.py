@@ -259,6 +259,38 @@ def test_new_weights_are_served_with_their_version_and_bad_ones_change_nothing()
     assert close(after, make(seed=1).generate([[5, 6, 7]], sampling, [1])[0])
 
 
+@pytest.mark.parametrize("unit", [None, 1], ids=["any-batch", "own-batch"])
+def test_parked_rows_go_on_as_if_nothing_had_happened(unit):
+    engine, sampling = make(max_batch=8 if unit else 4), SamplingParams(max_new_tokens=20)
+    alone = [make().generate([p], sampling, [i])[0] for i, p in enumerate(prompts(6))]
+    tickets = [engine.submit(p, sampling, i, unit=unit) for i, p in enumerate(prompts(6))]
+    outputs, step = {}, 0
+    while engine.busy:
+        outputs.update(engine.step())
+        step += 1
+        if step % 5 == 0:
+            engine.park()
+            assert engine.num_running == 0
+    assert all(close(outputs[ticket], one) for ticket, one in zip(tickets, alone, strict=True))
+
+
+def test_rows_parked_while_weights_change_keep_their_tokens_and_each_token_its_version():
+    engine, sampling = make(seed=0), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    prompt, old = [5, 6, 7], make(seed=0).generate([[5, 6, 7]], sampling, [1])[0]
+    engine.submit(prompt, sampling, 1)
+    for _ in range(4):
+        engine.step()
+    engine.park()
+    engine.park()
+    engine.load_weights(iter(named(1).items()), 7)
+    (_, output), *_ = [ended for _ in range(9) for ended in engine.step()]
+    assert output.versions == [(0, 4, 0), (4, 12, 7)]
+    assert output.ids[:4] == old.ids[:4] and output.logprobs[:4] == old.logprobs[:4]
+    rest = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    fresh = make(seed=1).generate([[*prompt, *output.ids[:4]]], rest, [1])[0]
+    assert output.ids[4:] == fresh.ids and output.logprobs[4:] == pytest.approx(fresh.logprobs, abs=1e-5)
+
+
 def test_a_tied_output_layer_may_come_along():
     engine = make()
     tensors = named(1)

@@ -220,6 +220,46 @@ async def test_a_failing_prefill_costs_its_own_rows_only(generation, monkeypatch
     assert (await anext(generation.generate_async(data([5, 6], seeds=[1]))))[1]["output_ids"].tolist() == wanted
 
 
+def test_held_nothing_generates_and_released_what_was_interrupted_and_what_came_meanwhile_goes_on(generation):
+    loop, heard, ended = generation.loop, {}, threading.Event()
+
+    def hear(results):
+        heard.update(results)
+        if len(heard) == 3:
+            ended.set()
+
+    def row(key):
+        return Row(key=key, prompt=[5, key], params=SamplingParams(max_new_tokens=40, ignore_eos=True), seed=key)
+
+    wanted = generation.engine.generate([[5, key] for key in (1, 2, 3)], row(1).params, [1, 2, 3])
+    loop.hold()
+    loop.submit([row(1)], hear)
+    loop.release()
+    while not loop.statistics()["tokens"] and not generation.engine.num_running:
+        time.sleep(0.001)
+    loop.submit([row(2)], hear)
+    loop.hold()
+    assert generation.engine.num_running == 0
+    steps = loop.statistics()["steps"]
+    loop.submit([row(3)], hear)
+    loop.hold()
+    assert loop.statistics()["steps"] == steps and 3 not in heard
+    generation.engine.serve(4)
+    loop.release()
+    assert ended.wait(60)
+    assert [heard[key].ids for key in (1, 2, 3)] == [one.ids for one in wanted]
+    assert heard[3].versions == [(0, 40, 4)]
+
+
+def test_an_engine_that_closes_while_it_is_held_lets_nobody_wait(generation):
+    heard = []
+    generation.loop.hold()
+    generation.loop.submit([Row(key="a", prompt=[5], params=SamplingParams(max_new_tokens=9), seed=1)], heard.extend)
+    generation.shutdown()
+    generation.loop.hold()
+    assert [key for key, _ in heard] == ["a"]
+
+
 async def test_after_shutdown_requests_fail_and_waiting_ones_too(generation):
     generation.shutdown()
     generation.shutdown()
