@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE  # else every process compiles torch and transf
 
 CLUSTER := PYTHONPATH=tests/cluster $(BIN)/python
 
-.PHONY: help env demo test test-unit test-integration test-e2e test-control-plane test-nodes images cluster cluster-down \
+.PHONY: help env demo test test-unit test-pair test-integration test-e2e test-control-plane test-nodes images cluster cluster-down \
 	cluster-deps cluster-programs lint types bench docs lock clean
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -30,11 +30,13 @@ $(STAMP): requirements/all.txt pyproject.toml
 demo: env ## make a small model, train it with GRPO on this machine, print accuracy before and after
 	@PATH="$(abspath $(BIN)):$$PATH" bash examples/arithmetic/demo.sh
 
-test: env cluster-deps cluster-programs test-unit test-integration test-e2e test-control-plane test-nodes ## all tests
+test: env cluster-deps cluster-programs test-unit test-pair test-e2e test-nodes ## all tests
 test-unit: env ## pure tests, seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 test-integration: env ## real processes, sockets, tiny models
 	$(BIN)/python -m pytest $(RERUNS) tests/integration
+test-pair: env cluster-programs # at once: the first computes, the second mostly waits for its API server
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-integration test-control-plane
 test-e2e: env ## real runs of the command, faults included
 	$(BIN)/python -m pytest $(RERUNS) tests/e2e
 test-control-plane: env cluster-programs ## the operator on a real API server; needs no root
