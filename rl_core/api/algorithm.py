@@ -152,6 +152,8 @@ class AlgorithmSpec(Spec):
     """The policy loss."""
     max_staleness: int = Field(0, ge=0, le=64)
     """Versions a trained token may be old; 0 = on policy; above, rollouts generate ahead of training (docs/asynchronous.md)."""
+    straggler_seconds: float | None = Field(None, gt=0)
+    """Asynchronous: the trainer waits so long for older groups that still run, then they are made again; null = until they end."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order, sampling and shuffling."""
     optimizer_steps_per_batch: int = Field(1, ge=1, lt=2**31)
@@ -240,6 +242,17 @@ class AlgorithmSpec(Spec):
                 f"rewardKlCoefficient must be 0 beside loss.klCoefficient, which counts the same KL, got {self.reward_kl_coefficient:g} and "
                 f"{self.loss.kl_coefficient:g}; remove one"
             )
+
+    @rule(
+        Cel(
+            holds="!has(self.stragglerSeconds) || $maxStaleness > 0",
+            refusal="stragglerSeconds needs maxStaleness above 0, got 0; remove it",
+            field="stragglerSeconds",
+        )
+    )
+    def _older_groups_are_waited_for(self) -> Iterator[str]:
+        if self.straggler_seconds is not None and not self.max_staleness:
+            yield "stragglerSeconds needs maxStaleness above 0, got 0; remove it"
 
     @rule(
         Cel(

@@ -246,7 +246,10 @@ class Dispatcher:
         self._carry_out(lost)
 
     def tick(self) -> None:
-        """Give out again leases that were not renewed; answer polls whose time is up with nothing. Once a second."""
+        """Give out again leases that were not renewed, or for which the trainer waited too long; answer polls whose time is up with nothing.
+
+        Once a second.
+        """
 
         def expire() -> None:
             gap, self._ticked = self._clock() - self._ticked, self._clock()
@@ -259,6 +262,7 @@ class Dispatcher:
                 late += self._validation.expire()
             for group_id in late:
                 logger.warning("group %s: its lease was not renewed; given out again", group_id)
+            self._account.tick(self._clock())
 
         self._carry_out(expire)
 

@@ -244,11 +244,7 @@ class PromptLedger:
 
     def requeue_owner(self, owner: str, reason: RequeueReason, message: str = "") -> list[str]:
         """Give back at once what `owner` holds; return the group ids."""
-        held = [
-            (group_id, group.token)
-            for group_id, group in self._groups.items()
-            if group.state is GroupState.LEASED and group.owner == owner
-        ]
+        held = [(group_id, group.token) for group_id, group in self._leased() if group.owner == owner]
         for _, token in held:
             self.requeue(token, reason, message)
         return [group_id for group_id, _ in held]
@@ -333,11 +329,7 @@ class PromptLedger:
     def expire(self) -> list[str]:
         """Requeue leases that were not renewed in time (reason worker_lost); return their group ids. Call it each second."""
         now = self._clock()
-        late = [
-            (group_id, group.token)
-            for group_id, group in self._groups.items()
-            if group.state is GroupState.LEASED and group.expires <= now
-        ]
+        late = [(group_id, group.token) for group_id, group in self._leased() if group.expires <= now]
         for _, token in late:
             self.requeue(token, "worker_lost", "its lease was not renewed")
         return [group_id for group_id, _ in late]
@@ -429,6 +421,14 @@ class PromptLedger:
     def outstanding(self) -> dict[str, GroupState]:
         """Return the state of each group that is not final."""
         return {group_id: group.state for group_id, group in self._groups.items()}
+
+    def running(self) -> list[tuple[str, str]]:
+        """Return (group id, token) of the groups that rollouts generate, those of the oldest lease version first."""
+        found = sorted(self._leased(), key=lambda one: (one[1].version, one[1].position))
+        return [(group_id, group.token) for group_id, group in found]
+
+    def _leased(self) -> list[tuple[str, _Group]]:
+        return [(group_id, group) for group_id, group in self._groups.items() if group.state is GroupState.LEASED]
 
     def out(self) -> Mapping[int, int]:
         """Return how many groups are with rollouts or on their way back, by the version of their lease."""

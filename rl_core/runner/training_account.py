@@ -36,6 +36,10 @@ class StepState:
     surplus: int = 0
     """Finished groups that came when the step had all it wanted."""
     stale: int = 0
+    put_off: GroupEntry | None = None
+    """The group that waits for older ones that still run, while one does."""
+    put_off_at: float | None = None
+    """When the trainer began to wait for them, as `tick` saw it."""
     ended: bool = False
     """Whether the data ranks were told that no more groups come."""
 
@@ -163,6 +167,7 @@ class TrainingAccount:
             return None if self._admission.waits else self._surplus(entry)
         trains = self._admission.may_train(entry, self._standing_without(entry, state))
         if trains is None:
+            state.put_off = entry
             return None
         if not trains:
             state.stale += 1
@@ -178,6 +183,7 @@ class TrainingAccount:
             return False
         self.ledger.consume([entry.group_id], state.step)
         state.admitted[entry.group_id] = entry
+        state.put_off = state.put_off_at = None
         return True
 
     def _standing_without(self, entry: GroupEntry, state: StepState) -> Standing:
@@ -206,6 +212,22 @@ class TrainingAccount:
             self.ledger.requeue(token, reason, message)
         except (KeyError, ValueError) as error:  # a token of an earlier run, or a record that arrived meanwhile
             logger.warning("group %s is not given out again: %s", group_id, error)
+
+    def tick(self, now: float) -> None:
+        """Make groups again for which the trainer has waited longer than algorithm.stragglerSeconds: the oldest, until a younger one may train."""
+        state, limit = self._step, self._algorithm.straggler_seconds
+        if limit is None or state is None or (young := state.put_off) is None or not self.ledger.awaits(young.token):
+            return
+        if state.put_off_at is None:
+            state.put_off_at = now
+        if now - state.put_off_at <= limit:
+            return
+        for group_id, token in self.ledger.running():
+            if self._admission.may_train(young, self._standing_without(young, state)) is not None:
+                break
+            logger.warning("group %s: the trainer has waited more than %s s for it; it is made again", group_id, limit)
+            state.stale += 1
+            self.give_back(token, "stale", f"the trainer waited more than algorithm.stragglerSeconds {limit:g} for it")
 
     # --- what follows from it --------------------------------------------------------------------------------------
 

@@ -89,6 +89,26 @@ def test_a_place_that_nobody_older_needs_any_more_is_given_away():
     assert h.admit(*young, version=1) == [True]
 
 
+def test_older_groups_that_the_trainer_waited_for_too_long_are_made_again_until_a_younger_one_may_train():
+    h = bounded(staleness=1, prompts=2, stragglerSeconds=10)
+    h.dispatcher.open(1, 0)
+    first = h.lease()
+    train(h, 1, 0, first[:2])
+    young = h.lease(version=1, who="rollout:1")
+    assert h.admit(young[0], version=1) == [None]
+    h.dispatcher.tick()
+    h.clock.now = 10
+    h.dispatcher.tick()
+    assert h.admit(young[0], version=1) == [None] and not h.ledger.counts["requeued"]
+    h.clock.now = 11
+    h.dispatcher.tick()
+    assert h.ledger.counts["requeued"] == 1, "one place was needed"
+    assert h.admit(*young, version=1) == [True, None]
+    (again,) = h.lease(version=1)
+    assert again.group_id == first[2].group_id and again.attempt == 1, "the same prompt with the same seeds"
+    assert h.dispatcher.close().stale == 1
+
+
 def test_beyond_the_bound_a_group_is_made_again_and_counted():
     h = bounded(staleness=1, prompts=2)
     h.dispatcher.open(1, 0)
