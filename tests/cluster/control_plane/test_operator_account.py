@@ -13,7 +13,7 @@ from rljob_operator import manifests
 
 UNOWNED = "the operator must touch only what an RLJob owns"
 SYSTEM = "the operator must not touch namespace kube-system"
-PRIVILEGED = "must be unprivileged, not root and without capabilities"
+PRIVILEGED = "must be unprivileged, not root, under RuntimeDefault seccomp and without capabilities"
 
 
 @pytest.fixture
@@ -63,11 +63,15 @@ def test_its_pods_are_those_of_jobs_and_no_others(act, pod):
         ("spec.hostNetwork", True, "must not have nodeName, hostPID, hostIPC or hostNetwork"),
         ("spec.hostPID", True, "must not have nodeName, hostPID"),
         ("spec.nodeName", "node-1", "must not have nodeName"),
+        ("spec.containers.0.ports.0.hostPort", 7700, "must not have a hostPort"),
+        ("spec.priorityClassName", "system-node-critical", "must not have a priority class of the system"),
         ("spec.volumes", {"name": "h", "hostPath": {"path": "/"}}, "volumes of the host"),
         ("spec.volumes", token, "a service account's token"),
         (f"{main}.privileged", True, PRIVILEGED),
         (f"{main}.runAsNonRoot", False, PRIVILEGED),
         (f"{main}.capabilities.add", ["SYS_ADMIN"], PRIVILEGED),
+        (f"{main}.seccompProfile.type", "Unconfined", PRIVILEGED),
+        ("spec.securityContext.seccompProfile.type", "Unconfined", PRIVILEGED),
         ("spec.initContainers", [{"name": "i", "image": "i"}], PRIVILEGED),
     ]
     for path, value, words in wrong:
