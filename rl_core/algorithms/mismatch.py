@@ -1,10 +1,12 @@
 """How far the engine that sampled and the trainer are apart on the same tokens. Legend: B rows, T tokens."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_float32, require_same_shape
-from rl_core.algorithms.stats import Stat, extreme_stat, mean_stat
+from rl_core.algorithms.stats import Stat, mean_stat
 
 PREFIX = "mismatch/"
 OLDEST = 8
@@ -33,13 +35,15 @@ def mismatch_stats(
     difference = torch.where(mask, train_log_probs.detach() - rollout_log_probs.detach(), 0.0).double()
     divergence, size = torch.expm1(difference) - difference, difference.abs()
     same = mask if ages is None else mask & (ages == 0)
-    low, high = bounds
-    outside = (difference.exp() < low) | (difference.exp() > high)
+    count = same.sum()
+    low, high = (math.log(bound) if bound > 0 else -math.inf for bound in bounds)
+    outside = (difference < low) | (difference > high)
+    largest = torch.where(same, size, 0.0).amax() if size.numel() else size.new_zeros(())
     found = {
-        "kl": mean_stat(divergence, same),
-        "mean_abs_diff": mean_stat(size, same),
-        "max_ratio": extreme_stat("max", size.exp(), same),
-        "share_clipped": mean_stat(outside, same),
+        "kl": mean_stat(divergence, same, count),
+        "mean_abs_diff": mean_stat(size, same, count),
+        "max_ratio": Stat("max", largest.exp(), count),
+        "share_clipped": mean_stat(outside, same, count),
     }
     oldest = min(max_age, OLDEST)
     if ages is not None:
