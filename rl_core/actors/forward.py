@@ -31,24 +31,26 @@ class PackedBatch:
     """T of the unpacked results."""
 
     @classmethod
-    def of(cls, input_ids: Tensor, lengths: Sequence[int], mask: Tensor, device: torch.device) -> "PackedBatch":
-        """Pack all rows of `input_ids` [B, S] (CPU); `mask` [B, S] bool marks the tokens to score."""
-        packed = pack_rows(input_ids, lengths)
+    def of(
+        cls, input_ids: Tensor, lengths: Sequence[int], mask: Tensor, device: torch.device, *, multiple: int = 1
+    ) -> "PackedBatch":
+        """Pack all rows of `input_ids` [B, S] (CPU), each padded to `multiple`; `mask` [B, S] bool marks the tokens to score."""
+        packed = pack_rows(input_ids, lengths, multiple=multiple)
         scored = pack_values(mask, packed)
+        segments = packed.padded_lengths.tolist()
         if device.type != "cpu":
             moved = {
                 name: getattr(packed, name).to(device)
-                for name in ("input_ids", "position_ids", "cu_seqlens", "lengths", "source")
+                for name in ("input_ids", "position_ids", "cu_seqlens", "lengths", "padded_lengths", "source")
             }
             packed = PackedRows(
                 **moved,
-                padded_lengths=moved["lengths"],
                 max_seqlen=packed.max_seqlen,
                 rows=packed.rows,
                 shape=packed.shape,
             )
             scored = scored.to(device)
-        layout = PackedLayout(packed.cu_seqlens, lengths)
+        layout = PackedLayout(packed.cu_seqlens, segments)
         return cls(rows=packed, layout=layout, mask=scored, width=input_ids.shape[1])
 
 

@@ -85,7 +85,7 @@ class ModelManager(Residency):
 
     @abstractmethod
     def _step_counters(self) -> dict[str, float]:
-        """Return parameter name -> its number of AdamW steps."""
+        """Return parameter name -> its number of AdamW steps; collective, whole on rank 0."""
 
     @abstractmethod
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:

@@ -63,6 +63,10 @@ class ParallelSizes:
             for place in range(inner)
         ]
 
+    def replicas(self) -> list[list[int]]:
+        """Return the ranks that train the same rows, together, by data rank; the first of each receives groups."""
+        return [[rank for rank in range(self.world) if self.data_rank(rank) == share] for share in range(self.data)]
+
 
 class Ranks:
     """This rank among those that train one model; every method that talks is collective."""
@@ -82,13 +86,16 @@ class Ranks:
         self._timeout = timeout
         self._failures = 0
         self._meeting = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
-        self._data_group = self._make_data_group()
+        self._data_group = self._make_group(sizes.data_groups())
+        """Of the ranks that hold the same part of the model; None: all ranks, or this one alone."""
+        self._replica = self._make_group(sizes.replicas())
+        """Of the ranks that train the same rows; None: all ranks, or this one alone."""
 
-    def _make_data_group(self) -> Any:
-        """Return the process group of the ranks that hold the same part of the model; None: all ranks, or this one alone."""
-        if self._meeting is None or self.sizes.data in (1, self.size):
+    def _make_group(self, cut: Sequence[Sequence[int]]) -> Any:
+        """Return this rank's process group of those the ranks are cut into; None where it is all ranks, or this one alone."""
+        if self._meeting is None or len(cut) in (1, self.size):
             return None
-        made = [(members, self._meeting.group(members)) for members in self.sizes.data_groups()]
+        made = [(members, self._meeting.group(members)) for members in cut]
         return next(group for members, group in made if self.rank in members)
 
     @property
@@ -177,6 +184,27 @@ class Ranks:
         arrived = rows.new_empty(int(taken.sum()), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), taken.tolist(), given.tolist(), group=self._data_group)
         return arrived
+
+    # Among the ranks that train the same rows -----------------------------------------------------------------------
+
+    @property
+    def replica_size(self) -> int:
+        """Return how many ranks train the same rows."""
+        return self.size // self.data_size
+
+    def hand_out(self, data: bytes | None) -> bytes | None:
+        """Return `data` of the rank that receives groups on every rank of its replica; the others' is not looked at."""
+        if self.replica_size == 1:
+            return data
+        giver = self.sizes.replicas()[self.data_rank][0]
+        size = torch.tensor(-1 if data is None else len(data), dtype=torch.int64)
+        dist.broadcast(size, giver, group=self._replica)
+        if size <= 0:
+            return None if size < 0 else b""
+        given = data if self.receives and data is not None else bytes(int(size))
+        content = torch.frombuffer(bytearray(given), dtype=torch.uint8)
+        dist.broadcast(content, giver, group=self._replica)
+        return bytes(content.numpy())
 
     # A rank that is gone ----------------------------------------------------------------------------------------------
 

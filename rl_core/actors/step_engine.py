@@ -6,8 +6,10 @@ How it is trained is the backend's: the engine hands it micro-batches and never 
 `cancel` are collective over the ranks and run on one thread.
 """
 
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +29,14 @@ from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
 from rl_core.batching.microbatch import plan_microbatches
+from rl_core.transports import frames
 
 
 class StepEngine:
-    """One rank's part of the steps of a run; holds the groups of the step under way."""
+    """One rank's part of the steps of a run; holds the groups of the step under way.
+
+    One rank of those that train the same rows (a replica) receives groups; the first verb of a step gives them to the others.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class StepEngine:
         self._reduce = ranks.sum_rows if ranks.data_size > 1 else None
         self.prepared: PreparedBatch | None = None
         """The step's groups on this rank, from `load` until they are trained or the step is given up."""
+        self._undealt: list[PromptGroupRecord] | None = None
+        """Groups that the other ranks of the replica do not have yet; on the rank that receives."""
 
     # Groups and what the loss needs of them ---------------------------------------------------------------------------
 
@@ -68,6 +76,7 @@ class StepEngine:
         limits = {"max_length": self._backend.max_length, "micro_batch_tokens": self._micro_batch_tokens}
         aged = version if self._algorithm.needs_ages else None
         self.prepared = preparation.collate(ordered, version=aged, **limits)
+        self._undealt = ordered
         self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
@@ -203,9 +212,42 @@ class StepEngine:
         self._cancellation.restore()
 
     def _require_batch(self, method: str) -> PreparedBatch:
+        """Return the step's groups, which from the first verb on all ranks of a replica have."""
+        with self._ranks.guard("handing out the step's groups"):
+            self._deal()
         if self.prepared is None:
             raise RuntimeError(f"{method} needs the step's groups, got none; call recv_batch or load_batch first")
         return self.prepared
+
+    def _deal(self) -> None:
+        """Give the groups that this rank received to the ranks that train the same rows; once, where there are any."""
+        if self._ranks.replica_size == 1:
+            return
+        news: bytes | None = None
+        if self._ranks.receives and self.prepared is not None:
+            news = b"" if self._undealt is None else _packed([self._objective.version, self._undealt])
+        told = self._ranks.hand_out(news)
+        if not self._ranks.receives and told is None:
+            self.prepared = None
+        elif not self._ranks.receives and told:
+            version, records = _unpacked(told)
+            self.load(records, version=version)
+        self._undealt = None
+
+
+def _packed(message: object) -> bytes:
+    """Return a message as one run of bytes: the sizes of its frames, then the frames."""
+    parts = [bytes(part) for part in frames.encode(message)]
+    return b"".join([struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts)), *parts])
+
+
+def _unpacked(data: bytes) -> Any:
+    (count,) = struct.unpack_from("<q", data)
+    at, parts = 8 * (count + 1), []
+    for size in struct.unpack_from(f"<{count}q", data, 8):
+        parts.append(data[at : at + size])
+        at += size
+    return frames.decode(parts, copy=True)
 
 
 def _parts(rows: StepRows, cuts: Sequence[Sequence[int]]) -> list[StepRows]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_same_shape
-from rl_core.algorithms.score_functions import ScoresFromHidden, ScoresFromLogits
+from rl_core.algorithms.score_functions import ScoresFromHidden, ScoresFromLogits, VocabularyShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,14 @@ def hidden_scores(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 1024,
     entropy: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> TokenScores:
     """Return `token_scores` of the logits hidden @ weight.T, which never exist in full.
 
     `hidden` [B, S, H] and `weight` [V, H] (the model's output layer, no bias) of one dtype; products are made in it,
     `chunk_size` tokens of `mask` at a time, and made again in the backward pass. Gradients flow into both; the
-    weight's is summed over chunks in float32. Raises TypeError when the dtypes differ.
+    weight's is summed over chunks in float32. With `shard` the weight has this rank's rows of the vocabulary; results are those of the
+    whole one on every rank, and collective. Raises TypeError when the dtypes differ.
     """
     _check(temperature, chunk_size)
     require_same_shape(input_ids=input_ids, **{"hidden without features": hidden[..., 0]})
@@ -106,7 +108,7 @@ def hidden_scores(
     targets = _targets(input_ids, mask, cu_seqlens)
     labels = input_ids.reshape(-1)[targets]
     rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets - 1)
-    log_probs, entropies = ScoresFromHidden.apply(rows, weight, labels, temperature, chunk_size, entropy)
+    log_probs, entropies = ScoresFromHidden.apply(rows, weight, labels, temperature, chunk_size, entropy, shard)
     return _token_scores(log_probs, entropies, targets, input_ids)
 
 

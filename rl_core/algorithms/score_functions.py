@@ -7,7 +7,8 @@ entropy H, and p the softmax of a row x, the row's gradient is g (onehot(y) - p)
 Legend: P scored positions, V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,30 @@ _ENTROPY_ROWS = 128
 """Rows whose entropy is made at a time: the exponentials beside the logits are no second block of the chunk's size."""
 _LOWEST_LOG_PROB = -1e4
 """exp of it is 0 in float32, and 0 times it is 0, unlike with -inf."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyShard:
+    """The tokens whose rows of the output weight this rank has; other ranks of its group have the others, as many rows each."""
+
+    start: int
+    """First token."""
+    tokens: int
+    """Rows that are tokens; padding comes after them."""
+    largest: Callable[[Tensor], Any]
+    """Replaces a tensor by the element-wise maximum over the group; collective."""
+    total: Callable[[Tensor], Any]
+    """Replaces a tensor by its sum over the group; collective."""
+
+    def place(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (row of each label here, whether it is here); the row of a label that is elsewhere is 0."""
+        rows = labels - self.start
+        here = (rows >= 0) & (rows < self.tokens)
+        return rows.where(here, 0), here
+
+    def hide_padding(self, block: Tensor) -> None:
+        """Give the padding of float32 logits [n, rows] no probability."""
+        block[:, self.tokens :] = float("-inf")
 
 
 class ScoresFromLogits(torch.autograd.Function):  # type: ignore[misc]
@@ -58,12 +83,19 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk_size: int, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk_size: int,
+        entropy: bool,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Project and score chunk by chunk."""
+        """Project and score chunk by chunk; with `shard` the weight is a part of the vocabulary, and all ranks score the same rows."""
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        scores = _Scores(labels, entropy)
+        ctx.temperature, ctx.chunk_size, ctx.shard = temperature, chunk_size, shard
+        scores = _Scores(labels, entropy, shard)
         with torch.autocast(hidden.device.type, enabled=False):  # as in the backward pass
             for chunk in _parts(len(labels), chunk_size):
                 logits = hidden[chunk] @ weight.T
@@ -79,10 +111,10 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
         hidden, weight, *saved = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if log_prob_grads is None and entropy_grads is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        row_gradient = _RowGradient(tuple(saved), log_prob_grads, entropy_grads, ctx.temperature)
+        row_gradient = _RowGradient(tuple(saved), log_prob_grads, entropy_grads, ctx.temperature, ctx.shard)
         for chunk in _parts(len(hidden), ctx.chunk_size):
             logits = hidden[chunk] @ weight.T
             for part in _parts(len(logits), _block_rows(logits, ctx.chunk_size)):
@@ -91,41 +123,56 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
                 torch.mm(logits, weight, out=hidden_gradient[chunk])
             if weight_gradient is not None:
                 _add_product(weight_gradient, logits.T, hidden[chunk])
-        return hidden_gradient, _cast(weight_gradient, weight.dtype), None, None, None, None
+        if ctx.shard is not None and hidden_gradient is not None:
+            ctx.shard.total(hidden_gradient)
+        return hidden_gradient, _cast(weight_gradient, weight.dtype), None, None, None, None, None
 
 
 class _Scores:
     """Results of P rows, filled block by block."""
 
-    def __init__(self, labels: Tensor, entropy: bool) -> None:
-        self.labels = labels
+    def __init__(self, labels: Tensor, entropy: bool, shard: VocabularyShard | None = None) -> None:
+        self.labels, self.shard = labels, shard
         self.log_probs = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
         self.peaks, self.totals = torch.empty_like(self.log_probs), torch.empty_like(self.log_probs)
         self.entropies = torch.empty_like(self.log_probs) if entropy else None
 
     def fill(self, part: slice, block: Tensor) -> None:
         """Score float32 `block` [n, V], which is overwritten."""
+        labels = self.labels[part]
+        if self.shard is not None:
+            self.shard.hide_padding(block)
+            labels, here = self.shard.place(labels)
         peak = block.amax(dim=1, keepdim=True)
-        chosen = block.gather(1, self.labels[part].unsqueeze(1)) - peak
+        if self.shard is not None:
+            self.shard.largest(peak)
+        chosen = (block.gather(1, labels.unsqueeze(1)) - peak).squeeze(1)
         block.sub_(peak)
+        weighted = torch.zeros_like(chosen)
         if self.entropies is None:
             total = block.exp_().sum(dim=1)
         else:
-            totals, entropies = zip(*map(_normaliser_and_entropy, block.split(_ENTROPY_ROWS)), strict=True)
-            total, self.entropies[part] = torch.cat(totals), torch.cat(entropies)
+            totals, sums = zip(*map(_normaliser_and_weighted_sum, block.split(_ENTROPY_ROWS)), strict=True)
+            total, weighted = torch.cat(totals), torch.cat(sums)
+        if self.shard is not None:
+            parts = torch.stack([chosen.where(here, 0.0), total, weighted])
+            self.shard.total(parts)
+            chosen, total, weighted = parts
         self.peaks[part], self.totals[part] = peak.squeeze(1), total
-        self.log_probs[part] = chosen.squeeze(1) - total.log()
+        self.log_probs[part] = chosen - total.log()
+        if self.entropies is not None:
+            self.entropies[part] = total.log() - weighted / total
 
     def saved(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what the backward pass needs."""
         return self.labels, self.peaks, self.totals, self.entropies
 
 
-def _normaliser_and_entropy(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([n], [n]) of float32 `rows` [n, V] whose largest entry is 0; they are changed. Holds as much again."""
+def _normaliser_and_weighted_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum of exp(x) [n], sum of x exp(x) [n]) of float32 `rows` [n, V], none above 0; they are changed. Holds as much again."""
     weights = rows.clamp_(min=_LOWEST_LOG_PROB).exp()
     total = weights.sum(dim=1)
-    return total, total.log() - weights.mul_(rows).sum(dim=1) / total
+    return total, weights.mul_(rows).sum(dim=1)
 
 
 class _RowGradient:
@@ -137,14 +184,21 @@ class _RowGradient:
         log_prob_grads: Tensor | None,
         entropy_grads: Tensor | None,
         temperature: float,
+        shard: VocabularyShard | None = None,
     ) -> None:
         self.labels, self.peaks, self.totals, self.entropies = saved
+        self.shard = shard
         self.log_prob_grads = torch.zeros_like(self.totals) if log_prob_grads is None else log_prob_grads / temperature
         self.entropy_grads = None if entropy_grads is None else entropy_grads / temperature
 
     def __call__(self, part: slice, block: Tensor) -> Tensor:
         """Return the gradient at the unscaled logits in the place of float32 `block` [n, V]."""
         at_label, total = self.log_prob_grads[part].unsqueeze(1), self.totals[part].unsqueeze(1)
+        labels, at_own_label = self.labels[part].unsqueeze(1), at_label
+        if self.shard is not None:
+            self.shard.hide_padding(block)
+            labels, here = self.shard.place(labels)
+            at_own_label = at_label.where(here, 0.0)
         shifted = block.sub_(self.peaks[part].unsqueeze(1))
         # The division by `total`, which turns exp into the softmax, rides on the per-row factors.
         if self.entropy_grads is None or self.entropies is None:
@@ -154,7 +208,7 @@ class _RowGradient:
             weights = shifted.clamp_(min=_LOWEST_LOG_PROB).exp()
             factor = shifted.add_(entropy - total.log()).mul_(-at_entropy / total).sub_(at_label / total)
             gradient = factor.mul_(weights)
-        return gradient.scatter_add_(1, self.labels[part].unsqueeze(1), at_label)
+        return gradient.scatter_add_(1, labels, at_own_label)
 
 
 def _parts(length: int, size: int) -> Iterator[slice]:

@@ -59,7 +59,7 @@ NAME_REFUSAL = (
 """Pod names are made of the job's and must fit in 63 characters."""
 
 
-RANKS = "($actor.replicas * $actor.processesPerPod)"
+RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $actor.parallel.pipeline))"
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
 PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
 """CEL of the actor's data-parallel size, of the rows of a step, and of what they are divided into."""

@@ -108,6 +108,24 @@ class OptimizerSpec(Spec):
             )
 
 
+class ParallelSpec(Spec):
+    """How megatron cuts the model over the training processes; what is left of them is data-parallel. fsdp2 needs none of it."""
+
+    tensor: int = Field(1, ge=1, le=64)
+    """Processes that share each layer."""
+    pipeline: int = Field(1, ge=1, le=64)
+    """Stages of layers, each on other processes."""
+    virtual_pipeline: int | None = Field(None, ge=2, le=64)
+    """Runs of layers per stage, interleaved; null = one."""
+    sequence: bool = False
+    """Share what is between the layers' matrices too, by token."""
+
+    @property
+    def model(self) -> int:
+        """Return how many processes share a model."""
+        return self.tensor * self.pipeline
+
+
 class ActorSpec(FabricRoleSpec):
     """The trainer."""
 
@@ -115,6 +133,8 @@ class ActorSpec(FabricRoleSpec):
     """Seconds between the request to stop and the kill; a checkpoint is written in them."""
     backend: Literal["fsdp2", "megatron"] = "fsdp2"
     """Training backend."""
+    parallel: ParallelSpec = ParallelSpec()
+    """How the model is cut."""
     replicas: int = Field(1, ge=1, le=1024)
     """Pods of the gang."""
     processes_per_pod: int = Field(1, ge=1, le=64)
@@ -143,8 +163,31 @@ class ActorSpec(FabricRoleSpec):
 
     @property
     def data_parallel(self) -> int:
-        """Return the number of data ranks: they receive groups, and a batch is cut over them. FSDP has no other ranks."""
-        return self.world_size
+        """Return the number of data ranks, over which a batch is cut; of those that share a model, one receives groups."""
+        return self.world_size // self.parallel.model
+
+    @rule(
+        Cel(
+            holds="$backend == 'megatron' || ($parallel.tensor == 1 && $parallel.pipeline == 1 && !$parallel.sequence)",
+            refusal="parallel needs backend megatron, got %s; choose it or remove parallel",
+            values=("$backend",),
+            field="parallel",
+        ),
+        Cel(
+            holds="$replicas * $processesPerPod % ($parallel.tensor * $parallel.pipeline) == 0",
+            refusal="replicas x processesPerPod must be divisible by parallel.tensor x pipeline = %d, got %d; change replicas",
+            values=("$parallel.tensor * $parallel.pipeline", "$replicas * $processesPerPod"),
+            field="parallel",
+        ),
+    )
+    def _layout(self) -> Iterator[str]:
+        parallel = self.parallel
+        if self.backend != "megatron" and (parallel.model != 1 or parallel.sequence):
+            yield f"parallel needs backend megatron, got {self.backend}; choose it or remove parallel"
+        if self.world_size % parallel.model:
+            yield (
+                f"replicas x processesPerPod must be divisible by parallel.tensor x pipeline = {parallel.model}, got {self.world_size}; change replicas"
+            )
 
 
 class SamplingSpec(Spec):

@@ -49,6 +49,18 @@ CASES = (
             "algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = 3, got 4; change optimizerStepsPerBatch",
             SAME,
         ),
+        "model-cut-without-megatron": (
+            {"actor": {"replicas": 2, "parallel": {"tensor": 2}}},
+            "spec.actor.parallel",
+            "parallel needs backend megatron, got fsdp2; choose it or remove parallel",
+            SAME,
+        ),
+        "processes-not-divisible": (
+            {"actor": {"backend": "megatron", "replicas": 3, "parallel": {"tensor": 2, "pipeline": 2}}},
+            "spec.actor.parallel",
+            "replicas x processesPerPod must be divisible by parallel.tensor x pipeline = 4, got 3; change replicas",
+            SAME,
+        ),
         "more-minimum-than-rollouts": (
             {"rollout": {"replicas": 1, "minReplicas": 2}},
             "spec.rollout.minReplicas",

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_core.actors.ranks import ParallelSizes
 from rl_core.launch.ports import free_ports
 
 HERE = Path(__file__).parent
 
 
 def scenario(name: str, spec: dict, verbs: list, *, world_size: int, groups: int = 4) -> dict:
-    """Return a scenario in which rank r has the groups r, r + world_size, ..."""
-    dealt = [list(range(rank, groups, world_size)) for rank in range(world_size)]
+    """Return a scenario in which data rank r of n has the groups r, r + n, ..."""
+    parallel = {"tensor": 1, "pipeline": 1} | spec["actor"].get("parallel", {})
+    shares = world_size // (parallel["tensor"] * parallel["pipeline"])
+    sizes = ParallelSizes(data=shares, tensor=parallel["tensor"], pipeline=parallel["pipeline"])
+    dealt = [list(range(sizes.data_rank(rank), groups, shares)) for rank in range(world_size)]
     return {"name": name, "spec": spec, "verbs": verbs, "groups": dealt}
 
 

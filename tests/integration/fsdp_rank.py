@@ -40,7 +40,8 @@ class Rank:
 
     def train(self, step: int) -> None:
         """Train on this rank's groups, other ones in each step."""
-        self.actor.load_batch([make_record(group + 100 * step) for group in self.groups])
+        if self.actor.ranks.receives:
+            self.actor.load_batch([make_record(group + 100 * step) for group in self.groups])
         self.actor.compute_log_probs()
         self.actor.compute_advantages_and_returns()
         self.seen["metrics"].append(self.actor.run_training(step))
@@ -61,36 +62,31 @@ class Rank:
         self.seen["begun"] = len(began)
 
     def leave(self, step: int, micro_batch: int) -> None:
-        """Train as `train`; the step is given up before that micro-batch."""
-        progress, seen = self.actor.record_progress, itertools.count(1)
+        """Train as `train`; the step is given up before that micro-batch, counted from 1; 0: before training begins."""
+        method = "record_progress" if micro_batch else "compute_advantages_and_returns"
+        plain, seen = getattr(self.actor, method), itertools.count(1)
 
-        def record(what):
-            if next(seen) == micro_batch:
+        def then_ask(*arguments):
+            answer = plain(*arguments)
+            if next(seen) == max(micro_batch, 1):
                 asyncio.run(self.actor.cancel_training())
-            progress(what)
+            return answer
 
-        self.actor.record_progress = record
+        setattr(self.actor, method, then_ask)
         self.train(step)
-        del self.actor.record_progress
+        delattr(self.actor, method)
 
     def poison(self) -> None:
-        """Make this rank's next gradient infinite."""
-        plain = self.actor.optimizer_step
+        """Make the last rank's next loss infinite."""
+        plain = self.actor.engine._objective
 
-        def step():
-            del self.actor.optimizer_step
-            if self.rank == 0:
-                for tensor in self.gradients():
-                    tensor.fill_(float("inf"))
-            return plain()
+        def objective(*arguments):
+            result = plain(*arguments)
+            if self.rank < self.actor.ranks.size - 1:
+                return result
+            return replace(result, loss=result.loss * float("inf"))
 
-        self.actor.optimizer_step = step
-
-    def gradients(self) -> list:
-        """Return some gradients of this rank, where they are."""
-        if hasattr(self.actor, "stages"):
-            return self.actor._grad_buffers()
-        return [next(self.actor.strategy.local(p.grad) for p in self.actor.model.parameters())]
+        self.actor.engine._objective = objective
 
     def save(self, path: str, step: int) -> None:
         """Save a checkpoint."""

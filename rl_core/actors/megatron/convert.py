@@ -16,8 +16,9 @@ from rl_core.actors.megatron.model import head_size
 from rl_core.actors.slices import LocalSlice
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+EMBEDDING = "model.embed_tokens.weight"
 WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight"}
-VOCABULARY = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+VOCABULARY = {"embedding.word_embeddings.weight": EMBEDDING, "output_layer.weight": "lm_head.weight"}
 NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -44,17 +45,18 @@ class Piece:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    cut: bool
-    """The tensor ranks hold different boxes; else each holds all of it."""
+    cut_along: int | None
+    """Dimension along which the tensor ranks hold different boxes; None = each holds all of it."""
 
     def slice(self) -> LocalSlice:
         """Return the box; where its elements do not lie together they are copied."""
         tensor = self.view.reshape(self.size)
-        return LocalSlice(tensor=tensor, shape=self.shape, offset=self.offset, replicated=not self.cut)
+        return LocalSlice(tensor=tensor, shape=self.shape, offset=self.offset, replicated=self.cut_along is None)
 
     def fill(self, box: Tensor) -> None:
-        """Take over the elements of `box`."""
-        self.view.copy_(box.reshape(self.view.shape))
+        """Take over the elements of `box`; one that is a view of this piece has them in place already."""
+        if box.data_ptr() != self.view.data_ptr():
+            self.view.copy_(box.reshape(self.view.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class Cut:
     """Width of a head."""
     vocabulary: int
     """Tokens of the whole model, without padding."""
+    tied: bool
+    """Embedding and output layer are one tensor; the last of several stages has a copy of it."""
     rank: int
     ranks: int
 
@@ -79,6 +83,7 @@ class Cut:
             groups=hf.num_key_value_heads,
             head=head_size(hf),
             vocabulary=hf.vocab_size,
+            tied=bool(hf.tie_word_embeddings),
             rank=rank,
             ranks=ranks,
         )
@@ -102,7 +107,15 @@ class Cut:
         if name in VOCABULARY:
             rows = tensor[: self.tokens]
             offset = min(self.rank * tensor.shape[0], self.vocabulary)
-            return [self._rows(VOCABULARY[name], rows, rows.shape[0], offset=offset, total=self.vocabulary)]
+            return [
+                self._rows(
+                    EMBEDDING if self.tied else VOCABULARY[name],
+                    rows,
+                    rows.shape[0],
+                    offset=offset,
+                    total=self.vocabulary,
+                )
+            ]
         layer, inner = _layer_of(name)
         prefix = f"model.layers.{layer}."
         if inner in NORMS:
@@ -144,15 +157,15 @@ class Cut:
         """Return a piece cut along dimension 0 into equal parts, or at `offset` of `total` rows."""
         rest = tuple(view.shape[1:] if rest is None else rest)
         start, height = self.rank * rows if offset is None else offset, self.ranks * rows if total is None else total
-        return Piece(name, view, (rows, *rest), (start, *(0 for _ in rest)), (height, *rest), cut=True)
+        return Piece(name, view, (rows, *rest), (start, *(0 for _ in rest)), (height, *rest), cut_along=0)
 
     def _columns(self, name: str, tensor: Tensor) -> Piece:
         rows, columns = tensor.shape
-        return Piece(name, tensor, (rows, columns), (0, self.rank * columns), (rows, self.ranks * columns), cut=True)
+        return Piece(name, tensor, (rows, columns), (0, self.rank * columns), (rows, self.ranks * columns), cut_along=1)
 
     def _whole(self, name: str, tensor: Tensor) -> Piece:
         shape = tuple(tensor.shape)
-        return Piece(name, tensor, shape, (0,) * len(shape), shape, cut=False)
+        return Piece(name, tensor, shape, (0,) * len(shape), shape, cut_along=None)
 
 
 def _layer_of(name: str) -> tuple[str, str]:

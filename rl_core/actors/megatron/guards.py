@@ -20,6 +20,7 @@ def refusals(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
     if spec.actor.backend != "megatron":
         return
     yield from _of_settings(spec)
+    yield from _of_layout(spec, config)
     yield from _of_model(config)
 
 
@@ -37,6 +38,30 @@ def _of_settings(spec: RLJobSpec) -> Iterator[str]:
             "actor.accumulateWithoutSync must be true with actor.backend megatron, which reduces gradients once per optimizer step, "
             "got false; remove it"
         )
+
+
+def _of_layout(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    parallel, heads = spec.actor.parallel, config.get("num_attention_heads")
+    if parallel.sequence and parallel.tensor == 1:
+        yield "actor.parallel.sequence has nothing to share with tensor 1, got true; remove it or raise tensor"
+    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
+        yield (
+            f"actor.parallel.virtualPipeline needs pipeline above 1, got {parallel.virtual_pipeline}; remove it or raise pipeline"
+        )
+    runs = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    layers = config.get("num_hidden_layers")
+    if layers and layers % runs:
+        yield (
+            f"actor.parallel.pipeline x virtualPipeline must divide the model's num_hidden_layers {layers}, got {runs}; choose a divisor"
+        )
+    counted = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "intermediate_size": config.get("intermediate_size"),
+    }
+    for name, count in counted.items():
+        if count and count % parallel.tensor:
+            yield f"actor.parallel.tensor must divide the model's {name} {count}, got {parallel.tensor}; choose a divisor"
 
 
 def _of_model(config: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rl_core.api.errors import ConfigError
 
@@ -42,6 +43,7 @@ try:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,6 +51,14 @@ except ImportError as error:
     raise ConfigError(
         f"actor.backend megatron needs megatron-core in the image, got: {error}; install it or choose fsdp2"
     ) from error
+
+
+def mark_as_cut(parameter: Any, dimension: int | None) -> None:
+    """Tell megatron along which dimension the tensor ranks share a parameter; None = each has all of it."""
+    parameter.tensor_model_parallel = dimension is not None
+    parameter.partition_dim = -1 if dimension is None else dimension
+    parameter.partition_stride = 1
+
 
 __all__ = [
     "DistributedDataParallel",
@@ -61,10 +71,12 @@ __all__ = [
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "mark_as_cut",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
 ]

@@ -11,7 +11,7 @@ from rl_core.actors import hf
 from rl_core.actors.fsdp.optimizer import MOMENTS
 from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.megatron import cpu, guards, library
-from rl_core.actors.megatron.convert import Cut, Piece, global_parameters
+from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
 from rl_core.actors.megatron.model import build_model, transformer_config
 from rl_core.actors.megatron.source import MegatronSource, SentParts
 from rl_core.actors.ranks import ParallelSizes
@@ -37,7 +37,10 @@ class MegatronModelManager(ModelManager):
         cfg = checked(cfg)
         self._hf_config = hf.read_config(cfg.model.path)
         guards.check(cfg, self._hf_config)
-        super().__init__(cfg, ParallelSizes(data=world_size), rank)
+        self.parallel = cfg.actor.parallel
+        data = world_size // self.parallel.model
+        sizes = ParallelSizes(data=data, tensor=self.parallel.tensor, pipeline=self.parallel.pipeline)
+        super().__init__(cfg, sizes, rank)
         self._schedule = LRSchedule.from_spec(
             self.cfg.actor.optimizer, total=self._optimizer_steps(self.cfg.algorithm.steps)
         )
@@ -58,7 +61,8 @@ class MegatronModelManager(ModelManager):
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template)]
         with self.device_layer(), self.ranks.guard("setting up the model"):
             self._make_groups()
-            self.cut = Cut.of(self.template.config, rank=0, ranks=1)
+            tensor = self.parallel.tensor
+            self.cut = Cut.of(self.template.config, rank=self.ranks.rank % tensor, ranks=tensor)
             self._build(self._hf_config["architectures"][0], aliases)
             self._build_optimizer()
             self._sent_parts = SentParts(self._sent(self._weight_pieces()), self.ranks)
@@ -69,6 +73,9 @@ class MegatronModelManager(ModelManager):
             state.destroy_model_parallel()  # of an earlier actor of this process
         with self.ranks.making_groups():
             state.initialize_model_parallel(
+                tensor_model_parallel_size=self.parallel.tensor,
+                pipeline_model_parallel_size=self.parallel.pipeline,
+                virtual_pipeline_model_parallel_size=self.parallel.virtual_pipeline,
                 create_gloo_process_groups=False,
                 distributed_timeout_minutes=self.cfg.runtime.deadlines.collective / 60,
             )
@@ -76,38 +83,69 @@ class MegatronModelManager(ModelManager):
         library.model_parallel_cuda_manual_seed(self.cfg.algorithm.seed)
 
     def _build(self, architecture: str, aliases: Mapping[str, str]) -> None:
-        settings: dict[str, Any] = dict(cpu.SETTINGS) if self.compute_device.type == "cpu" else {}
+        hf_config = self.template.config
+        self.config = transformer_config(hf_config, architecture=architecture, dtype=self.dtype, **self._settings())
+        models = [self._build_stage(hf_config, number) for number in self._stage_numbers()]
+        self._fill(models, aliases)
+        wrapping = library.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.stages = [
+            library.DistributedDataParallel(self.config, wrapping, model, disable_bucketing=index > 0)
+            for index, model in enumerate(models)
+        ]
+        self.config.finalize_model_grads_func = library.finalize_model_grads
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what layout and device ask of megatron's configuration."""
+        parallel = self.parallel
+        settings: dict[str, Any] = {
+            "tensor_model_parallel_size": parallel.tensor,
+            "pipeline_model_parallel_size": parallel.pipeline,
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "sequence_parallel": parallel.sequence,
+            # Interleaved stages without it train on wrong gradients, and megatron does not tell.
+            "overlap_p2p_comm": parallel.virtual_pipeline is not None,
+            "batch_p2p_comm": parallel.virtual_pipeline is None,
+        }
+        if self.compute_device.type == "cpu":
+            settings |= cpu.SETTINGS
         if self.cfg.actor.gradient_checkpointing:
             settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        hf_config = self.template.config
-        self.config = transformer_config(hf_config, architecture=architecture, dtype=self.dtype, **settings)
-        model = build_model(
+        return settings
+
+    def _stage_numbers(self) -> list[int | None]:
+        """Return the numbers of this rank's runs of layers; None where it has one."""
+        runs = self.parallel.virtual_pipeline
+        return [None] if runs is None else list(range(runs))
+
+    def _build_stage(self, hf_config: Any, number: int | None) -> Any:
+        state, place = library.parallel_state, {"ignore_virtual": number is None, "vp_stage": number}
+        return build_model(
             hf_config,
             self.config,
             vocabulary=self.cut.padded_vocabulary,
             rotary_frequencies=_rotary_frequencies(self.template),
-            pre_process=True,
-            post_process=True,
+            pre_process=state.is_pipeline_first_stage(**place),
+            post_process=state.is_pipeline_last_stage(**place),
+            vp_stage=number,
         ).to(device=self.compute_device, dtype=self.dtype)
-        self._fill(model, aliases)
-        wrapping = library.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.stages = [library.DistributedDataParallel(self.config, wrapping, model)]
-        self.config.finalize_model_grads_func = library.finalize_model_grads
 
-    def _fill(self, model: Any, aliases: Mapping[str, str]) -> None:
+    def _fill(self, models: Iterable[Any], aliases: Mapping[str, str]) -> None:
         """Read this rank's pieces of the model folder."""
         places: dict[str, list[Piece]] = {}
-        for name, parameter in global_parameters(model).items():
-            for piece in self.cut.pieces(name, parameter):
-                places.setdefault(piece.name, []).append(piece)
+        for model in models:
+            for name, parameter in global_parameters(model).items():
+                pieces = self.cut.pieces(name, parameter)
+                # megatron marks them when it draws weights itself; norms and clipping go by the marks.
+                library.mark_as_cut(parameter, pieces[0].cut_along)
+                for piece in pieces:
+                    places.setdefault(piece.name, []).append(piece)
         for name, stored, where in hf.stored_readers(self.template, self.cfg.model.path, aliases):
             for piece in places.get(name, ()):
                 box = torch.empty(piece.size, dtype=self.dtype, device=self.compute_device)
-                hf.fill(
-                    LocalSlice(tensor=box, shape=piece.shape, offset=piece.offset, replicated=not piece.cut),
-                    stored,
-                    where,
+                part = LocalSlice(
+                    tensor=box, shape=piece.shape, offset=piece.offset, replicated=piece.cut_along is None
                 )
+                hf.fill(part, stored, where)
                 piece.fill(box)
 
     def _build_optimizer(self) -> None:
@@ -233,17 +271,29 @@ class MegatronModelManager(ModelManager):
         """Return what this rank gives when all ranks put whole tensors together: each element comes from one rank."""
         if self.ranks.data_rank:
             return {}
-        return {name: part for name, part in slices.items() if self.cut.rank == 0 or not part.replicated}
+        copied = EMBEDDING if self.cut.tied and self.stage_number else None  # the first stage gives it
+        return {
+            name: part
+            for name, part in slices.items()
+            if (self.cut.rank == 0 or not part.replicated) and not (copied and name.startswith(copied))
+        }
+
+    @property
+    def stage_number(self) -> int:
+        """Return which stage of the pipeline this rank is."""
+        return self.ranks.rank // (self.parallel.tensor * self.ranks.data_size)
 
     def _written(self, slices: Slices) -> Slices:
         return self._sent(slices)
 
     def _step_counters(self) -> dict[str, float]:
-        return {
+        own = {
             piece.name: float(self._state_of(master)["step"])
             for name, master in self._masters().items()
             for piece in self.cut.pieces(name, master)
         }
+        # Rank 0 writes them, and has one stage.
+        return {name: step for steps in self.ranks.gather(own) for name, step in steps.items()}
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         masters, parameters = self._masters(), self._parameters()
