@@ -7,6 +7,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from rl_core.api.roles import ActorSpec
 from rl_core.cli.validate import prepare
 from rl_core.launch.local_plan import LOOPBACK
 from rl_core.plan.capacity import CapacityReport, ModelFacts, estimate
@@ -25,9 +26,19 @@ def show_plan(file: Path, settings: Sequence[str]) -> int:
     )
     console = Console()
     console.print(process_table(plan, local))
+    console.print(layout_line(job.spec.actor))
     console.print(memory_table(estimate(job.spec, ModelFacts.from_config(job.spec.model.path))))
     console.print(f"digest {plan.digest}", style="dim")
     return 0
+
+
+def layout_line(actor: ActorSpec) -> str:
+    """Return how the actor's ranks share batch and model; they count tensor fastest, then data, then pipeline."""
+    parallel = actor.parallel
+    return (
+        f"actor: {actor.backend}, {actor.world_size} ranks = data {actor.data_parallel} x tensor {parallel.tensor}"
+        f" x pipeline {parallel.pipeline}"
+    )
 
 
 def process_table(plan: LaunchPlan, local: LaunchPlan) -> Table:

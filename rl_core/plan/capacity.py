@@ -23,11 +23,11 @@ LOGIT_BYTES = 8
 WIDTH = {"float32": 4, "bfloat16": 2}
 
 _WAYS_OUT = {
-    "weights": "use a smaller model, bfloat16 or more actor processes",
-    "reference": "set algorithm.loss.klCoefficient 0 or use more actor processes",
-    "gradients": "use more actor processes",
-    "optimizer": "use more actor processes",
-    "master": "use more actor processes",
+    "weights": "use a smaller model, bfloat16 or more actor processes (megatron: a larger actor.parallel)",
+    "reference": "set algorithm.loss.klCoefficient 0 or use more actor processes (megatron: a larger actor.parallel)",
+    "gradients": "use more actor processes (megatron: a larger actor.parallel)",
+    "optimizer": "use more actor processes (megatron: a larger actor.parallel)",
+    "master": "use more actor processes (megatron: a larger actor.parallel)",
     "gather": "use a smaller model",
     "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing",
     "logits": "lower actor.microBatchTokens or rollout.maxBatch",
@@ -110,21 +110,23 @@ def estimate(
 
 
 def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
-    width, shards = WIDTH[job.model.dtype], job.actor.world_size
+    width, whole_layers = WIDTH[job.model.dtype], job.actor.backend == "megatron"
+    # FSDP cuts parameters over all processes; megatron over those that share a model, and data ranks hold the same.
+    shards = job.actor.parallel.model if whole_layers else job.actor.world_size
     share = -(-facts.parameters // shards)
     resident = {"weights": share * width, "optimizer": share * ADAM_BYTES}
     if width != 4:
         resident["master"] = share * MASTER_BYTES
     if job.algorithm.needs_reference:
         resident["reference"] = share * width
-    sharded = shards > 1 or width != 4
+    sharded = (shards > 1 or width != 4) and not whole_layers
     gather = {"gather": 2 * facts.largest_layer * width} if sharded else {}
     tokens = _micro_batch_tokens(job, facts)
     per_layer = 2 if job.actor.gradient_checkpointing else 34
     train = {
         "gradients": share * GRADIENT_BYTES,
         "activations": tokens * facts.hidden * facts.layers * width * per_layer,
-        "logits": tokens * facts.vocab * LOGIT_BYTES,
+        "logits": tokens * -(-facts.vocab // job.actor.parallel.tensor) * LOGIT_BYTES,
     }
     no_gradient = {"activations": tokens * facts.hidden * width * 34, "logits": train["logits"]}
     buckets = {"buckets": 2 * job.weights.bucket_bytes}

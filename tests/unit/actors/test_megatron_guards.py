@@ -18,6 +18,10 @@ def test_a_job_it_can_train_is_not_refused_and_other_backends_are_not_asked(make
     assert list(refusals(make_spec(), config | {"hidden_act": "gelu"})) == []
 
 
+def of_two(**parallel):
+    return {"actor__replicas": 2, "actor__parallel": parallel}
+
+
 @pytest.mark.parametrize(
     ("changes", "model", "words"),
     [
@@ -28,12 +32,17 @@ def test_a_job_it_can_train_is_not_refused_and_other_backends_are_not_asked(make
         ({}, {"use_sliding_window": True}, ["use_sliding_window"]),
         ({}, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}, ["attention_bias"]),
         ({}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_type", "yarn", "llama3"]),
+        (of_two(sequence=True), {}, ["actor.parallel.sequence", "tensor 1"]),
+        (of_two(virtualPipeline=2), {}, ["actor.parallel.virtualPipeline", "pipeline above 1", "2"]),
+        (of_two(pipeline=2, virtualPipeline=2), {}, ["actor.parallel.pipeline", "num_hidden_layers 2", "4"]),
+        (of_two(tensor=2), {"num_key_value_heads": 1}, ["actor.parallel.tensor", "num_key_value_heads 1", "2"]),
+        (of_two(tensor=2), {"intermediate_size": 49}, ["actor.parallel.tensor", "intermediate_size 49", "2"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_setting_it_has_no_equal_for_is_named(make_spec, config, changes, model, words):
     spec = make_spec(actor__backend="megatron", **changes)
     (line,) = refusals(spec, config | model)
-    assert all(word in line for word in [*words, "megatron"])
+    assert all(word in line for word in words)
     with pytest.raises(ConfigError, match=words[0]):
         check(spec, config | model)

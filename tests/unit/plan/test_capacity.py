@@ -49,6 +49,13 @@ def test_training_counts_weights_states_gather_activations_and_logits():
     }
 
 
+def test_megatron_cuts_over_the_processes_that_share_a_model_and_gathers_nothing():
+    actor = {"backend": "megatron", "replicas": 4, "parallel": {"tensor": 2}}
+    found = parts(estimate(spec(actor=actor), FACTS), "actor", "train")
+    assert found["weights"] == 500_000 * 2 and found["optimizer"] == 500_000 * 8 and found["gradients"] == 500_000 * 4
+    assert "gather" not in found and found["logits"] == 2048 * 250 * 8
+
+
 def test_float32_on_one_process_needs_no_master_and_no_gather():
     found = parts(estimate(spec(model={"dtype": "float32"}), FACTS), "actor", "train")
     assert "master" not in found and "gather" not in found and found["weights"] == 4_000_000
