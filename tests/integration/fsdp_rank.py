@@ -77,16 +77,18 @@ class Rank:
         delattr(self.actor, method)
 
     def poison(self) -> None:
-        """Make the last rank's next loss infinite."""
-        plain = self.actor.engine._objective
+        """Make the last rank's losses infinite."""
+        plain = self.actor.forward_backward
 
-        def objective(*arguments):
-            result = plain(*arguments)
-            if self.rank < self.actor.ranks.size - 1:
-                return result
-            return replace(result, loss=result.loss * float("inf"))
+        def forward_backward(parts, objective, normalizers, *, proceed):
+            def infinite(*arguments):
+                result = objective(*arguments)
+                last = self.rank == self.actor.ranks.size - 1
+                return replace(result, loss=result.loss * float("inf")) if last else result
 
-        self.actor.engine._objective = objective
+            return plain(parts, infinite, normalizers, proceed=proceed)
+
+        self.actor.forward_backward = forward_backward
 
     def save(self, path: str, step: int) -> None:
         """Save a checkpoint."""

@@ -40,7 +40,7 @@ class ThreadRanks:
     def __init__(self, meeting, rank):
         self.meeting, self.rank = meeting, rank
         self.size = self.data_size = meeting.size
-        self.data_rank, self.receives = rank, True
+        self.data_rank, self.receives, self.replica_size = rank, True, 1
 
     def guard(self, doing):
         return nullcontext()
@@ -114,8 +114,9 @@ def make_engine(backend, ranks, *, tokens=4096, **algorithm):
     return StepEngine(backend, ranks, spec, micro_batch_tokens=tokens, response_limit=12)
 
 
-def train(engine, records=RECORDS):
-    engine.load(records)
+def train(engine, records=RECORDS, *, received=True):
+    if received:
+        engine.load(records)
     engine.compute_log_probs()
     engine.compute_advantages()
     return engine.train(1)
@@ -163,19 +164,22 @@ def test_any_cut_over_ranks_and_micro_batches_gives_the_gradient_of_the_whole_ba
 
 
 def test_statistics_of_a_pipeline_come_from_its_last_stage_alone():
-    """Two ranks that train the same rows, of which one has the loss: metrics are those of one rank, on both."""
+    """Two ranks that train the same rows, of which one receives them and the other has the loss: metrics are those of one rank, on both."""
     meeting = Meeting(2)
 
     class Stage(ThreadRanks):
         def __init__(self, rank):
             super().__init__(meeting, rank)
-            self.data_size, self.data_rank, self.receives = 1, 0, rank == 0
+            self.data_size, self.data_rank, self.receives, self.replica_size = 1, 0, rank == 0, 2
+
+        def hand_out(self, data):
+            return self.gather(data)[0]
 
         def gather_rows(self, structure):
             return [structure]
 
     def run(rank):
-        return train(make_engine(TinyBackend(has_loss=rank == 1), Stage(rank), **options))
+        return train(make_engine(TinyBackend(has_loss=rank == 1), Stage(rank), **options), received=rank == 0)
 
     options = {"recomputeLogProbs": True, "maxPolicyKl": 0.5, "optimizerStepsPerBatch": 2}
     with ThreadPoolExecutor(2) as pool:
