@@ -68,7 +68,7 @@ def real(folder: Path, steps: int) -> dict[str, dict[str, float]]:
         job = folder / f"{name}.yaml"
         job.write_text((ROOT / "examples" / "arithmetic" / f"{name}.yaml").read_text())
         with tempfile.TemporaryDirectory() as output:
-            command = [*RLJOB, "run", str(job), "--output", output, "--no-progress"]
+            command = [RLJOB, "run", str(job), "--output", output, "--no-progress"]
             subprocess.run([*command, "--set", f"algorithm.steps={steps}"], check=True, stdout=sys.stderr)
             lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
         late = [line for line in lines if line["step"] > 5]

@@ -274,6 +274,24 @@ CASES = (
             'Invalid value: "string": spec.algorithm.steps in body must be of type integer: "string"',
             OWN,
         ),
+        "straggler-on-policy": (
+            {"algorithm": {"stragglerSeconds": 9}},
+            "spec.algorithm.stragglerSeconds",
+            "stragglerSeconds needs maxStaleness above 0, got 0; remove it",
+            SAME,
+        ),
+        "interrupted-on-policy": (
+            {"weights": {"onUpdate": "abort_resume"}},
+            "spec.weights.onUpdate",
+            "weights.onUpdate must be wait on policy, got abort_resume and maxStaleness 0; raise algorithm.maxStaleness or remove it",
+            SAME,
+        ),
+        "corrected-twice": (
+            {"algorithm": {"loss": {"name": "decoupled_ppo"}, "recomputeLogProbs": True, "importance": {}}},
+            "spec.algorithm.importance",
+            "importance must be left out with decoupled_ppo, which corrects by itself; remove one",
+            SAME,
+        ),
         "negative-staleness": (
             {"algorithm": {"maxStaleness": -1}},
             "spec.algorithm.maxStaleness",
