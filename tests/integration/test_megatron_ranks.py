@@ -25,6 +25,19 @@ FULL = {
 CHANGES = {"plain": PLAIN, "full": FULL, "recomputed": {"actor__gradientCheckpointing": True}}
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["state"]]
 NOT_SUMS = ("time/", "perf/")
+HELPED = {
+    "distributed/param_and_grad_buffer.__init__",
+    "models/common/embeddings/rotary_pos_embedding.get_emb",
+    "optimizer/clip_grads.clip_grad_by_total_norm_fp32",
+    "optimizer/clip_grads.get_grad_norm_fp32",
+    "optimizer/optimizer.__init__",
+    "pipeline_parallel/schedules.forward_backward_no_pipelining",
+    "tensor_parallel/random._get_all_rng_states",
+    "tensor_parallel/random._set_all_rng_states",
+    "tensor_parallel/random.add",
+    "tensor_parallel/random.model_parallel_cuda_manual_seed",
+    "utils.local_multi_tensor_l2_norm",
+}
 
 
 LAYOUTS = {
@@ -237,3 +250,12 @@ def test_a_step_is_left_before_a_micro_batch_and_can_be_done_again(models):
     calm = run_here("calm", spec, [["train", 1], ["state"]])
     left = run_here("left", spec, [["leave", 1, 2], ["train", 1], ["state"]])
     assert left["metrics"][0] is None and left["bits"] == calm["bits"] and left["counts"] == calm["counts"]
+
+
+def test_what_megatron_gets_help_with_on_a_cpu_is_known(models, monkeypatch):
+    """An upgrade of megatron-core that asks for more, or for less, shows here."""
+    from rl_core.actors.megatron import cpu
+
+    monkeypatch.setattr(cpu, "helped", set())
+    run_here("helped", megatron(models["tied"], **CHANGES["recomputed"]), [["train", 1], ["score"]])
+    assert cpu.helped == HELPED
