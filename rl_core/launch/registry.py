@@ -15,11 +15,11 @@ class ProcessEntry:
     """One line of the file."""
 
     role: str
-    """actor, rollout or env for the workers; runner, channel, supervisor, env-child for the others."""
+    """actor, rollout or env for the workers; runner, channel, supervisor, env-child, engine for the others."""
     index: int
     """Index of its pod inside the pod's role."""
     rank: int | None
-    """Rank in its group; None for supervisors."""
+    """Rank in its group; None for supervisors and engines."""
     pid: int
     pod: str
     """Name of its pod, `<job>-<role>-<index>`."""
@@ -46,9 +46,11 @@ class ProcessRegistry:
         self._write()
 
     def remove(self, pid: int) -> None:
-        """Note an ended process, and with it those that it was the parent of."""
-        gone = {pid} | {child for child, parent in self._parents.items() if parent == pid}
-        gone |= {child for child, parent in self._parents.items() if parent in gone}
+        """Note an ended process, and with it all that descend from it."""
+        gone, more = set(), {pid}
+        while more:
+            gone |= more
+            more = {child for child, parent in self._parents.items() if parent in gone} - gone
         for one in gone:
             self._entries.pop(one, None)
             self._parents.pop(one, None)

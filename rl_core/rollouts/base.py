@@ -29,6 +29,7 @@ from rl_core.rollouts.groups import GroupMaker
 from rl_core.rollouts.leases import HubLeases
 from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
 from rl_core.rollouts.model_files import max_positions
+from rl_core.rollouts.recovery import Recovery
 from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import ReceiverState, WeightReceiver
 from rl_core.workers.worker import Worker
@@ -62,6 +63,7 @@ class _Parts:
     groups: GroupMaker
     receiver: WeightReceiver
     server: PromptServer
+    recovery: Recovery
 
 
 class RolloutWorkerBase(Worker):
@@ -124,7 +126,9 @@ class RolloutWorkerBase(Worker):
             on_state=self._on_weights,
         )
         receiver.warm_up()
-        self._parts = _Parts(engine, environment, groups, receiver, server)
+        recovery = Recovery(receiver, server)
+        engine.watch(recovery.lost, recovery.back)
+        self._parts = _Parts(engine, environment, groups, receiver, server, recovery)
         # What was built lives as long as the process: a collection over it takes longer than a decode step.
         gc.freeze()
 
@@ -146,7 +150,9 @@ class RolloutWorkerBase(Worker):
 
     async def join(self, publisher_address: str) -> ReceiverAck:
         """Load the committed weights of the publisher at `publisher_address`; return once they are proven and served."""
-        version, digest = await self._built().receiver.pull(publisher_address)
+        parts = self._built()
+        parts.recovery.joined(publisher_address)
+        version, digest = await parts.receiver.pull(publisher_address)
         return ReceiverAck(version=version, digest=digest)
 
     async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
@@ -203,19 +209,22 @@ class RolloutWorkerBase(Worker):
         """Stop serving and release the engine; idempotent."""
         parts, self._parts = self._parts, None
         if parts is not None:
+            parts.recovery.close()
             await parts.server.stop()
             await parts.receiver.close()
             parts.environment.close()
             await asyncio.to_thread(parts.engine.close)
 
     def status(self) -> dict[str, Any]:
-        """Return version, digest, state of the weights and groups in flight."""
+        """Return version, digest, state and proof of the weights, groups in flight, and engines lost."""
         parts = self._parts
         version, digest = parts.receiver.current() if parts is not None else (-1, "")
         return {
             "version": version,
             "digest": digest,
             "weights": (parts.receiver.state if parts is not None else ReceiverState.UNVERSIONED).value,
+            "weights_proof": parts.engine.weights_proof if parts is not None else "",
+            "engines_lost": parts.recovery.losses if parts is not None else 0,
             "groups_in_flight": parts.server.groups_in_flight if parts is not None else 0,
             "groups_done": parts.server.groups_done if parts is not None else 0,
         }

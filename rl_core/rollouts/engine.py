@@ -10,13 +10,15 @@ from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from rl_core.api.errors import ConfigError
+from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.rollouts.generation import GenerationConfig, GenerationInterface
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
     from rl_core.weights.target import WeightTarget
 
+PROVEN, UNPROVEN = "engine tensors", "content probe"
+"""Values of `Engine.weights_proof`."""
 Part = Literal["weights", "kv_cache"]
 """What of an engine may leave its device."""
 
@@ -44,7 +46,7 @@ class AlwaysResident:
 
 
 class Engine(Protocol):
-    """A model that generates. Implemented by `hf.served.ServedEngine`."""
+    """A model that generates. Implemented by `hf.served.ServedEngine` and `sglang.served.ServedEngine`."""
 
     @property
     def weight_target(self) -> WeightTarget:
@@ -62,6 +64,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def weights_proof(self) -> str:
+        """What proves the served weights: the engine's own tensors, or what they make of a fixed prompt (the content check)."""
+        ...
+
+    @property
     def row_capacity(self) -> int:
         """Rows in flight at which no more prompts are worth leasing: those that run, and those that fill their places at once."""
         ...
@@ -75,6 +82,13 @@ class Engine(Protocol):
         """Return a backend over this engine for `config`; `validation` takes its val_ settings.
 
         Raises RolloutConfigError for settings that the engine does not honour.
+        """
+        ...
+
+    def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
+        """Have `lost(reason)` called when the engine and its weights are gone, `back(None)` when it can be given weights again.
+
+        `back(error)`: it never can. From any thread. An engine in this process is never lost.
         """
         ...
 
@@ -95,7 +109,7 @@ class Interruptible(Protocol):
 BuildEngine = Callable[["RLJobSpec", Mapping[str, bytes], str, int, Callable[[int], Any]], Engine]
 """(spec, files of the model folder by name, device, max_seq_len, on_step) -> Engine; see `build_engine`."""
 
-ENGINES = {"hf": "rl_core.rollouts.hf.served:build"}
+ENGINES = {"hf": "rl_core.rollouts.hf.served:build", "sglang": "rl_core.rollouts.sglang.served:build"}
 """Engine name of the job -> its `BuildEngine`, imported at first use: each carries a heavy stack."""
 
 

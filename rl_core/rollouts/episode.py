@@ -16,7 +16,7 @@ from rl_core.rollouts.message_log import as_token_tensor
 class Episode:
     """RUNNING -> over (terminated, truncated) or out of turns; then `completion()` and `metrics()`."""
 
-    def __init__(self, sample: Mapping[str, Any], *, seed: int, key: str) -> None:
+    def __init__(self, sample: Mapping[str, Any], *, seed: int | None, key: str) -> None:
         """Copy what the sample may change; `key` is the sample id `{group_id}_g{i}`."""
         self.key = key
         self.seed = seed

@@ -77,6 +77,8 @@ class GenerationInterface(ABC):  # noqa: B024 - either of the two generates is e
     """Whether `prepare_for_generation` also brings weights."""
     requires_kv_scale_sync: bool = False
     """Whether scales of a quantised KV cache travel with the weights."""
+    honours_seeds: bool = True
+    """Whether `seeds` make a sample repeatable; where not, its record has none."""
     policy_version: int = 0
     """Version of the weights that new tokens come from; a backend may set it or make it a property."""
 

@@ -129,7 +129,8 @@ class AsyncRolloutImpl:
         """
         group_id, attempt = _group_id(input_sample), input_sample.get("attempt", 1)
         seed = sample_seed(self.seed, group_id, traj_idx, attempt)
-        episode = Episode(input_sample, seed=seed, key=f"{group_id}_g{traj_idx}")
+        repeatable = getattr(self.policy_generation, "honours_seeds", True)
+        episode = Episode(input_sample, seed=seed if repeatable else None, key=f"{group_id}_g{traj_idx}")
         try:
             for turn in range(self.max_rollout_turns):
                 await self._turn(episode, traj_idx, self._sampling(group_id, attempt, turn, seed))

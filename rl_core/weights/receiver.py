@@ -142,6 +142,10 @@ class WeightReceiver:
         if epoch <= self.epoch:
             return
         self.epoch = epoch
+        self.forget()
+
+    def forget(self) -> None:
+        """End the sync under way and hold no version until the next offer: the memory is of an older epoch, or gone."""
         self._interrupt()
         self._forget_offer()
         self._held = None

@@ -1,216 +1,15 @@
 """A rollout worker over real parts in one process: publisher, receiver, channels, RPC; only the env worker is a small RPC server."""
 
-import asyncio
-import json
 import math
 import subprocess
 import sys
-import threading
 
-import numpy as np
 import pytest
 import torch
+from rollout_world import CONFIG, World, random_state, records, wait_for
 
 from rl_core.api.errors import GenerationUnavailable
-from rl_core.api.job import RLJobSpec
-from rl_core.channel import Channel
-from rl_core.messages.envs import EnvAnswer, EnvFailure
-from rl_core.messages.groups import PromptLease
-from rl_core.messages.members import MemberState, MemberView, View
-from rl_core.messages.weights import ReceiverAddress
-from rl_core.rollouts.hf.config import DecoderConfig
-from rl_core.rollouts.hf.weights import DecoderWeights
-from rl_core.rollouts.hf.worker import HFRolloutWorker
-from rl_core.transports import tokens
-from rl_core.transports.handlers import HandlerLoop
-from rl_core.transports.rpc import RpcClient, RpcServer, inline
-from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import StateSource
-
-CONFIG = {
-    "model_type": "qwen2", "vocab_size": 43, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 1,
-}  # fmt: skip
-
-
-def tokenizer_files() -> dict[str, bytes]:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    names = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789 +=.,"]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return {
-        "config.json": json.dumps(CONFIG).encode(),
-        "tokenizer.json": tokenizer.to_str().encode(),
-        "tokenizer_config.json": json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}).encode(),
-    }
-
-
-def random_state(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = DecoderWeights(DecoderConfig.from_dict(CONFIG)).names_and_shapes()
-    return {
-        name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * 0.2
-        for name, shape in shapes.items()
-    }
-
-
-class EnvPod:
-    """Answers `step_rows` as an env worker does: reward = share of the letter a; told texts fail."""
-
-    def __init__(self):
-        self.calls = []
-        self.fail = None
-        self.hold = None
-        self.server = RpcServer("tcp://127.0.0.1:0", {"step_rows": self.step_rows}).start()
-
-    async def step_rows(self, rows):
-        self.calls.append(len(rows))
-        if self.hold is not None:
-            await asyncio.wrap_future(self.hold)
-        return [self.answer(row) for row in rows]
-
-    def answer(self, row):
-        if self.fail is not None:
-            return EnvFailure(type=self.fail, message="told to fail")
-        text = row.messages[-1]["content"]
-        reward = text.count("a") / max(1, len(text))
-        return EnvAnswer(
-            observation={"role": "environment", "content": ""},
-            metadata=None,
-            stop_strings=None,
-            reward=reward,
-            terminated=True,
-            answer=None,
-        )
-
-
-class Ledger:
-    """The runner's part of the lease protocol on a real hub: gives out what a test puts in, for the version that is asked for."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.pending, self.polls, self.given_back = [], [], []
-        self.server = RpcServer(
-            "tcp://127.0.0.1:0",
-            {"lease_groups": self.lease_groups, "renew": lambda tokens: [], "give_back": self.give_back},
-        ).start()
-
-    @inline
-    def lease_groups(self, call, want, seconds, version):
-        with self.lock:
-            self.polls.append((call, want, version))
-        self.answer()
-
-    def put(self, *leases):
-        with self.lock:
-            self.pending += leases
-        self.answer()
-
-    def answer(self):
-        """Answer the newest poll with what lies there for its version, and older ones with nothing: they were superseded."""
-        with self.lock:
-            for call, _, _ in self.polls[:-1]:
-                call.reply([])
-            del self.polls[:-1]
-            if not self.polls:
-                return
-            call, want, version = self.polls[0]
-            found = [one for one in self.pending if one.policy_version == version][:want]
-            if found:
-                self.pending = [one for one in self.pending if one not in found]
-                self.polls.clear()
-                call.reply(found)
-
-    def give_back(self, token, reason, message):
-        self.given_back.append((token, reason, message))
-
-    def close(self):
-        with self.lock:
-            for call, _, _ in self.polls:
-                call.reply([])
-            self.polls.clear()
-        self.server.close()
-
-
-class World:
-    """Everything around one worker."""
-
-    def __init__(self, **rollout):
-        self.spec = RLJobSpec.model_validate(
-            {
-                "model": {"path": "unused"},
-                "data": {"train": "unused"},
-                "algorithm": {"promptsPerStep": 4, "groupSize": 4},
-                "rollout": {"maxBatch": 16, "sampling": {"maxNewTokens": 8}, **rollout},
-            }
-        )
-        self.env = EnvPod()
-        self.ledger = Ledger()
-        self.worker = HFRolloutWorker(self.spec, {"max_seq_len": 32})
-        context = self.worker._context
-        context.files = tokenizer_files()
-        context.hub = RpcClient(self.ledger.server.address)
-        self.worker.init_worker()
-        self.engine = self.worker._built().engine
-        handlers = {n: getattr(self.worker, n) for n in ("weights_offer", "weights_transfer", "weights_commit")}
-        self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
-        self.publisher = WeightPublisher(self.spec, 0)
-        self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
-        self.show_env(True)
-
-    def show_env(self, there: bool):
-        member = MemberView(
-            name="env:0", role="env", group="env", rank=0, pod="env-0", address=self.env.server.address, pid=1,
-            host_token="", incarnation=(0, 0), state=MemberState.READY if there else MemberState.LOST,
-        )  # fmt: skip
-        self.worker._context.update_view(View(version=1, members=[member]))
-
-    def on_loop(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, HandlerLoop.shared().loop).result(120)
-
-    def publish(self, version: int, seed: int):
-        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
-        return self.publisher.publish(version, StateSource(random_state(seed)), receivers, 1)
-
-    def start(self):
-        self.on_loop(self.worker.start_rollout(self.trajectories, self.validation))
-
-    def put(self, *indices, **changes):
-        """Let these groups be leased: training groups of 4 for version 1 unless `changes` says otherwise."""
-        self.ledger.put(*[self.lease(index, **changes) for index in indices])
-
-    def lease(self, index, mode="train", version=1, again=""):
-        """Return a lease of a group; `again` tells a further one from the first, as the runner gives each a token of its own."""
-        ids = np.arange(2, 6 + index % 3, dtype=np.int64)
-        return PromptLease(
-            mode=mode,
-            group_id=f"{mode}-{index}",
-            token=f"token-{index}{again}",
-            sample={
-                "message_log": [{"role": "user", "content": "x", "token_ids": ids}],
-                "length": len(ids),
-                "extra_env_info": {"ground_truth": "a"},
-                "loss_multiplier": 1.0,
-                "idx": index,
-                "task_name": "math",
-            },
-            num_generations=4 if mode == "train" else 1,
-            attempt=1,
-            policy_version=version,
-            temperature=None if mode == "train" else 0.0,
-            lease_seconds=120.0,
-        )
-
-    def close(self):
-        self.on_loop(self.worker.close())
-        self.publisher.close()
-        self.ledger.close()
-        for server in (self.server, self.env.server):
-            server.close()
-        self.worker._context.hub.close()
-        self.worker._context.close()
 
 
 @pytest.fixture
@@ -218,10 +17,6 @@ def world():
     made = World()
     yield made
     made.close()
-
-
-def records(world: World, count: int):
-    return [world.trajectories.get(timeout=120) for _ in range(count)]
 
 
 def test_nothing_is_leased_before_a_version_is_proven(world):
@@ -402,13 +197,3 @@ def test_a_rollout_process_never_imports_transformers():
         "assert not {'transformers', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
-
-
-def wait_for(condition, seconds: float = 120.0):
-    """Poll a condition of another thread; a hang fails here instead of at the test's time limit."""
-    import time
-
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.005)

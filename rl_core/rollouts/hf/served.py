@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_core.api.errors import RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.engine import AlwaysResident
+from rl_core.rollouts.engine import PROVEN, AlwaysResident
 from rl_core.rollouts.generation import GenerationConfig
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.generation import HFGeneration
@@ -52,6 +53,8 @@ class ServedEngine:
         self.loop = loop
         self.weight_target = EngineTarget(loop)
         self.residency = AlwaysResident()
+        self.weights_proof = PROVEN
+        """The receiver takes the checksums of the engine's tensors while it writes them."""
 
     @property
     def policy_version(self) -> int:
@@ -76,6 +79,9 @@ class ServedEngine:
     async def hold(self) -> None:
         """Interrupt what generates; see `rollouts.engine.Interruptible`."""
         await asyncio.to_thread(self.loop.hold)
+
+    def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
+        """Do nothing: this engine ends with its process."""
 
     def close(self) -> None:
         """Stop the engine's thread; idempotent."""

@@ -10,7 +10,7 @@ from rl_core.api.errors import ConfigError, GenerationUnavailable, Infrastructur
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, RolloutWorkerBase
-from rl_core.rollouts.engine import AlwaysResident, build_engine
+from rl_core.rollouts.engine import PROVEN, AlwaysResident, build_engine
 from rl_core.rollouts.gate import gated
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.target import InPlaceTarget
@@ -61,6 +61,7 @@ class DictTarget:
 
 class FakeEngine:
     row_capacity, max_seq_len, policy_version = 12, 32, 5
+    weights_proof = PROVEN
 
     def __init__(self):
         self.log, self.configs = [], []
@@ -70,6 +71,9 @@ class FakeEngine:
     def generation(self, config, *, validation=False):
         self.configs.append((config, validation))
         return self.backend
+
+    def watch(self, lost, back):
+        self.lost, self.back = lost, back
 
     def close(self):
         self.log.append("close")
@@ -179,5 +183,5 @@ async def test_an_engine_is_prepared_only_when_the_worker_is_empty_and_what_may_
 def test_an_engine_that_nobody_knows_is_refused_with_those_that_there_are():
     spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
     rollout = spec.rollout.model_copy(update={"engine": "abacus"})
-    with pytest.raises(ConfigError, match="rollout.engine must be one of hf, got 'abacus'"):
+    with pytest.raises(ConfigError, match="rollout.engine must be one of hf, sglang, got 'abacus'"):
         build_engine(spec.model_copy(update={"rollout": rollout}), {}, "cpu", 8, lambda rows: None)

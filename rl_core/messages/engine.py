@@ -1,0 +1,114 @@
+"""Between a rollout worker and the child process that runs its engine (`rollouts.sglang`).
+
+worker -> child   EngineSource, answered by EngineReady or EngineFailure; then EngineRows, EngineAbort and EngineCall
+child -> worker   EngineOutputs for rows as they end; EngineAnswer or EngineFailure for each call
+"""
+
+from typing import Any
+
+from rl_core.messages.registry import record
+
+
+@record
+class EngineSource:
+    """What the child needs to build the engine."""
+
+    options: dict[str, Any]
+    """Keyword arguments of the engine."""
+    family: str
+    """`model_type` of the model: the engine's module of this name."""
+
+
+@record
+class EngineReady:
+    """The engine is up, with weights of no version."""
+
+    pids: list[int]
+    """Every process of the engine: the child's own first."""
+
+
+@record
+class EngineRow:
+    """One prompt to go on with."""
+
+    key: int
+    ids: list[int]
+    sampling: dict[str, Any]
+    """As the engine's own sampling settings."""
+
+
+@record
+class EngineRows:
+    """Rows to run, in one batch with whatever runs already."""
+
+    rows: list[EngineRow]
+
+
+@record
+class EngineAbort:
+    """Rows to end now; each comes back with what it has."""
+
+    keys: list[int]
+
+
+@record
+class EngineOutput:
+    """What became of a row."""
+
+    key: int
+    ids: list[int]
+    logprobs: list[float]
+    """Of softmax(logits / temperature), one per id."""
+    reason: str
+    """stop, length, abort; error = the row failed, see `message`."""
+    versions: list[tuple[int, int, str]]
+    """(start, end, version of the weights) over `ids`."""
+    message: str = ""
+    """Why the row was aborted by the engine, or failed."""
+    data_fault: bool = False
+    """Whether the row itself is at fault, so that it would fail again."""
+
+
+@record
+class EngineOutputs:
+    """Rows that ended in one moment."""
+
+    outputs: list[EngineOutput]
+
+
+@record
+class EngineCall:
+    """One of the child's methods, by name."""
+
+    call: int
+    method: str
+    arguments: dict[str, Any]
+
+
+@record
+class EngineAnswer:
+    """What a call returned."""
+
+    call: int
+    value: Any
+
+
+@record
+class EngineFailure:
+    """Why a call, or the building of the engine (`call` 0), failed."""
+
+    call: int
+    type: str
+    """Name of the exception."""
+    message: str
+
+
+@record
+class TensorPlace:
+    """A tensor in the memory that worker and child share."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    offset: int
+    """First byte."""

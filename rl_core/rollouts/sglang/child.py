@@ -1,0 +1,85 @@
+"""The engine's process, started by `process.EngineProcess` as `python -m rl_core.rollouts.sglang.child SOCKET MEMORY PARENT`.
+
+Protocol over the socket: the records of `messages.engine`. MEMORY is a file in memory that the worker writes tensors to. The process
+leads a session of its own: when one of the engine's processes dies, sglang kills this whole tree, in which the worker must not be. It
+ends with its worker (the kernel sees to that), and its own children end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rl_core.messages.engine import EngineFailure, EngineReady, EngineSource
+from rl_core.transports import pipe
+from rl_core.workers.processes import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Build the engine and serve until the stream ends; return the exit code."""
+    stream, memory, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="engine: %(levelname)s %(message)s")
+    sock = socket.socket(fileno=stream)
+    for descriptor in (stream, memory):  # sglang's processes must not keep the stream open
+        os.set_inheritable(descriptor, False)
+    source: EngineSource = pipe.receive_blocking(sock)
+    try:
+        engine = _build(source)
+    except Exception as error:  # noqa: BLE001 - whatever the engine raises, the worker is to hear it
+        traceback.print_exc()
+        sock.sendall(pipe.pack(EngineFailure(call=0, type=type(error).__name__, message=str(error))))
+        return 2
+    sock.sendall(pipe.pack(EngineReady(pids=[os.getpid(), *engine.get_all_child_pids()])))
+    shared = mmap.mmap(memory, os.fstat(memory).st_size)
+    try:
+        engine.loop.run_until_complete(_serve(engine, sock, shared))
+    except (EOFError, ConnectionError):
+        logger.info("the worker is gone")
+    return 0
+
+
+def _build(source: EngineSource) -> Any:
+    import sglang
+
+    _import_only(source.family, Path(sglang.__file__).parent)
+    port, nccl_port = _free_ports(2)
+    return sglang.Engine(**source.options, port=port, nccl_port=nccl_port)
+
+
+def _import_only(family: str, package: Path) -> None:
+    """Have the scheduler import the modules of one family: all of them are a quarter of its start."""
+    others = (path.stem for path in (package / "srt" / "models").iterdir() if path.stem != family)
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(others))
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return TCP ports that were free a moment ago: engines of one machine that start together must not choose the same."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+async def _serve(engine: Any, sock: socket.socket, shared: mmap.mmap) -> None:
+    from rl_core.rollouts.sglang.server import Server
+
+    reader, writer = await asyncio.open_connection(sock=sock)
+    await Server(engine, shared, writer).serve(reader)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # Not sys.exit: sglang's exit handler waits up to a minute for its processes, which the kernel kills with this one.
+    os._exit(code)

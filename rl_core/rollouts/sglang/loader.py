@@ -1,0 +1,85 @@
+"""Puts weights into the engine's model, and tells what its own tensors hold then. In the child process.
+
+begin -> load (as many times as it takes) -> end. The worker compares: it has the weights that were verified, while this process only
+has what came through the shared memory. Every answer of the engine is looked at: a refused update is a return value there,
+not an exception.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
+    EndWeightUpdateReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer
+
+from rl_core.messages.engine import TensorPlace
+
+
+class Loader:
+    """The weight updates of one engine."""
+
+    def __init__(self, manager: Any, shared: mmap.mmap, *, device: str) -> None:
+        """`manager` is the engine's tokenizer manager, which speaks to its scheduler; `device` is where the model lies."""
+        self._manager = manager
+        self._memory = torch.frombuffer(shared, dtype=torch.uint8)
+        self._open = False
+        self._provable = device == "cpu"
+        """On a GPU the engine's checksum is a kernel's: the weights lie in the worker's host memory and have none to compare with."""
+
+    async def begin(self) -> None:
+        """Open an update; one that was left open by a transfer that failed is closed first."""
+        if self._open:
+            await self._close()
+        _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        self._open = True
+
+    async def load(self, places: list[TensorPlace]) -> None:
+        """Take the tensors that lie in the shared memory now."""
+        # Cloned: to serialise a tensor moves its whole storage to memory of torch's own, after which nothing new would be seen here.
+        named = [(place.name, self._tensor(place).clone()) for place in places]
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(named)], flush_cache=False
+        )
+        _require(await self._manager.update_weights_from_tensor(request, None))
+
+    async def end(self, version: int) -> dict[str, str]:
+        """Serve what was loaded as `version`, without any cache of before; return the checksums of the engine's tensors.
+
+        None of them on a GPU.
+        """
+        await self._close()
+        flushed = await self._manager.flush_cache()
+        _require((flushed.success, flushed.message))
+        request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        await self._manager.update_weight_version(request)
+        return await self.checksums() if self._provable else {}
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksum of each of the engine's tensors, by the engine's name for it."""
+        success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
+        _require((success, message))
+        found: dict[str, str] = ranks[0]["checksums"]
+        return found
+
+    async def _close(self) -> None:
+        _require(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        self._open = False
+
+    def _tensor(self, place: TensorPlace) -> torch.Tensor:
+        dtype = getattr(torch, place.dtype)
+        size = torch.Size(place.shape).numel() * dtype.itemsize
+        return self._memory[place.offset : place.offset + size].view(dtype).reshape(place.shape)
+
+
+def _require(answer: tuple[bool, str]) -> None:
+    success, message = answer[0], answer[1]
+    if not success:
+        raise RuntimeError(f"the engine refused the weights: {message}")

@@ -1,0 +1,146 @@
+"""The engine's side of the stream between worker and child: rows and calls in, outputs and answers out. On the engine's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rl_core.messages.engine import (
+    EngineAbort,
+    EngineAnswer,
+    EngineCall,
+    EngineFailure,
+    EngineOutput,
+    EngineOutputs,
+    EngineRow,
+    EngineRows,
+)
+from rl_core.rollouts.sglang.loader import Loader
+from rl_core.transports import pipe
+
+BAD_REQUEST = 400
+
+
+class Server:
+    """One engine and who asks it."""
+
+    def __init__(self, engine: Any, shared: mmap.mmap, writer: asyncio.StreamWriter) -> None:
+        """`shared` is the memory in which tensors come."""
+        self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
+        self._loader = Loader(engine.tokenizer_manager, shared, device=engine.server_args.device)
+        self._ended: list[EngineOutput] = []
+        self._tokens = 0
+        """Tokens of rows that ended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Held here: the event loop itself holds tasks weakly."""
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Serve until the stream ends, then raise EOFError."""
+        while True:
+            message = await pipe.receive(reader)
+            if isinstance(message, EngineRows):
+                for row in message.rows:
+                    self._start(self._run(row))
+            elif isinstance(message, EngineAbort):
+                for key in message.keys:
+                    self._manager.abort_request(rid=_rid(key))
+            else:
+                self._start(self._answer(message))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    async def _run(self, row: EngineRow) -> None:
+        try:
+            answer = await self._engine.async_generate(
+                input_ids=row.ids, sampling_params=row.sampling, return_logprob=True, rid=_rid(row.key)
+            )
+            self._end(_output(row.key, answer))
+        except Exception as error:  # noqa: BLE001 - of this row alone; whoever asked for it hears of it
+            message = f"{type(error).__name__}: {error}"
+            refused = isinstance(error, ValueError)
+            self._end(_without(row.key, "error", message, data_fault=refused))
+
+    def _end(self, output: EngineOutput) -> None:
+        """Send what ends in one moment of the loop together."""
+        self._tokens += len(output.ids)
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._ended.append(output)
+
+    def _flush(self) -> None:
+        ended, self._ended = self._ended, []
+        self._writer.write(pipe.pack(EngineOutputs(outputs=ended)))
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, call: EngineCall) -> None:
+        try:
+            value = await self._method(call.method, call.arguments)
+        except Exception as error:  # noqa: BLE001 - of this call alone; whoever made it hears of it
+            failure = EngineFailure(call=call.call, type=type(error).__name__, message=str(error))
+            self._writer.write(pipe.pack(failure))
+        else:
+            self._writer.write(pipe.pack(EngineAnswer(call=call.call, value=value)))
+
+    async def _method(self, name: str, arguments: dict[str, Any]) -> Any:
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "alive": self._alive,
+            "pause": self._pause,
+            "go_on": self._go_on,
+            "begin_weights": self._loader.begin,
+            "load_weights": self._loader.load,
+            "end_weights": self._loader.end,
+            "checksums": self._loader.checksums,
+        }
+        return await methods[name](**arguments)
+
+    async def _alive(self) -> int:
+        """Return the tokens generated so far, once the scheduler itself has answered."""
+        await self._manager.get_internal_state()
+        running = sum(len(state.output_ids) for state in list(self._manager.rid_to_state.values()))
+        return self._tokens + running
+
+    async def _pause(self, mode: str) -> None:
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def _go_on(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+
+def _rid(key: int) -> str:
+    """Return the request's name; of fixed width, because sglang aborts every request whose name begins with the one given."""
+    return f"{key:016d}"
+
+
+def _output(key: int, answer: dict[str, Any]) -> EngineOutput:
+    meta = answer["meta_info"]
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort" and finish.get("status_code"):
+        status = int(finish["status_code"])
+        return _without(key, "error", str(finish.get("message")), data_fault=status == BAD_REQUEST)
+    ids = list(answer["output_ids"])
+    return EngineOutput(
+        key=key,
+        ids=ids,
+        logprobs=[entry[0] for entry in meta["output_token_logprobs"][: len(ids)]],
+        reason=finish["type"],
+        versions=[(part["start"], part["end"], part["version"]) for part in meta["weight_versions"]],
+        message=str(finish.get("message", "")),
+    )
+
+
+def _without(key: int, reason: str, message: str, *, data_fault: bool) -> EngineOutput:
+    return EngineOutput(
+        key=key, ids=[], logprobs=[], reason=reason, versions=[], message=message, data_fault=data_fault
+    )

@@ -1,0 +1,62 @@
+"""How the engine is started for a job: its arguments, its variables, the model folder it reads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.rollouts.sglang import cpu
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+
+CONTEXT_MARGIN = 8
+"""Tokens that the engine keeps free at the end of its context."""
+
+
+class ModelFolder:
+    """A folder with the model's configuration and tokenizer, for engines that read one; without weights, which come by sync."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """Write `files`."""
+        self._folder = tempfile.TemporaryDirectory(prefix="rljob-engine-", ignore_cleanup_errors=True)
+        self.path = Path(self._folder.name)
+        for name, data in files.items():
+            (self.path / name).write_bytes(data)
+
+    def close(self) -> None:
+        """Remove it."""
+        self._folder.cleanup()
+
+
+def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:
+    """Return the arguments of `sglang.Engine`."""
+    context = max_seq_len + CONTEXT_MARGIN
+    common: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "dtype": spec.model.dtype,
+        "context_length": context,
+        "max_running_requests": spec.rollout.max_batch,
+        "random_seed": spec.algorithm.seed,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "log_level": "warning",
+    }
+    if device == "cpu":
+        return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
+    return common | {"device": "cuda", "base_gpu_id": int(device.partition(":")[2] or 0)}
+
+
+def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of the engine's processes."""
+    found = {
+        **environ,
+        "TMPDIR": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin above may exceed what the model was made for
+    }
+    return found | (cpu.variables(environ.get("PYTHONPATH", "")) if device == "cpu" else {})

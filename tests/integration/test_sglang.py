@@ -1,0 +1,267 @@
+"""The real SGLang engine behind the rollout worker: what it generates and scores, which weights it holds, how it is lost and comes back.
+
+One engine for the whole file, in the order of the file: its start takes half a minute of processor time. The last two tests cost it
+its life. Truth is transformers, our own engine, and checksums taken of the engine's own tensors.
+"""
+
+import asyncio
+import concurrent.futures
+import functools
+import hashlib
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+from rollout_world import CONFIG, World, random_state, records, wait_for
+
+from rl_core.api.errors import GenerationUnavailable, RolloutDataFailure
+from rl_core.data.tokenizer import Tokenizer
+from rl_core.rollouts.engine import PROVEN
+from rl_core.rollouts.hf.config import DecoderConfig
+from rl_core.rollouts.hf.engine import HFEngine
+from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.rows import Row
+from rl_core.rollouts.sampling import SamplingParams
+from rl_core.rollouts.sglang import SGLangWorker
+from rl_core.rollouts.sglang.served import build
+from rl_core.weights.version_source import StateSource
+
+PATIENCE_S = 15.0
+MAX_SEQ_LEN = 64
+PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def world():
+    worker = functools.partial(SGLangWorker, build=functools.partial(build, patience=PATIENCE_S))
+    made = World(worker, max_seq_len=MAX_SEQ_LEN, maxBatch=64)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def published(world):
+    """Publish random weights as the next version; return the version and the model that transformers makes of them."""
+    version = 0
+
+    def publish():
+        nonlocal version
+        version += 1
+        world.publish(version, seed=version)
+        return version, transformers_model(random_state(version))
+
+    return publish
+
+
+def transformers_model(state):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**{k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")})
+    )
+    model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
+    return model.eval()
+
+
+def ask(world, prompts, greedy=False, config=None, **more):
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    generation = world.engine.generation({"max_new_tokens": 20, "_pad_token_id": 0, **(config or {})})
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    out = generation.generate({"input_ids": ids, "input_lengths": lengths, **more}, greedy=greedy)
+    ends = out["unpadded_sequence_lengths"].tolist()
+    cut = [(len(prompt), end) for prompt, end in zip(prompts, ends)]
+    new = [out["output_ids"][row, a:b].tolist() for row, (a, b) in enumerate(cut)]
+    return new, [out["logprobs"][row, a:b] for row, (a, b) in enumerate(cut)], out
+
+
+def hf_engine(world, version):
+    weights = DecoderWeights(DecoderConfig.from_dict(CONFIG))
+    weights.load(random_state(version).items())
+    return HFEngine(weights, Tokenizer.from_files(world.worker.files), max_batch=8, max_seq_len=MAX_SEQ_LEN)
+
+
+def trainer_logprobs(model, prompt, ids, temperature):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+
+
+def test_greedy_tokens_are_those_of_our_engine_and_of_transformers(world, published):
+    version, model = published()
+    new, _, out = ask(world, PROMPTS, greedy=True)
+    ours = hf_engine(world, version).generate(PROMPTS, SamplingParams(max_new_tokens=20, temperature=0.0))
+    assert new == [one.ids for one in ours]
+    assert out["finish_reasons"] == [one.finish_reason for one in ours]
+    for prompt, ids in zip(PROMPTS, new):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert ids == made[0, len(prompt) :].tolist()
+    assert out["policy_versions"] == [[(0, len(ids), version)] for ids in new]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_the_trainers_at_any_temperature(world, published, temperature):
+    _, model = published()
+    new, logprobs, _ = ask(world, PROMPTS * 4, config={"temperature": temperature})
+    assert len({tuple(ids) for ids in new}) > len(PROMPTS), "the samples of one prompt differ"
+    for prompt, ids, found in zip(PROMPTS * 4, new, logprobs):
+        wanted = trainer_logprobs(model, prompt, ids, temperature)
+        assert (found - wanted).abs().max() < 1e-4
+
+
+def test_stops_and_limits_end_a_row_where_our_engine_ends_it(world, published):
+    version, _ = published()
+    free, _, _ = ask(world, PROMPTS[:1], greedy=True)
+    tokenizer, ours = Tokenizer.from_files(world.worker.files), hf_engine(world, version)
+    text = tokenizer.decode(free[0], skip_special_tokens=False)
+    for changes in (
+        {"stop_token_ids": (free[0][4],)},
+        {"stop_strings": (text[2:4],)},
+        {"stop_strings": ("no such text", text[5])},
+        {"max_new_tokens": 60},
+        {"max_new_tokens": 0},
+    ):
+        config = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
+        new, _, out = ask(world, PROMPTS, greedy=True, config=config)
+        wanted = ours.generate(PROMPTS, SamplingParams(temperature=0.0, **{"max_new_tokens": 20, **changes}))
+        assert new == [one.ids for one in wanted], changes
+        assert out["finish_reasons"] == [one.finish_reason for one in wanted], changes
+
+
+def engine_checksums(state):
+    """What the engine's tensors must hold, written down by hand for Qwen2: fused matrices, a vocabulary padded to 64."""
+    found = {}
+    for name, tensor in state.items():
+        if name == "model.embed_tokens.weight":
+            tensor = torch.cat([tensor, torch.zeros(-len(tensor) % 64, tensor.shape[1])])
+        if not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
+            if "q_proj" in name:
+                tensor = torch.cat([state[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")])
+            if "gate_proj" in name:
+                tensor = torch.cat([tensor, state[name.replace("gate_proj", "up_proj")]])
+            name = name.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
+            found[name] = hashlib.sha256(tensor.contiguous().numpy().tobytes()).digest()[:8].hex()
+    return found
+
+
+def test_after_each_of_many_random_updates_the_engine_holds_exactly_those_weights(world, published):
+    for _ in range(10):
+        version, _ = published()
+        assert world.engine.engine.call("checksums").result(60) == engine_checksums(random_state(version))
+        assert (world.worker.status()["version"], world.worker.status()["weights_proof"]) == (version, PROVEN)
+
+
+def test_a_tensor_that_does_not_reach_the_engine_is_seen_and_the_version_is_not_served(world, published):
+    published()
+    target = world.engine.weight_target
+    state = random_state(77)
+    left_out = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(Exception, match=left_out):
+        target.load(((name, tensor) for name, tensor in state.items() if name != left_out), 77)
+    _, model = published()  # an update after one that failed is whole
+    new, logprobs, _ = ask(world, PROMPTS[:1])
+    assert (logprobs[0] - trainer_logprobs(model, PROMPTS[0], new[0], 1.0)).abs().max() < 1e-4
+
+
+def test_groups_of_the_ledger_become_records_that_say_what_was_repeatable(world, published):
+    version, _ = published()
+    world.put(*range(6), version=version)
+    for record in records(world, 6):
+        assert record.start_version == record.end_version == version and len(record.completions) == 4
+        assert {completion.seed for completion in record.completions} == {None}
+        assert {completion.policy_versions for completion in record.completions} == {(version, version)}
+    world.put(7, mode="validate", version=version)
+    assert len(world.validation.get(timeout=120).rewards) == 1
+    answer = world.on_loop(world.worker.probe([3, 4, 5], 4))
+    assert answer.version == version and 1 <= len(answer.ids) == len(answer.logprobs) <= 4
+
+
+def test_a_row_that_the_engine_refuses_fails_alone_and_as_its_own_fault(world, published):
+    published()
+    many = [f"stop {index}" for index in range(40)]
+    futures = submit(world, Row(key="good", prompt=[3, 4], params=SamplingParams(max_new_tokens=5), seed=1))
+    futures |= submit(world, Row(key="stops", prompt=[3, 4], params=SamplingParams(stop_strings=tuple(many)), seed=1))
+    futures |= submit(world, Row(key="ids", prompt=[3, 43], params=SamplingParams(), seed=1))
+    assert isinstance(futures["stops"].exception(60), RolloutDataFailure)
+    assert "token ids in [0, 43)" in str(futures["ids"].exception(60))
+    assert len(futures["good"].result(60).ids) >= 1
+
+
+def submit(world, *rows):
+    """Give rows to the engine; return a future of each by key."""
+    futures = {row.key: concurrent.futures.Future() for row in rows}
+
+    def sink(results):
+        for key, result in results:
+            if isinstance(result, BaseException):
+                futures[key].set_exception(result)
+            else:
+                futures[key].set_result(result)
+
+    world.engine.engine.submit(rows, sink)
+    return futures
+
+
+def test_an_aborted_row_goes_on_with_its_tokens_log_probabilities_and_versions(world, published):
+    for _ in range(5):  # the abort may come after the row's own end
+        old, before = published()
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+        long = Row(key="long", prompt=[3, 4, 5], params=params, seed=1)
+        short = Row(key="short", prompt=[3, 4, 5], params=SamplingParams(max_new_tokens=4, ignore_eos=True), seed=1)
+        futures = submit(world, long, short)
+        futures["short"].result(60)
+        world.on_loop(world.worker.pause_generation("abort"))
+        version, after = old + 1000, transformers_model(random_state(500))
+        target = world.engine.weight_target
+        target.load(iter(random_state(500).items()), version)
+        asyncio.run(target.resume(version, ""))
+        world.on_loop(world.worker.continue_generation())
+        output = futures["long"].result(60)
+        if len(output.versions) == 2:
+            break
+    (start, middle, first), (again, end, second) = output.versions
+    assert (start, end, first, second) == (0, 60, old, version) and middle == again
+    wanted = trainer_logprobs(before, [3, 4, 5], output.ids, 1.0)[:middle]
+    assert (torch.tensor(output.logprobs[:middle]) - wanted).abs().max() < 1e-4
+    wanted = trainer_logprobs(after, [3, 4, 5], output.ids, 1.0)[middle:]
+    assert (torch.tensor(output.logprobs[middle:]) - wanted).abs().max() < 1e-4
+
+
+def test_a_hung_engine_is_replaced_with_the_current_version_and_its_groups_are_given_back(world):
+    world.publisher.publish(2000, StateSource(random_state(2000)), [], 0)
+    world.on_loop(world.worker.join(world.publisher.address))
+    pids = world.engine.engine.pids
+    os.kill(pids[1], signal.SIGSTOP)  # the scheduler: the child itself still answers
+    world.put(50, version=2000)
+    wait_for(lambda: [token for token, _, _ in world.ledger.given_back] == ["token-50"], 300)
+    assert world.worker.status()["version"] == -1 and world.trajectories.qsize() == 0
+    with pytest.raises(GenerationUnavailable):
+        world.on_loop(world.worker.probe([3, 4, 5], 2))
+    wait_for(lambda: world.worker.status()["version"] == 2000, 600)
+    assert not any(psutil.pid_exists(pid) for pid in pids) and world.worker.status()["engines_lost"] == 1
+    world.put(50, version=2000, again="-again")
+    (record,) = records(world, 1)
+    model = transformers_model(random_state(2000))
+    for completion in record.completions:
+        prompt, answer = (completion.message_log[part]["token_ids"].tolist() for part in (0, 1))
+        wanted = trainer_logprobs(model, prompt, answer, 1.0)
+        assert (completion.message_log[1]["generation_logprobs"] - wanted).abs().max() < 1e-4
+
+
+def test_a_killed_engine_fails_what_it_had_at_once_and_leaves_no_process_behind(world):
+    pids = world.engine.engine.pids
+    os.kill(pids[0], signal.SIGSTOP)
+    futures = submit(world, Row(key="row", prompt=[3, 4], params=SamplingParams(), seed=1))
+    os.kill(pids[0], signal.SIGKILL)
+    assert isinstance(futures["row"].exception(60), GenerationUnavailable)
+    wait_for(lambda: world.worker.status()["version"] == -1)
+    with pytest.raises(GenerationUnavailable, match="another is starting"):
+        submit(world, Row(key="next", prompt=[3, 4], params=SamplingParams(), seed=1))
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    world.on_loop(world.worker.close())
+    assert not [one for one in psutil.Process().children(recursive=True) if "sglang" in " ".join(one.cmdline())]

@@ -1,0 +1,87 @@
+"""What `rollouts.sglang` calls and reads of the installed SGLang is there under its name, so that another version fails here at once.
+
+Read from its source: importing the engine takes half a minute of processor time.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SRT = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
+ARGUMENTS = [
+    ("entrypoints/engine.py", "Engine", "async_generate", {"input_ids", "sampling_params", "return_logprob", "rid"}),
+    ("entrypoints/engine.py", "Engine", "get_all_child_pids", set()),
+    ("managers/tokenizer_manager.py", "TokenizerManager", "abort_request", {"rid", "abort_all"}),
+    ("managers/tokenizer_manager.py", "TokenizerManager", "pause_generation", {"obj"}),
+    ("managers/tokenizer_manager.py", "TokenizerManager", "continue_generation", {"obj"}),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "begin_weight_update", {"obj", "request"}),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "end_weight_update", {"obj", "request"}),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "update_weights_from_tensor", {"obj", "request"}),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "check_weights", {"obj"}),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "flush_cache", set()),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "get_internal_state", set()),
+    ("utils/common.py", "MultiprocessingSerializer", "serialize", {"obj"}),
+]
+FIELDS = [
+    ("managers/io_struct.py", "BeginWeightUpdateReqInput", set()),
+    ("managers/io_struct.py", "EndWeightUpdateReqInput", set()),
+    ("managers/io_struct.py", "CheckWeightsReqInput", {"action"}),
+    ("managers/io_struct.py", "UpdateWeightsFromTensorReqInput", {"serialized_named_tensors", "flush_cache"}),
+    ("managers/io_struct.py", "UpdateWeightVersionReqInput", {"new_version", "abort_all_requests"}),
+    ("managers/io_struct.py", "PauseGenerationReqInput", {"mode"}),
+    ("managers/io_struct.py", "ContinueGenerationReqInput", set()),
+    ("managers/io_struct.py", "FlushCacheReqOutput", {"success", "message"}),
+    (
+        "sampling/sampling_params.py",
+        "SamplingParams",
+        {"temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids", "no_stop_trim", "ignore_eos"},
+    ),
+]
+
+SETTINGS = (
+    {
+        "model_path",
+        "load_format",
+        "dtype",
+        "context_length",
+        "max_running_requests",
+        "random_seed",
+        "grammar_backend",
+        "port",
+    }
+    | {"skip_server_warmup", "log_level", "nccl_port", "device", "base_gpu_id", "attention_backend", "sampling_backend"}
+    | {"disable_cuda_graph", "max_total_tokens", "sleep_on_idle"}
+)
+
+
+@cache
+def classes(file):
+    return {node.name: node for node in ast.parse((SRT / file).read_text()).body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize(("file", "cls", "method", "names"), ARGUMENTS, ids=lambda value: str(value)[:40])
+def test_a_method_that_is_called_takes_what_it_is_given(file, cls, method, names):
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {node.name: node.args for node in classes(file)[cls].body if isinstance(node, functions)}
+    assert method in found, f"sglang {importlib.metadata.version('sglang')} has no {cls}.{method}"
+    assert names <= {one.arg for one in (*found[method].args, *found[method].kwonlyargs)}
+
+
+@pytest.mark.parametrize(("file", "cls", "names"), FIELDS, ids=lambda value: str(value)[:40])
+def test_a_record_that_is_sent_or_read_has_its_fields(file, cls, names):
+    found = {node.target.id for node in classes(file)[cls].body if isinstance(node, ast.AnnAssign)}
+    bases = {base.id for base in classes(file)[cls].bases if isinstance(base, ast.Name)}
+    for base in bases & classes(file).keys():
+        found |= {node.target.id for node in classes(file)[base].body if isinstance(node, ast.AnnAssign)}
+    assert names <= found, names - found
+
+
+def test_the_engine_takes_the_settings_that_it_is_given():
+    folder = SRT / "arg_groups" / "fields"
+    tree = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    found = {node.target.id for node in tree if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    assert found >= SETTINGS, SETTINGS - found

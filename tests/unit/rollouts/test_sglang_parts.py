@@ -1,0 +1,103 @@
+"""Parts of the SGLang worker that need no engine: a row put together from pieces, and what the engine's tensors must hold."""
+
+import pytest
+import torch
+
+from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
+from rl_core.messages.engine import EngineOutput
+from rl_core.rollouts.rows import Row
+from rl_core.rollouts.sampling import SamplingParams
+from rl_core.rollouts.sglang.expected import Expected, checksum
+from rl_core.rollouts.sglang.pieces import MOST_RESUMPTIONS, Running
+
+
+def running(max_seq_len=32, **params):
+    row = Row(key="k", prompt=[5, 6], params=SamplingParams(**{"max_new_tokens": 10, **params}), seed=1)
+    return Running(1, row, lambda results: None, max_seq_len, frozenset({0}))
+
+
+def piece(ids, reason, version="3", **more):
+    versions = [(0, len(ids), version)] if ids else []
+    return EngineOutput(key=1, ids=ids, logprobs=[-0.5] * len(ids), reason=reason, versions=versions, **more)
+
+
+def test_an_aborted_row_goes_on_from_its_tokens_with_what_is_left_and_keeps_every_piece():
+    row = running()
+    assert row.take(piece([1, 2], "abort", "3")) is None
+    assert row.request().ids == [5, 6, 1, 2] and row.request().sampling["max_new_tokens"] == 8
+    assert row.take(piece([], "abort")) is None  # aborted before a token of its own
+    assert row.take(piece([4], "abort", "3")) is None
+    output = row.take(piece([7, 0], "stop", "4"))
+    assert output.ids == [1, 2, 4, 7, 0] and output.logprobs == [-0.5] * 5 and output.finish_reason == "stop"
+    assert output.versions == [(0, 3, 3), (3, 5, 4)]
+
+
+def test_a_row_that_is_aborted_at_its_limit_is_done():
+    assert running(max_new_tokens=2).take(piece([1, 2], "abort")).finish_reason == "length"
+    assert running(max_seq_len=4).take(piece([1, 2], "abort")).finish_reason == "seq_limit"
+
+
+def test_a_row_is_not_resumed_for_ever():
+    row = running(max_new_tokens=20)
+    for _ in range(MOST_RESUMPTIONS):
+        assert row.take(piece([1], "abort")) is None
+    assert isinstance(row.take(piece([1], "abort")), GenerationUnavailable)
+
+
+def test_failures_are_typed_by_whose_fault_they_are_and_tokens_of_no_version_are_one():
+    assert isinstance(running().take(piece([], "error", data_fault=True)), RolloutDataFailure)
+    assert isinstance(running().take(piece([], "error")), GenerationUnavailable)
+    assert isinstance(running().take(piece([1], "stop", "default")), GenerationUnavailable)
+
+
+def test_a_row_asks_for_the_whole_vocabulary_and_stops_at_the_ids_of_the_model_and_its_own():
+    sampling = running(stop_token_ids=(9,), stop_strings=("x",), temperature=0.7).request().sampling
+    assert sampling == {
+        "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": 10, "no_stop_trim": True, "ignore_eos": False,
+        "stop_token_ids": [0, 9], "stop": ["x"],
+    }  # fmt: skip
+    assert running(max_new_tokens=0).empty.finish_reason == "length" and running().empty is None
+
+
+@pytest.fixture
+def given():
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "kqv"]
+    return {name: torch.randn(4, 8) for name in [*names, "model.embed_tokens.weight", "model.norm.weight"]}
+
+
+def held(given, **changes):
+    """What an engine with these weights would answer."""
+    tensors = given | changes
+    q, k, v = (tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv")
+    padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(60, 8)])
+    return {
+        "model.layers.0.self_attn.qkv_proj.weight": checksum(torch.cat([q, k, v])),
+        "model.embed_tokens.weight": checksum(padded),
+        "model.norm.weight": checksum(tensors["model.norm.weight"]),
+    }
+
+
+def compare(given, found):
+    expected = Expected()
+    for name, tensor in given.items():
+        expected.add(name, tensor)
+    expected.compare(found)
+
+
+def test_an_engine_that_holds_what_it_was_given_passes_in_whatever_order_the_parts_came(given):
+    compare(given, held(given))
+
+
+def test_swapped_changed_stale_and_missing_tensors_are_each_seen(given):
+    k, v = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
+    for found in (
+        held(given, **{k: given[v], v: given[k]}),
+        held(given, **{"model.norm.weight": given["model.norm.weight"] + 1e-7}),
+        held(given) | {"model.layers.1.input_layernorm.weight": "0"},
+        {"model.norm.weight": checksum(given["model.norm.weight"])},
+    ):
+        with pytest.raises(InfrastructureError, match="must hold the weights they were given"):
+            compare(given, found)
+    without = {name: tensor for name, tensor in given.items() if name != v}
+    with pytest.raises(InfrastructureError, match="were not given"):
+        compare(without, held(given))
