@@ -63,7 +63,7 @@ def classes(file):
     return {node.name: node for node in ast.parse((SRT / file).read_text()).body if isinstance(node, ast.ClassDef)}
 
 
-@pytest.mark.parametrize(("file", "cls", "method", "names"), ARGUMENTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("file", "cls", "method", "names"), ARGUMENTS, ids=[f"{one[1]}.{one[2]}" for one in ARGUMENTS])
 def test_a_method_that_is_called_takes_what_it_is_given(file, cls, method, names):
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = {node.name: node.args for node in classes(file)[cls].body if isinstance(node, functions)}
@@ -71,7 +71,7 @@ def test_a_method_that_is_called_takes_what_it_is_given(file, cls, method, names
     assert names <= {one.arg for one in (*found[method].args, *found[method].kwonlyargs)}
 
 
-@pytest.mark.parametrize(("file", "cls", "names"), FIELDS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("file", "cls", "names"), FIELDS, ids=[one[1] for one in FIELDS])
 def test_a_record_that_is_sent_or_read_has_its_fields(file, cls, names):
     found = {node.target.id for node in classes(file)[cls].body if isinstance(node, ast.AnnAssign)}
     bases = {base.id for base in classes(file)[cls].bases if isinstance(base, ast.Name)}
