@@ -225,13 +225,15 @@ def test_viewers_see_jobs_and_editors_change_them_but_never_the_status(installed
 
 
 def test_uninstalling_keeps_the_definition_and_the_jobs(cluster, namespace):
-    words = ["-n", namespace, "--set", "replicas=0", "--set", "rbac.aggregate=false", "--take-ownership"]
-    cluster.helm("install", "short", CHART, *words)
-    cluster.wait_served("rljob.dev", "v1alpha1", "rljobs")
-    cluster.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(job("stays", suspend=True)))
-    cluster.helm("uninstall", "short", "-n", namespace)
+    words = ["-n", "short", "--create-namespace", "--set", "replicas=0", "--set", "rbac.aggregate=false"]
+    try:
+        cluster.helm("install", "short", CHART, *words, "--take-ownership")
+        cluster.wait_served("rljob.dev", "v1alpha1", "rljobs")
+        cluster.kubectl("create", "-n", namespace, "-f", "-", stdin=json.dumps(job("stays", suspend=True)))
+    finally:  # its policies are of the whole cluster, and hold for the next tests' jobs
+        cluster.helm("uninstall", "short", "-n", "short", "--ignore-not-found")
     assert cluster.get("rljob", "stays", namespace=namespace)["spec"]["suspend"] is True
-    assert not cluster.get("deployments", namespace=namespace)["items"]
+    assert not cluster.get("deployments", namespace="short")["items"]
 
 
 def test_alerts_are_well_formed_and_lead_to_their_section_of_the_runbook(cluster):
