@@ -200,7 +200,10 @@ class SGLangEngine:
                 process = EngineProcess(self._source, self._environ, self._memory)
                 process.await_ready(self._start_seconds, self._closed.is_set)
                 reason = self._serve(process)
-            except RLJobError as error:
+            except Exception as error:  # whatever it was: who waits for the engine must hear that there will be none
+                if not isinstance(error, RLJobError):
+                    logger.exception("the engine's keeper failed")
+                    error = InfrastructureError(f"the engine's keeper failed: {type(error).__name__}: {error}")
                 self._give_up(error)
                 return
             finally:

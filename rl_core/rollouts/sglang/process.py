@@ -51,6 +51,8 @@ class EngineProcess:
         """The processes of the engine, the child's own first."""
         self._report("started", self._process.pid)
         self._stream = near
+        self._poll = select.poll()  # not select(), which knows no descriptor above 1,023
+        self._poll.register(near, select.POLLIN)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # A thread of its own: a child that is stopped takes nothing, and the event loop must not wait for it.
         threading.Thread(target=self._write, name="rljob-engine-out", daemon=True).start()
@@ -65,8 +67,7 @@ class EngineProcess:
 
         Raises TimeoutError for a message that stops in its middle for `patience` seconds.
         """
-        readable, _, _ = select.select([self._stream], [], [], seconds)
-        if not readable:
+        if not self._poll.poll(seconds * 1000):
             return None
         self._stream.settimeout(patience)
         return pipe.receive_blocking(self._stream)

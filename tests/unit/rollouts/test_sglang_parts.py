@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
-from rl_core.messages.engine import EngineOutput
+from rl_core.messages.engine import EngineOutput, EngineSource
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
+from rl_core.rollouts.sglang import engine as engine_module
+from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.expected import Expected, checksum
 from rl_core.rollouts.sglang.pieces import MOST_RESUMPTIONS, Running
 
@@ -101,3 +103,17 @@ def test_swapped_changed_stale_and_missing_tensors_are_each_seen(given):
     without = {name: tensor for name, tensor in given.items() if name != v}
     with pytest.raises(InfrastructureError, match="were not given"):
         compare(without, held(given))
+
+
+def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(monkeypatch):
+    def fail(*arguments):
+        raise ValueError("filedescriptor out of range")
+
+    monkeypatch.setattr(engine_module, "EngineProcess", fail)
+    source = EngineSource(options={}, family="qwen2")
+    engine = SGLangEngine(source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8)
+    told = []
+    engine.watch(lambda reason: None, told.append)
+    with pytest.raises(InfrastructureError, match="ValueError: filedescriptor out of range"):
+        engine.start()
+    assert isinstance(told[0], InfrastructureError)
