@@ -23,7 +23,7 @@ from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import SGLangWorker
 from rl_core.rollouts.sglang.served import build
 
-PATIENCE_S = 15.0
+PATIENCE_S = 120.0  # a busy machine stands still for longer than an engine in use should
 MAX_SEQ_LEN = 64
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
 
