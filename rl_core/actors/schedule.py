@@ -12,6 +12,9 @@ STYLES = ("constant", "linear", "cosine")
 ROUNDING = 1e-6
 """Added before a product is cut to whole steps: 0.29 x 100 is 28.999999999999996."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of what Adam keeps of each parameter, as torch and megatron-core have them."""
+
 
 @dataclass(slots=True)
 class OptimizerCounts:

@@ -3,6 +3,7 @@
 The next bucket is on its way while the consumer works on one: two are in memory.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -22,7 +23,7 @@ class Arriving(Protocol):
         """Yield the whole tensors in their types on the wire; on rank 0, once it arrived."""
 
 
-class GatheredSource:
+class GatheredSource(ABC):
     """One version; every rank makes one and calls `finish` in the end, rank 0 lets the publisher take the buckets first."""
 
     def __init__(self, entries: Sequence[SourceEntry], *, bucket_bytes: int) -> None:
@@ -30,9 +31,9 @@ class GatheredSource:
         self.layout = Layout.of(self.entries, bucket_bytes)
         self._gathering = self._gather()
 
+    @abstractmethod
     def _start(self, place: Bucket) -> Arriving:
         """Set a bucket off; all ranks do it in the same order."""
-        raise NotImplementedError
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
         """Yield the buckets on `device`, on rank 0; collective. What is not taken here is gathered by `finish`."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from rl_core.actors import hf
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.optimizer import (
-    MOMENTS,
     build_adamw,
     build_scheduler,
     named_moments,
@@ -24,7 +23,7 @@ from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.actors.manager import ModelManager, checked
 from rl_core.actors.ranks import ParallelSizes
-from rl_core.actors.schedule import LRSchedule
+from rl_core.actors.schedule import MOMENTS, LRSchedule
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from rl_core.actors.schedule import LRSchedule
+from rl_core.actors.schedule import MOMENTS, LRSchedule
 from rl_core.api.roles import OptimizerSpec
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_adamw(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import hf
-from rl_core.actors.fsdp.optimizer import MOMENTS
 from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.megatron import cpu, guards, library
 from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
 from rl_core.actors.megatron.model import build_model, transformer_config
 from rl_core.actors.megatron.source import MegatronSource, SentParts
 from rl_core.actors.ranks import ParallelSizes
-from rl_core.actors.schedule import LRSchedule
+from rl_core.actors.schedule import MOMENTS, LRSchedule
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
