@@ -104,8 +104,10 @@ class Members:
         for pause in self._pauses:
             try:
                 with self._turn(member.name):
-                    self._groups[member.role].construct(member)
-                    if member.role == "rollout":
+                    if member.role != "rollout":
+                        self._groups[member.role].construct(member)
+                    # It was welcomed twice where it said hello before there were weights: to construct it again would stop what serves.
+                    elif (member.name, member.incarnation) not in self._started:
                         self._bring_rollout_in(member)
                 break
             except (InfrastructureError, DeadlineExceeded) as error:
@@ -135,10 +137,11 @@ class Members:
     def _bring_rollout_in(self, member: Member) -> None:
         """Build the engine, and once there are weights to serve load them and start."""
         key = (member.name, member.incarnation)
+        self._groups[member.role].construct(member)
         if key not in self._initialised:
             self._call(member, "init_worker")
             self._initialised.add(key)
-        if self._publisher is None or key in self._started:
+        if self._publisher is None:
             return
         with self.sync_lock:
             joined: ReceiverAck = self._call(member, "join", self._publisher)

@@ -29,9 +29,12 @@ class Cluster:
 
     def __init__(self, there=None, *, failures=0, error=None):
         self.there, self.failures, self.error = there or member(), failures, error or InfrastructureError("no route")
-        self.calls, self.given_up, self.told = [], [], []
+        self.calls, self.given_up, self.told, self.constructed = [], [], [], 0
         self.hub = SimpleNamespace(get=lambda name: self.there, give_up=lambda *args: self.given_up.append(args))
-        self.group = SimpleNamespace(construct=lambda one: None, execute_on=lambda *ranks: self)
+        self.group = SimpleNamespace(construct=self.construct, execute_on=lambda *ranks: self)
+
+    def construct(self, one):
+        self.constructed += 1
 
     def members(self, role=None, **also):
         return [self.there] if role in (None, self.there.role) else []
@@ -88,10 +91,12 @@ def test_a_rollout_pulls_and_starts_once_there_are_weights_and_again_after_it_wa
     serves = [("init_worker",), ("join", "tcp://publisher"), ("start_rollout", "trajectories", "validation")]
     assert run.cluster.calls == serves
     run.members._bring_in(run.cluster.there)
-    assert run.cluster.calls == serves, "it serves already"
+    assert run.cluster.calls == serves and run.cluster.constructed == 1, (
+        "it serves; constructed again it would drop its work"
+    )
     run.members.lost(run.cluster.there, "frozen")
     run.members._bring_in(run.cluster.there)
-    assert run.cluster.calls == [*serves, *serves[1:]], "the engine it built stays"
+    assert run.cluster.calls == [*serves, *serves[1:]] and run.cluster.constructed == 2, "the engine it built stays"
 
 
 def test_what_another_process_would_fail_at_too_ends_the_run():
