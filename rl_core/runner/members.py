@@ -60,6 +60,7 @@ class Members:
         self._turns: dict[str, threading.Lock] = {}
         self._initialised: set[Identity] = set()
         self._started: set[Identity] = set()
+        """Members that are being brought in, or were, and have not been lost since."""
         self._publisher: str | None = None
         self._ended = threading.Event()
 
@@ -104,11 +105,7 @@ class Members:
         for pause in self._pauses:
             try:
                 with self._turn(member.name):
-                    if member.role != "rollout":
-                        self._groups[member.role].construct(member)
-                    # It was welcomed twice where it said hello before there were weights: to construct it again would stop what serves.
-                    elif (member.name, member.incarnation) not in self._started:
-                        self._bring_rollout_in(member)
+                    self._bring_in_once(member)
                 break
             except (InfrastructureError, DeadlineExceeded) as error:
                 failure = error
@@ -134,21 +131,37 @@ class Members:
         with self._changed:
             return self._turns.setdefault(name, threading.Lock())
 
-    def _bring_rollout_in(self, member: Member) -> None:
-        """Build the engine, and once there are weights to serve load them and start."""
+    def _bring_in_once(self, member: Member) -> None:
+        """Bring a member in, unless it is: it is welcomed at its hello and again when weights are there.
+
+        Of a member that serves, `construct` would end what it does: it begins an epoch anew.
+        """
         key = (member.name, member.incarnation)
-        self._groups[member.role].construct(member)
+        if key in self._started:
+            return
+        self._started.add(key)  # first: a loss meanwhile takes it back, and the welcome after it finds it gone
+        started = False
+        try:
+            self._groups[member.role].construct(member)
+            started = member.role != "rollout" or self._start_rollout(member)
+        finally:
+            if not started:
+                self._started.discard(key)
+
+    def _start_rollout(self, member: Member) -> bool:
+        """Build the engine, and once there are weights to serve load them and start; return whether there are."""
+        key = (member.name, member.incarnation)
         if key not in self._initialised:
             self._call(member, "init_worker")
             self._initialised.add(key)
         if self._publisher is None:
-            return
+            return False
         with self.sync_lock:
             joined: ReceiverAck = self._call(member, "join", self._publisher)
         self._dispatcher.serves([key], joined.version)
         self._call(member, "start_rollout", *self._start_args)
-        self._started.add(key)
         logger.info("%s serves (incarnation %s)", member.name, member.incarnation)
+        return True
 
     def _call(self, member: Member, method: str, *args: Any) -> Any:
         return self._cluster.call(member.name, method, *args, timeout=self._deadlines.wait_ready)

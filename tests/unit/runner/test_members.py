@@ -29,8 +29,9 @@ class Cluster:
 
     def __init__(self, there=None, *, failures=0, error=None):
         self.there, self.failures, self.error = there or member(), failures, error or InfrastructureError("no route")
-        self.calls, self.given_up, self.told, self.constructed = [], [], [], 0
+        self.calls, self.given_up, self.told = [], [], []
         self.hub = SimpleNamespace(get=lambda name: self.there, give_up=lambda *args: self.given_up.append(args))
+        self.constructed = 0
         self.group = SimpleNamespace(construct=self.construct, execute_on=lambda *ranks: self)
 
     def construct(self, one):
@@ -91,12 +92,42 @@ def test_a_rollout_pulls_and_starts_once_there_are_weights_and_again_after_it_wa
     serves = [("init_worker",), ("join", "tcp://publisher"), ("start_rollout", "trajectories", "validation")]
     assert run.cluster.calls == serves
     run.members._bring_in(run.cluster.there)
-    assert run.cluster.calls == serves and run.cluster.constructed == 1, (
-        "it serves; constructed again it would drop its work"
-    )
+    assert run.cluster.calls == serves, "it serves already"
+    assert run.cluster.constructed == 1, "to be constructed again ends what it serves"
     run.members.lost(run.cluster.there, "frozen")
     run.members._bring_in(run.cluster.there)
-    assert run.cluster.calls == [*serves, *serves[1:]] and run.cluster.constructed == 2, "the engine it built stays"
+    assert run.cluster.calls == [*serves, *serves[1:]], "the engine it built stays"
+
+
+def test_a_rollout_whose_engine_is_slower_than_the_weights_is_not_stopped_by_its_second_welcome():
+    run = Run(Cluster())
+    call = run.cluster.call
+
+    def weights_come_meanwhile(name, method, *args, timeout):
+        run.members._publisher = "tcp://publisher"
+        return call(name, method, *args, timeout=timeout)
+
+    run.cluster.call = weights_come_meanwhile
+    run.members._bring_in(run.cluster.there)  # welcomed at its hello
+    run.members._bring_in(run.cluster.there)  # and by `open`
+    assert [name for name, *_ in run.cluster.calls] == ["init_worker", "join", "start_rollout"]
+    assert run.cluster.constructed == 1
+
+
+def test_a_rollout_that_is_lost_while_it_is_brought_in_is_brought_in_again():
+    run = Run(Cluster())
+    call = run.cluster.call
+
+    def lost_meanwhile(name, method, *args, timeout):
+        if method == "init_worker":
+            run.members.lost(run.cluster.there, "no heartbeat")
+        return call(name, method, *args, timeout=timeout)
+
+    run.cluster.call = lost_meanwhile
+    run.members._publisher = "tcp://publisher"
+    run.members._bring_in(run.cluster.there)
+    run.members._bring_in(run.cluster.there)
+    assert [name for name, *_ in run.cluster.calls] == ["init_worker", *["join", "start_rollout"] * 2]
 
 
 def test_what_another_process_would_fail_at_too_ends_the_run():
