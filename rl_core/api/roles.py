@@ -210,8 +210,8 @@ class SamplingSpec(Spec):
 class RolloutSpec(FabricRoleSpec):
     """The generators."""
 
-    engine: Literal["hf"] = "hf"
-    """Generation engine."""
+    engine: Literal["hf", "sglang"] = "hf"
+    """Generation engine: rljob's own over transformers' models, or SGLang."""
     replicas: int = Field(1, ge=1, le=1024)
     """Pods wanted."""
     min_replicas: int = Field(1, ge=0, le=1024)
@@ -252,6 +252,18 @@ class RolloutSpec(FabricRoleSpec):
             yield (
                 f"maxReplicas must not be below replicas {self.replicas}, got {self.max_replicas}; raise maxReplicas"
             )
+
+    @rule(
+        Cel(
+            holds="$engine == 'hf' || ($batching == 'continuous' && !$compile)",
+            refusal="batching perGroup and compile need engine hf, got %s; choose it or remove them",
+            values=("$engine",),
+            field="engine",
+        )
+    )
+    def _engine_offers(self) -> Iterator[str]:
+        if self.engine != "hf" and (self.batching == "perGroup" or self.compile):
+            yield f"batching perGroup and compile need engine hf, got {self.engine}; choose it or remove them"
 
 
 class EnvSpec(RoleSpec):

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.api.errors import ConfigError, GenerationUnavailable, InfrastructureError
+from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck, ReceiverAnswer, WeightOffer, WeightTransfer
-from rl_core.rollouts.engine import BuildEngine, Engine, Interruptible, build_engine
+from rl_core.rollouts.engine import BuildEngine, Engine, build_engine
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.gate import gated
 from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface, sample_seed
@@ -136,11 +136,6 @@ class RolloutWorkerBase(Worker):
         """Return what `weights.onUpdate` says happens to groups in flight before weights change: they end, or are interrupted."""
         if self.spec.weights.on_update == "wait":
             return lambda deadline: server.pause(deadline * PAUSE_SHARE)
-        if not isinstance(engine, Interruptible):
-            raise ConfigError(
-                f"weights.onUpdate must be wait with rollout.engine {self.spec.rollout.engine}, which cannot go on with what was interrupted, "
-                f"got {self.spec.weights.on_update}; change it"
-            )
 
         async def interrupt(deadline: float) -> None:
             server.close()

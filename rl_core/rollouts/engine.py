@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.rollouts.generation import GenerationConfig, GenerationInterface
@@ -85,6 +85,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def hold(self) -> None:
+        """Return once nothing generates; what did goes on from its tokens, as what is submitted meanwhile begins, at the target's `resume`."""
+        ...
+
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Have `lost(reason)` called when the engine and its weights are gone, `back(None)` when it can be given weights again.
 
@@ -94,15 +98,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Stop; what is in flight fails as GenerationUnavailable. Blocks; idempotent."""
-        ...
-
-
-@runtime_checkable
-class Interruptible(Protocol):
-    """An engine that can be given weights while rows are under way (`weights.onUpdate: abort_resume`). Implemented by `hf.served.ServedEngine`."""
-
-    async def hold(self) -> None:
-        """Return once nothing generates; what did goes on from its tokens, as what is submitted meanwhile begins, at the target's `resume`."""
         ...
 
 

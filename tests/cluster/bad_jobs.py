@@ -55,6 +55,12 @@ CASES = (
             "parallel needs backend megatron, got fsdp2; choose it or remove parallel",
             SAME,
         ),
+        "batches-by-group-without-its-own-engine": (
+            {"rollout": {"engine": "sglang", "batching": "perGroup"}},
+            "spec.rollout.engine",
+            "batching perGroup and compile need engine hf, got sglang; choose it or remove them",
+            SAME,
+        ),
         "processes-not-divisible": (
             {"actor": {"backend": "megatron", "replicas": 3, "parallel": {"tensor": 2, "pipeline": 2}}},
             "spec.actor.parallel",

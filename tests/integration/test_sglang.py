@@ -202,15 +202,16 @@ def submit(world, *rows):
     return futures
 
 
-def test_an_aborted_row_goes_on_with_its_tokens_log_probabilities_and_versions(world, published):
-    for _ in range(5):  # the abort may come after the row's own end
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_an_interrupted_row_goes_on_with_its_tokens_log_probabilities_and_versions(world, published, mode):
+    for _ in range(5):  # the interruption may come after the row's own end
         old, before = published()
         params = SamplingParams(max_new_tokens=60, ignore_eos=True)
         long = Row(key="long", prompt=[3, 4, 5], params=params, seed=1)
         short = Row(key="short", prompt=[3, 4, 5], params=SamplingParams(max_new_tokens=4, ignore_eos=True), seed=1)
         futures = submit(world, long, short)
         futures["short"].result(60)
-        world.on_loop(world.worker.pause_generation("abort"))
+        world.on_loop(world.worker.pause_generation(mode))
         version, after = old + 1000, transformers_model(random_state(500))
         target = world.engine.weight_target
         target.load(iter(random_state(500).items()), version)

@@ -77,7 +77,7 @@ class ServedEngine:
         )
 
     async def hold(self) -> None:
-        """Interrupt what generates; see `rollouts.engine.Interruptible`."""
+        """Interrupt what generates; see `Engine.hold`."""
         await asyncio.to_thread(self.loop.hold)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:

@@ -28,7 +28,7 @@ def main() -> int:
     """Build the engine and serve until the stream ends; return the exit code."""
     stream, memory, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="engine: %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(message)s")
     sock = socket.socket(fileno=stream)
     for descriptor in (stream, memory):  # sglang's processes must not keep the stream open
         os.set_inheritable(descriptor, False)

@@ -8,6 +8,7 @@ as hung and is killed: it is asked whether its scheduler still turns, so silence
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable, InfrastructureError, RLJobError
 from rl_core.messages.engine import (
@@ -36,6 +37,8 @@ from rl_core.rollouts.sglang.process import EngineProcess
 logger = logging.getLogger(__name__)
 PATIENCE_S = 60.0
 """Silence after which a child counts as hung; longer than the longest prefill or load of weights."""
+PauseMode = Literal["in_place", "retract", "abort"]
+"""in_place: rows keep their keys and values; retract: they are computed anew; abort: rows are cut, and go on from their tokens."""
 LOOK_S = 1.0
 """How often the keeper looks whether it is to end, and at its rows."""
 STARTS, WITHIN_S = 4, 600.0
@@ -74,6 +77,7 @@ class SGLangEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = -1
         """Version of the weights that new tokens come from."""
+        self._paused = False
         self._source, self._environ, self._memory = source, environ, memory
         self._start_seconds, self._patience, self._on_tokens = start_seconds, patience, on_tokens
         self._lost: Callable[[str], None] = lambda reason: None
@@ -182,6 +186,17 @@ class SGLangEngine:
             self._waiting.calls[number] = answer
             process.send(EngineCall(call=number, method=method, arguments=arguments))
         return answer
+
+    async def pause(self, mode: PauseMode, seconds: float) -> None:
+        """Return once no row gets a further token until `go_on`; rows are neither lost nor given back."""
+        self._paused = True
+        await asyncio.wait_for(asyncio.wrap_future(self.call("pause", mode=mode)), seconds)
+
+    async def go_on(self, seconds: float) -> None:
+        """Let paused rows go on, with the weights that the engine has then; nothing to do unless paused."""
+        if self._paused:
+            await asyncio.wait_for(asyncio.wrap_future(self.call("go_on")), seconds)
+            self._paused = False
 
     def _living(self) -> EngineProcess:
         if self._process is None:
@@ -329,6 +344,7 @@ class SGLangEngine:
         with self._lock:
             self._process = None
             self.version = -1
+            self._paused = False
             waiting, self._waiting = self._waiting, _Waiting()
         for one in waiting.rows.values():
             one.sink([(one.row.key, GenerationUnavailable("the engine's process is gone; the row was not finished"))])

@@ -88,6 +88,7 @@ class ServedEngine:
         self.residency = AlwaysResident()
         self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)
         self.max_seq_len = engine.max_seq_len
+        self._seconds = spec.runtime.deadlines.rpc
         self._allow_truncated = spec.algorithm.allow_truncated_sampling
         self._tokenizer, self._folder, self._memory = tokenizer, folder, memory
         self._open = True
@@ -111,6 +112,10 @@ class ServedEngine:
             validation=validation,
             allow_truncated_sampling=self._allow_truncated,
         )
+
+    async def hold(self) -> None:
+        """Interrupt what generates; see `Engine.hold`. Rows go back to the engine's queue with the tokens they have."""
+        await self.engine.pause("retract", self._seconds)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Tell of the child's end and of its successor."""

@@ -111,6 +111,7 @@ class Server:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await self._manager.get_internal_state()  # the scheduler does as it is told before it answers this
 
     async def _go_on(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +15,8 @@ from rl_core.rollouts.sglang import cpu
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
 
+PREFIX, LOCK = "rljob-engine-", "lock"
+"""Names of the engines' folders, and of the file in each that its worker holds locked."""
 CONTEXT_MARGIN = 8
 """Tokens that the engine keeps free at the end of its context."""
 
@@ -21,15 +25,29 @@ class ModelFolder:
     """A folder with the model's configuration and tokenizer, for engines that read one; without weights, which come by sync."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Write `files`."""
-        self._folder = tempfile.TemporaryDirectory(prefix="rljob-engine-", ignore_cleanup_errors=True)
-        self.path = Path(self._folder.name)
+        """Write `files`, and remove the folders of workers that were killed."""
+        _remove_orphans()
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = (self.path / LOCK).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         for name, data in files.items():
             (self.path / name).write_bytes(data)
 
     def close(self) -> None:
         """Remove it."""
-        self._folder.cleanup()
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_orphans() -> None:
+    """Remove this user's folders that no living worker has locked: a worker that is killed cannot remove its own."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            with lock.open("wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # its worker lives, or is of another user
+            continue
+        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:

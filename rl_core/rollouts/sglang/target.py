@@ -92,8 +92,9 @@ class EngineTarget:
         self.proof = PROVEN if self._provable else UNPROVEN
 
     async def resume(self, version: int, digest: str) -> None:
-        """Generate with `version` from now on."""
+        """Generate with `version` from now on, also what was interrupted."""
         self._engine.version = version
+        await self._engine.go_on(self._seconds)
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._engine.call(method, **arguments).result(self._seconds)

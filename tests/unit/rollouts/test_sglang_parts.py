@@ -8,6 +8,7 @@ from rl_core.messages.engine import EngineOutput, EngineSource
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import engine as engine_module
+from rl_core.rollouts.sglang import setup
 from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.expected import Expected, checksum
 from rl_core.rollouts.sglang.pieces import MOST_RESUMPTIONS, Running
@@ -117,3 +118,18 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
     with pytest.raises(InfrastructureError, match="ValueError: filedescriptor out of range"):
         engine.start()
     assert isinstance(told[0], InfrastructureError)
+
+
+def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one_and_that_of_a_living_one_stays(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = setup.ModelFolder({"config.json": b"{}"})
+    killed = setup.ModelFolder({"config.json": b"{}"})
+    killed._lock.close()  # the kernel unlocks what a dead process held
+    (tmp_path / f"{setup.PREFIX}other").mkdir()
+    setup.ModelFolder({}).close()
+    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, f"{setup.PREFIX}other"}
+    assert (living.path / "config.json").read_bytes() == b"{}"
+    living.close()
+    assert not living.path.exists()

@@ -72,6 +72,9 @@ class FakeEngine:
         self.configs.append((config, validation))
         return self.backend
 
+    async def hold(self):
+        self.log.append("hold")
+
     def watch(self, lost, back):
         self.lost, self.back = lost, back
 

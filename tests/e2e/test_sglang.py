@@ -1,0 +1,38 @@
+"""`rollout.engine: sglang` in a whole run, with the real engine on a CPU."""
+
+import os
+import signal
+
+import psutil
+from harness import assert_nothing_left, assert_trained_once
+
+
+def engines(run):
+    return [entry["pid"] for entry in run.processes(role="engine") if psutil.pid_exists(entry["pid"])]
+
+
+def test_a_run_learns_with_sglang_whose_engine_is_killed_in_mid_step_and_leaves_no_process_behind(start):
+    """Generation runs ahead, so that an update interrupts it; the engine is lost while it generates, the worker is not."""
+    run = start(
+        algorithm={"steps": 14, "promptsPerStep": 8, "groupSize": 8, "maxStaleness": 1},
+        actor={"optimizer": {"learningRate": 5.0e-3}},
+        rollout={"engine": "sglang", "replicas": 1, "maxBatch": 64},
+        weights={"onUpdate": "abort_resume"},
+        checkpoint={"everySteps": None},
+    )
+    run.start()
+    run.at_step(2)
+    first = engines(run)
+    assert len(first) == 3, "the child, its scheduler and its detokenizer"
+    worker = run.processes(role="rollout")[0]["pid"]
+    os.kill(first[1], signal.SIGKILL)
+    run.until(lambda: len(set(engines(run)) - set(first)) == 3, "another engine")
+    pids = [entry["pid"] for entry in run.processes()]
+    assert run.wait() == 0, run.text + run.logs()
+    assert_trained_once(run, steps=14, groups=8, staleness=1)
+    assert worker in pids, "the worker stayed"
+    assert_nothing_left(run, [*pids, *first])
+    lines = [line for line in run.lines("metrics.jsonl") if line["step"]]
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3]), rewards
+    assert lines[-1]["weights/content_check_passed_total"] > 0
