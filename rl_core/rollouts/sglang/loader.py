@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rl_core.messages.engine import TensorPlace
 
@@ -43,10 +44,17 @@ class Loader:
 
     async def load(self, places: list[TensorPlace]) -> None:
         """Take the tensors that lie in the shared memory now."""
+        end = max(self._end(place) for place in places)
         # Cloned: to serialise a tensor moves its whole storage to memory of torch's own, after which nothing new would be seen here.
-        named = [(place.name, self._tensor(place).clone()) for place in places]
+        # As one tensor: each is handed over by a file descriptor of its own, which takes longer than a small tensor's copy.
+        bucket = {
+            "flattened_tensor": self._memory[:end].clone(),
+            "metadata": [self._metadata(place) for place in places],
+        }
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(named)], flush_cache=False
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)],
+            load_format="flattened_bucket",
+            flush_cache=False,
         )
         _require(await self._manager.update_weights_from_tensor(request, None))
 
@@ -73,10 +81,15 @@ class Loader:
         _require(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
         self._open = False
 
-    def _tensor(self, place: TensorPlace) -> torch.Tensor:
+    def _metadata(self, place: TensorPlace) -> FlattenedTensorMetadata:
+        start, end = place.offset, self._end(place)
         dtype = getattr(torch, place.dtype)
-        size = torch.Size(place.shape).numel() * dtype.itemsize
-        return self._memory[place.offset : place.offset + size].view(dtype).reshape(place.shape)
+        return FlattenedTensorMetadata(place.name, torch.Size(place.shape), dtype, start, end, end - start)
+
+    @staticmethod
+    def _end(place: TensorPlace) -> int:
+        """Return the byte after a tensor."""
+        return place.offset + torch.Size(place.shape).numel() * getattr(torch, place.dtype).itemsize
 
 
 def _require(answer: tuple[bool, str]) -> None:

@@ -30,7 +30,16 @@ FIELDS = [
     ("managers/io_struct.py", "BeginWeightUpdateReqInput", set()),
     ("managers/io_struct.py", "EndWeightUpdateReqInput", set()),
     ("managers/io_struct.py", "CheckWeightsReqInput", {"action"}),
-    ("managers/io_struct.py", "UpdateWeightsFromTensorReqInput", {"serialized_named_tensors", "flush_cache"}),
+    (
+        "managers/io_struct.py",
+        "UpdateWeightsFromTensorReqInput",
+        {"serialized_named_tensors", "load_format", "flush_cache"},
+    ),
+    (
+        "weight_sync/tensor_bucket.py",
+        "FlattenedTensorMetadata",
+        {"name", "shape", "dtype", "start_idx", "end_idx", "numel"},
+    ),
     ("managers/io_struct.py", "UpdateWeightVersionReqInput", {"new_version", "abort_all_requests"}),
     ("managers/io_struct.py", "PauseGenerationReqInput", {"mode"}),
     ("managers/io_struct.py", "ContinueGenerationReqInput", set()),
