@@ -151,9 +151,17 @@ class RLJobSpec(Spec):
             refusal="weights.onUpdate must be wait on policy, got %s and maxStaleness 0; raise algorithm.maxStaleness or remove it",
             values=("$weights.onUpdate",),
             field="weights.onUpdate",
-        )
+        ),
+        Cel(
+            holds="$weights.onUpdate != 'keep_kv' || self.?algorithm.?importance.hasValue() || $algorithm.loss.name == 'decoupled_ppo'",
+            refusal="weights.onUpdate keep_kv needs algorithm.importance or loss decoupled_ppo, got neither; set one or take abort_resume",
+            field="weights.onUpdate",
+        ),
     )
     def _updates_in_flight(self) -> Iterator[str]:
+        corrected = self.algorithm.importance is not None or self.algorithm.loss.name == "decoupled_ppo"
+        if self.weights.on_update == "keep_kv" and not corrected:
+            yield "weights.onUpdate keep_kv needs algorithm.importance or loss decoupled_ppo, got neither; set one or take abort_resume"
         if self.weights.on_update != "wait" and not self.algorithm.max_staleness:
             yield f"weights.onUpdate must be wait on policy, got {self.weights.on_update} and maxStaleness 0; raise algorithm.maxStaleness or remove it"
 

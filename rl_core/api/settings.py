@@ -140,9 +140,9 @@ class WeightsSpec(Spec):
     """Size of a bucket, bytes."""
     encrypt: bool = False
     """Encrypt the stream (CURVE) instead of authenticating it only."""
-    on_update: Literal["wait", "abort_resume"] = "wait"
+    on_update: Literal["wait", "abort_resume", "keep_kv"] = "wait"
     """What happens to groups in flight when a version comes. wait: they end first; abort_resume: they are interrupted and go on with the new
-    weights from the tokens they have; needs algorithm.maxStaleness above 0."""
+    weights from the tokens they have; keep_kv: also with the keys and values they have. Both need algorithm.maxStaleness above 0."""
     content_check: bool = True
     """After each sync a rollout goes on with one fixed prompt, drawn with the training settings and a fixed seed; the trainer
     scores the same tokens, and their log-probabilities must agree."""

@@ -139,7 +139,7 @@ class RolloutWorkerBase(Worker):
 
         async def interrupt(deadline: float) -> None:
             server.close()
-            await engine.hold()
+            await engine.hold(keep_cache=self.spec.weights.on_update == "keep_kv")
 
         return interrupt
 

@@ -85,8 +85,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def hold(self) -> None:
-        """Return once nothing generates; what did goes on from its tokens, as what is submitted meanwhile begins, at the target's `resume`."""
+    async def hold(self, *, keep_cache: bool) -> None:
+        """Return once nothing generates; what did goes on from its tokens, as what is submitted meanwhile begins, at the target's `resume`.
+
+        Its keys and values are computed anew then, or kept; kept ones serve no other row.
+        """
         ...
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:

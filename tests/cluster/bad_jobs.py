@@ -292,6 +292,12 @@ CASES = (
             "weights.onUpdate must be wait on policy, got abort_resume and maxStaleness 0; raise algorithm.maxStaleness or remove it",
             SAME,
         ),
+        "kept-keys-without-a-correction": (
+            {"algorithm": {"maxStaleness": 1}, "weights": {"onUpdate": "keep_kv"}},
+            "spec.weights.onUpdate",
+            "weights.onUpdate keep_kv needs algorithm.importance or loss decoupled_ppo, got neither; set one or take abort_resume",
+            SAME,
+        ),
         "corrected-twice": (
             {"algorithm": {"loss": {"name": "decoupled_ppo"}, "recomputeLogProbs": True, "importance": {}}},
             "spec.algorithm.importance",

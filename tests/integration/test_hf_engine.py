@@ -22,6 +22,7 @@ from rl_core.rollouts.hf.decoder import LeanDecoder
 from rl_core.rollouts.hf.generic import TransformersDecoder
 from rl_core.rollouts.hf.models import model_from_files
 from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.sampling import SamplingParams
 
 SIZES = {
     "vocab_size": 100,
@@ -148,6 +149,28 @@ def test_weights_of_another_model_make_it_that_model(name):
     assert [o.ids for o in used.generate(prompts(), sampling)] == [
         o.ids for o in engine(second).generate(prompts(), sampling)
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_rows_parked_with_their_cache_go_on_as_the_new_model_does_over_the_old_ones_keys_and_values(name):
+    old, new, prompt = build(name), build(name), prompts()[0]
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.mul_(1.1)
+    used = engine(build(name))
+    used.submit(prompt, SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True), 1)
+    for _ in range(4):
+        used.step()
+    used.park(keep_cache=True)
+    used.load_weights(new.state_dict().items(), 7)
+    (_, output), *_ = [ended for _ in range(8) for ended in used.step()]
+    assert output.versions == [(0, 4, 0), (4, 12, 7)]
+    with torch.no_grad():
+        # The last token before the update is the first one that the new weights read.
+        cache = old(torch.tensor([[*prompt, *output.ids[:3]]]), use_cache=True).past_key_values
+        for read, expected, logprob in zip(output.ids[3:-1], output.ids[4:], output.logprobs[4:], strict=True):
+            scores = new(torch.tensor([[read]]), past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
+            assert int(scores.argmax()) == expected and abs(float(scores[expected]) - logprob) < 1e-4
 
 
 def test_bfloat16_stays_close_to_transformers_in_bfloat16():

@@ -58,6 +58,8 @@ class HFEngine:
         self.max_batch = max_batch
         self.max_seq_len = max_seq_len
         self.version = 0
+        self._parked = False
+        """Whether the running rows rest with their keys and values."""
         self._decoder: Decoder = decoder_for(model, max_seq_len=max_seq_len, compile=compile)
         self.eos_token_ids = frozenset(_eos_ids(model, tokenizer) | set(eos_token_ids))
         self._stop_ids = StopIds(self._decoder.vocab_size)
@@ -169,17 +171,22 @@ class HFEngine:
         """Drop these rows at the next step; they end without an output."""
         self._aborted.update(tickets)
 
-    def park(self) -> None:
-        """Take every running row off: it goes on from its tokens, by keys and values computed anew, at a later step.
+    def park(self, *, keep_cache: bool = False) -> None:
+        """Interrupt every running row until the next step: it goes on from its tokens, by keys and values computed anew.
 
-        The weights may change in between; each token keeps the version that drew it, and the seed of a row its place.
+        `keep_cache`: by those it has. The weights may change in between; each token keeps the version that drew it, and the seed of a row
+        its place.
         """
         parked = [
             replace(request, begun=self._rows.output(row, "", self.version))
             for row, request in enumerate(self._rows.requests)
         ]
-        self._remove(list(range(len(self._rows))))
-        self._waiting.extendleft(reversed(parked))
+        if keep_cache:
+            self._rows.requests[:] = parked
+            self._parked = True
+        else:
+            self._remove(list(range(len(self._rows))))
+            self._waiting.extendleft(reversed(parked))
 
     def reset(self) -> None:
         """Drop everything that runs or waits; after a step that failed too, when decoder and rows may differ."""
@@ -193,6 +200,7 @@ class HFEngine:
 
     def step(self) -> list[tuple[int, GenerationOutput]]:
         """Generate one token for every row (the first one for new rows); return (ticket, output) of those that ended."""
+        self._parked = False
         if self._aborted:
             self._drop_aborted()
         ended, self._ended = self._ended, []
@@ -230,16 +238,16 @@ class HFEngine:
         """Replace all weights by (name, tensor) pairs and serve them as `version`.
 
         Strict: unknown, missing, repeated or mis-shaped names -> DataError, nothing applied. Tensors must stay valid
-        until this returns. Raises RolloutConfigError while rows run: their keys and values are of the old weights.
+        until this returns. Raises RolloutConfigError while rows run that are not parked: their keys and values are of the old weights.
         """
         self._require_idle()
         self._decoder.weights.load(iterator)
         self.version = version
 
     def _require_idle(self) -> None:
-        if len(self._rows):
+        if len(self._rows) and not self._parked:
             raise RolloutConfigError(
-                f"weights cannot change while {len(self._rows)} rows run; finish or abort them first"
+                f"weights cannot change while {len(self._rows)} rows run; finish, park or abort them first"
             )
 
     def _admissible(self) -> list[Request]:

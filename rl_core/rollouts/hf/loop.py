@@ -34,7 +34,7 @@ class EngineLoop:
         self._tickets: dict[Hashable, int] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._holding = self._resting = False
+        self._holding = self._resting = self._keep_cache = False
         """Whether nothing may run, and whether nothing does."""
         self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
 
@@ -65,10 +65,10 @@ class EngineLoop:
             self._unwanted += wanted
             self._wake.notify_all()
 
-    def hold(self) -> None:
+    def hold(self, *, keep_cache: bool = False) -> None:
         """Generate nothing until `release`: rows that run are parked and go on then, new ones wait. Blocks until nothing runs."""
         with self._wake:
-            self._holding = True
+            self._holding, self._keep_cache = True, keep_cache
             self._wake.notify_all()
             while self._thread is not None and not (self._resting or self._closed):
                 self._wake.wait()
@@ -128,7 +128,7 @@ class EngineLoop:
         return not self._resting if self._holding else bool(self._owners)
 
     def _rest(self) -> None:
-        self.engine.park()
+        self.engine.park(keep_cache=self._keep_cache)
         with self._wake:
             self._resting = self._holding
             self._wake.notify_all()

@@ -76,9 +76,9 @@ class ServedEngine:
             allow_truncated_sampling=self._allow_truncated,
         )
 
-    async def hold(self) -> None:
+    async def hold(self, *, keep_cache: bool) -> None:
         """Interrupt what generates; see `Engine.hold`."""
-        await asyncio.to_thread(self.loop.hold)
+        await asyncio.to_thread(self.loop.hold, keep_cache=keep_cache)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Do nothing: this engine ends with its process."""

@@ -77,7 +77,8 @@ class SGLangEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = -1
         """Version of the weights that new tokens come from."""
-        self._paused = False
+        self.paused: PauseMode | None = None
+        """How its rows are paused; None = they run."""
         self._source, self._environ, self._memory = source, environ, memory
         self._start_seconds, self._patience, self._on_tokens = start_seconds, patience, on_tokens
         self._lost: Callable[[str], None] = lambda reason: None
@@ -189,14 +190,14 @@ class SGLangEngine:
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
         """Return once no row gets a further token until `go_on`; rows are neither lost nor given back."""
-        self._paused = True
+        self.paused = mode
         await asyncio.wait_for(asyncio.wrap_future(self.call("pause", mode=mode)), seconds)
 
     async def go_on(self, seconds: float) -> None:
         """Let paused rows go on, with the weights that the engine has then; nothing to do unless paused."""
-        if self._paused:
+        if self.paused:
             await asyncio.wait_for(asyncio.wrap_future(self.call("go_on")), seconds)
-            self._paused = False
+            self.paused = None
 
     def _living(self) -> EngineProcess:
         if self._process is None:
@@ -344,7 +345,7 @@ class SGLangEngine:
         with self._lock:
             self._process = None
             self.version = -1
-            self._paused = False
+            self.paused = None
             waiting, self._waiting = self._waiting, _Waiting()
         for one in waiting.rows.values():
             one.sink([(one.row.key, GenerationUnavailable("the engine's process is gone; the row was not finished"))])

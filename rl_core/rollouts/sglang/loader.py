@@ -58,14 +58,15 @@ class Loader:
         )
         _require(await self._manager.update_weights_from_tensor(request, None))
 
-    async def end(self, version: int) -> dict[str, str]:
-        """Serve what was loaded as `version`, without any cache of before; return the checksums of the engine's tensors.
+    async def end(self, version: int, *, keep_cache: bool) -> dict[str, str]:
+        """Serve what was loaded as `version`, without any cache of before unless kept; return the checksums of the engine's tensors.
 
         None of them on a GPU.
         """
         await self._close()
-        flushed = await self._manager.flush_cache()
-        _require((flushed.success, flushed.message))
+        if not keep_cache:
+            flushed = await self._manager.flush_cache()
+            _require((flushed.success, flushed.message))
         request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         await self._manager.update_weight_version(request)
         return await self.checksums() if self._provable else {}

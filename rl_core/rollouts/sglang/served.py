@@ -113,9 +113,9 @@ class ServedEngine:
             allow_truncated_sampling=self._allow_truncated,
         )
 
-    async def hold(self) -> None:
-        """Interrupt what generates; see `Engine.hold`. Rows go back to the engine's queue with the tokens they have."""
-        await self.engine.pause("retract", self._seconds)
+    async def hold(self, *, keep_cache: bool) -> None:
+        """Interrupt what generates; see `Engine.hold`. Rows go back to the engine's queue with the tokens they have, or stay in its batch."""
+        await self.engine.pause("in_place" if keep_cache else "retract", self._seconds)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Tell of the child's end and of its successor."""

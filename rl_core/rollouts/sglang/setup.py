@@ -64,6 +64,9 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "skip_server_warmup": True,
         "log_level": "warning",
     }
+    if spec.weights.on_update == "keep_kv":
+        # Prefixes of other rows would be of older weights; a step that overlaps the update would count as one of the new ones.
+        common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
     if device == "cpu":
         return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
     return common | {"device": "cuda", "base_gpu_id": int(device.partition(":")[2] or 0)}

@@ -72,8 +72,8 @@ class FakeEngine:
         self.configs.append((config, validation))
         return self.backend
 
-    async def hold(self):
-        self.log.append("hold")
+    async def hold(self, *, keep_cache):
+        self.log.append(f"hold, keep_cache={keep_cache}")
 
     def watch(self, lost, back):
         self.lost, self.back = lost, back
