@@ -90,8 +90,8 @@ class Loader:
     @staticmethod
     def _end(place: TensorPlace) -> int:
         """Return the byte after a tensor."""
-        dtype: torch.dtype = getattr(torch, place.dtype)
-        return place.offset + torch.Size(place.shape).numel() * dtype.itemsize
+        nbytes: int = torch.Size(place.shape).numel() * getattr(torch, place.dtype).itemsize
+        return place.offset + nbytes
 
 
 def _require(answer: tuple[bool, str]) -> None:
