@@ -7,7 +7,8 @@ fits any cut of the same model.
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rl_core.actors import checkpoint, export
 from rl_core.actors.ranks import ParallelSizes, Ranks
+from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import Residency
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.slices import LocalSlice
@@ -51,9 +53,23 @@ class ModelManager(Residency):
         self.global_step = 0
         self.sync_names: list[tuple[str, str | None]] = []
         """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
+        self._reference: ReferencePolicy | None = None
         super().__init__()
 
     # What the backend's manager answers -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _set_up(self) -> None:
+        """Build, fill and wrap the model, list `sync_names`, build the optimizer and its schedule."""
+
+    @property
+    @abstractmethod
+    def model_config(self) -> Any:
+        """Return the configuration that transformers has of the model."""
+
+    @abstractmethod
+    def _parameter_tensors(self) -> Sequence[Tensor]:
+        """Return what this rank stores of the parameters."""
 
     @abstractmethod
     def _gradient_norm(self) -> float:
@@ -94,6 +110,38 @@ class ModelManager(Residency):
     @abstractmethod
     def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
         """Return the weights as they are, floating ones in `dtype`; every rank calls its `finish`."""
+
+    # Set-up ---------------------------------------------------------------------------------------------------------
+
+    def setup_model_and_optimizer(self) -> None:
+        """Build model, optimizer and schedule; keep the starting weights as reference policy where a KL needs one.
+
+        Raises RuntimeError when called twice.
+        """
+        if self.sync_names:
+            raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
+        with self.ranks.guard("setting up the model"):
+            self._set_up()
+        if self.cfg.algorithm.needs_reference:
+            self._reference = ReferencePolicy(self._parameter_tensors())
+
+    @property
+    def max_length(self) -> int:
+        """Longest row in tokens: the configured limit, else the model's."""
+        return int(self.cfg.rollout.max_sequence_length or self.model_config.max_position_embeddings)
+
+    @property
+    def hidden_size(self) -> int:
+        """Hidden size of the model."""
+        return int(self.model_config.hidden_size)
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its starting weights. Raises RuntimeError where the loss has no KL term."""
+        if self._reference is None:
+            raise RuntimeError(
+                "the reference policy is kept only with algorithm.loss.klCoefficient above 0, got 0; set it"
+            )
+        return self._reference.swapped()
 
     # Steps ----------------------------------------------------------------------------------------------------------
 

@@ -1,43 +1,19 @@
 """The train backend of language models under FSDP2: packed micro-batches, one after the other, through the manager's model."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from rl_core.actors.backend import Objective, Proceed, Scores, StepCancelled
 from rl_core.actors.forward import PackedBatch, score
 from rl_core.actors.fsdp.manager import FSDPModelManager
-from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.rows import StepRows
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.stats import Stat
-from rl_core.api.job import RLJobSpec
 
 
 class FSDPBackend(FSDPModelManager):
     """A TrainBackend. All its ranks are data ranks, and each has the whole model's scores and loss."""
-
-    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
-        super().__init__(cfg, world_size, rank)
-        self._reference: ReferencePolicy | None = None
-
-    def setup_model_and_optimizer(self) -> None:
-        """Set up as the manager does; keep the starting weights as reference policy where KL needs one."""
-        super().setup_model_and_optimizer()
-        if self.cfg.algorithm.needs_reference:
-            self._reference = ReferencePolicy([self.strategy.local(p.detach()) for p in self.model.parameters()])
-
-    @property
-    def max_length(self) -> int:
-        """Longest row in tokens: the configured limit, else the model's."""
-        return int(self.cfg.rollout.max_sequence_length or self.model.config.max_position_embeddings)
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the model."""
-        return int(self.model.config.hidden_size)
 
     def forward_backward(
         self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
@@ -85,11 +61,3 @@ class FSDPBackend(FSDPModelManager):
         self._require_loaded("a forward pass")
         columns = rows.columns
         return PackedBatch.of(columns.input_ids, rows.lengths, columns.loss_mask, self.compute_device)
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its starting weights. Raises RuntimeError where the loss has no KL term."""
-        if self._reference is None:
-            raise RuntimeError(
-                "the reference policy is kept only with algorithm.loss.klCoefficient above 0, got 0; set it"
-            )
-        return self._reference.swapped()

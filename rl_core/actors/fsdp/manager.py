@@ -55,14 +55,18 @@ class FSDPModelManager(ModelManager):
         attach_scoring(model)
         return model
 
-    def setup_model_and_optimizer(self) -> None:
-        """Build, wrap and fill the model; build optimizer and schedule. Raises RuntimeError when called twice."""
-        if hasattr(self, "model"):
-            raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
-        with self.ranks.guard("setting up the model"):
-            self.model = self._build()
-            self.optimizer = self.build_optimizer(self.model)
-            self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
+    def _set_up(self) -> None:
+        self.model = self._build()
+        self.optimizer = self.build_optimizer(self.model)
+        self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
+
+    @property
+    def model_config(self) -> Any:
+        """Return the configuration that transformers has of the model."""
+        return self.model.config
+
+    def _parameter_tensors(self) -> list[Tensor]:
+        return [self.strategy.local(parameter.detach()) for parameter in self.model.parameters()]
 
     def _build(self) -> nn.Module:
         model = self.model_provider_func()

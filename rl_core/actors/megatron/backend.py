@@ -1,7 +1,6 @@
 """The train backend of language models under megatron-core: micro-batches through its schedules."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +13,11 @@ from rl_core.actors.forward import PackedBatch
 from rl_core.actors.megatron import library
 from rl_core.actors.megatron.manager import MegatronModelManager
 from rl_core.actors.megatron.packing import Packing
-from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.rows import StepRows
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.logprobs import hidden_scores
 from rl_core.algorithms.score_functions import VocabularyShard
 from rl_core.algorithms.stats import Stat
-from rl_core.api.job import RLJobSpec
 from rl_core.batching.packing import unpack_rows
 
 Answer = Callable[[StepRows, Scores], Any]
@@ -29,26 +26,6 @@ Answer = Callable[[StepRows, Scores], Any]
 
 class MegatronBackend(MegatronModelManager):
     """A TrainBackend. Ranks of one replica (tensor, pipeline) train the same rows; the last stage's have scores and a loss."""
-
-    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
-        super().__init__(cfg, world_size, rank)
-        self._reference: ReferencePolicy | None = None
-
-    def setup_model_and_optimizer(self) -> None:
-        """Set up as the manager does; keep the starting weights as reference policy where KL needs one."""
-        super().setup_model_and_optimizer()
-        if self.cfg.algorithm.needs_reference:
-            self._reference = ReferencePolicy([p.detach() for p in self._parameters().values()])
-
-    @property
-    def max_length(self) -> int:
-        """Longest row in tokens: the configured limit, else the model's."""
-        return int(self.cfg.rollout.max_sequence_length or self.template.config.max_position_embeddings)
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the model."""
-        return int(self.template.config.hidden_size)
 
     def forward_backward(
         self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
@@ -177,11 +154,3 @@ class MegatronBackend(MegatronModelManager):
         return PackedBatch.of(
             columns.input_ids, rows.lengths, columns.loss_mask, self.compute_device, multiple=multiple
         )
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its starting weights. Raises RuntimeError where the loss has no KL term."""
-        if self._reference is None:
-            raise RuntimeError(
-                "the reference policy is kept only with algorithm.loss.klCoefficient above 0, got 0; set it"
-            )
-        return self._reference.swapped()

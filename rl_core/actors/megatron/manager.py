@@ -50,21 +50,26 @@ class MegatronModelManager(ModelManager):
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
-    def setup_model_and_optimizer(self) -> None:
-        """Build, fill and wrap the model; build the optimizer. Raises RuntimeError when called twice."""
-        if hasattr(self, "stages"):
-            raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
+    def _set_up(self) -> None:
         # Names, shapes and ties as transformers has them; it holds no memory.
         self.template = hf.build_model(self._hf_config, dtype=self.dtype)
         aliases = hf.tied_names(self.template)
         self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(self.template)]
-        with self.device_layer(), self.ranks.guard("setting up the model"):
+        with self.device_layer():
             self._make_groups()
             tensor = self.parallel.tensor
             self.cut = Cut.of(self.template.config, rank=self.ranks.rank % tensor, ranks=tensor)
             self._build(self._hf_config["architectures"][0], aliases)
             self._build_optimizer()
             self._sent_parts = SentParts(self._sent(self._weight_pieces()), self.ranks)
+
+    @property
+    def model_config(self) -> Any:
+        """Return the configuration that transformers has of the model."""
+        return self.template.config
+
+    def _parameter_tensors(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._parameters().values()]
 
     def _make_groups(self) -> None:
         state = library.parallel_state
