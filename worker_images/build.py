@@ -42,8 +42,8 @@ class Image:
     """Files and folders of the repository that are in it."""
 
 
-_TORCH = ("worker_images/requirements/rollout-{accelerator}.txt", "worker_images/without_cuda.py")
 _REQUIREMENTS = "worker_images/requirements/{}.txt"
+_TORCH = (_REQUIREMENTS.format("torch-{accelerator}"), "worker_images/without_cuda.py")
 IMAGES = {
     "rollout": Image(dockerfile="Dockerfile.rollout", packages=_TORCH),
     "actor": Image(

@@ -2,8 +2,8 @@
 
     python worker_images/lock.py [--check]      (make lock)
 
-`actor.txt` holds what the actor needs beyond `rollout-*.txt`: the two images share the layer of the latter. `build.txt` holds the tools
-that make the images. Each requirement carries the digests of all its files, of every platform.
+Actor and rollout share the layer of `torch-*.txt`; `actor.txt` holds what the actor needs beyond it. `build.txt` holds the
+tools that make the images. Each requirement carries the digests of all its files, of every platform.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class Lock:
 
     extra: str | None = None
     """An extra of pyproject.toml."""
-    excludes: tuple[str, ...] = ("not-shipped.txt",)
+    excludes: tuple[str, ...] = ()
     adds: tuple[str, ...] = ()
     """Files with packages that no extra brings, or whose requirer is excluded."""
     without: str | None = None
@@ -36,9 +36,9 @@ class Lock:
 
 
 LOCKS = {
-    "rollout-cuda.txt": Lock(extra="rollout"),
-    "rollout-cpu.txt": Lock(extra="rollout", excludes=("not-shipped.txt", "cuda-only.txt"), adds=("cpu-keeps.txt",)),
-    "actor.txt": Lock(extra="actor", without="rollout-cuda.txt"),
+    "torch-cuda.txt": Lock(extra="rollout", excludes=("not-in-torch.txt",)),
+    "torch-cpu.txt": Lock(extra="rollout", excludes=("not-in-torch.txt", "cuda-only.txt"), adds=("cpu-keeps.txt",)),
+    "actor.txt": Lock(extra="actor", excludes=("not-in-torch.txt",), without="torch-cuda.txt"),
     "env.txt": Lock(extra="env"),
     "operator.txt": Lock(extra="operator", excludes=("not-in-operator.txt",)),
     "build.txt": Lock(adds=("build-tools.txt",)),

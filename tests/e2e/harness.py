@@ -47,12 +47,25 @@ def job_document(tiny: Path, **spec) -> dict:
     return document
 
 
-class Run:
+class Output:
+    """The output folder of a run, on this machine or of a job on a volume."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output = folder
+
+    def lines(self, name: str) -> list[dict]:
+        path = self.output / name
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+class Run(Output):
     """One `rljob run` and its output folder."""
 
     def __init__(self, folder: Path, document: dict, *arguments: str, python_path: Path | None = None) -> None:
+        super().__init__(folder / "out")
         folder.mkdir(parents=True, exist_ok=True)
-        self.output = folder / "out"
         self.job = folder / "job.yaml"
         self.job.write_text(yaml.safe_dump(document))
         self.arguments = arguments
@@ -107,12 +120,6 @@ class Run:
     def at_step(self, step: int) -> None:
         self.until(lambda: any(line["step"] >= step for line in self.lines("metrics.jsonl")[-1:]), f"step {step}")
 
-    def lines(self, name: str) -> list[dict]:
-        path = self.output / name
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
     def status(self) -> dict:
         path = self.output / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
@@ -141,7 +148,7 @@ class Run:
             self.process.wait(60)
 
 
-def assert_trained_once(run: Run, *, steps: int, groups: int, staleness: int = 0) -> None:
+def assert_trained_once(run: Output, *, steps: int, groups: int, staleness: int = 0) -> None:
     """Every step of the final history trained exactly `groups` groups, no group twice (I1), no token older than the bound."""
     ledger = run.lines("ledger.jsonl")
     assert Counter(line["step"] for line in ledger) == dict.fromkeys(range(1, steps + 1), groups)

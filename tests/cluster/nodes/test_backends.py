@@ -1,0 +1,91 @@
+"""Jobs that choose another trainer or another engine, on a random model that both nodes read from one volume."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Output, assert_trained_once
+from jobs_on_nodes import SPREAD, Job, small
+from testcluster.access import Access
+
+TINY = Path(__file__).parents[2] / "e2e" / "make_tiny.py"
+SHARED = "shared"
+REWARD = """
+def letter_a(prompts, completions, **columns):
+    return [text.count("a") / max(len(text), 1) for text in completions]
+"""
+MINUTES = 60.0
+GROUPS = 8
+"""Of a step, in jobs that `small` makes."""
+
+
+@pytest.fixture(scope="module")
+def shared(operator: Access, training: str) -> Path:
+    """A folder of this machine as a claim that pods of both nodes write to, with model and data in it."""
+    folder = operator.cluster.state.folder / SHARED
+    folder.mkdir()
+    subprocess.run([sys.executable, TINY, folder], check=True, timeout=600)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 1000, 1000)
+    capacity = {"storage": "1Gi"}
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": SHARED}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": SHARED},
+        "spec": {**common, "capacity": capacity, "hostPath": {"path": str(folder), "type": "Directory"}},
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": SHARED},
+        "spec": {**common, "resources": {"requests": capacity}},
+    }
+    code = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "letters"}, "data": {"reward.py": REWARD}}
+    operator.apply(volume, claim, code, namespace=training)
+    return folder
+
+
+def tiny(name: str, *, steps: int, **changes: Any) -> dict:
+    """A job on the volume `shared`."""
+    chosen = {
+        "code": {"configMap": "letters"},
+        "env": {"type": "reward", "reward": "reward:letter_a", "resources": {"requests": {"memory": "128Mi"}}},
+        "actor__volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": SHARED}}],
+        "actor__initContainers": [],
+        "actor__optimizer__learningRate": 5.0e-3,
+        "rollout__replicas": 1,
+    }
+    return small(name, steps=steps, **chosen | changes)
+
+
+def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trains_every_group_once(
+    shared: Path, submit: Callable[[dict], Job]
+) -> None:
+    steps = 60
+    actor = {"backend": "megatron", "parallel": {"tensor": 2}, "replicas": 2, "topologySpreadConstraints": SPREAD}
+    job = submit(tiny("gang", steps=steps, **{f"actor__{name}": value for name, value in actor.items()}))
+    then = job.wait(
+        "a checkpoint", lambda status: (status.get("checkpoint", {}).get("lastStep") or 0) >= 5, seconds=15 * MINUTES
+    )
+    before = job.pods("actor")
+    assert len({pod["spec"]["nodeName"] for pod in before.values()}) == 2
+    job.kill("gang-actor-1")
+    status = job.wait("a new epoch", lambda status: status["epoch"] == then["epoch"] + 1, seconds=3 * MINUTES)
+    for name, pod in before.items():
+        job.wait_replaced(name, pod["metadata"]["uid"], seconds=9 * MINUTES)
+    status = job.wait("the end", lambda status: status["phase"] in ("Succeeded", "Failed"), seconds=15 * MINUTES)
+    assert (status["phase"], status["step"], status["totalRestarts"]) == ("Succeeded", steps, 1), job.condition(
+        "Failed"
+    )
+    (folder,) = (shared / "checkpoints").glob("gang-*")
+    output = Output(folder)
+    assert_trained_once(output, steps=steps, groups=GROUPS)
+    lines = [line for line in output.lines("metrics.jsonl") if line["step"]]
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5]), rewards
+    assert lines[-1]["weights/content_check_passed_total"] > 0
