@@ -27,11 +27,14 @@ from rl_core.messages.engine import TensorPlace
 class Loader:
     """The weight updates of one engine."""
 
-    def __init__(self, manager: Any, shared: mmap.mmap, *, device: str) -> None:
-        """`manager` is the engine's tokenizer manager, which speaks to its scheduler; `device` is where the model lies."""
+    def __init__(self, manager: Any, shared: mmap.mmap, *, device: str, ranks: int) -> None:
+        """`manager` is the engine's tokenizer manager, which speaks to its schedulers; `device` is where the model lies.
+
+        `ranks`: processes that share the model; each takes its own slices of what all are given.
+        """
         self._manager = manager
         self._memory = torch.frombuffer(shared, dtype=torch.uint8)
-        self._open = False
+        self._open, self._ranks = False, ranks
         self._provable = device == "cpu"
         """On a GPU the engine's checksum is a kernel's: the weights lie in the worker's host memory and have none to compare with."""
 
@@ -52,7 +55,7 @@ class Loader:
             "metadata": [self._metadata(place) for place in places],
         }
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)],
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)] * self._ranks,
             load_format="flattened_bucket",
             flush_cache=False,
         )

@@ -29,7 +29,9 @@ class Server:
     def __init__(self, engine: Any, shared: mmap.mmap, writer: asyncio.StreamWriter) -> None:
         """`shared` is the memory in which tensors come."""
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
-        self._loader = Loader(engine.tokenizer_manager, shared, device=engine.server_args.device)
+        self._loader = Loader(
+            engine.tokenizer_manager, shared, device=engine.server_args.device, ranks=engine.server_args.tp_size
+        )
         self._ended: list[EngineOutput] = []
         self._tokens = 0
         """Tokens of rows that ended."""

@@ -69,7 +69,8 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
     if device == "cpu":
         return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
-    return common | {"device": "cuda", "base_gpu_id": int(device.partition(":")[2] or 0)}
+    first = int(device.partition(":")[2] or 0)
+    return common | {"device": "cuda", "base_gpu_id": first, "tp_size": max(1, spec.rollout.gpus)}
 
 
 def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
