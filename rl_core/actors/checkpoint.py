@@ -4,7 +4,7 @@ model/shard-*.safetensors  optimizer/shard-*.safetensors  rng/rank-00000.json  a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rl_core.checkpoint.tensors import read_shards, write_shard
 COUNTERS = "actor.json"
 FORMAT = 1
 
-Slices = Mapping[str, LocalSlice]
+Slices = Mapping[str, Sequence[LocalSlice]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +76,8 @@ def save(folder: Path, ranks: Ranks, counters: Counters, *, model: Slices, optim
     try:
         (folder / "rng").mkdir(parents=True, exist_ok=True)
         for name, slices in (("model", model), ("optimizer", optimizer)):
-            parts = {key: (part.tensor, part.offset) for key, part in slices.items()}
-            write_shard(folder / name, parts, rank=ranks.rank)
+            boxes = {key: [(part.tensor, part.offset) for part in parts] for key, parts in slices.items()}
+            write_shard(folder / name, boxes, rank=ranks.rank)
         write_file(_rng_file(folder, ranks.rank), json.dumps(capture_rng()).encode())
         if ranks.rank == 0:
             write_file(folder / COUNTERS, counters.to_json())
@@ -98,7 +98,10 @@ def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, seed: 
     counters = Counters.read(folder)
     _verify(folder, ranks)
     for name, slices in (("model", model), ("optimizer", optimizer)):
-        read_shards(folder / name, {key: (part.tensor, part.offset, part.shape) for key, part in slices.items()})
+        read_shards(
+            folder / name,
+            {key: [(part.tensor, part.offset, part.shape) for part in parts] for key, parts in slices.items()},
+        )
     if counters.world_size == ranks.size:
         restore_rng(json.loads(_rng_file(folder, ranks.rank).read_text()))
     else:

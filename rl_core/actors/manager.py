@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Slices = dict[str, LocalSlice]
+Slices = dict[str, list[LocalSlice]]
+"""Name of a tensor -> its boxes on this rank."""
 
 
 class ModelManager(Residency):
@@ -88,8 +89,12 @@ class ModelManager(Residency):
         """Forget the gradients. Not collective."""
 
     @abstractmethod
-    def named_slices(self) -> Slices:
+    def named_slices(self) -> dict[str, LocalSlice]:
         """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
+
+    @abstractmethod
+    def master_slices(self) -> Slices:
+        """Return what this rank's optimizer updates of the weights, float32, by Hugging Face name. Not collective."""
 
     @abstractmethod
     def moment_slices(self) -> Slices:
@@ -195,7 +200,7 @@ class ModelManager(Residency):
                 Path(save_path),
                 self.ranks,
                 self._counters(step),
-                model=self._written(self.named_slices()),
+                model=self._written(self.master_slices()),
                 optimizer=self._written(self.moment_slices()),
             )
 
@@ -215,7 +220,7 @@ class ModelManager(Residency):
         Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
         """
         with self.loaded(), self.ranks.guard("loading a checkpoint"):
-            weights, moments = self.named_slices(), self.moment_slices()
+            weights, moments = self.master_slices(), self.moment_slices()
             counters = checkpoint.load(
                 Path(load_path), self.ranks, model=weights, optimizer=moments, seed=self.cfg.algorithm.seed
             )

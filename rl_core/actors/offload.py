@@ -35,7 +35,7 @@ class Offloader:
         for storage in (tensor.untyped_storage() for tensor in distinct_storages(tensors)):
             if not storage.nbytes():
                 continue
-            source = _bytes_of(storage)
+            source = bytes_of(storage)
             held = torch.empty_like(source, device=self.target, pin_memory=self.pin)
             held.copy_(source)
             self._held.append((storage, held))
@@ -57,7 +57,7 @@ class Offloader:
                     f"reload must go back to {storage.device}, got {device}; storages cannot change their device"
                 )
             storage.resize_(held.numel())
-            _bytes_of(storage).copy_(held)
+            bytes_of(storage).copy_(held)
             self.bytes += held.numel()
         _synchronize(self._held)
         self._held.clear()
@@ -72,7 +72,8 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a storage as uint8 [bytes], sharing memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

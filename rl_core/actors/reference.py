@@ -6,15 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_core.actors.offload import distinct_storages
+from rl_core.actors.offload import bytes_of, distinct_storages
 
 
 class ReferencePolicy:
     """This rank's share of the starting weights, in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors`, those this rank stores, as they are now (each storage once)."""
-        self._live = distinct_storages(tensors)
+        """Copy `tensors`, those this rank stores, as they are now: each storage once and whole, whatever views of it are given."""
+        self._live = [bytes_of(tensor.untyped_storage()) for tensor in distinct_storages(tensors)]
         self._held = [tensor.to("cpu", copy=True) for tensor in self._live]
 
     @contextmanager

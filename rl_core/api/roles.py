@@ -86,6 +86,8 @@ class OptimizerSpec(Spec):
     """Added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay; not applied to 1-D parameters."""
+    distributed: bool = True
+    """Each data-parallel process updates a share of the weights and has the moments of it alone; false: megatron only, all have all."""
     schedule: ScheduleSpec = ScheduleSpec()
     """Learning-rate schedule."""
 
@@ -188,6 +190,18 @@ class ActorSpec(FabricRoleSpec):
             yield (
                 f"replicas x processesPerPod must be divisible by parallel.tensor x pipeline = {parallel.model}, got {self.world_size}; change replicas"
             )
+
+    @rule(
+        Cel(
+            holds="$backend == 'megatron' || $optimizer.distributed",
+            refusal="optimizer.distributed false needs backend megatron, got %s; choose it or remove distributed",
+            values=("$backend",),
+            field="optimizer",
+        )
+    )
+    def _distributed(self) -> Iterator[str]:
+        if self.backend != "megatron" and not self.optimizer.distributed:
+            yield f"optimizer.distributed false needs backend megatron, got {self.backend}; choose it or remove distributed"
 
 
 class SamplingSpec(Spec):

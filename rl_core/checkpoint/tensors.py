@@ -5,7 +5,7 @@ reader can load them. No rank talks to another and nothing is pickled.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,29 +35,39 @@ class _Stored:
         return tuple(start + n for start, n in zip(self.offset, self.values.get_shape(), strict=True))
 
 
-def write_shard(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...]]], *, rank: int) -> None:
-    """Write and sync this rank's `parts`: name -> (local tensor, offset of its first element in the full tensor).
+Box = tuple[Tensor, tuple[int, ...]]
+"""(local tensor, offset of its first element in the full tensor)."""
 
-    A rank without parts writes nothing. Raises OSError as the storage does.
+
+def write_shard(folder: Path, parts: Mapping[str, Sequence[Box]], *, rank: int) -> None:
+    """Write and sync this rank's `parts`: name -> what the rank holds of the tensor, in boxes that do not overlap.
+
+    A file has one box of a tensor at most: there are as many as the tensor in most boxes has, none for a rank without parts.
+    Raises OSError as the storage does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: (tensor, offset) for name, (tensor, offset) in parts.items() if tensor.numel()}
-    if not held:
-        return
-    offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in held.items()}
+    held = {name: [box for box in boxes if box[0].numel()] for name, boxes in parts.items()}
+    files = max(map(len, held.values()), default=0)
+    for number in range(files):
+        path = folder / f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{files:05d}.safetensors"
+        _write_file(path, {name: boxes[number] for name, boxes in held.items() if len(boxes) > number})
+    if files:
+        sync_folder(folder)
+
+
+def _write_file(path: Path, boxes: Mapping[str, Box]) -> None:
+    offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in boxes.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}
-    path = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
     try:
-        save_file({name: tensor.detach().contiguous() for name, (tensor, _) in held.items()}, path, metadata)
+        save_file({name: tensor.detach().contiguous() for name, (tensor, _) in boxes.items()}, path, metadata)
     except SafetensorError as error:
         # The library wraps the system's error as text; writing the path again brings out the number.
         raise _as_os_error(path, error) from error
     sync_file(path)
-    sync_folder(folder)
 
 
-def read_shards(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Fill `parts` in place from the files of all ranks: name -> (local tensor, its offset in the full tensor, full shape).
+def read_shards(folder: Path, parts: Mapping[str, Sequence[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]]) -> None:
+    """Fill `parts` in place from the files of all ranks: name -> (local tensor, its offset in the full tensor, full shape) of each box.
 
     Raises FileNotFoundError without files, DataError naming tensor and folder for a missing tensor, another shape or type.
     """
@@ -69,10 +79,12 @@ def read_shards(folder: Path, parts: Mapping[str, tuple[Tensor, tuple[int, ...],
     try:
         with ExitStack() as opened:
             stored = _stored({file: opened.enter_context(safe_open(file, framework="pt")) for file in files})
-            for name, (_, _, shape) in parts.items():
-                _check_shape(folder, name, stored.get(name, []), shape)
-            for name, (tensor, offset, _) in parts.items():
-                _fill(folder, name, tensor.detach(), offset, stored[name])
+            for name, boxes in parts.items():
+                for _, _, shape in boxes:
+                    _check_shape(folder, name, stored.get(name, []), shape)
+            for name, boxes in parts.items():
+                for tensor, offset, _ in boxes:
+                    _fill(folder, name, tensor.detach(), offset, stored[name])
     except SafetensorError as error:
         raise DataError(f"tensors in {folder} cannot be read: {error}; resume from another checkpoint") from error
 

@@ -31,7 +31,16 @@ INVARIANT_FIELDS = (
 )
 """Fields that alter what a resumed run computes, but for those below them that may change (MAY_CHANGE)."""
 MAY_CHANGE = frozenset(
-    {"steps", "maxStaleness", "learningRate", "path", "maxDroppedGroups", "maxConsecutiveDrops", "maxGenerationBatches"}
+    {
+        "steps",
+        "maxStaleness",
+        "learningRate",
+        "distributed",
+        "path",
+        "maxDroppedGroups",
+        "maxConsecutiveDrops",
+        "maxGenerationBatches",
+    }
 )
 NOTHING = object()
 SIZES = ("hidden", "layers", "vocab", "kv_heads", "head_dim")

@@ -61,6 +61,12 @@ CASES = (
             "batching perGroup and compile need engine hf, got sglang; choose it or remove them",
             SAME,
         ),
+        "whole-moments-without-megatron": (
+            {"actor": {"optimizer": {"distributed": False}}},
+            "spec.actor.optimizer",
+            "optimizer.distributed false needs backend megatron, got fsdp2; choose it or remove distributed",
+            SAME,
+        ),
         "processes-not-divisible": (
             {"actor": {"backend": "megatron", "replicas": 3, "parallel": {"tensor": 2, "pipeline": 2}}},
             "spec.actor.parallel",

@@ -110,6 +110,7 @@ class Rank:
         """Take everything away and bring it back."""
         self.actor.offload_param_and_grad(True)
         self.actor.offload_optimizer()
+        self.seen["moment_bytes"] = self.actor.offload_metrics["offload/bytes"]
         self.actor.load_param_and_grad(0, True)
         self.actor.load_optimizer(0)
 

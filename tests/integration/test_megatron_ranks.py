@@ -3,16 +3,26 @@
 FSDP2 on one rank, itself held against transformers and TRL, is the reference; one launch of ranks runs the scenarios of a layout.
 """
 
+import contextlib
+import itertools
+import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rl_core.checkpoint.store import CheckpointStore
+from rl_core.checkpoint.tensors import SHARDING
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from actor_samples import make_model, make_spec  # noqa: E402
 from fsdp_harness import run_here, run_ranks, scenario  # noqa: E402
+from fsdp_rank import Rank  # noqa: E402
 
 PLAIN: dict = {}
 FULL = {
@@ -74,6 +84,11 @@ def assert_trained_alike(ours: dict, theirs: dict) -> None:
         assert ours["state"][name] == pytest.approx(values, abs=1e-5), name
 
 
+def assert_same_tensors(ours: Path, theirs: Path) -> None:
+    one, two = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in two)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
@@ -104,96 +119,126 @@ def reference(models):
     return run
 
 
-OF_FOUR = {"tensor 2 data 2": {"tensor": 2}, "tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2}}
+OF_FOUR = {"tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2}, "tensor 2 data 2": {"tensor": 2}}
 CASES = [("plain", "tied"), ("full", "untied"), ("recomputed", "llama"), ("plain", "qwen3")]
+EVERYWHERE = CASES[:2]
+PAIRED = [
+    *((layout, case) for layout in LAYOUTS for case in EVERYWHERE),
+    # Norms of queries and keys that tensor ranks share, a vocabulary that they do not divide, layers that are run again in rounds.
+    *((layout, case) for layout in ("tensor 2", "tensor 2 sequence") for case in CASES[2:]),
+    ("interleaved 2", ("recomputed", "llama")),
+]
+CHAIN = [*OF_FOUR, "fsdp2 of two", *LAYOUTS, "data 2 whole", "one", "fsdp2 of one"]
+"""Each goes on from the checkpoint of the one before it."""
+
+
+def link(folder: Path, models: dict, name: str) -> tuple[dict, list]:
+    """Return (spec, verbs) of a link of the chain: the first trains a step, each saves and trains another one."""
+    at, model = CHAIN.index(name), models["tied"]
+    begin = ["load", str(folder / f"chain {at - 1}")] if at else ["train", 1]
+    verbs = [begin, ["save", str(folder / f"chain {at}"), 1], ["train", 2]]
+    if name.startswith("fsdp2"):
+        return fsdp(model, actor__replicas=2 if "two" in name else 1), verbs
+    if name == "one":
+        return megatron(model), verbs
+    if name == "data 2 whole":
+        return of_two(model, {}, actor__optimizer__distributed=False), verbs
+    parallel, replicas = (OF_FOUR[name], 4) if name in OF_FOUR else (LAYOUTS[name], 2)
+    return megatron(model, actor__parallel=parallel, actor__replicas=replicas), verbs
 
 
 @pytest.fixture(scope="module")
-def pair(folder, models):
-    """What each of two ranks saw, by scenario."""
+def four(folder, models):
+    """What each of four ranks saw, by scenario; the first links of the chain."""
     scenarios = [
-        scenario(f"{layout} {changes} {model}", spec, TRAIN_AND_LOOK, world_size=2)
-        for layout, parallel in LAYOUTS.items()
-        for changes, model in CASES
-        for spec in [of_two(models[model], parallel, **CHANGES[changes])]
+        scenario(layout, of_two(models["untied"], parallel, actor__replicas=4, **FULL), TRAIN_AND_LOOK, world_size=4)
+        for layout, parallel in OF_FOUR.items()
+    ]
+    scenarios += [scenario(f"link {name}", *link(folder, models, name), world_size=4) for name in OF_FOUR]
+    (folder / "four").mkdir()
+    return run_ranks(folder / "four", 4, scenarios)
+
+
+@pytest.fixture(scope="module")
+def pair(folder, models, four):
+    """What each of two ranks saw, by scenario; the links of the chain after those of four."""
+    scenarios = [
+        scenario(
+            f"{layout} {changes} {model}",
+            of_two(models[model], LAYOUTS[layout], **CHANGES[changes]),
+            TRAIN_AND_LOOK,
+            world_size=2,
+        )
+        for layout, (changes, model) in PAIRED
     ]
     for layout, parallel in LAYOUTS.items():
-        spec, saved = of_two(models["untied"], parallel), str(folder / f"{layout} saved")
-        many = of_two(models["untied"], parallel, actor__microBatchTokens=32)
+        spec, saved = of_two(models["untied"], parallel, actor__microBatchTokens=32), str(folder / f"{layout} saved")
         half = of_two(models["tied"], parallel, model__dtype="bfloat16")
+        out = str(folder / f"{layout} exported")
         verbs = {
-            "through": (spec, [["train", 1], ["save", saved, 1], ["offload"], ["train", 2], ["state"]]),
-            "resumed": (spec, [["load", saved], ["train", 2], ["state"]]),
-            "exported": (spec, [["export", str(folder / f"{layout} exported")]]),
-            "poisoned": (spec, [["poison"], ["train", 1], ["state"]]),
-            "calm": (many, [["train", 1], ["state"]]),
+            "through": (
+                spec,
+                [["export", out], ["train", 1], ["save", saved, 1], ["offload"], ["train", 2], ["state"]],
+            ),
+            "resumed": (spec, [["load", saved], ["train", 2], ["poison"], ["train", 3], ["state"]]),
             # Stages that are in different micro-batches cannot leave together: only before the first one.
-            "left": (many, [["leave", 1, 0 if "pipeline" in parallel else 2], ["train", 1], ["state"]]),
+            "left": (spec, [["leave", 1, 0 if "pipeline" in parallel else 2], ["train", 1], ["train", 2], ["state"]]),
             "published": (half, [["train", 1], ["publish", 1]]),
         }
         scenarios += [scenario(f"{layout} {name}", spec, verbs, world_size=2) for name, (spec, verbs) in verbs.items()]
+    whole = of_two(models["untied"], {}, actor__microBatchTokens=32, actor__optimizer__distributed=False)
+    scenarios.append(scenario("whole", whole, [["train", 1], ["offload"], ["train", 2], ["state"]], world_size=2))
+    links = ("fsdp2 of two", *LAYOUTS, "data 2 whole")
+    scenarios += [scenario(f"link {name}", *link(folder, models, name), world_size=2) for name in links]
     return run_ranks(folder, 2, scenarios)
 
 
-@pytest.mark.parametrize(("changes", "model"), CASES, ids=lambda value: value)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_like_fsdp2(reference, pair, layout, changes, model):
-    seen = [rank[f"{layout} {changes} {model}"] for rank in pair]
-    assert_trained_alike(seen[0], reference(changes, model))
-    metrics = [[{k: v for k, v in m.items() if not k.startswith(NOT_SUMS)} for m in rank["metrics"]] for rank in seen]
-    assert metrics[0] == metrics[1] and seen[1]["state"] == {}
+def sums(metrics: dict) -> dict:
+    """Return the metrics that are equal on all ranks."""
+    return {name: value for name, value in metrics.items() if not name.startswith(NOT_SUMS)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"), PAIRED, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_two_ranks_train_like_fsdp2(reference, pair, layout, case):
+    seen = [rank[f"{layout} {' '.join(case)}"] for rank in pair]
+    assert_trained_alike(seen[0], reference(*case))
+    assert list(map(sums, seen[0]["metrics"])) == list(map(sums, seen[1]["metrics"])) and seen[1]["state"] == {}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_resumed_ranks_repeat_the_uninterrupted_ones_bit_for_bit(pair, layout):
+def test_two_resumed_ranks_repeat_the_uninterrupted_ones_bit_for_bit_and_a_skipped_step_changes_nothing(pair, layout):
     through, resumed = (pair[0][f"{layout} {name}"] for name in ("through", "resumed"))
-    assert resumed["bits"] == through["bits"] and resumed["counts"] == through["counts"]
-    assert resumed["metrics"][0]["actor/loss"] == through["metrics"][1]["actor/loss"]
+    assert resumed["bits"] == through["bits"]
+    assert sums(resumed["metrics"][0]) == sums(through["metrics"][1])
+    assert through["counts"] == {"attempted": 2, "applied": 2, "skipped": 0, "empty": 0}
+    for rank in pair:
+        assert rank[f"{layout} resumed"]["counts"] == {"attempted": 3, "applied": 2, "skipped": 1, "empty": 0}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_of_two_ranks_fits_one(folder, models, pair, layout):
-    seen = run_here(
-        "one", megatron(models["untied"]), [["load", str(folder / f"{layout} saved")], ["train", 2], ["state"]]
-    )
-    through = pair[0][f"{layout} through"]
-    for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
-        assert seen["metrics"][0][name] == pytest.approx(through["metrics"][1][name], rel=1e-5, abs=1e-6), name
-    for name, values in through["state"].items():
-        assert seen["state"][name] == pytest.approx(values, abs=1e-5), name
+def test_data_ranks_that_share_the_optimizer_have_half_the_moments_and_train_as_with_all(pair):
+    shared, whole = ([rank[name] for rank in pair] for name in ("data 2 through", "whole"))
+    for one, two in zip(shared[0]["metrics"], whole[0]["metrics"], strict=True):
+        assert sums(one) == pytest.approx(sums(two), rel=1e-6, abs=1e-6)
+    for name, values in whole[0]["state"].items():
+        assert shared[0]["state"][name] == pytest.approx(values, abs=1e-6), name
+    held = [seen["moment_bytes"] for seen in shared]
+    assert sum(held) == whole[0]["moment_bytes"] == whole[1]["moment_bytes"] and max(held) < 0.55 * sum(held)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_export_the_bits_of_the_source_and_publish_what_they_have(folder, models, pair, layout):
-    from safetensors.torch import load_file
-
-    ours, theirs = (
-        load_file(folder / f"{layout} exported" / "model.safetensors"),
-        load_file(models["untied"] / "model.safetensors"),
-    )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert_same_tensors(folder / f"{layout} exported", models["untied"])
     first, second = (rank[f"{layout} published"] for rank in pair)
     assert first["reported"] and first["differ"] == [] and not second["reported"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_skip_and_leave_a_step_together(pair, layout):
+def test_two_ranks_leave_a_step_together_and_can_do_it_again(pair, layout):
     for rank in pair:
-        assert rank[f"{layout} poisoned"]["counts"] == {"attempted": 1, "applied": 0, "skipped": 1, "empty": 0}
-        calm, left = rank[f"{layout} calm"], rank[f"{layout} left"]
-        assert left["metrics"][0] is None and left["bits"] == calm["bits"] and left["counts"] == calm["counts"]
-
-
-@pytest.fixture(scope="module")
-def four(folder, models):
-    """What each of four ranks saw, by layout."""
-    scenarios = [
-        scenario(layout, of_two(models["untied"], parallel, actor__replicas=4, **FULL), TRAIN_AND_LOOK, world_size=4)
-        for layout, parallel in OF_FOUR.items()
-    ]
-    (folder / "four").mkdir()
-    return run_ranks(folder / "four", 4, scenarios)
+        through, left = rank[f"{layout} through"], rank[f"{layout} left"]
+        assert left["metrics"][0] is None and left["counts"] == through["counts"] and left["bits"] == through["bits"]
 
 
 @pytest.mark.parametrize("layout", OF_FOUR)
@@ -202,10 +247,50 @@ def test_four_ranks_in_both_directions_train_like_fsdp2(reference, four, layout)
     assert all(rank[layout]["counts"] == four[0][layout]["counts"] for rank in four)
 
 
+def test_a_checkpoint_keeps_its_bits_through_every_layout_and_backend_and_each_goes_on_alike(
+    folder, models, four, pair
+):
+    seen = {name: ranks[0][f"link {name}"] for ranks in (four, pair) for name in CHAIN if f"link {name}" in ranks[0]}
+    seen |= {name: run_here(name, *link(folder, models, name)) for name in CHAIN if name not in seen}
+    assert seen.keys() == set(CHAIN) and not any("error" in one for one in seen.values())
+    first, counters = stored(folder / "chain 0"), json.loads((folder / "chain 0" / "actor.json").read_text())
+    expected = seen[CHAIN[0]]["metrics"][-1]
+    for at, name in enumerate(CHAIN):
+        again = stored(folder / f"chain {at}")
+        assert again.keys() == first.keys(), name
+        assert [key for key, tensor in first.items() if not torch.equal(again[key], tensor)] == [], name
+        found = json.loads((folder / f"chain {at}" / "actor.json").read_text())
+        assert found | {"world_size": 0} == counters | {"world_size": 0}, name
+        for metric in ("actor/loss", "actor/grad_norm", "actor/lr"):
+            assert seen[name]["metrics"][-1][metric] == pytest.approx(expected[metric], rel=1e-6, abs=1e-6), name
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a checkpoint, each element of which is in one file."""
+    boxes: dict[str, list] = {}
+    for file in checkpoint.glob("*/*.safetensors"):
+        with safe_open(file, framework="pt") as reader:
+            offsets = json.loads(reader.metadata()[SHARDING])
+            for name in offsets:
+                boxes.setdefault(name, []).append((offsets[name]["saved_offsets"], reader.get_tensor(name)))
+    whole = {}
+    for name, parts in boxes.items():
+        ends = [[start + n for start, n in zip(offset, tensor.shape, strict=True)] for offset, tensor in parts]
+        whole[name] = torch.full([max(axis) for axis in zip(*ends, strict=True)], torch.nan)
+        for (offset, tensor), end in zip(parts, ends, strict=True):
+            place = whole[name][tuple(map(slice, offset, end))]
+            assert place.isnan().all(), f"{name} in more than one file"
+            place.copy_(tensor)
+        assert not whole[name].isnan().any(), f"{name} not whole"
+    return whole
+
+
 @pytest.mark.parametrize(("changes", "model"), CASES, ids=lambda value: value)
-def test_one_rank_trains_like_fsdp2(models, reference, changes, model):
-    ours = run_here("one", megatron(models[model], **CHANGES[changes]), TRAIN_AND_LOOK)
+def test_one_rank_trains_like_fsdp2_and_exports_the_bits_of_the_source(folder, models, reference, changes, model):
+    out = folder / f"{changes} {model} exported"
+    ours = run_here("one", megatron(models[model], **CHANGES[changes]), [["export", str(out)], *TRAIN_AND_LOOK])
     assert_trained_alike(ours, reference(changes, model))
+    assert_same_tensors(out, models[model])
 
 
 def test_half_precision_trains_nearly_the_same_loss_and_resumes_from_its_float32_weights(folder, models, reference):
@@ -218,38 +303,33 @@ def test_half_precision_trains_nearly_the_same_loss_and_resumes_from_its_float32
     assert resumed["bits"] == through["bits"] and resumed["counts"] == through["counts"]
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit_and_fsdp2_goes_on_from_its_checkpoint(folder, models):
-    spec, saved = megatron(models["untied"]), str(folder / "saved")
-    through = run_here("through", spec, [["train", 1], ["save", saved, 1], ["offload"], ["train", 2], ["state"]])
-    resumed = run_here("resumed", spec, [["load", saved], ["train", 2], ["state"]])
-    assert resumed["bits"] == through["bits"] and resumed["counts"] == through["counts"]
-    other = run_here("other", fsdp(models["untied"]), [["load", saved], ["train", 2], ["state"]])
-    for name, values in through["state"].items():
-        assert other["state"][name] == pytest.approx(values, abs=1e-5), name
+def test_a_save_killed_at_any_write_leaves_whole_checkpoints_only(tmp_path, models, monkeypatch):
+    class Killed(BaseException):
+        pass
 
+    actor, sync, writes = Rank(megatron(models["untied"]), [[]], 0, 1).actor, os.fsync, itertools.count(1)
 
-def test_an_export_has_the_bits_of_the_source(folder, models):
-    from safetensors.torch import load_file
+    def dying(descriptor):
+        if next(writes) == attempt:
+            raise Killed
+        sync(descriptor)
 
-    for name, model in models.items():
-        run_here("exported", megatron(model), [["export", str(folder / f"{name}-exported")]])
-        ours, theirs = (load_file(path / "model.safetensors") for path in (folder / f"{name}-exported", model))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(models):
-    seen = run_here("poisoned", megatron(models["tied"]), [["poison"], ["train", 1], ["state"]])
-    assert seen["counts"] == {"attempted": 1, "applied": 0, "skipped": 1, "empty": 0}
-    untouched = run_here("untouched", megatron(models["tied"]), [["state"]])
-    assert seen["bits"] == untouched["bits"]
-
-
-def test_a_step_is_left_before_a_micro_batch_and_can_be_done_again(models):
-    spec = megatron(models["tied"], actor__microBatchTokens=32)
-    calm = run_here("calm", spec, [["train", 1], ["state"]])
-    left = run_here("left", spec, [["leave", 1, 2], ["train", 1], ["state"]])
-    assert left["metrics"][0] is None and left["bits"] == calm["bits"] and left["counts"] == calm["counts"]
+    monkeypatch.setattr(os, "fsync", dying)
+    unseen = 0
+    for attempt in itertools.count(1):
+        writes, store = itertools.count(1), CheckpointStore(tmp_path, keep=2)
+        with contextlib.suppress(Killed):
+            staging = store.begin(attempt, attempt)
+            actor.save_checkpoint(str(staging), attempt)
+            store.publish(staging)
+            break
+        found = CheckpointStore(tmp_path, keep=2).checkpoints()
+        for checkpoint in found:
+            checkpoint.manifest.verify(checkpoint.path)
+        unseen += attempt not in [checkpoint.step for checkpoint in found]
+    files = [path for path in (tmp_path / f"step-{attempt:08d}").rglob("*") if path.is_file()]
+    assert {file.parent.name for file in files} == {"model", "optimizer", "rng", f"step-{attempt:08d}"}
+    assert unseen >= len(files), "a kill after each file"
 
 
 def test_what_megatron_gets_help_with_on_a_cpu_is_known(models, monkeypatch):

@@ -21,7 +21,7 @@ from rl_core.actors.fsdp.optimizer import (
 )
 from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
-from rl_core.actors.manager import ModelManager, checked
+from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import MOMENTS, LRSchedule
 from rl_core.actors.slices import LocalSlice
@@ -201,20 +201,22 @@ class FSDPModelManager(ModelManager):
         """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
         return self.strategy.named_slices(self.model)
 
-    def moment_slices(self) -> dict[str, LocalSlice]:
+    def master_slices(self) -> Slices:
+        """Return the weights themselves, which are float32, and buffers beside them. Not collective."""
+        return {name: [part] for name, part in self.named_slices().items()}
+
+    def moment_slices(self) -> Slices:
         """Return what this rank stores of the moments, sharing memory. Not collective."""
         moments = named_moments(self.model, self.optimizer)
-        return {name: self.strategy.slice_of(moment) for name, moment in moments.items()}
+        return {name: [self.strategy.slice_of(moment)] for name, moment in moments.items()}
 
-    def _written(self, slices: dict[str, LocalSlice]) -> dict[str, LocalSlice]:
-        return {name: part for name, part in slices.items() if self.ranks.rank == 0 or not part.replicated}
+    def _written(self, slices: Slices) -> Slices:
+        return {name: parts for name, parts in slices.items() if self.ranks.rank == 0 or not parts[0].replicated}
 
     def _step_counters(self) -> dict[str, float]:
         return step_counters(self.model, self.optimizer)
 
-    def _resume(
-        self, weights: dict[str, LocalSlice], moments: dict[str, LocalSlice], steps: Mapping[str, float]
-    ) -> None:
+    def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         # The slices share memory with model and optimizer: filling them was all.
         set_step_counters(self.model, self.optimizer, steps)
         resume_schedule(self.optimizer, self.scheduler, applied=self.counts.applied)

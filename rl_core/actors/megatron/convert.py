@@ -6,13 +6,15 @@ its gradient and its float32 copy, which have the same shape.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rl_core.actors.megatron.model import head_size
 from rl_core.actors.slices import LocalSlice
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -38,25 +40,81 @@ class Piece:
 
     name: str
     """Hugging Face name."""
-    view: Tensor
-    """The elements where they lie, in the box's order but perhaps with one dimension more."""
-    size: tuple[int, ...]
-    """Of the box."""
+    views: tuple[Tensor, ...]
+    """The elements where they lie: boxes that follow each other along the first dimension."""
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the whole tensor."""
     cut_along: int | None
     """Dimension along which the tensor ranks hold different boxes; None = each holds all of it."""
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Return the size of the box."""
+        return (sum(map(len, self.views)), *self.views[0].shape[1:])
+
     def slice(self) -> LocalSlice:
         """Return the box; where its elements do not lie together they are copied."""
-        tensor = self.view.reshape(self.size)
+        tensor = self.views[0] if len(self.views) == 1 else torch.cat(self.views)
         return LocalSlice(tensor=tensor, shape=self.shape, offset=self.offset, replicated=self.cut_along is None)
 
     def fill(self, box: Tensor) -> None:
         """Take over the elements of `box`; one that is a view of this piece has them in place already."""
-        if box.data_ptr() != self.view.data_ptr():
-            self.view.copy_(box.reshape(self.view.shape))
+        if box.data_ptr() == self.views[0].data_ptr():
+            return
+        for view, part in zip(self.views, box.split([len(view) for view in self.views]), strict=True):
+            view.copy_(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a parameter that follow each other in a Hugging Face tensor."""
+
+    name: str
+    """Hugging Face name."""
+    runs: tuple[range, ...]
+    """The rows, rising, in runs that follow each other in the parameter."""
+    offset: tuple[int, ...]
+    """Of the first row in the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    cut_along: int | None
+    """As in `Piece`."""
+
+    def pieces(self, flat: Tensor, start: int, row: tuple[int, ...]) -> list[Piece]:
+        """Return what `flat` holds of the block, the parameter's elements from `start` on, where a row has the shape `row`.
+
+        That is a box of all its whole rows, and one each of what it has of the rows where it begins and ends.
+        """
+        width, stop, at = prod(row), start + len(flat), self.offset[0]
+        whole: list[Tensor] = []
+        found: list[Piece] = []
+        first = at
+        for run in self.runs:
+            for low, high in _boxes(max(start, run.start * width), min(stop, run.stop * width), width):
+                view, place = flat[low - start : high - start], at + low // width - run.start
+                if high - low < width:
+                    offset = (place, self.offset[1] + low % width)
+                    found.append(self._piece((view.view(1, -1),), offset))
+                else:
+                    first = first if whole else place
+                    whole.append(view.view(-1, *row))
+            at += len(run)
+        if whole:
+            found.append(self._piece(tuple(whole), (first, *self.offset[1:])))
+        return found
+
+    def _piece(self, views: tuple[Tensor, ...], offset: tuple[int, ...]) -> Piece:
+        return Piece(self.name, views, offset, self.shape, self.cut_along)
+
+
+def _boxes(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges into which the range of a matrix's elements falls that are boxes: the end of a row, whole rows, a beginning."""
+    first, last = -(-low // width) * width, high // width * width
+    ends = (low, high) if first > last else (low, first, last, high)
+    for start, stop in pairwise(ends):
+        if start < stop:
+            yield start, stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,73 +157,67 @@ class Cut:
         rows = self.padded_vocabulary // self.ranks
         return max(0, min(rows, self.vocabulary - self.rank * rows))
 
-    def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Return the pieces of parameter `name`, its layer counted over the whole model; `tensor` has its shape."""
-        tensor = tensor.detach()
+    def pieces(self, name: str, shape: tuple[int, ...], values: Tensor, start: int = 0) -> list[Piece]:
+        """Return the pieces of a parameter of that name and shape, its layer counted over the whole model.
+
+        `values`: the parameter, or a run of its elements, end to end, from element `start` on. The padding of the vocabulary is in none.
+        """
+        flat = values.detach().view(-1)
+        return [piece for block in self.blocks(name, shape) for piece in block.pieces(flat, start, shape[1:])]
+
+    def blocks(self, name: str, shape: tuple[int, ...]) -> list[Block]:
+        """Return where the rows of a parameter of that name and shape lie in the folder's tensors."""
         if name in WHOLE:
-            return [self._whole(WHOLE[name], tensor)]
+            return [self._whole(WHOLE[name], shape)]
         if name in VOCABULARY:
-            rows = tensor[: self.tokens]
-            offset = min(self.rank * tensor.shape[0], self.vocabulary)
-            return [
-                self._rows(
-                    EMBEDDING if self.tied else VOCABULARY[name],
-                    rows,
-                    rows.shape[0],
-                    offset=offset,
-                    total=self.vocabulary,
-                )
-            ]
+            # Of several ranks the last ones may have padding alone.
+            offset = (min(self.rank * shape[0], self.vocabulary), 0)
+            stored = EMBEDDING if self.tied else VOCABULARY[name]
+            return [Block(stored, (range(self.tokens),), offset, (self.vocabulary, *shape[1:]), cut_along=0)]
         layer, inner = _layer_of(name)
         prefix = f"model.layers.{layer}."
         if inner in NORMS:
-            return [self._whole(prefix + NORMS[inner], tensor)]
+            return [self._whole(prefix + NORMS[inner], shape)]
         if inner in COLUMNS:
-            return [self._columns(prefix + COLUMNS[inner], tensor)]
+            rows, columns = shape
+            offset, whole = (0, self.rank * columns), (rows, self.ranks * columns)
+            return [Block(prefix + COLUMNS[inner], (range(rows),), offset, whole, cut_along=1)]
         if inner == "mlp.linear_fc1.weight":
-            half = tensor.shape[0] // 2
-            parts = {"gate_proj": tensor[:half], "up_proj": tensor[half:]}
-            return [self._rows(f"{prefix}mlp.{part}.weight", rows, half) for part, rows in parts.items()]
+            half = shape[0] // 2
+            parts = {"gate_proj": range(half), "up_proj": range(half, 2 * half)}
+            return [self._rows(f"{prefix}mlp.{part}.weight", (rows,), shape[1:]) for part, rows in parts.items()]
         if inner.startswith("self_attention.linear_qkv."):
-            return self._attention(prefix, inner.rpartition(".")[2], tensor)
+            return self._attention(prefix, inner.rpartition(".")[2], shape[1:])
         raise RuntimeError(f"parameter {name} has no place in a Hugging Face folder; this is a bug")
 
-    def _attention(self, prefix: str, kind: str, tensor: Tensor) -> list[Piece]:
-        """Return q, k and v of a fused tensor: per key-value group its query heads, its key, its value."""
-        groups, queries = self.groups // self.ranks, self.heads // self.groups * self.head
-        by_group = tensor.view(groups, queries + 2 * self.head, *tensor.shape[1:])
+    def _attention(self, prefix: str, kind: str, row: tuple[int, ...]) -> list[Block]:
+        """Return q, k and v of a fused parameter: per key-value group its query heads, its key, its value."""
+        queries = self.heads // self.groups * self.head
+        group = queries + 2 * self.head
+        starts = range(0, self.groups // self.ranks * group, group)
         parts = {
-            "q_proj": by_group[:, :queries],
-            "k_proj": by_group[:, queries : queries + self.head],
-            "v_proj": by_group[:, queries + self.head :],
+            "q_proj": (0, queries),
+            "k_proj": (queries, queries + self.head),
+            "v_proj": (queries + self.head, group),
         }
         return [
-            self._rows(f"{prefix}self_attn.{part}.{kind}", view, view.shape[1] * groups, rest=tensor.shape[1:])
-            for part, view in parts.items()
+            self._rows(f"{prefix}self_attn.{part}.{kind}", tuple(range(at + low, at + high) for at in starts), row)
+            for part, (low, high) in parts.items()
         ]
 
-    def _rows(
-        self,
-        name: str,
-        view: Tensor,
-        rows: int,
-        *,
-        rest: tuple[int, ...] | None = None,
-        offset: int | None = None,
-        total: int | None = None,
-    ) -> Piece:
-        """Return a piece cut along dimension 0 into equal parts, or at `offset` of `total` rows."""
-        rest = tuple(view.shape[1:] if rest is None else rest)
-        start, height = self.rank * rows if offset is None else offset, self.ranks * rows if total is None else total
-        return Piece(name, view, (rows, *rest), (start, *(0 for _ in rest)), (height, *rest), cut_along=0)
+    def _rows(self, name: str, runs: tuple[range, ...], row: tuple[int, ...]) -> Block:
+        """Return a block of which each rank has equally many rows."""
+        rows = sum(map(len, runs))
+        offset, shape = (self.rank * rows, *(0 for _ in row)), (self.ranks * rows, *row)
+        return Block(name, runs, offset, shape, cut_along=0)
 
-    def _columns(self, name: str, tensor: Tensor) -> Piece:
-        rows, columns = tensor.shape
-        return Piece(name, tensor, (rows, columns), (0, self.rank * columns), (rows, self.ranks * columns), cut_along=1)
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Block:
+        return Block(name, (range(shape[0]),), (0,) * len(shape), tuple(shape), cut_along=None)
 
-    def _whole(self, name: str, tensor: Tensor) -> Piece:
-        shape = tuple(tensor.shape)
-        return Piece(name, tensor, shape, (0,) * len(shape), shape, cut_along=None)
+
+def head_size(hf: Any) -> int:
+    """Return the width of an attention head of a transformers config."""
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
 def _layer_of(name: str) -> tuple[str, str]:

@@ -41,6 +41,7 @@ try:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -63,6 +64,7 @@ def mark_as_cut(parameter: Any, dimension: int | None) -> None:
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "GPTModel",
     "MegatronOptimizer",
     "OptimizerConfig",

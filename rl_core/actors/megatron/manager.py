@@ -1,6 +1,6 @@
 """A model, its optimizer and its schedule under megatron-core. No reinforcement learning here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.megatron import cpu, guards, library
 from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
 from rl_core.actors.megatron.model import build_model, transformer_config
+from rl_core.actors.megatron.optimizer import Share, build_optimizer, open_shares
 from rl_core.actors.megatron.source import MegatronSource, SentParts
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import MOMENTS, LRSchedule
@@ -40,6 +41,7 @@ class MegatronModelManager(ModelManager):
         data = world_size // self.parallel.model
         sizes = ParallelSizes(data=data, tensor=self.parallel.tensor, pipeline=self.parallel.pipeline)
         super().__init__(cfg, sizes, rank)
+        self._distributed = cfg.actor.optimizer.distributed and data > 1
         self._schedule = LRSchedule.from_spec(
             self.cfg.actor.optimizer, total=self._optimizer_steps(self.cfg.algorithm.steps)
         )
@@ -60,8 +62,12 @@ class MegatronModelManager(ModelManager):
             tensor = self.parallel.tensor
             self.cut = Cut.of(self.template.config, rank=self.ranks.rank % tensor, ranks=tensor)
             self._build(self._hf_config["architectures"][0], aliases)
-            self._build_optimizer()
-            self._sent_parts = SentParts(self._sent(self._weight_pieces()), self.ranks)
+            self.optimizer = build_optimizer(
+                self.cfg.actor, self.stages, dtype=self.dtype, distributed=self._distributed
+            )
+            self._shares = open_shares(self.optimizer, self._parameters())
+            self._follow_schedule()
+            self._sent_parts = SentParts(self._sent(self.named_slices()), self.ranks)
 
     @property
     def model_config(self) -> Any:
@@ -91,7 +97,9 @@ class MegatronModelManager(ModelManager):
         self.config = transformer_config(hf_config, architecture=architecture, dtype=self.dtype, **self._settings())
         models = [self._build_stage(hf_config, number) for number in self._stage_numbers()]
         self._fill(models, aliases)
-        wrapping = library.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        wrapping = library.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self._distributed
+        )
         self.stages = [
             library.DistributedDataParallel(self.config, wrapping, model, disable_bucketing=index > 0)
             for index, model in enumerate(models)
@@ -138,10 +146,9 @@ class MegatronModelManager(ModelManager):
         places: dict[str, list[Piece]] = {}
         for model in models:
             for name, parameter in global_parameters(model).items():
-                pieces = self.cut.pieces(name, parameter)
                 # megatron marks them when it draws weights itself; norms and clipping go by the marks.
-                library.mark_as_cut(parameter, pieces[0].cut_along)
-                for piece in pieces:
+                library.mark_as_cut(parameter, self.cut.blocks(name, parameter.shape)[0].cut_along)
+                for piece in self.cut.pieces(name, parameter.shape, parameter):
                     places.setdefault(piece.name, []).append(piece)
         for name, stored, where in hf.stored_readers(self.template, self.cfg.model.path, aliases):
             for piece in places.get(name, ()):
@@ -151,31 +158,6 @@ class MegatronModelManager(ModelManager):
                 )
                 hf.fill(part, stored, where)
                 piece.fill(box)
-
-    def _build_optimizer(self) -> None:
-        spec = self.cfg.actor.optimizer
-        beta1, beta2 = spec.betas
-        config = library.OptimizerConfig(
-            optimizer="adam",
-            lr=spec.learning_rate,
-            weight_decay=spec.weight_decay,
-            adam_beta1=beta1,
-            adam_beta2=beta2,
-            adam_eps=spec.eps,
-            clip_grad=self.cfg.actor.grad_clip or 0.0,
-            bf16=self.dtype == torch.bfloat16,
-            params_dtype=self.dtype,
-        )
-        self.optimizer = library.get_megatron_optimizer(config, self.stages, use_gloo_process_groups=False)
-        for group in self.optimizer.param_groups:
-            # megatron leaves the product to a scheduler of its own, which is not used here.
-            group["weight_decay"] = spec.weight_decay * group["wd_mult"]
-        for parameter in self._masters().values():
-            self._state_of(parameter).update(
-                step=torch.zeros((), dtype=torch.float32),
-                **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-            )
-        self._follow_schedule()
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
@@ -219,9 +201,11 @@ class MegatronModelManager(ModelManager):
         return [tensor for stage in self.stages for tensor in (*stage.module.parameters(), *stage.module.buffers())]
 
     def _moment_tensors(self) -> list[Tensor]:
-        parameters, masters = self._parameters(), self._masters()
-        copies = [master for name, master in masters.items() if master is not parameters[name]]
-        return copies + [self._state_of(master)[moment] for master in masters.values() for moment in MOMENTS]
+        # In float32 what is updated are the weights themselves, which have verbs of their own.
+        weights = {tensor.untyped_storage()._cdata for tensor in self._weight_tensors()}
+        values = [share.values for share in self._shares.values()]
+        copies = [one for one in values if one.untyped_storage()._cdata not in weights]
+        return copies + [share.state[moment] for share in self._shares.values() for moment in MOMENTS]
 
     def _grad_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for stage in self.stages for buffer in stage.buffers]
@@ -245,72 +229,82 @@ class MegatronModelManager(ModelManager):
         """Return this rank's parameters by megatron's name, layers counted over the whole model."""
         return {name: parameter for stage in self.stages for name, parameter in global_parameters(stage.module).items()}
 
-    def _masters(self) -> dict[str, Tensor]:
-        """Return what the optimizer updates: the parameters, in half precision their float32 copies."""
-        return {name: getattr(parameter, "main_param", parameter) for name, parameter in self._parameters().items()}
+    def named_slices(self) -> dict[str, LocalSlice]:
+        """Return what this rank stores of the weights by Hugging Face name. Not collective."""
+        parameters = self._parameters().items()
+        pieces = [piece for name, one in parameters for piece in self.cut.pieces(name, one.shape, one)]
+        return {piece.name: piece.slice() for piece in pieces}
 
-    def _state_of(self, master: Tensor) -> dict[str, Tensor]:
-        (chained,) = self.optimizer.chained_optimizers
-        state: dict[str, Tensor] = chained.optimizer.state[master]
-        return state
-
-    def _pieces(self, tensors: Mapping[str, Tensor]) -> list[Piece]:
-        return [piece for name, tensor in tensors.items() for piece in self.cut.pieces(name, tensor)]
-
-    def _weight_pieces(self) -> Slices:
-        return {piece.name: piece.slice() for piece in self._pieces(self._parameters())}
-
-    def named_slices(self) -> Slices:
+    def master_slices(self) -> Slices:
         """Return what this rank updates of the weights by Hugging Face name. Not collective."""
-        return {piece.name: piece.slice() for piece in self._pieces(self._masters())}
+        return _slices(self._pieces(lambda share: share.values))
 
     def moment_slices(self) -> Slices:
         """Return what this rank stores of the moments. Not collective."""
-        return {f"{piece.name}.{moment}": piece.slice() for moment in MOMENTS for piece in self._moment_pieces(moment)}
+        return {
+            f"{name}.{moment}": parts
+            for moment in MOMENTS
+            for name, parts in _slices(self._moment_pieces(moment)).items()
+        }
 
-    def _moment_pieces(self, moment: str) -> list[Piece]:
-        return self._pieces({name: self._state_of(master)[moment] for name, master in self._masters().items()})
+    def _moment_pieces(self, moment: str) -> dict[str, list[Piece]]:
+        return self._pieces(lambda share: share.state[moment])
 
-    def _sent(self, slices: Slices) -> Slices:
+    def _pieces(self, of: Callable[[Share], Tensor]) -> dict[str, list[Piece]]:
+        """Return the pieces of what `of` takes from each share, by Hugging Face name."""
+        found: dict[str, list[Piece]] = {}
+        for name, parameter in self._parameters().items():
+            if share := self._shares.get(name):
+                for piece in self.cut.pieces(name, parameter.shape, of(share), share.start):
+                    found.setdefault(piece.name, []).append(piece)
+        return found
+
+    def _sent(self, slices: dict[str, LocalSlice]) -> dict[str, LocalSlice]:
         """Return what this rank gives when all ranks put whole tensors together: each element comes from one rank."""
         if self.ranks.data_rank:
             return {}
+        return {name: part for name, part in slices.items() if self._gives(name, part)}
+
+    def _written(self, slices: Slices) -> Slices:
+        # Of a run that a data rank updates no other one has the elements.
+        if self.ranks.data_rank and not self._distributed:
+            return {}
+        return {name: parts for name, parts in slices.items() if self._gives(name, parts[0])}
+
+    def _gives(self, name: str, part: LocalSlice) -> bool:
+        """Return whether this rank gives a tensor for the ranks of its model that have the same part of it."""
         copied = EMBEDDING if self.cut.tied and self.stage_number else None  # the first stage gives it
-        return {
-            name: part
-            for name, part in slices.items()
-            if (self.cut.rank == 0 or not part.replicated) and not (copied and name.startswith(copied))
-        }
+        return (self.cut.rank == 0 or not part.replicated) and not (copied and name.startswith(copied))
 
     @property
     def stage_number(self) -> int:
         """Return which stage of the pipeline this rank is."""
         return self.ranks.rank // (self.parallel.tensor * self.ranks.data_size)
 
-    def _written(self, slices: Slices) -> Slices:
-        return self._sent(slices)
-
     def _step_counters(self) -> dict[str, float]:
+        parameters = self._parameters()
         own = {
-            piece.name: float(self._state_of(master)["step"])
-            for name, master in self._masters().items()
-            for piece in self.cut.pieces(name, master)
+            block.name: float(share.state["step"])
+            for name, share in self._shares.items()
+            for block in self.cut.blocks(name, parameters[name].shape)
         }
         # Rank 0 writes them, and has one stage.
         return {name: step for steps in self.ranks.gather(own) for name, step in steps.items()}
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
-        masters, parameters = self._masters(), self._parameters()
-        with torch.no_grad():
-            for piece in self._pieces(masters):
-                piece.fill(weights[piece.name].tensor)
+        parameters = self._parameters()
+        with torch.no_grad(), self.device_layer():
+            _fill(self._pieces(lambda share: share.values), weights)
             for moment in MOMENTS:
-                for piece in self._moment_pieces(moment):
-                    piece.fill(moments[f"{piece.name}.{moment}"].tensor)
-            for name, parameter in parameters.items():
-                if masters[name] is not parameter:
-                    parameter.copy_(masters[name])
-                self._state_of(masters[name])["step"].fill_(steps[self.cut.pieces(name, parameter)[0].name])
+                named = self._moment_pieces(moment)
+                _fill(named, {name: moments[f"{name}.{moment}"] for name in named})
+            for name, share in self._shares.items():
+                flat = parameters[name].view(-1)
+                flat[share.start : share.start + share.values.numel()].copy_(share.values.view(-1))
+                share.state["step"].fill_(steps[self.cut.blocks(name, parameters[name].shape)[0].name])
+            if self._distributed:
+                for stage in self.stages:
+                    stage.start_param_sync(force_sync=True)  # each data rank read its own run
         self._follow_schedule()
 
     def _whole_tensors(self) -> dict[str, Tensor]:
@@ -331,8 +325,19 @@ class MegatronModelManager(ModelManager):
             SourceEntry(name, tuple(shapes[tied or name].shape), wire_dtype(shapes[tied or name], dtype), tied)
             for name, tied in self.sync_names
         ]
-        sent = self._sent(self._weight_pieces())
+        sent = self._sent(self.named_slices())
         return MegatronSource(entries, sent, self._sent_parts, self.ranks, bucket_bytes=bucket_bytes)
+
+
+def _slices(pieces: Mapping[str, Sequence[Piece]]) -> Slices:
+    return {name: [piece.slice() for piece in found] for name, found in pieces.items()}
+
+
+def _fill(pieces: Mapping[str, Sequence[Piece]], slices: Mapping[str, Sequence[LocalSlice]]) -> None:
+    """Have each piece take over the elements of its slice."""
+    for name, found in pieces.items():
+        for piece, part in zip(found, slices[name], strict=True):
+            piece.fill(part.tensor)
 
 
 def _rotary_frequencies(template: Any) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from rl_core.actors.megatron.convert import head_size
 from rl_core.actors.megatron.library import (
     GPTModel,
     TransformerBlockSubmodules,
@@ -79,11 +80,6 @@ def transformer_config(hf: Any, *, architecture: str, dtype: torch.dtype, **sett
         cross_entropy_loss_fusion=False,
         **settings,
     )
-
-
-def head_size(hf: Any) -> int:
-    """Return the width of an attention head of a transformers config."""
-    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
 def build_model(hf: Any, config: Any, *, vocabulary: int, rotary_frequencies: Tensor, **place: Any) -> PolicyModel:

@@ -19,14 +19,14 @@ from rl_core.checkpoint.tensors import read_shards, write_shard
 
 
 def whole_parts(tensors):
-    return {name: (tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: [(tensor, (0,) * tensor.dim(), tuple(tensor.shape))] for name, tensor in tensors.items()}
 
 
 def write_cut(folder, whole, cuts):
     """Write `whole` as len(cuts) + 1 ranks would that hold the rows between the cuts."""
     edges = [0, *cuts, len(whole)]
     for rank, (start, stop) in enumerate(itertools.pairwise(edges)):
-        write_shard(folder, {"w": (whole[start:stop], (start, *(0,) * (whole.dim() - 1)))}, rank=rank)
+        write_shard(folder, {"w": [(whole[start:stop], (start, *(0,) * (whole.dim() - 1)))]}, rank=rank)
 
 
 @settings(max_examples=25, deadline=None)
@@ -50,7 +50,7 @@ def test_any_box_of_a_tensor_is_read_from_any_cut(tmp_path_factory, rows, column
     write_cut(folder, whole, cuts)
     top, left = data.draw(st.integers(0, rows)), data.draw(st.integers(0, columns))
     target = torch.zeros(data.draw(st.integers(0, rows - top)), data.draw(st.integers(0, columns - left)))
-    read_shards(folder, {"w": (target, (top, left), (rows, columns))})
+    read_shards(folder, {"w": [(target, (top, left), (rows, columns))]})
     assert torch.equal(target, whole[top : top + target.shape[0], left : left + target.shape[1]])
 
 
@@ -77,7 +77,7 @@ def test_torch_distributed_checkpoint_reads_the_files(tmp_path):
 
 def test_vectors_and_half_precision_keep_their_bits(tmp_path):
     parts = {"norm": torch.randn(7).bfloat16(), "moment": torch.tensor([float("nan"), -0.0, 1e-45])}
-    write_shard(tmp_path, {name: (tensor, (0,)) for name, tensor in parts.items()}, rank=0)
+    write_shard(tmp_path, {name: [(tensor, (0,))] for name, tensor in parts.items()}, rank=0)
     targets = {name: torch.zeros_like(tensor) for name, tensor in parts.items()}
     read_shards(tmp_path, whole_parts(targets))
     for name, tensor in parts.items():
@@ -108,7 +108,7 @@ def test_no_files_and_damaged_files(tmp_path):
 
 
 def test_a_rank_without_rows_writes_nothing(tmp_path):
-    write_shard(tmp_path, {"w": (torch.zeros(0, 3), (5, 0))}, rank=1)
+    write_shard(tmp_path, {"w": [(torch.zeros(0, 3), (5, 0))]}, rank=1)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -196,13 +196,15 @@ def test_a_resume_that_would_compute_something_else_is_refused_unless_allowed(sp
     assert resume_as(spec, output, **changes, checkpoint__allowSpecChange=True)["step"] == 2
 
 
-def test_a_resume_may_move_folders_and_go_on_longer_and_faster(spec, output):
+def test_a_resume_may_move_folders_go_on_longer_and_faster_and_on_another_layout(spec, output):
     saved(spec, output, 2)
     changes = {
         "model__path": "/elsewhere",
         "algorithm__steps": 99,
         "actor__optimizer__learningRate": 1.0,
         "actor__microBatchTokens": 99,
+        "actor__backend": "megatron",
+        "actor__optimizer__distributed": False,
     }
     assert resume_as(spec, output, **changes)["step"] == 2
 

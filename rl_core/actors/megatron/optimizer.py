@@ -1,0 +1,76 @@
+"""megatron-core's AdamW over the stages of a rank, and what it updates of each parameter here.
+
+With several data ranks it is megatron's distributed one (`actor.optimizer.distributed`): the parameters of a stage lie end to end in a
+buffer, and each data rank updates an equal run of it. A rank has moments, and in half precision float32 copies, of its run alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_core.actors.megatron import library
+from rl_core.actors.schedule import MOMENTS
+from rl_core.api.roles import ActorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank updates of a parameter: all of it, or a run of its elements."""
+
+    values: Tensor
+    """float32; the parameter itself or its copy, a run as [n]."""
+    start: int
+    """Number of the first element, counted end to end."""
+    state: dict[str, Tensor]
+    """Moments, in the shape of `values`, and `step`."""
+
+
+def build_optimizer(
+    actor: ActorSpec, stages: Sequence[Any], *, dtype: torch.dtype, distributed: bool
+) -> "library.MegatronOptimizer":
+    """Return AdamW over the wrapped `stages`; with `distributed` they are wrapped for it. Collective."""
+    spec = actor.optimizer
+    beta1, beta2 = spec.betas
+    config = library.OptimizerConfig(
+        optimizer="adam",
+        lr=spec.learning_rate,
+        weight_decay=spec.weight_decay,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=spec.eps,
+        clip_grad=actor.grad_clip or 0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    # Runs of float32 parameters are views of them; made with gradients on, each look at their `grad` would warn.
+    with torch.no_grad():
+        optimizer = library.get_megatron_optimizer(config, stages, use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # megatron leaves the product to a scheduler of its own, which is not used here.
+        group["weight_decay"] = spec.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def open_shares(optimizer: "library.MegatronOptimizer", parameters: Mapping[str, Any]) -> dict[str, Share]:
+    """Return this rank's shares of named `parameters`, with moments of zero after no step; those without a share are left out."""
+    (chained,) = optimizer.chained_optimizers
+    shares = {}
+    for name, parameter in parameters.items():
+        values, start = getattr(parameter, "main_param", parameter), 0
+        if isinstance(chained, library.DistributedOptimizer):
+            if parameter not in chained.model_param_group_index_map:
+                continue
+            group, place = chained.model_param_group_index_map[parameter]
+            values = chained.optimizer.param_groups[group]["params"][place]
+            start = chained._get_model_param_range_map(parameter)["param"].start
+        state = chained.optimizer.state[values]
+        # A counter for each: one that several parameters have is counted up once per parameter.
+        state.update(
+            step=torch.zeros((), dtype=torch.float32), **{moment: torch.zeros_like(values) for moment in MOMENTS}
+        )
+        shares[name] = Share(values, start, state)
+    return shares

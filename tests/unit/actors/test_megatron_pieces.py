@@ -1,0 +1,80 @@
+"""Megatron's parameters as boxes of Hugging Face tensors: whatever run of its elements a rank has, each element has one place."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.actors.megatron.convert import EMBEDDING, Cut
+
+HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCABULARY = 4, 2, 3, 5, 6, 7
+LAYER = "decoder.layers.1."
+
+
+def cut(rank, ranks):
+    return Cut(
+        heads=HEADS, groups=GROUPS, head=HEAD, vocabulary=VOCABULARY, tied=True, rank=rank, ranks=ranks
+    )  # fmt: skip
+
+
+def shapes(ranks):
+    """Return the parameters of a tensor rank."""
+    fused = (HEADS + 2 * GROUPS) * HEAD // ranks
+    return {
+        "embedding.word_embeddings.weight": (-(-VOCABULARY // ranks), HIDDEN),
+        "decoder.final_layernorm.weight": (HIDDEN,),
+        f"{LAYER}self_attention.linear_qkv.weight": (fused, HIDDEN),
+        f"{LAYER}self_attention.linear_qkv.bias": (fused,),
+        f"{LAYER}self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD // ranks),
+        f"{LAYER}mlp.linear_fc1.weight": (2 * INNER // ranks, HIDDEN),
+    }
+
+
+def gathered(pieces):
+    """Return the whole tensors of the pieces of all ranks, NaN where none of them is."""
+    whole = {}
+    for piece in pieces:
+        part = piece.slice()
+        tensor = whole.setdefault(piece.name, torch.full(piece.shape, torch.nan))
+        assert part.replicated or tensor[part.box].isnan().all(), "each element once"
+        tensor[part.box] = part.tensor
+    return whole
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranks=st.sampled_from([1, 2]), data=st.data())
+def test_runs_of_a_parameter_are_boxes_that_make_up_the_same_tensors(ranks, data):
+    whole, in_runs = [], []
+    for rank in range(ranks):
+        for name, shape in shapes(ranks).items():
+            values = torch.randn(shape)
+            whole += cut(rank, ranks).pieces(name, shape, values)
+            edges = sorted(data.draw(st.lists(st.integers(0, values.numel()), max_size=3)))
+            for start, stop in zip([0, *edges], [*edges, values.numel()], strict=True):
+                run = cut(rank, ranks).pieces(name, shape, values.flatten()[start:stop], start)
+                assert max((sum(one.name == piece.name for one in run) for piece in run), default=0) <= 3
+                in_runs += run
+    expected, found = gathered(whole), gathered(in_runs)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not any(tensor.isnan().any() for tensor in expected.values())
+    assert expected[EMBEDDING].shape == (VOCABULARY, HIDDEN)
+
+
+def test_query_key_and_value_of_each_group_are_told_apart():
+    layer, shape = cut(0, 1), ((HEADS + 2 * GROUPS) * HEAD,)
+    values = torch.arange(float(shape[0]))
+    found = gathered(layer.pieces(f"{LAYER}self_attention.linear_qkv.bias", shape, values))
+    prefix = "model.layers.1.self_attn."
+    assert found[f"{prefix}q_proj.bias"].tolist() == [*range(6), *range(12, 18)]
+    assert found[f"{prefix}k_proj.bias"].tolist() == [*range(6, 9), *range(18, 21)]
+    assert found[f"{prefix}v_proj.bias"].tolist() == [*range(9, 12), *range(21, 24)]
+
+
+@pytest.mark.parametrize("start", [0, 4, 13])
+def test_a_filled_piece_is_in_the_parameter(start):
+    shape = ((HEADS + 2 * GROUPS) * HEAD, HIDDEN)
+    flat = torch.zeros(shape).flatten()[start:]
+    for piece in cut(0, 1).pieces(f"{LAYER}self_attention.linear_qkv.weight", shape, flat, start):
+        piece.fill(torch.ones(piece.size))
+    assert flat.eq(1).all()
