@@ -9,6 +9,8 @@ one thread, and in as many processes at once as there are receivers (what their 
 messages, 16 in flight per receiver, to the same number of processes, which drop them ("plain"), or hash and copy them as
 we must ("tagged"). Medians. The small model (77,000 parameters in 21 tensors, one receiver, syncs 30 ms apart as between
 training steps) stands beside as many raw pyzmq round trips of a manifest's size as the protocol has: OFFER and COMMIT.
+"patch" has the same model in bfloat16, 0.1, 1 and 3 % of its elements changed at random in all tensors, beside full weights in turns:
+times over those of full weights, bytes, and whether the receivers hold the same bits. `--only patch` prints this part alone.
 """
 
 import argparse
@@ -41,6 +43,7 @@ SMALL_SHAPES = {
     "norm": [64],
     "head": [50, 64],
 }
+PATCH_SHARES = (0.001, 0.01, 0.03)
 ROUND_TRIPS = 2
 MANIFEST_BYTES = 900
 KEY = bytes(32)
@@ -64,6 +67,7 @@ def serve_receiver(options):
     from rl_core.transports import tokens
     from rl_core.transports.rpc import RpcServer
     from rl_core.weights import assembly, words
+    from rl_core.weights.manifest import checksum
     from rl_core.weights.receiver import WeightReceiver
 
     torch.set_num_threads(1)
@@ -72,7 +76,8 @@ def serve_receiver(options):
 
     class Engine:
         def __init__(self):
-            self.weights = {name: torch.zeros(shape) for name, shape in options["shapes"].items()}
+            dtype = getattr(torch, options["dtype"])
+            self.weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in options["shapes"].items()}
             if options["in_place"]:
                 self.destinations = lambda: self.weights
 
@@ -80,7 +85,7 @@ def serve_receiver(options):
             pass
 
         def names_and_shapes(self):
-            return {name: (tuple(tensor.shape), "float32") for name, tensor in self.weights.items()}
+            return {name: (tuple(tensor.shape), options["dtype"]) for name, tensor in self.weights.items()}
 
         def load(self, tensors, version):
             for name, tensor in tensors:
@@ -89,8 +94,13 @@ def serve_receiver(options):
         async def resume(self, version, digest):
             pass
 
-    receiver = WeightReceiver(None, None, 0, Engine())
-    server = RpcServer("tcp://127.0.0.1:0", receiver.handlers()).start()
+    engine = Engine()
+    receiver = WeightReceiver(None, None, 0, engine)
+
+    async def sums():
+        return {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()}
+
+    server = RpcServer("tcp://127.0.0.1:0", {"sums": sums, **receiver.handlers()}).start()
     print(json.dumps({"address": server.address, "host_token": tokens.host_token()}), flush=True)
     sys.stdin.read()
 
@@ -202,7 +212,9 @@ class RawStar:
 class Case:
     """A publisher and its receivers."""
 
-    def __init__(self, shapes, receivers, *, host_token=None, in_place=True, checksums=True):
+    def __init__(
+        self, shapes, receivers, *, host_token=None, in_place=True, checksums=True, dtype="float32", weights=None
+    ):
         import torch
 
         from rl_core.messages.weights import ReceiverAddress
@@ -210,12 +222,13 @@ class Case:
 
         self.shapes = shapes
         self.others = [
-            Other("receiver", shapes=self.shapes, in_place=in_place, checksums=checksums) for _ in range(receivers)
+            Other("receiver", shapes=self.shapes, in_place=in_place, checksums=checksums, dtype=dtype)
+            for _ in range(receivers)
         ]
         self.receivers = [ReceiverAddress(name=f"rollout:{i}", **other.about) for i, other in enumerate(self.others)]
         spec = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
-        self.publisher = WeightPublisher(spec, 0, host_token=host_token)
-        self.state = {name: torch.randn(shape) for name, shape in self.shapes.items()}
+        self.publisher = WeightPublisher({**spec, "weights": weights or {}}, 0, host_token=host_token)
+        self.state = {name: torch.randn(shape).to(getattr(torch, dtype)) for name, shape in self.shapes.items()}
         self.version = 0
         self.reports = []
 
@@ -227,6 +240,27 @@ class Case:
         self.reports.append(
             self.publisher.publish(self.version, StateSource(self.state), self.receivers, len(self.receivers))
         )
+
+    def change(self, share):
+        """Change the lowest bit of a share of the elements of every tensor."""
+        import torch
+
+        for tensor in self.state.values():
+            picked = torch.randint(tensor.numel(), (max(1, int(share * tensor.numel())),))
+            tensor.view(torch.int16)[picked] ^= 1
+
+    def equal(self):
+        """Return whether every receiver holds the bits of the model."""
+        from rl_core.transports.rpc import RpcClient
+        from rl_core.weights.manifest import checksum
+
+        own = {name: [hex(part) for part in checksum(tensor)] for name, tensor in self.state.items()}
+        clients = [RpcClient(other.about["address"]) for other in self.others]
+        try:
+            return all(client.call_sync("sums", timeout=60) == own for client in clients)
+        finally:
+            for client in clients:
+                client.close()
 
     def close(self):
         self.publisher.close()
@@ -334,6 +368,42 @@ def measure_small(runs):
     return parameters | summary(case.reports, warm) | trips
 
 
+def measure_patch(nbytes, runs):
+    """What a patch costs over full weights, by the share of the elements that changed; one receiver, each way in turns."""
+    shapes = {name: [2 * size for size in shape] for name, shape in shapes_of(nbytes).items()}
+    result, warm = {}, 2
+    for way, token in (("shared memory", None), ("stream", "another host")):
+        options = {"host_token": token, "dtype": "bfloat16"}
+        full = Case(shapes, 1, **options)
+        patch = Case(shapes, 1, weights={"syncer": "patch"}, **options)
+        for share in PATCH_SHARES:
+            before = len(full.reports)
+            for _ in range(runs + warm):
+                for case in (full, patch):
+                    case.change(share)
+                    case.run()
+            reports = {"full": full.reports[before + warm :], "patch": patch.reports[before + warm :]}
+            middle = {
+                (name, key): statistics.median(getattr(one, key) for one in reports[name])
+                for name in reports
+                for key in ("seconds", "copy_seconds", "sync_seconds", "apply_seconds", "pause_seconds", "bytes")
+            }
+            result[f"{way}, {100 * share:g} % changed"] = (
+                {
+                    f"{name} {key.removesuffix('_seconds')}": value * (1 if key == "bytes" else 1e3)
+                    for (name, key), value in middle.items()
+                }
+                | {
+                    f"patch over full, {key}": middle["patch", key] / middle["full", key]
+                    for key in ("seconds", "sync_seconds", "bytes")
+                }
+                | {"bit-equal": patch.equal(), "patched": all(one.patched for one in reports["patch"])}
+            )
+        for case in (full, patch):
+            case.close()
+    return result
+
+
 def rounded(value):
     if isinstance(value, dict):
         return {key: rounded(part) for key, part in value.items()}
@@ -345,6 +415,7 @@ def main():
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--receivers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--only", choices=["patch"], help="print one part alone")
     parser.add_argument("--serve")
     parser.add_argument("--options", default="{}")
     arguments = parser.parse_args()
@@ -363,11 +434,15 @@ def main():
         "versions": {"torch": torch.__version__, "pyzmq": zmq.pyzmq_version(), "libzmq": zmq.zmq_version()},
         "receivers": arguments.receivers,
         "runs": arguments.runs,
-        f"{arguments.megabytes} MB": measure(arguments.megabytes * 10**6, arguments.receivers, arguments.runs),
-        f"{arguments.megabytes} MB, 1 receiver": measure(arguments.megabytes * 10**6, 1, arguments.runs),
-        "4 MB": measure_tiny(arguments.receivers, 40),
-        "77k parameters, 1 receiver": measure_small(100),
+        f"patch, {arguments.megabytes} MB, 1 receiver, ms": measure_patch(arguments.megabytes * 10**6, arguments.runs),
     }
+    if arguments.only is None:
+        result |= {
+            f"{arguments.megabytes} MB": measure(arguments.megabytes * 10**6, arguments.receivers, arguments.runs),
+            f"{arguments.megabytes} MB, 1 receiver": measure(arguments.megabytes * 10**6, 1, arguments.runs),
+            "4 MB": measure_tiny(arguments.receivers, 40),
+            "77k parameters, 1 receiver": measure_small(100),
+        }
     result["machine"]["load_at_end"] = os.getloadavg()
     print(json.dumps(rounded(result), indent=2))
 

@@ -132,8 +132,10 @@ class PlacementSpec(Spec):
 class WeightsSpec(Spec):
     """How weights reach the rollouts (trainers.md 9)."""
 
-    syncer: Literal["bucket"] = "bucket"
-    """Full weights in buckets."""
+    syncer: Literal["bucket", "patch"] = "bucket"
+    """bucket: full weights. patch: what changed, where that is smaller; by zmq."""
+    verify_every: int = Field(10, ge=1, lt=2**31)
+    """At each so many-th patch unchanged tensors are verified too."""
     transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
     """auto: nccl between GPUs, else zmq (shared memory on one host, stream otherwise)."""
     bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096, lt=2**40)
@@ -148,6 +150,18 @@ class WeightsSpec(Spec):
     scores the same tokens, and their log-probabilities must agree."""
     content_check_tolerance: float = Field(1e-3, gt=0)
     """Largest accepted difference of a log-probability (float32; bfloat16 uses 50 times this)."""
+
+    @rule(
+        Cel(
+            holds="!has(self.transport) || self.transport in ['auto', 'zmq'] || $syncer == 'bucket'",
+            refusal="transport must be auto or zmq with syncer patch, got %s",
+            values=("self.transport",),
+            field="transport",
+        )
+    )
+    def _patches_go_over_zmq(self) -> Iterator[str]:
+        if self.syncer == "patch" and self.transport not in ("auto", "zmq"):
+            yield f"transport must be auto or zmq with syncer patch, got {self.transport}"
 
 
 class ResumeFromSpec(Spec):

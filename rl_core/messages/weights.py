@@ -2,15 +2,18 @@
 
 runner    -> actor      sync_model_to_rollout(version, [ReceiverAddress], min_acks) -> PublishReport on rank 0
 publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure
-publisher -> receiver   weights_transfer(WeightTransfer) -> ReceiverApplied | ReceiverFailure
+publisher -> receiver   weights_transfer(WeightTransfer) -> ReceiverApplied | ReceiverReady | ReceiverFailure
 publisher -> receiver   weights_commit(version, digest) -> ReceiverAck | ReceiverRefusal
 publisher -> receiver   weights_abort(generation): leave a process group that lost a member
 receiver  -> publisher  weights_pull(PullRequest) -> PullOffer | PullRefusal, then weights_pulled(ticket)
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_core.messages.registry import record
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # --- between the runner and the actor -----------------------------------------------------------------------------------
 
@@ -40,7 +43,7 @@ class PublishReport:
     seconds: float
     """The whole publish."""
     bytes: int
-    """Size of the version; what travels to each receiver that does not have it."""
+    """Most bytes that a receiver needed: the size of the version, or of its patch where everybody who needed bytes took that."""
     transport: str
     """What carried the bytes: shared, stream, gloo, nccl, joined by "+"; "none" when nobody needed any."""
     copy_seconds: float
@@ -51,6 +54,38 @@ class PublishReport:
     """Longest time a receiver took to load and verify."""
     pause_seconds: float
     """Longest time a receiver served nothing."""
+    patched: tuple[str, ...] = ()
+    """Receivers that took the patch."""
+    patch_share: float | None = None
+    """Share of the elements that differ from the version before it; None = there was none to compare with."""
+
+
+# --- what changed --------------------------------------------------------------------------------------------------------
+
+
+@record
+class TensorPatch:
+    """What changed in one tensor, and where that lies in the data of its patch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Type on the wire: "float32", "bfloat16", ..."""
+    count: int
+    """Elements that travel."""
+    gap_bytes: int
+    """1, 2 or 4: size of a gap, the distance of a position from the one before it (the first: from 0). 0 = all elements, no gaps."""
+    start: int
+    """Where its gaps begin; its values follow at the next multiple of 8 bytes."""
+
+
+@record
+class Patch:
+    """The difference of two states of a model, by bits. Tensors that did not change are absent."""
+
+    tensors: tuple[TensorPatch, ...]
+    data: "np.ndarray"
+    """uint8: gaps and values of one tensor after the other."""
 
 
 # --- where the bytes are ------------------------------------------------------------------------------------------------
@@ -125,7 +160,24 @@ class GroupSource:
         return self.plan.backend
 
 
-WeightSource = SharedSource | StreamSource | GroupSource
+@record
+class PatchSource:
+    """The data of a patch, for a receiver that serves the version it was made from."""
+
+    base: str
+    """Digest of that version."""
+    tensors: tuple[TensorPatch, ...]
+    data: SharedSource | StreamSource
+    verify_all: bool
+    """Whether tensors that did not change are verified as well."""
+
+    @property
+    def kind(self) -> str:
+        """What carries the data."""
+        return self.data.kind
+
+
+WeightSource = SharedSource | StreamSource | GroupSource | PatchSource
 
 # --- the handshake ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +196,10 @@ class WeightOffer:
     """Seconds until the publisher has given this sync up."""
     source: WeightSource | None = None
     """Where the data are already; None = they come with a transfer, after READY."""
+    patch: PatchSource | None = None
+    """Where the patch is already, besides `source`; for receivers that serve its base."""
+    keep: bool = False
+    """Whether later versions may come as patches: what the receiver cannot read back from its engine it keeps for them."""
 
 
 @record
@@ -156,10 +212,10 @@ class WeightTransfer:
 
 @record
 class ReceiverReady:
-    """READY: the receiver serves nothing any more and waits for the data."""
+    """READY: the receiver serves nothing any more and waits for the data. After a patch that does not hold: for all of them."""
 
     have: tuple[int, str]
-    """Version and digest that it holds; (-1, "") for none."""
+    """Version and digest that it can prove; (-1, "") for none."""
     device: str
     """UUID of the device of its weights, or "cpu"."""
 
@@ -172,6 +228,8 @@ class ReceiverApplied:
     digest: str
     loaded: bool
     """Whether bytes had to move for it."""
+    patched: bool = False
+    """Whether those were of a patch."""
 
 
 @record

@@ -74,6 +74,9 @@ class WeightSync:
                 "weights/bytes": float(report.bytes),
                 "weights/failed_receivers": float(len(report.failed)),
             }
+            if report.patch_share is not None:
+                found["weights/patch_share"] = report.patch_share
+                found["weights/patched_receivers"] = float(len(report.patched))
         if self._check is not None:
             counts = self._check.counts
             found["weights/content_check_passed_total"] = float(counts.passed)

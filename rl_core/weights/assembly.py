@@ -1,8 +1,9 @@
-"""Turns the pieces of a host copy, as any transport brings them, into verified tensors.
+"""Turns the pieces of a host copy, as any transport brings them, or a patch into verified tensors.
 
 Pieces are (position, bytes) in rising order; they may hold many tensors or a part of one. A tensor with a destination is
 written there while its checksum is taken, one pass over memory; the others are handed out, each only after its checksum
-held. Used by the receiver, in its thread.
+held. A patch is written over the version before it: in the destinations, and in what is kept of the tensors without one.
+Used by the receiver, in its thread.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.api.errors import DataError
+from rl_core.messages.weights import PatchSource
 from rl_core.transports.dtypes import CODES, tensor_view
-from rl_core.weights import words
+from rl_core.weights import patch, words
 from rl_core.weights.bucket import Bucket, Layout
 from rl_core.weights.manifest import WeightEntry, WeightManifest, checksum, host_bytes
 
@@ -34,8 +36,14 @@ class Assembly:
         destinations: Mapping[str, "torch.Tensor"],
         wanted: Container[str],
         check: Callable[[], None] = lambda: None,
+        kept: dict[str, np.ndarray] | None = None,
+        base: WeightManifest | None = None,
     ) -> None:
-        """`wanted`: names to hand out besides those with a destination. `check` runs per tensor and raises to stop."""
+        """`wanted`: names to hand out besides those with a destination. `check` runs per tensor and raises to stop.
+
+        `kept`: bytes of the last version's tensors without a destination, by the name that travels; it is brought up to date.
+        None = none are kept. `base`: what is proven to be in memory; None = nothing.
+        """
         self.bad: list[str] = []
         self.touched = False
         """Whether anything of the target may have changed."""
@@ -53,9 +61,30 @@ class Assembly:
             for name, tensor in destinations.items()
             if tensor.device.type == "cpu" and tensor.is_contiguous()
         }
+        self._kept, self._base = kept, base
+        self._memory = {**(kept or {}), **self._places}
+        """Where the bytes of a tensor are written, by the name that travels."""
+
+    def _without_place(self) -> dict[str, int]:
+        """Return name -> size of the tensors that travel and have no destination."""
+        entries = (entry for entry in self._entries if entry.alias_of is None)
+        return {entry.name: entry.nbytes for entry in entries if entry.name not in self._places}
+
+    def _make_room(self, kept: dict[str, np.ndarray]) -> None:
+        """Let `kept` have room for exactly the tensors without a destination."""
+        sizes = self._without_place()
+        for name in list(kept):
+            if sizes.get(name) != kept[name].size:
+                del kept[name]
+        for name, size in sizes.items():
+            if name not in kept:
+                kept[name] = np.empty(size, np.uint8)
+        self._memory = {**kept, **self._places}
 
     def tensors(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield (name, tensor) of what has no destination; valid as long as `pieces` are. Raises DataError for a gap."""
+        if self._kept is not None:
+            self._make_room(self._kept)
         order = [(start, self._entries[index]) for index, start in self.layout.starts.items()]
         cursor, end = 0, 0
         for position, data in pieces:
@@ -97,6 +126,38 @@ class Assembly:
                     if name in self._wanted:
                         yield name, tensor
 
+    def patched(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Write the changes of `source` over the version before and yield (name, tensor) of what has no destination.
+
+        A tensor that did not change keeps the checksum that was proven then. Raises DataError for what is not a patch of that version.
+        """
+        if self._base is None or self._base.digest != source.base:
+            raise DataError(f"patch must be of the version in memory, got one of {source.base}")
+        if self._kept is None or self._kept.keys() != self._without_place().keys():
+            raise DataError("patch must find the tensors where the version before it left them, some are not there")
+        proven = {entry.name: entry.checksum for entry in self._base.entries}
+        changes = patch.by_name(source.tensors)
+        for entry in self._entries:
+            if entry.alias_of is not None:
+                continue
+            self._check()
+            memory = self._memory[entry.name]
+            change = changes.pop(entry.name, None)
+            sums = proven.get(entry.name)
+            if change is not None:
+                if (change.shape, change.dtype) != (entry.shape, entry.dtype):
+                    raise DataError(
+                        f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} in a patch, got {change.dtype} {list(change.shape)}"
+                    )
+                writing = patch.Writing.of(change, data)
+                self.touched = True
+                writing.write(memory)
+            if change is not None or source.verify_all:
+                sums = words.sum_bytes(memory)
+            yield from self._proven(entry, memory, sums)
+        if changes:
+            raise DataError(f"patch must be of tensors of the manifest, got {next(iter(changes))!r}")
+
     def _reach(self, entry: WeightEntry, start: int, position: int) -> None:
         so_far = self._partial[1] if self._partial is not None else 0
         if position > start + so_far:
@@ -106,18 +167,18 @@ class Assembly:
 
     def _part(self, entry: WeightEntry, data: np.ndarray) -> None:
         if self._partial is None:
-            place = self._places.get(entry.name)
+            place = self._memory.get(entry.name)
             self._partial = (np.empty(entry.nbytes, np.uint8) if place is None else place, 0, (0, 0))
         memory, done, sums = self._partial
         if done % 4:
             raise DataError(f"pieces of {entry.name!r} must be cut at whole 32-bit words, got a cut at byte {done}")
-        self.touched |= entry.name in self._places
+        self.touched |= entry.name in self._memory
         added = words.copy_bytes(memory[done : done + data.size], data, offset=done // 4)
         self._partial = (memory, done + data.size, words.add(sums, added))
 
     def _whole(self, entry: WeightEntry, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Finish `entry` with its last (or only) bytes."""
-        place = self._places.get(entry.name)
+        place = self._memory.get(entry.name)
         if self._partial is not None:
             self._part(entry, data)
             memory, _, sums = self._partial
@@ -127,6 +188,12 @@ class Assembly:
             memory, sums = place, words.copy_bytes(place, data)
         else:
             memory, sums = data, words.sum_bytes(data)
+        yield from self._proven(entry, memory, sums)
+
+    def _proven(
+        self, entry: WeightEntry, memory: np.ndarray, sums: words.Sums | None
+    ) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Copy what `memory` holds to the tied names of `entry` and hand it out, if its `sums` are those of the manifest."""
         if sums != entry.checksum:
             self.bad.append(entry.name)
             return

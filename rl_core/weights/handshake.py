@@ -28,7 +28,10 @@ from rl_core.transports.rpc_call import CallFuture
 
 
 class HandshakeState(enum.Enum):
-    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED, or LOADING -> APPLIED ...; FAILED ends it anywhere."""
+    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED, or LOADING -> APPLIED ...; FAILED ends it anywhere.
+
+    A patch that does not hold leads to READY again.
+    """
 
     OFFERED = "offered, not ready"
     LOADING = "offered with its data, not applied"
@@ -51,8 +54,10 @@ class Handshake:
         """Whether it got all bytes and some were wrong; a collective goes on then."""
         self.transport = ""
         """What carried the bytes: shared, stream, gloo, nccl; "" = no bytes were needed."""
+        self.patched = False
+        """Whether a patch was enough."""
         self.ready: ReceiverReady | None = None
-        """Its READY answer, once it gave one."""
+        """Its last READY answer, once it gave one."""
         self.ack: ReceiverAck | None = None
         """Its ACK answer to COMMIT; None before it, and when it had the version already."""
         self.changed: Callable[[], None] = lambda: None
@@ -99,17 +104,20 @@ class Handshake:
             self._take_applied(answer, source)
 
     async def transfer(self, transfer: WeightTransfer, timeout: float) -> None:
-        """Bring the receiver from READY to APPLIED."""
+        """Bring the receiver from READY to APPLIED; it stays READY when a patch did not hold there."""
         self.transport = transfer.source.kind
         call = self.client.call("weights_transfer", transfer, timeout=timeout)
-        answer = await self._heard(call, ReceiverApplied | ReceiverFailure)
-        if answer is not None:
+        answer = await self._heard(call, ReceiverApplied | ReceiverReady | ReceiverFailure)
+        if isinstance(answer, ReceiverReady):
+            self.ready = answer
+        elif answer is not None:
             self._take_applied(answer, transfer.source)
 
     def _take_applied(self, answer: ReceiverApplied | ReceiverFailure, source: WeightSource | None) -> None:
         if isinstance(answer, ReceiverApplied):
             if source is not None and answer.loaded:
                 self.transport = source.kind
+            self.patched = answer.patched
             self._enter(HandshakeState.APPLIED)
         elif answer.aborted:
             self.reason = answer.reason  # READY still: the group ended, it will be offered again

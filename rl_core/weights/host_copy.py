@@ -7,6 +7,7 @@ others get slices of it. What is held, when and why:
 - The publisher gives a copy up before it writes the next version, which so goes into the same memory: page faults are paid
   once, and the model is in host memory once besides the trainer's own.
 - A second copy exists only while a late joiner still reads the older one; its segment goes back to the pool with the joiner.
+- With patches the copy is what the next version is compared with: that is written over it, tensor by tensor (`chain`).
 """
 
 import logging
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl_core.messages.weights import TensorPatch
 from rl_core.transports.bulk import Share
 from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.transports.shared_memory import SegmentStore
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+Look = Callable[[SourceEntry, int, np.ndarray, np.ndarray], None]
+"""Sees (entry, its position in the whole, the new bytes, where they will be written) of each tensor before it is written."""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +54,20 @@ class HostMemory:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class PatchCopy:
+    """What changed since another version, in host memory."""
+
+    base: str
+    """Digest of that version."""
+    tensors: tuple[TensorPatch, ...]
+    memory: HostMemory
+    nbytes: int
+    verify_all: bool
+    """Whether its receivers verify tensors that did not change as well."""
+    share: Share = field(default_factory=Share)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class HostCopy:
     """One version in host memory; read-only once written."""
 
@@ -57,6 +76,17 @@ class HostCopy:
     memory: HostMemory
     share: Share = field(default_factory=Share)
     """Key and tags of its streams."""
+    patch: PatchCopy | None = None
+    """What changed since the version before it; None = nothing to compare with, or not smaller than all of it."""
+    patch_share: float | None = None
+    """Share of the elements that changed; None = nothing to compare with."""
+    chained: bool = False
+    """Whether the versions after it may come as patches."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of `memory` that are used."""
+        return self.layout.nbytes
 
     def buckets(self, device: str) -> "Iterator[tuple[Bucket, torch.Tensor]]":
         """Yield (bucket, its bytes as uint8 on `device`)."""
@@ -74,22 +104,39 @@ class HostCopies:
         self._lock = threading.Lock()
         """Guards the holders of all copies: of two that drop at once, only the last frees the memory."""
 
-    def write(self, source: VersionSource, *, version: int, epoch: int, device: str = "cpu") -> HostCopy:
+    def write(
+        self,
+        source: VersionSource,
+        *,
+        version: int,
+        epoch: int,
+        device: str = "cpu",
+        base: HostCopy | None = None,
+        look: Look | None = None,
+    ) -> HostCopy:
         """Return a new copy of `source`, whose buckets are taken on `device`; nobody holds it yet.
 
+        It is written over `base`, a copy of the same layout, where only one holds that. `look` sees each tensor before it is written.
         Raises ValueError when the source does not give what its entries say.
         """
         layout = source.layout
-        memory = self._allocate(layout.nbytes)
+        over = base.memory if base is not None and self._may_write_over(base.memory) else None
+        memory = over or self.lend(layout.nbytes)
         try:
             sums: dict[str, words.Sums] = {}
             for bucket in source.buckets(device):
-                sums.update(_write_bucket(memory.data, bucket, source))
+                sums.update(_write_bucket(memory.data, bucket, source, look))
             manifest = WeightManifest(version=version, epoch=epoch, entries=tuple(_with_sums(source.entries, sums)))
         except BaseException:
-            self._free(memory)
+            if over is None:
+                self.give_back(memory)
             raise
         return HostCopy(manifest, layout, memory)
+
+    def _may_write_over(self, memory: HostMemory) -> bool:
+        with self._lock:
+            alone = len(memory.holders) == 1
+        return alone and (memory.segment is None or memory.is_there())
 
     def hold(self, copy: HostCopy, holder: Hashable) -> None:
         """Keep the memory of `copy` until `drop` for the same holder."""
@@ -102,17 +149,19 @@ class HostCopies:
             copy.memory.holders.discard(holder)
             unheld = not copy.memory.holders
         if unheld:
-            self._free(copy.memory)
+            self.give_back(copy.memory)
 
     def close(self) -> None:
         """Free every segment."""
         self._store.release_holder(self)
 
-    def _free(self, memory: HostMemory) -> None:
+    def give_back(self, memory: HostMemory) -> None:
+        """Free memory that nobody holds."""
         if memory.segment is not None:
             self._store.release(memory.segment, memory.generation, self)
 
-    def _allocate(self, nbytes: int) -> HostMemory:
+    def lend(self, nbytes: int) -> HostMemory:
+        """Return memory for `nbytes`, a segment where there is room for one."""
         segment = self._store.lend(nbytes, self)
         if segment is None:
             logger.warning("no shared memory for %d bytes of weights; receivers of this host get a stream", nbytes)
@@ -121,7 +170,9 @@ class HostCopies:
         return HostMemory(data, segment.name, segment.generation, segment.is_there)
 
 
-def _write_bucket(data: np.ndarray, bucket: SourceBucket, source: VersionSource) -> Iterator[tuple[str, words.Sums]]:
+def _write_bucket(
+    data: np.ndarray, bucket: SourceBucket, source: VersionSource, look: Look | None
+) -> Iterator[tuple[str, words.Sums]]:
     for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
         entry = source.entries[index]
         own = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -130,7 +181,11 @@ def _write_bucket(data: np.ndarray, bucket: SourceBucket, source: VersionSource)
                 f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} as its entry says, got {own[1]} {list(own[0])}"
             )
         start = source.layout.starts[index]
-        yield entry.name, write_tensor(data[start : start + entry.nbytes], tensor, entry)
+        place = data[start : start + entry.nbytes]
+        if look is not None:
+            tensor = tensor.cpu()
+            look(entry, start, host_bytes(tensor), place)
+        yield entry.name, write_tensor(place, tensor, entry)
 
 
 def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, words.Sums]) -> Iterator[WeightEntry]:

@@ -5,12 +5,12 @@ A receiver of the publisher's host maps the segment; every other one gets a stre
 
 import logging
 
-from rl_core.messages.weights import SharedSource, StreamSource, WeightOffer, WeightSource
+from rl_core.messages.weights import PatchSource, SharedSource, StreamSource, WeightOffer, WeightSource
 from rl_core.transports import tokens
 from rl_core.transports.bulk import BulkSender
 from rl_core.transports.curve import KeyRing
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.host_copy import HostCopy
+from rl_core.weights.host_copy import HostCopy, PatchCopy
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Outlets:
         self._host_token = host_token if host_token is not None else tokens.host_token()
         self._bulk: BulkSender | None = None
 
-    def maps(self, copy: HostCopy, host_token: str) -> bool:
+    def maps(self, copy: HostCopy | PatchCopy, host_token: str) -> bool:
         """Return whether a process with that token can map `copy`."""
         memory = copy.memory
         if host_token != self._host_token or memory.segment is None:
@@ -35,21 +35,33 @@ class Outlets:
         if not memory.told:
             memory.told = True
             logger.warning(
-                "segment %s with version %s of the weights was removed by somebody: receivers of this host get a stream until the next "
+                "segment %s with %s of the weights was removed by somebody: receivers of this host get a stream until the next "
                 "version, which gets a segment of its own",
                 memory.segment,
-                copy.manifest.version,
+                f"version {copy.manifest.version}" if isinstance(copy, HostCopy) else "a patch",
             )
         return False
 
-    def source(self, copy: HostCopy, host_token: str) -> WeightSource:
-        """Return where that process gets the bytes of `copy`; a stream is good for one receiver."""
+    def source(self, copy: HostCopy, host_token: str, have: str = "") -> WeightSource:
+        """Return where that process gets the bytes of `copy`, of its patch where `have` (the digest it serves) is the patch's base."""
+        if copy.patch is not None and copy.patch.base == have:
+            return self.patch_source(copy.patch, host_token)
+        return self._place(copy, host_token)
+
+    def patch_source(self, patch: PatchCopy, host_token: str) -> PatchSource:
+        """Return where that process gets `patch`."""
+        data = self._place(patch, host_token)
+        return PatchSource(base=patch.base, tensors=patch.tensors, data=data, verify_all=patch.verify_all)
+
+    def _place(self, copy: HostCopy | PatchCopy, host_token: str) -> SharedSource | StreamSource:
+        """Return where the bytes are; a stream is good for one receiver."""
         segment = copy.memory.segment
         if segment is not None and self.maps(copy, host_token):
-            return SharedSource(segment=segment, nbytes=copy.layout.nbytes)
+            return SharedSource(segment=segment, nbytes=copy.nbytes)
         if self._bulk is None:
             self._bulk = BulkSender(f"tcp://{self._host}:0", self._keys)
-        return StreamSource(ticket=self._bulk.offer([copy.memory.data], share=copy.share), encrypted=self._encrypt)
+        ticket = self._bulk.offer([copy.memory.data[: copy.nbytes]], share=copy.share)
+        return StreamSource(ticket=ticket, encrypted=self._encrypt)
 
     def close(self) -> None:
         """End the streams."""
@@ -57,8 +69,10 @@ class Outlets:
             self._bulk.close()
 
 
-def offer_of(copy: HostCopy, source: WeightSource | None, deadlines: Deadlines) -> WeightOffer:
-    """Return OFFER of `copy`; with `source` the receiver loads at once."""
+def offer_of(
+    copy: HostCopy, source: WeightSource | None, deadlines: Deadlines, patch: PatchSource | None = None
+) -> WeightOffer:
+    """Return OFFER of `copy`; with `source` the receiver loads at once, from `patch` where it serves the base of that."""
     manifest = copy.manifest
     return WeightOffer(
         digest=manifest.digest,
@@ -66,4 +80,6 @@ def offer_of(copy: HostCopy, source: WeightSource | None, deadlines: Deadlines) 
         bucket_bytes=copy.layout.bucket_bytes,
         deadline=deadlines.total(manifest.total_bytes),
         source=source,
+        patch=patch,
+        keep=copy.chained,
     )

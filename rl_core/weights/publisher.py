@@ -1,7 +1,7 @@
 """The sending end of weight sync: offers each version to every rollout, commits it, serves it to late joiners.
 
-Actor rank 0 owns one (trainers.md 9). A version passes three seams: a `VersionSource` yields its buckets, `HostCopies` encodes them (full
-weights) in host memory, a `Way` moves the bytes. `publish` gathers and copies in the caller's thread and then lets the
+Actor rank 0 owns one (trainers.md 9). A version passes three seams: a `VersionSource` yields its buckets, `HostCopies` encodes them in host
+memory (full weights; `Chain` a patch besides), a `Way` moves the bytes. `publish` gathers and copies in the caller's thread and then lets the
 process's handler loop talk to the receivers, so the trained tensors are free as soon as it returns. `host_copy` says which
 copies are held when; `weights_pull` is answered from the committed one at any time between two publishes.
 """
@@ -24,6 +24,7 @@ from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.weights import words
+from rl_core.weights.chain import Chain
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.handshake import Gate, Handshake, HandshakeState
 from rl_core.weights.host_copy import HostCopies, HostCopy
@@ -74,6 +75,8 @@ class WeightPublisher:
         self._loop = HandlerLoop.shared().loop
         host = sockets.split_address(bind)[0]
         self._copies = HostCopies(SharedMemory.shared(identity.uid if identity is not None else "").store)
+        own = self.cfg.weights
+        self._chain = Chain(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
         self._outlets = Outlets(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
         self._joiners = LateJoiners(self._copies, self._outlets, self._deadlines)
         self._way = self._make_way(host, device_uuid)
@@ -85,9 +88,9 @@ class WeightPublisher:
         words.kernels()
 
     def _make_way(self, host: str, device_uuid: str | None) -> Way:
-        """Return how versions travel: a CPU job goes over ZeroMQ unless it asks for a group."""
+        """Return how versions travel: patches go over ZeroMQ, and a CPU job does unless it asks for a group."""
         transport, star = self.cfg.weights.transport, Star(self._outlets)
-        if transport == "zmq" or (transport == "auto" and self._device == "cpu"):
+        if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or self._chain is not None)):
             return star
         return Together(
             star,
@@ -122,7 +125,8 @@ class WeightPublisher:
             started = time.monotonic()
             self._joiners.withdraw()
             try:
-                copy = self._copies.write(source, version=version, epoch=self.epoch, device=self._device)
+                write = self._copies.write if self._chain is None else self._chain.write
+                copy = write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()
                 handshakes = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
             finally:
@@ -210,10 +214,20 @@ def _report(
         acked=tuple(handshake.name for handshake in acked),
         failed={handshake.name: handshake.describe() for handshake in handshakes if handshake not in acked},
         seconds=now - started,
-        bytes=copy.manifest.total_bytes,
+        bytes=_bytes(copy, acked),
         transport="+".join(sorted(kinds)) or "none",
         copy_seconds=copied - started,
         sync_seconds=now - copied,
         apply_seconds=max((ack.apply_seconds for ack in acks), default=0.0),
         pause_seconds=max((ack.pause_seconds for ack in acks), default=0.0),
+        patched=tuple(handshake.name for handshake in acked if handshake.patched),
+        patch_share=copy.patch_share,
     )
+
+
+def _bytes(copy: HostCopy, acked: Sequence[Handshake]) -> int:
+    """Return the most bytes that one of `acked` needed; the size of the version when nobody needed any."""
+    needed = [handshake for handshake in acked if handshake.transport]
+    if copy.patch is not None and needed and all(handshake.patched for handshake in needed):
+        return copy.patch.nbytes
+    return copy.manifest.total_bytes

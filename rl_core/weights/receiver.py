@@ -3,7 +3,7 @@
 A rollout worker owns one and serves its `handlers()`; `publisher` calls them. All state changes on the worker's event loop;
 bytes move in one thread, those of a small model on the loop. Only COMMIT of a version whose every checksum held makes the
 engine serve it; whatever ends a sync before that leaves the engine paused, and `current()` without a version once its memory
-was touched.
+was touched. A patch is taken only over the version that is served; one that does not hold is answered with READY, for all of it.
 """
 
 import asyncio
@@ -15,10 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import (
+    PatchSource,
     PullOffer,
     PullRequest,
     ReceiverAck,
@@ -101,8 +104,10 @@ class WeightReceiver:
         self._device = device_uuid or device
         self._deadlines = deadlines or (Deadlines.from_spec(self.cfg) if self.cfg is not None else Deadlines())
         self._on_state = on_state
-        self._held: tuple[int, int, str] | None = None
-        """(epoch, version, digest) proven to be in the target's memory."""
+        self._held: WeightManifest | None = None
+        """What is proven to be in the target's memory."""
+        self._kept: dict[str, np.ndarray] | None = None
+        """The bytes of its tensors without a destination, for patches; None = the publisher sends none."""
         self._committed = False
         self._pending: WeightManifest | None = None
         self._layout: Layout | None = None
@@ -135,7 +140,7 @@ class WeightReceiver:
     def current(self) -> tuple[int, str]:
         """Return (version, manifest digest) of the committed weights in memory; (-1, "") when there is no proof of any."""
         held = self._held
-        return (held[1], held[2]) if held is not None and self._committed else NOTHING
+        return (held.version, held.digest) if held is not None and self._committed else NOTHING
 
     def set_epoch(self, epoch: int) -> None:
         """Enter `epoch`: a newer one ends the sync under way and makes the weights unversioned until the next offer."""
@@ -175,13 +180,18 @@ class WeightReceiver:
             self._arm(offer.deadline)
             self._pending = manifest
             self._layout = layout = Layout.of(manifest.entries, offer.bucket_bytes)
+            self._kept = (self._kept or {}) if offer.keep else None
             answer = await self._accept(manifest)
             if not isinstance(answer, ReceiverReady) or offer.source is None:
                 return answer
+            if offer.patch is not None and offer.patch.base == self.current()[1]:
+                answer = await self._load(manifest, layout, offer.patch)
+                if not isinstance(answer, ReceiverReady):
+                    return answer
             return await self._load(manifest, layout, offer.source)
 
     async def _accept(self, manifest: WeightManifest) -> ReceiverAnswer:
-        if self._held is not None and self._held[2] == manifest.digest:
+        if self._held is not None and self._held.digest == manifest.digest:
             self._enter(ReceiverState.APPLIED)
             return _applied(manifest, loaded=False)
         self._stop.clear()
@@ -194,25 +204,24 @@ class WeightReceiver:
         except DeadlineExceeded as error:
             self._abandon(f"the engine did not stop: {error}")
             return ReceiverRefusal(reason=f"requests in flight did not end: {error}")
+        return self._ready()
+
+    def _ready(self) -> ReceiverReady:
         return ReceiverReady(have=self.current(), device=self._device)
 
     def _problem(self, manifest: WeightManifest) -> str:
-        newest = max((one for one in (self._version_held(), self._version_pending()) if one is not None), default=None)
+        known = ((one.epoch, one.version) for one in (self._held, self._pending) if one is not None)
+        newest = max(known, default=None)
         if newest is not None and (manifest.epoch, manifest.version) < newest:
             return f"older: offered version {manifest.version}, this receiver is at {newest[1]} of epoch {newest[0]}"
         held = self._held
-        if held and self._committed and held[:2] == (manifest.epoch, manifest.version) and held[2] != manifest.digest:
-            return f"version {manifest.version} is held with digest {held[2]}, got {manifest.digest}; raise the version"
+        same = held is not None and (held.epoch, held.version) == (manifest.epoch, manifest.version)
+        if held is not None and self._committed and same and held.digest != manifest.digest:
+            return f"version {manifest.version} is held with digest {held.digest}, got {manifest.digest}; raise the version"
         return misfit(manifest, self._target.names_and_shapes())
 
-    def _version_held(self) -> tuple[int, int] | None:
-        return self._held[:2] if self._held is not None else None
-
-    def _version_pending(self) -> tuple[int, int] | None:
-        return (self._pending.epoch, self._pending.version) if self._pending is not None else None
-
     async def transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
-        """Load and verify the offered version; answer APPLIED or FAILED."""
+        """Load and verify the offered version; answer APPLIED, FAILED, or READY for all of it after a patch that does not hold."""
         async with self._turn:
             manifest, layout = self._pending, self._layout
             if manifest is None or layout is None or manifest.digest != transfer.digest:
@@ -224,24 +233,44 @@ class WeightReceiver:
     async def _load(self, manifest: WeightManifest, layout: Layout, source: WeightSource) -> ReceiverAnswer:
         destinations = self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}
         assembly = Assembly(
-            manifest, layout, destinations=destinations, wanted=self._target.names_and_shapes(), check=self._go_on
+            manifest,
+            layout,
+            destinations=destinations,
+            wanted=self._target.names_and_shapes(),
+            check=self._go_on,
+            kept=self._kept,
+            base=self._held if self._committed else None,
         )
         started = time.monotonic()
-        at_once = isinstance(self._target, InPlaceTarget) and isinstance(source, SharedSource)
+        patch = source if isinstance(source, PatchSource) else None
+        at_once = isinstance(self._target, InPlaceTarget) and isinstance(patch.data if patch else source, SharedSource)
         if at_once and manifest.total_bytes <= AT_ONCE_BYTES:
             reason = self._feed(assembly, source)
         else:
             reason = await self._feed_in_thread(assembly, source)
         if assembly.bad:
             reason = f"{len(assembly.bad)} tensors do not have the checksum of the manifest"
+        if reason and patch is not None and not self._stop.is_set():
+            return self._ask_for_all(manifest, reason, assembly)
         if reason or self._stop.is_set():
             self._abandon(reason or STOPPED, touched=assembly.touched)
             aborted = not assembly.bad and self._sources.group_ended(source)
             return ReceiverFailure(names=tuple(assembly.bad), reason=reason or STOPPED, aborted=aborted)
-        self._held, self._committed = (manifest.epoch, manifest.version, manifest.digest), False
+        self._held, self._committed = manifest, False
         self._applied_seconds = time.monotonic() - started
         self._enter(ReceiverState.APPLIED)
-        return _applied(manifest, loaded=True)
+        return _applied(manifest, loaded=True, patched=patch is not None)
+
+    def _ask_for_all(self, manifest: WeightManifest, reason: str, assembly: Assembly) -> ReceiverReady:
+        """Hold no version any more and answer READY: what a patch was written to cannot be told from what it should have been."""
+        names = f", first {assembly.bad[0]!r}" if assembly.bad else ""
+        logger.warning(
+            "the patch to version %s does not hold, all of it is needed: %s%s", manifest.version, reason, names
+        )
+        self._held = None
+        self._enter(ReceiverState.DIRTY)
+        self._enter(ReceiverState.READY)
+        return self._ready()
 
     async def _feed_in_thread(self, assembly: Assembly, source: WeightSource) -> str:
         feeding = asyncio.get_running_loop().run_in_executor(self._thread, self._feed, assembly, source)
@@ -283,7 +312,11 @@ class WeightReceiver:
         async with self._turn:
             if self.state is ReceiverState.SERVING and self.current() == (version, digest):
                 return self._acknowledge()
-            if self.state is not ReceiverState.APPLIED or self._held is None or self._held[1:] != (version, digest):
+            if (
+                self.state is not ReceiverState.APPLIED
+                or self._held is None
+                or (self._held.version, self._held.digest) != (version, digest)
+            ):
                 return ReceiverRefusal(reason=f"version {version} is not applied here, the state is {self.state.value}")
             await self._target.resume(version, digest)
             self._committed = True
@@ -383,9 +416,9 @@ class WeightReceiver:
         self._sources.close()
 
 
-def _applied(manifest: WeightManifest, *, loaded: bool) -> ReceiverApplied:
-    """`loaded`: whether bytes had to move for it."""
-    return ReceiverApplied(version=manifest.version, digest=manifest.digest, loaded=loaded)
+def _applied(manifest: WeightManifest, *, loaded: bool, patched: bool = False) -> ReceiverApplied:
+    """`loaded`: whether bytes had to move for it; `patched`: those of a patch."""
+    return ReceiverApplied(version=manifest.version, digest=manifest.digest, loaded=loaded, patched=patched)
 
 
 def _failed(reason: str) -> ReceiverFailure:

@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rl_core.api.errors import ConfigError
-from rl_core.messages.weights import GroupSource, SharedSource, StreamSource, WeightSource
+from rl_core.messages.weights import GroupSource, PatchSource, SharedSource, StreamSource, WeightSource
 from rl_core.transports.bulk import BulkReceiver
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
@@ -42,19 +42,35 @@ class Sources:
             return self._stream(source, assembly)
         if isinstance(source, GroupSource):
             return self._collective(source, assembly)
-        raise ConfigError(f"source of weights must be shared, stream or group, got {type(source).__name__}")
+        if isinstance(source, PatchSource):
+            return self._patch(source, assembly)
+        raise ConfigError(f"source of weights must be shared, stream, group or patch, got {type(source).__name__}")
 
     @contextlib.contextmanager
     def _shared(self, source: SharedSource, assembly: Assembly) -> Iterator[Tensors]:
-        view = self._segments.view(source.segment, 0, source.nbytes)
-        yield assembly.tensors([(0, np.frombuffer(view, np.uint8))])
+        yield assembly.tensors([(0, self._mapped(source))])
+
+    def _mapped(self, source: SharedSource) -> np.ndarray:
+        return np.frombuffer(self._segments.view(source.segment, 0, source.nbytes), np.uint8)
 
     @contextlib.contextmanager
     def _stream(self, source: StreamSource, assembly: Assembly) -> Iterator[Tensors]:
+        with self._chunks(source) as chunks:
+            yield assembly.tensors(_positioned(chunks))
+
+    def _chunks(self, source: StreamSource) -> "contextlib.closing[Generator[memoryview, None, None]]":
         keys = self._keys if source.encrypted else None
         chunks = iter(BulkReceiver(source.ticket, keys, timeout=self._deadlines.silence_seconds, wake=self._wake))
-        with contextlib.closing(chunks):
-            yield assembly.tensors(_positioned(chunks))
+        return contextlib.closing(chunks)
+
+    @contextlib.contextmanager
+    def _patch(self, source: PatchSource, assembly: Assembly) -> Iterator[Tensors]:
+        if isinstance(source.data, SharedSource):
+            yield assembly.patched(source, self._mapped(source.data))
+            return
+        with self._chunks(source.data) as chunks:
+            data = np.frombuffer(b"".join(chunks), np.uint8)
+        yield assembly.patched(source, data)
 
     @contextlib.contextmanager
     def _collective(self, source: GroupSource, assembly: Assembly) -> Iterator[Tensors]:

@@ -46,6 +46,7 @@ class InPlaceTarget(Protocol):
     def destinations(self) -> Mapping[str, "torch.Tensor"]:
         """Return name -> contiguous CPU tensor to write; these names are not given to `load`, which is called all the same.
 
-        The tensors must stay the same memory from one sync to the next or be returned anew each time.
+        The tensors must stay the same memory from one sync to the next or be returned anew each time. A patch is written over
+        what the sync before left there: who gives that memory up in between has the receiver `forget`.
         """
         ...

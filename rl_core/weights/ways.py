@@ -18,6 +18,9 @@ from rl_core.weights.outlets import Outlets, offer_of
 if TYPE_CHECKING:
     from rl_core.weights.collective import GroupSender
 
+TRANSFERS = 2
+"""A patch that does not hold at a receiver is followed by the whole version."""
+
 
 class Way(Protocol):
     """Takes a version from OFFER to ACK at every receiver. On the publisher's loop, except `start`."""
@@ -43,11 +46,13 @@ class Star:
 
     def start(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
         """Send OFFER. A receiver of this host learns where the data are and loads in the same exchange."""
-        source, seconds = None, deadlines.ready_seconds
+        source, patch, seconds = None, None, deadlines.ready_seconds
         if self._outlets.maps(copy, handshake.host_token):
             source = self._outlets.source(copy, handshake.host_token)
             seconds += deadlines.transfer(copy.manifest.total_bytes)
-        handshake.start(offer_of(copy, source, deadlines), seconds)
+            if copy.patch is not None and self._outlets.maps(copy.patch, handshake.host_token):
+                patch = self._outlets.patch_source(copy.patch, handshake.host_token)
+        handshake.start(offer_of(copy, source, deadlines, patch), seconds)
 
     async def deliver(self, handshakes: Sequence[Handshake], copy: HostCopy, gate: Gate, deadlines: Deadlines) -> None:
         """Serve every receiver to the end, independently of the others."""
@@ -60,10 +65,14 @@ class Star:
     async def finish(self, handshake: Handshake, copy: HostCopy, gate: Gate, deadlines: Deadlines) -> None:
         """Send the bytes to a receiver that still needs them, then COMMIT."""
         manifest = copy.manifest
+        for _ in range(TRANSFERS):
+            if handshake.live:
+                have = handshake.ready.have[1] if handshake.ready is not None else ""
+                source = self._outlets.source(copy, handshake.host_token, have)
+                transfer = WeightTransfer(digest=manifest.digest, source=source)
+                await handshake.transfer(transfer, deadlines.transfer(manifest.total_bytes))
         if handshake.live:
-            source = self._outlets.source(copy, handshake.host_token)
-            transfer = WeightTransfer(digest=manifest.digest, source=source)
-            await handshake.transfer(transfer, deadlines.transfer(manifest.total_bytes))
+            handshake.fail(f"it asked for the version {TRANSFERS} times and applied none")
         if handshake.state is HandshakeState.APPLIED and await gate.wait():
             await handshake.commit(manifest.version, manifest.digest, deadlines.commit_seconds)
 

@@ -304,6 +304,12 @@ CASES = (
             "weights.onUpdate keep_kv needs algorithm.importance or loss decoupled_ppo, got neither; set one or take abort_resume",
             SAME,
         ),
+        "patches-in-a-group": (
+            {"weights": {"syncer": "patch", "transport": "gloo"}},
+            "spec.weights.transport",
+            "transport must be auto or zmq with syncer patch, got gloo",
+            SAME,
+        ),
         "corrected-twice": (
             {"algorithm": {"loss": {"name": "decoupled_ppo"}, "recomputeLogProbs": True, "importance": {}}},
             "spec.algorithm.importance",

@@ -120,7 +120,16 @@ def test_status_top_and_logs_read_a_local_run(start):
 
 
 @pytest.mark.parametrize("replicas", [2], ids=["two actor pods"])
-def test_data_parallel_actors_train_every_group_once(start, replicas):
-    run = start(algorithm={"steps": 2}, actor={"replicas": replicas, "optimizer": {"learningRate": 1.0e-3}})
+def test_data_parallel_actors_train_every_group_once_and_send_what_changed(start, replicas):
+    run = start(
+        model={"dtype": "bfloat16"},
+        algorithm={"steps": 2},
+        actor={"replicas": replicas, "optimizer": {"learningRate": 1.0e-5}},
+        weights={"syncer": "patch"},
+    )
     assert run.run() == 0, run.text + run.logs()
     assert_trained_once(run, steps=2, groups=4)
+    line = run.lines("metrics.jsonl")[-1]
+    assert (
+        0 < line["weights/patch_share"] < 0.5 and line["weights/patched_receivers"] == 2
+    )  # and every version was proven

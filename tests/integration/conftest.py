@@ -1,6 +1,7 @@
-"""An RPC service with its server and a client, for every test that calls over real sockets."""
+"""Started once for several files: an RPC service with its server and a client, receivers of weights."""
 
 import pytest
+import weight_world
 from rpc_samples import Service
 
 from rl_core.transports.rpc import RpcClient, RpcServer
@@ -28,3 +29,11 @@ def client(server):
     client = RpcClient(server.address)
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def receivers():
+    """Two processes that take weights: rollout:0 has them written in place, the engine of rollout:1 copies them."""
+    pair = weight_world.Receiver("rollout:0", in_place=True), weight_world.Receiver("rollout:1")
+    with weight_world.started(*pair) as both:
+        yield both

@@ -77,12 +77,21 @@ async def main():
     torch.set_num_threads(1)
     engine = InPlaceEngine() if OPTIONS.get("in_place") else Engine()
     identity, keys = own_identity()
-    receiver = WeightReceiver(None, identity, OPTIONS.get("epoch", 0), engine, keys=keys)
+    states = []
+    receiver = WeightReceiver(
+        None,
+        identity,
+        OPTIONS.get("epoch", 0),
+        engine,
+        keys=keys,
+        on_state=lambda state, version, digest: states.append(state.value),
+    )
 
     async def probe():
         return {
             "current": list(receiver.current()),
             "state": receiver.state.value,
+            "states": states[-10:],
             "serving": engine.serving,
             "sums": {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()},
             "loads": engine.loads,
@@ -99,7 +108,14 @@ async def main():
     async def set_epoch(epoch):
         receiver.set_epoch(epoch)
 
-    handlers = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, **receiver.handlers()}
+    async def forget():
+        receiver.forget()
+
+    async def flip(name):
+        engine.weights[name].view(torch.uint8)[-1, -1] ^= 1
+
+    own = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, "forget": forget, "flip": flip}
+    handlers = {**own, **receiver.handlers()}
     server = RpcServer("tcp://127.0.0.1:0", handlers, keys, identity).start()
     about = {"address": server.address, "host_token": tokens.host_token()}
     print(json.dumps(about), flush=True)

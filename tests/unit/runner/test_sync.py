@@ -26,6 +26,8 @@ class FakeResult:
 class FakeActor:
     """Stands in for the actor group: acknowledges for every receiver, scores every sequence with -1."""
 
+    patches = {}
+
     def sync_model_to_rollout(self, version, receivers, min_acks):
         names = [receiver.name for receiver in receivers]
         return FakeResult(
@@ -42,6 +44,7 @@ class FakeActor:
                     sync_seconds=0.09,
                     apply_seconds=0.05,
                     pause_seconds=0.06,
+                    **self.patches,
                 )
             ]
         )
@@ -119,6 +122,14 @@ def test_agreeing_rollouts_pass_and_are_known_to_serve():
         "weights/content_check_passed_total": 2.0,
         "weights/content_check_skipped_total": 0.0,
     }
+
+
+def test_the_share_that_changed_is_told_where_versions_are_compared():
+    run = Run({"rollout:0": probe(-1.0)})
+    run.actor.patches = {"patch_share": 0.25, "patched": ("rollout:0",)}
+    run.sync.publish(3)
+    metrics = run.sync.metrics()
+    assert (metrics["weights/patch_share"], metrics["weights/patched_receivers"]) == (0.25, 1.0)
 
 
 @pytest.mark.parametrize("wrong", [-1.01, float("nan")], ids=["other weights", "nan"])

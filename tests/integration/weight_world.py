@@ -1,0 +1,103 @@
+"""What tests of weight sync share: receiver processes and the way to talk to them, publishers, and models to publish."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from rl_core.messages.weights import ReceiverAddress
+from rl_core.transports.rpc import RpcClient
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.manifest import checksum
+from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.version_source import StateSource
+
+HERE = Path(__file__).parent
+SHAPES = {"a": [500, 700], "b": [3], "c": [11], "d": [300, 999]}
+SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
+QUICK = Deadlines(sync_seconds=600, straggler_seconds=0.2)
+epochs = itertools.count(1)
+
+
+class Receiver:
+    """A receiver process and the way to talk to it."""
+
+    def __init__(self, name, **options):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(HERE / "weight_receiver_child.py"), json.dumps({"shapes": SHAPES, **options})]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.name = name
+
+    def wait(self):
+        self.about = ReceiverAddress(name=self.name, **json.loads(self.process.stdout.readline()))
+        return self
+
+    @functools.cached_property
+    def client(self):
+        return RpcClient(self.about.address)
+
+    def call(self, method, *args, **kwargs):
+        return self.client.call_sync(method, *args, timeout=120, **kwargs)
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:  # a zombie of an aborted gloo group holds the exit
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def started(*receivers):
+    try:
+        yield [receiver.wait() for receiver in receivers]
+    finally:
+        for receiver in receivers:
+            receiver.stop()
+
+
+@contextlib.contextmanager
+def publisher(transport="shared", epoch=None, **weights):
+    weights = {"bucketBytes": 1 << 20, **weights}
+    if transport == "gloo":
+        weights["transport"] = "gloo"
+    host_token = "elsewhere" if transport == "stream" else None
+    epoch = next(epochs) if epoch is None else epoch
+    made = WeightPublisher({**SPEC, "weights": weights}, epoch, deadlines=QUICK, host_token=host_token)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tensors(seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def model(seed, dtype=torch.float32):
+    return source_of(tensors(seed, dtype))
+
+
+def source_of(weights):
+    return StateSource(weights, dtype="float32", bucket_bytes=1 << 20)
+
+
+def serves(receiver, version, weights):
+    probe = receiver.call("probe")
+    sums = {name: [hex(part) for part in checksum(tensor)] for name, tensor in weights.items()}
+    return probe["serving"] and probe["current"][0] == version and probe["sums"] == sums
+
+
+def about(receivers):
+    return [receiver.about for receiver in receivers]

@@ -1,0 +1,146 @@
+"""Patches: applied to the old state they give the new one bit by bit; what does not fit is refused before anything is written."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.api.errors import DataError
+from rl_core.transports import frames
+from rl_core.weights.patch import apply, encode, encoded_bytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
+SHAPES = ((), (1,), (7,), (0, 4), (3, 5), (300, 7))
+ODD = {torch.float32: 0x7FC00001, torch.bfloat16: 0x7FC1, torch.float16: 0x7E01}
+"""A NaN with a payload: equal to nothing as a number, a value like any other as bits."""
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def same(left, right):
+    return list(left) == list(right) and all(torch.equal(bits(left[name]), bits(right[name])) for name in left)
+
+
+def random_bits(shape, dtype, generator):
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    size = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+@given(
+    tensors=st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)), min_size=1, max_size=4),
+    share=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_patch_makes_the_new_state_of_the_old_one_bit_by_bit(tensors, share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    old = {str(i): random_bits(shape, dtype, generator) for i, (dtype, shape) in enumerate(tensors)}
+    new = {}
+    for name, tensor in old.items():
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        new[name] = torch.where(chosen, random_bits(tensor.shape, tensor.dtype, generator), tensor)
+    patch = frames.decode(frames.encode(encode(old, new)))
+    target = {name: tensor.clone() for name, tensor in old.items()}
+    apply(target, patch)
+    assert same(target, new)
+    size = sum(tensor.nbytes for tensor in old.values())
+    assert patch.data.size <= size + 8 * len(old)  # a tensor that changed too much goes whole
+    if share == 0.0:
+        assert patch.tensors == () and patch.data.size == 0
+
+
+@pytest.mark.parametrize("dtype", list(ODD), ids=str)
+def test_nan_payloads_and_the_sign_of_zero_travel_and_an_unchanged_nan_does_not(dtype):
+    kind = torch.int32 if dtype.itemsize == 4 else torch.int16
+    old = {"a": torch.zeros(100, dtype=dtype)}
+    old["a"].view(kind)[3] = ODD[dtype]
+    new = {"a": old["a"].clone()}
+    new["a"][10] = -0.0
+    new["a"].view(kind)[11] = ODD[dtype]
+    patch = encode(old, new)
+    assert [change.count for change in patch.tensors] == [2]
+    apply(old, patch)
+    assert same(old, new)
+
+
+@pytest.mark.parametrize(("position", "gap_bytes"), [(255, 1), (256, 2), (65_536, 4)])
+def test_gaps_take_the_narrowest_type_that_holds_them(position, gap_bytes):
+    old = {"a": torch.zeros(70_000)}
+    new = {"a": old["a"].clone()}
+    new["a"][position] = 1.0
+    patch = encode(old, new)
+    assert patch.tensors[0].gap_bytes == gap_bytes and patch.data.size == 16
+    apply(old, patch)
+    assert same(old, new)
+
+
+def test_a_small_change_is_small_on_the_wire_and_a_large_one_no_larger_than_the_tensor():
+    generator = torch.Generator().manual_seed(0)
+    old = {"a": torch.randn(100_000, generator=generator).bfloat16()}
+    sparse = {"a": old["a"].clone()}
+    sparse["a"][torch.randperm(100_000, generator=generator)[:1000]] += 1
+    assert encoded_bytes(encode(old, sparse)) < 1000 * 4 + 400
+    assert encoded_bytes(encode(old, {"a": old["a"] + 1})) < old["a"].nbytes + 400
+
+
+def test_a_patch_is_applied_to_memory_of_any_layout():
+    old = {"a": torch.zeros(6, 4).t(), "p": torch.nn.Parameter(torch.zeros(3))}
+    new = {"a": torch.eye(6, 4).t().contiguous(), "p": torch.ones(3)}
+    apply(old, encode({name: tensor.detach().clone() for name, tensor in old.items()}, new))
+    assert torch.equal(old["a"], new["a"]) and torch.equal(old["p"], new["p"])
+
+
+def test_states_of_other_names_shapes_or_types_have_no_patch():
+    with pytest.raises(ValueError, match="same names"):
+        encode({"a": torch.zeros(3)}, {"b": torch.zeros(3)})
+    with pytest.raises(ValueError, match="'a' must keep its shape and type"):
+        encode({"a": torch.zeros(3)}, {"a": torch.zeros(3).half()})
+
+
+GOOD = encode(
+    {"a": torch.zeros(8), "b": torch.zeros(1000)}, {"a": torch.ones(8), "b": torch.eye(1000)[400] + torch.eye(1000)[9]}
+)
+
+
+def with_gaps(*gaps):
+    data = GOOD.data.copy()
+    start = GOOD.tensors[1].start
+    data[start : start + 4] = np.array(gaps, np.uint16).view(np.uint8)
+    return replace(GOOD, data=data)
+
+
+def with_b(**fields):
+    return replace(GOOD, tensors=(GOOD.tensors[0], replace(GOOD.tensors[1], **fields)))
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        (with_gaps(9, 991), "'b' must have positions below 1000 in a patch, got 1000"),
+        (with_gaps(9, 0), "'b' must have rising positions in a patch, got one twice"),
+        (with_b(count=0), "'b' has 1000 elements, a patch cannot change 0 of them"),
+        (with_b(count=1001), "'b' has 1000 elements, a patch cannot change 1001 of them"),
+        (with_b(gap_bytes=0), "'b' has 1000 elements, a patch cannot change 2 of them"),
+        (with_b(count=3), "'b' must lie inside the 48 bytes of its patch"),
+        (with_b(start=-8), "'b' must lie inside the 48 bytes of its patch"),
+        (with_b(start=33), "'b' must lie inside the 48 bytes of its patch, aligned to 8"),
+        (with_b(gap_bytes=3), "'b' must have gaps of 0, 1, 2 or 4 bytes in a patch, got 3"),
+        (with_b(name="c"), "patch must be of tensors of the model, got 'c'"),
+        (with_b(name="a"), "patch must change a tensor once, got 'a' twice"),
+        (with_b(shape=(10, 100)), r"'b' must be float32 \[1000\] in the patch, got float32 \[10, 100\]"),
+        (with_b(dtype="int32"), r"'b' must be float32 \[1000\] in the patch, got int32 \[1000\]"),
+        (replace(GOOD, data=GOOD.data[:-8]), "'b' must lie inside the 40 bytes of its patch"),
+    ],
+)  # fmt: skip
+def test_a_patch_that_does_not_fit_is_refused_by_name_and_nothing_is_written(patch, words):
+    target = {"a": torch.zeros(8), "b": torch.zeros(1000)}
+    with pytest.raises(DataError, match=words):
+        apply(target, patch)
+    assert not target["a"].any() and not target["b"].any()

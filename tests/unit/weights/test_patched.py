@@ -1,0 +1,92 @@
+"""A patch over the version in memory: every tensor is proven by that version's checksum or by its own bytes, or it is named as bad."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_core.api.errors import DataError
+from rl_core.messages.weights import PatchSource, SharedSource
+from rl_core.weights.assembly import Assembly
+from rl_core.weights.bucket import Layout
+from rl_core.weights.manifest import build_manifest, host_bytes
+from rl_core.weights.patch import encode
+
+OLD = {"a": torch.arange(400.0), "b": torch.arange(300.0).bfloat16(), "c": torch.zeros(5)}
+OLD["tied"] = OLD["b"]
+NEW = {**{name: tensor.clone() for name, tensor in OLD.items()}}
+NEW["a"][5], NEW["b"][7] = -1.0, -1.0
+NEW["tied"] = NEW["b"]
+TRAVELS = ("a", "b", "c")
+BASE = build_manifest(OLD, version=1, epoch=0)
+MANIFEST = build_manifest(NEW, version=2, epoch=0)
+PATCH = encode({name: OLD[name] for name in TRAVELS}, {name: NEW[name] for name in TRAVELS})
+SOURCE = PatchSource(
+    base=BASE.digest, tensors=PATCH.tensors, data=SharedSource(segment="s", nbytes=PATCH.data.size), verify_all=False
+)
+
+
+class Memory:
+    """A receiver's memory with the old version: "a" in place, the others kept."""
+
+    def __init__(self):
+        self.placed = {"a": OLD["a"].clone()}
+        self.kept = {name: host_bytes(OLD[name]).copy() for name in ("b", "c")}
+
+    def take(self, source=SOURCE, base=BASE):
+        layout = Layout.of(MANIFEST.entries)
+        assembly = Assembly(MANIFEST, layout, destinations=self.placed, wanted=NEW, kept=self.kept, base=base)
+        return assembly, dict(assembly.patched(source, PATCH.data))
+
+
+def test_what_has_no_destination_is_handed_out_whole_with_its_tied_name():
+    memory = Memory()
+    assembly, handed = memory.take()
+    assert torch.equal(memory.placed["a"], NEW["a"]) and assembly.bad == [] and assembly.touched
+    assert list(handed) == ["b", "tied", "c"]
+    assert all(torch.equal(tensor, NEW[name]) for name, tensor in handed.items())
+
+
+@pytest.mark.parametrize("left_out", ["a", "b"])
+def test_a_change_that_is_left_out_is_found_although_nothing_was_written(left_out):
+    tensors = tuple(change for change in PATCH.tensors if change.name != left_out)
+    assembly, handed = Memory().take(replace(SOURCE, tensors=tensors))
+    assert assembly.bad == [left_out] and left_out not in handed
+
+
+def test_a_patch_applied_twice_over_the_same_memory_is_one_of_another_base():
+    memory = Memory()
+    memory.take()
+    with pytest.raises(DataError, match="must be of the version in memory"):
+        memory.take(base=MANIFEST)
+    with pytest.raises(DataError, match="must be of the version in memory"):
+        memory.take(base=None)
+
+
+@pytest.mark.parametrize(("name", "verify_all", "found"), [("a", False, True), ("c", False, False), ("c", True, True)])
+def test_damage_is_found_in_tensors_that_change_and_in_all_when_all_are_verified(name, verify_all, found):
+    memory = Memory()
+    damaged = host_bytes(memory.placed["a"]) if name == "a" else memory.kept[name]
+    damaged[19] ^= 1
+    assembly, _ = memory.take(replace(SOURCE, verify_all=verify_all))
+    assert assembly.bad == ([name] if found else [])
+
+
+def test_memory_that_moved_since_the_version_before_is_refused():
+    memory = Memory()
+    memory.placed = {}
+    with pytest.raises(DataError, match="must find the tensors where the version before it left them"):
+        memory.take()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"name": "x"}, "must be of tensors of the manifest, got 'x'"),
+        ({"shape": (20, 20)}, r"'a' must be float32 \[400\]"),
+    ],
+)
+def test_a_patch_of_other_tensors_is_refused(fields, words):
+    tensors = (replace(PATCH.tensors[0], **fields), *PATCH.tensors[1:])
+    with pytest.raises(DataError, match=words):
+        Memory().take(replace(SOURCE, tensors=tensors))
