@@ -26,6 +26,8 @@ class Scores(NamedTuple):
     """[B, T] float32, at the sampling temperature."""
     entropy: Tensor
     """[B, T] float32."""
+    values: Tensor | None = None
+    """[B, T] float32, what the critic expects of the tokens from here on; None without a critic."""
 
 
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
@@ -72,3 +74,13 @@ class TrainBackend(Protocol):
 
     def reference(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the reference policy's weights."""
+
+
+class Critic(Protocol):
+    """Who says what the tokens of a row are worth, learning with the policy: a backend whose model has a value head.
+
+    Collective as `TrainBackend` is.
+    """
+
+    def value_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[Tensor]:
+        """Return each part's values [B, T] without gradient, on the CPU: what is expected from each masked token on, 0 elsewhere."""

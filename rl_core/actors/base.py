@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.actors.backend import TrainBackend
+from rl_core.actors.backend import Critic, TrainBackend
 from rl_core.actors.intake import GroupIntake, group_entry, rollout_metrics
 from rl_core.actors.offload import Offloader
 from rl_core.actors.ranks import Ranks
@@ -38,8 +38,11 @@ class Actor(Worker, ABC):
     global_step: int
     """Step of the last training; the weights' version."""
 
-    def __init__(self, backend: TrainBackend) -> None:
-        """`backend`: what trains the model of this rank; the class that derives from this one brings its state verbs."""
+    def __init__(self, backend: TrainBackend, critic: Critic | None = None) -> None:
+        """`backend`: what trains the model of this rank; the class that derives from this one brings its state verbs.
+
+        `critic`: who says values where the job's estimator takes them; None for a backend that has none.
+        """
         self._backend = backend
         self.engine = StepEngine(
             backend,
@@ -49,6 +52,7 @@ class Actor(Worker, ABC):
             response_limit=self.cfg.rollout.sampling.max_new_tokens * self.cfg.env.max_turns,
             balance=self.cfg.actor.balance,
             progress=lambda: self.record_progress("micro_steps"),
+            critic=critic,
         )
 
     # What the backend's actor answers -------------------------------------------------------------------------------

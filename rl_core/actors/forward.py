@@ -6,13 +6,14 @@ Legend: B rows of the micro-batch, T width of the longest, L packed tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rl_core.actors.attention import PackedLayout
-from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.actors.critic import decoder_and_head
+from rl_core.algorithms.logprobs import hidden_scores, hidden_values
 from rl_core.batching.packing import PackedRows, pack_rows, pack_values, unpack_rows
 
 SCORE = "score_packed"
@@ -54,26 +55,39 @@ class PackedBatch:
         return cls(rows=packed, layout=layout, mask=scored, width=input_ids.shape[1])
 
 
+class TokenNumbers(NamedTuple):
+    """What was asked for, per token that is scored, 0 elsewhere; None for the rest."""
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    values: Tensor | None
+
+
 def attach_scoring(model: nn.Module) -> None:
     """Give a causal LM the method `score_packed`, which wrappers can treat as a second forward."""
     setattr(model, SCORE, MethodType(_score_packed, model))
 
 
 def score(
-    model: nn.Module, batch: PackedBatch, *, temperature: float, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probabilities of the masked tokens, [B, T] float32, 0 elsewhere; and their entropies when asked for."""
-    log_probs, entropies = getattr(model, SCORE)(
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    temperature: float,
+    log_probs: bool = True,
+    entropy: bool = False,
+    values: bool = False,
+) -> TokenNumbers:
+    """Return the log-probabilities of the masked tokens, their entropies and the critic's values, as asked for, each [B, T] float32."""
+    packed = getattr(model, SCORE)(
         batch.rows.input_ids,
         batch.rows.position_ids,
         batch.mask,
         batch.rows.cu_seqlens,
         packed=batch.layout,
         temperature=temperature,
-        entropy=entropy,
+        wanted=(log_probs, entropy, values),
     )
-    unpacked = unpack_rows(log_probs, batch.rows, width=batch.width)
-    return unpacked, None if entropies is None else unpack_rows(entropies, batch.rows, width=batch.width)
+    return TokenNumbers(*(None if one is None else unpack_rows(one, batch.rows, width=batch.width) for one in packed))
 
 
 def _score_packed(
@@ -85,13 +99,37 @@ def _score_packed(
     *,
     packed: PackedLayout,
     temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return (log-probabilities [1, L], entropies [1, L] or None).
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return (log-probabilities, entropies, values), each [1, L], or None where it is not `wanted`.
 
     A tuple of tensors that are no views: FSDP hangs its hooks on them.
     """
-    hidden = model.model(
+    log_probs = entropy = values = hidden = None
+    wants_log_probs, wants_entropy, wants_values = wanted
+    if wants_log_probs:
+        hidden = _hidden(model.model, input_ids, position_ids, packed)
+        scores = hidden_scores(
+            hidden,
+            model.lm_head.weight,
+            input_ids,
+            temperature=temperature,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            entropy=wants_entropy,
+        )
+        log_probs, entropy = scores.log_probs.clone(), None if scores.entropy is None else scores.entropy.clone()
+    if wants_values:
+        decoder, head = decoder_and_head(model)
+        if hidden is None or decoder is not model.model:
+            hidden = _hidden(decoder, input_ids, position_ids, packed)
+        values = hidden_values(hidden, head.weight, mask=mask, cu_seqlens=cu_seqlens).clone()
+    return log_probs, entropy, values
+
+
+def _hidden(decoder: Any, input_ids: Tensor, position_ids: Tensor, packed: PackedLayout) -> Tensor:
+    """Return the decoder's last hidden states [1, L, H]."""
+    hidden: Tensor = decoder(
         input_ids=input_ids,
         position_ids=position_ids,
         # A 4-D mask is passed on as it is: no mask is built, and packed attention needs none.
@@ -99,13 +137,4 @@ def _score_packed(
         use_cache=False,
         packed=packed,
     ).last_hidden_state
-    scores = hidden_scores(
-        hidden,
-        model.lm_head.weight,
-        input_ids,
-        temperature=temperature,
-        mask=mask,
-        cu_seqlens=cu_seqlens,
-        entropy=entropy,
-    )
-    return scores.log_probs.clone(), None if scores.entropy is None else scores.entropy.clone()
+    return hidden

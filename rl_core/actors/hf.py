@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rl_core.actors import attention
+from rl_core.actors.critic import HEAD, SEPARATE, of_critic
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 
@@ -126,23 +127,28 @@ def load_weights(
 ) -> None:
     """Fill every parameter and persistent buffer from the folder's safetensors; each rank reads the slices that it stores.
 
-    Raises ConfigError as `stored_readers` does, and for shapes that differ.
+    A critic's decoder starts as the policy's, its value head at 0. Raises ConfigError as `stored_readers` does, and for shapes that differ.
     """
     wanted = stored_tensors(model)
     for name, stored, where in stored_readers(model, folder, aliases):
-        fill(slice_of(wanted[name].detach()), stored, where)
+        for place in {name, f"{SEPARATE}.{name}"} & wanted.keys():
+            fill(slice_of(wanted[place].detach()), stored, where)
+    for name, tensor in wanted.items():
+        if HEAD in name:
+            slice_of(tensor.detach()).tensor.zero_()
 
 
 def stored_readers(
     model: "PreTrainedModel", folder: str | Path, aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (name in the model, reader of the tensor in the folder's safetensors, where it is) for all that a folder stores.
+    """Yield (name in the policy, reader of the tensor in the folder's safetensors, where it is) for all that a folder stores.
 
     A reader is good until the next one. Raises ConfigError listing stored tensors the model has no place for and tensors of the model
     that are not stored.
     """
     files = weight_files(Path(folder))
-    stored_as = _match(stored_tensors(model), files, aliases, model, Path(folder))
+    policy = {name: tensor for name, tensor in stored_tensors(model).items() if not of_critic(name)}
+    stored_as = _match(policy, files, aliases, model, Path(folder))
     by_file: dict[Path, list[str]] = {}
     for name, stored in stored_as.items():
         by_file.setdefault(files[stored], []).append(name)

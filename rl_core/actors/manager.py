@@ -70,7 +70,7 @@ class ModelManager(Residency):
 
     @abstractmethod
     def _parameter_tensors(self) -> Sequence[Tensor]:
-        """Return what this rank stores of the parameters."""
+        """Return what this rank stores of the policy's parameters."""
 
     @abstractmethod
     def _gradient_norm(self) -> float:
@@ -108,6 +108,9 @@ class ModelManager(Residency):
     def _step_counters(self) -> dict[str, float]:
         """Return parameter name -> its number of AdamW steps; collective, whole on rank 0."""
 
+    def _before_state(self, counts: OptimizerCounts) -> None:
+        """Have the optimizer that goes with `counts`, of a checkpoint that is about to be loaded; most have one for all of a run."""
+
     @abstractmethod
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         """Go on from slices that a checkpoint filled, from its AdamW steps by parameter and from `counts`."""
@@ -144,8 +147,9 @@ class ModelManager(Residency):
         """Return a context in which the model has its starting weights. Raises RuntimeError where the loss has no KL term."""
         if self._reference is None:
             raise RuntimeError(
-                "the reference policy is kept only with algorithm.loss.klCoefficient above 0, got 0; set it"
+                "the reference policy is kept only with algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got 0; set one"
             )
+        self._require_loaded("the reference policy")
         return self._reference.swapped()
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ class ModelManager(Residency):
         Raises DataError after more than `actor.maxConsecutiveSkips` skips in a row, RuntimeError while weights or moments are offloaded.
         """
         self._require_loaded("optimizer_step", moments=True)
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = self._learning_rates()
         norm = self._gradient_norm()
         self.counts.attempted += 1
         if math.isfinite(norm):
@@ -169,6 +173,10 @@ class ModelManager(Residency):
         if not math.isfinite(norm):
             self._count_skip(norm)
         return norm, rates
+
+    def _learning_rates(self) -> list[float]:
+        """Return each group's learning rate in the next optimizer step, the policy's first."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _count_skip(self, norm: float) -> None:
         self.counts.skipped += 1
@@ -220,6 +228,7 @@ class ModelManager(Residency):
         Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
         """
         with self.loaded(), self.ranks.guard("loading a checkpoint"):
+            self._before_state(checkpoint.Counters.read(Path(load_path)).counts)
             weights, moments = self.master_slices(), self.moment_slices()
             counters = checkpoint.load(
                 Path(load_path), self.ranks, model=weights, optimizer=moments, seed=self.cfg.algorithm.seed

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch as the job asks for it: policy loss, KL to the reference, entropy bonus.
+"""The loss of a micro-batch as the job asks for it: policy loss, KL to the reference, entropy bonus, the critic's loss.
 
 Legend: B rows of the micro-batch, T width of the longest.
 """
@@ -10,7 +10,14 @@ from rl_core.actors.backend import Scores
 from rl_core.actors.rows import Columns
 from rl_core.algorithms.aggregation import LossNormalizers, aggregate
 from rl_core.algorithms.kl import kl_loss
-from rl_core.algorithms.losses import LossInputs, LossResult, combine_losses, compute_policy_loss, entropy_term
+from rl_core.algorithms.losses import (
+    LossInputs,
+    LossResult,
+    combine_losses,
+    compute_policy_loss,
+    critic_loss,
+    entropy_term,
+)
 from rl_core.algorithms.mismatch import mismatch_stats
 from rl_core.algorithms.registry import option_names, resolve
 from rl_core.api.algorithm import AlgorithmSpec
@@ -22,7 +29,7 @@ class PolicyObjective:
 
     def __init__(self, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
         """`max_tokens`: response limit, the normaliser of `seq-mean-token-sum-norm`."""
-        self._spec = algorithm.loss
+        self._spec, self._critic = algorithm.loss, algorithm.critic_in_use
         self._options = _policy_options(algorithm)
         self._bounds, self._max_age = algorithm.trusted_ratios, algorithm.max_staleness
         self.version = 0
@@ -46,6 +53,12 @@ class PolicyObjective:
         kl, estimator = None, self._spec.kl_estimator
         if self._spec.kl_coefficient > 0:
             kl = kl_loss(scores.log_probs, columns.ref_log_probs, mask, estimator=estimator, **shared)
+        value, value_coefficient = None, 1.0
+        if self._critic is not None and scores.values is not None:
+            clip, value_coefficient = self._critic.value_clip, self._critic.coefficient
+            value = critic_loss(
+                scores.values, columns.returns, mask, old_values=columns.values, value_clip=clip, **shared
+            )
         return combine_losses(
             self._policy_loss(inputs),
             kl=kl,
@@ -53,6 +66,8 @@ class PolicyObjective:
             # Entropy is always reported; without a coefficient it gets no gradient.
             entropy=entropy_term(scores.entropy, mask, **shared),
             entropy_coefficient=self._spec.entropy_coefficient,
+            value=value,
+            value_coefficient=value_coefficient,
         )
 
     def measuring(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_core.actors.rows import Columns
 from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages
+from rl_core.algorithms.advantages.reinforce import token_rewards
 from rl_core.algorithms.filtering import overlong_filter, sequence_error_mask
+from rl_core.algorithms.losses.critic import explained_variance
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
 from rl_core.algorithms.stats import Stat
@@ -35,10 +38,14 @@ class PreparedBatch:
     """[B, S] of the policy before the update, when they are computed again; else the rollout's are used."""
     ref_log_probs: Tensor | None = None
     """[B, S] of the reference policy, when a KL to it enters."""
+    values: Tensor | None = None
+    """[B, S] of the critic before the update, where there is one."""
     weights: Tensor | None = None
     """[B, S] correction weights."""
     advantages: Tensor | None = None
     """[B, S]."""
+    returns: Tensor | None = None
+    """[B, S] the critic's targets."""
     ages: Tensor | None = None
     """[B, S] versions by which a token's policy is older than the trainer's; None where that plays no part."""
     metrics: dict[str, Stat] = field(default_factory=dict)
@@ -62,6 +69,8 @@ class PreparedBatch:
             proximal_log_probs=self.old_log_probs if decoupled else None,
             rollout_log_probs=None if decoupled or self.old_log_probs is None else self.batch.rollout_log_probs,
             ages=self.ages,
+            values=self.values,
+            returns=self.returns,
         )
 
 
@@ -92,25 +101,44 @@ def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens:
     prepared.batch = _shape_rewards(prepared.collated, algorithm, max_new_tokens)
     _correct_mismatch(prepared, algorithm)
     batch = prepared.batch
-    old = batch.rollout_log_probs if prepared.old_log_probs is None else prepared.old_log_probs
-    penalty = {"kl_coefficient": algorithm.reward_kl_coefficient} if algorithm.reward_kl_coefficient > 0 else {}
+    inputs = AdvantageInputs(
+        mask=batch.loss_mask,
+        group_ids=batch.group_ids,
+        valid=batch.valid,
+        rewards=batch.rewards,
+        log_probs=batch.rollout_log_probs if prepared.old_log_probs is None else prepared.old_log_probs,
+        ref_log_probs=prepared.ref_log_probs,
+        values=prepared.values,
+    )
+    coefficient, critic = algorithm.reward_kl_coefficient, algorithm.critic_in_use
+    options = {"kl_coefficient": coefficient} if coefficient > 0 else {}
+    if critic is not None:
+        inputs, found = _with_token_rewards(inputs, coefficient)
+        prepared.metrics |= found
+        options = {"gamma": critic.gamma, "lam": critic.lam}
     result = compute_advantages(
-        algorithm.name,
-        AdvantageInputs(
-            mask=batch.loss_mask,
-            group_ids=batch.group_ids,
-            valid=batch.valid,
-            rewards=batch.rewards,
-            log_probs=old,
-            ref_log_probs=prepared.ref_log_probs,
-        ),
-        clip=algorithm.advantage_clip,
-        whiten=algorithm.whiten,
-        reduce=reduce,
-        **penalty,
+        algorithm.name, inputs, clip=algorithm.advantage_clip, whiten=algorithm.whiten, reduce=reduce, **options
     )
     prepared.advantages = result.advantages
     prepared.metrics |= result.metrics
+    if critic is not None and prepared.values is not None:
+        # A rank left without groups has no returns; the others wait for it in the reduction.
+        prepared.returns = torch.zeros_like(prepared.values) if result.returns is None else result.returns
+        explained = explained_variance(prepared.values, prepared.returns, batch.loss_mask, reduce=reduce)
+        prepared.metrics["explained_variance"] = Stat("mean", torch.tensor(explained), torch.tensor(1.0))
+
+
+def _with_token_rewards(inputs: AdvantageInputs, kl_coefficient: float) -> tuple[AdvantageInputs, dict[str, Stat]]:
+    """Return the inputs of an estimator that takes a reward per token, and the metric of the KL in it."""
+    assert inputs.rewards is not None
+    rewards, metrics = token_rewards(
+        inputs.rewards,
+        inputs.mask,
+        log_probs=inputs.log_probs,
+        ref_log_probs=inputs.ref_log_probs,
+        kl_coefficient=kl_coefficient,
+    )
+    return replace(inputs, token_rewards=rewards), metrics
 
 
 def _shape_rewards(batch: TrainingBatch, algorithm: AlgorithmSpec, max_new_tokens: int) -> TrainingBatch:

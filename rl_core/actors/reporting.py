@@ -86,7 +86,7 @@ class StepReport:
         unmeasured = {name for name, stat in stats.items() if name.startswith(MISMATCH) and not stat.count}
         metrics = finish_stats({name: stat for name, stat in stats.items() if name not in unmeasured})
         updates = max(self._counts.attempted - self._before["attempted"], 0)
-        for name in ("loss", "policy_loss"):
+        for name in ("loss", "policy_loss", "value_loss"):
             if name in metrics:
                 # Sums over the parts of one optimizer step; several steps are averaged.
                 metrics[name] /= max(updates, 1)

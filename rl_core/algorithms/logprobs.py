@@ -112,6 +112,18 @@ def hidden_scores(
     return _token_scores(log_probs, entropies, targets, input_ids)
 
 
+def hidden_values(hidden: Tensor, weight: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return the values hidden @ weight.T of the true tokens of `mask` [B, S], float32, 0 elsewhere.
+
+    Aligned as `hidden_scores`: a token's value is that of what came before it. `hidden` [B, S, H], `weight` [1, H]; computed in float32.
+    """
+    require_same_shape(mask=mask, **{"hidden without features": hidden[..., 0]})
+    targets = _targets(mask, mask, cu_seqlens)
+    rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets - 1)
+    values = torch.nn.functional.linear(rows.float(), weight.float()).squeeze(1)
+    return values.new_zeros(mask.numel()).index_copy(0, targets, values).view(mask.shape)
+
+
 def _check(temperature: float, chunk_size: int) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}; greedy choice has no distribution to train")

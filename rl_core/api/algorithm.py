@@ -1,6 +1,6 @@
 """`spec.algorithm`: what is optimised, on how many prompts, and how samples are filtered."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -8,15 +8,18 @@ from pydantic import BeforeValidator, Field
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import listed
 from rl_core.api.cel import Cel, literal
+from rl_core.api.critic import CriticSpec
 from rl_core.api.loss import Aggregation, ImportanceSpec, LossSpec, one_of_or_function
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "raw")
-ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus"}
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "raw")
+ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus", "ppo": "gae"}
 """Other spellings a job may use -> the name."""
 GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
 """Advantages that compare the samples of one prompt and therefore need at least two."""
-PER_TOKEN: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Advantages with rewards per token, which whiten by themselves."""
+SELF_WHITENING: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Advantages that whiten by themselves."""
+PER_TOKEN = SELF_WHITENING | {"gae"}
+"""Advantages with rewards per token."""
 
 
 NEEDING_RECOMPUTE = (
@@ -24,10 +27,13 @@ NEEDING_RECOMPUTE = (
     " + ($allowTruncatedSampling ? ['allowTruncatedSampling'] : []))"
 )
 RATIO_BOUNDS = "((has(self.maxPolicyRatio) ? ['maxPolicyRatio'] : []) + (has(self.maxPolicyKl) ? ['maxPolicyKl'] : []))"
-OF_TOKENS = (
-    f"$name in {literal(sorted([*PER_TOKEN, *(a for a, name in ADVANTAGE_ALIASES.items() if name in PER_TOKEN)]))}"
-)
-"""CEL lists of the fields given that need something, and CEL of whether the estimator has rewards per token."""
+"""CEL lists of the fields given that need something."""
+
+
+def is_named(names: Collection[str], name: str = "$name") -> str:
+    """Return CEL of whether `name` is one of the estimators `names`, whatever its spelling."""
+    spellings = [*names, *(alias for alias, meant in ADVANTAGE_ALIASES.items() if meant in names)]
+    return f"{name} in {literal(sorted(spellings))}"
 
 
 def _named(name: Any) -> Any:
@@ -150,6 +156,8 @@ class AlgorithmSpec(Spec):
     """Training steps of the run."""
     loss: LossSpec = LossSpec()
     """The policy loss."""
+    critic: CriticSpec | None = None
+    """The critic; null = with gae a value head on the policy, else none."""
     max_staleness: int = Field(0, ge=0, le=64)
     """Versions a trained token may be old; 0 = on policy; above, rollouts generate ahead of training (docs/asynchronous.md)."""
     straggler_seconds: float | None = Field(None, gt=0)
@@ -171,7 +179,7 @@ class AlgorithmSpec(Spec):
     whiten: bool = False
     """Whiten advantages once over the step's tokens (not for estimators that already do)."""
     reward_kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the per-token KL(policy || reference), estimator k1, taken off the rewards; with reinforce_plus_plus(_baseline) only."""
+    """Weight of the per-token KL(policy || reference), estimator k1, taken off the rewards; with gae and reinforce_plus_plus(_baseline) only."""
     reward_scale: RewardScaleSpec | None = None
     """Linear map of rewards before advantages; null = raw rewards."""
     dynamic_sampling: DynamicSamplingSpec = DynamicSamplingSpec()
@@ -220,9 +228,31 @@ class AlgorithmSpec(Spec):
         """Return whether the reference policy's log-probabilities enter, in the loss or in the rewards."""
         return self.loss.kl_coefficient > 0 or self.reward_kl_coefficient > 0
 
+    @property
+    def critic_in_use(self) -> CriticSpec | None:
+        """Return the critic's settings, None where the estimator takes no values."""
+        return (self.critic or CriticSpec()) if self.name == "gae" else None
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Return whether a step's rows are scored by the trainer before it trains on them."""
+        return self.recompute_log_probs or self.needs_reference or self.critic_in_use is not None
+
     @rule(
         Cel(
-            holds=f"$rewardKlCoefficient == 0.0 || {OF_TOKENS}",
+            holds=f"!has(self.critic) || {is_named(['gae'])}",
+            refusal="critic needs name gae, got %s; choose it or remove critic",
+            values=("$name",),
+            field="critic",
+        )
+    )
+    def _critic_is_used(self) -> Iterator[str]:
+        if self.critic is not None and self.name != "gae":
+            yield f"critic needs name gae, got {self.name}; choose it or remove critic"
+
+    @rule(
+        Cel(
+            holds=f"$rewardKlCoefficient == 0.0 || {is_named(PER_TOKEN)}",
             refusal="rewardKlCoefficient needs rewards per token, got %s; use loss.klCoefficient or reinforce_plus_plus",
             values=("$name",),
             field="rewardKlCoefficient",
@@ -335,12 +365,12 @@ class AlgorithmSpec(Spec):
 
     @rule(
         Cel(
-            holds=f"!($whiten && {OF_TOKENS})",
+            holds=f"!($whiten && {is_named(SELF_WHITENING)})",
             refusal="whiten must be false for %s, which already whitens, got true; remove it",
             values=("$name",),
             field="whiten",
         )
     )
     def _whiten_once(self) -> Iterator[str]:
-        if self.whiten and self.name in PER_TOKEN:
+        if self.whiten and self.name in SELF_WHITENING:
             yield (f"whiten must be false for {self.name}, which already whitens, got true; remove it")

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.api.algorithm import AlgorithmSpec, is_named
 from rl_core.api.base import Spec, rule
-from rl_core.api.bounds import Name, Seconds
+from rl_core.api.bounds import Name, Seconds, listed
 from rl_core.api.cel import Cel
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.api.roles import ActorSpec, EnvSpec, RolloutSpec
@@ -63,6 +63,12 @@ RANKS = "($actor.replicas * $actor.processesPerPod / ($actor.parallel.tensor * $
 ROWS = "($algorithm.promptsPerStep * $algorithm.groupSize)"
 PARTS = f"({RANKS} * $algorithm.optimizerStepsPerBatch)"
 """CEL of the actor's data-parallel size, of the rows of a step, and of what they are divided into."""
+HAS_CRITIC = is_named(["gae"], "$algorithm.name")
+OF_CRITIC = (
+    "((self.?actor.?optimizer.?valueLearningRate.hasValue() ? ['actor.optimizer.valueLearningRate'] : [])"
+    " + ($actor.criticWarmupSteps > 0 ? ['actor.criticWarmupSteps'] : []))"
+)
+"""CEL of whether there is a critic, and of the settings given that need one."""
 
 
 class RLJobSpec(Spec):
@@ -144,6 +150,31 @@ class RLJobSpec(Spec):
             yield (
                 f"algorithm.promptsPerStep x groupSize must be divisible by data-parallel size x optimizerStepsPerBatch = {parts}, got {rows}; change optimizerStepsPerBatch"
             )
+
+    @rule(
+        Cel(
+            holds=f"{HAS_CRITIC} || {OF_CRITIC}.size() == 0",
+            refusal="%s needs algorithm.name gae, got %s; choose it or remove the field",
+            values=(OF_CRITIC, "$algorithm.name"),
+            field="actor",
+        ),
+        Cel(
+            holds=f"$actor.backend != 'megatron' || !({HAS_CRITIC})",
+            refusal="algorithm.name gae needs a critic, which actor.backend megatron has none of; choose fsdp2",
+            field="algorithm.name",
+        ),
+    )
+    def _critic(self) -> Iterator[str]:
+        name, actor = self.algorithm.name, self.actor
+        given = {
+            "actor.optimizer.valueLearningRate": actor.optimizer.value_learning_rate is not None,
+            "actor.criticWarmupSteps": actor.critic_warmup_steps > 0,
+        }
+        idle = [field for field, used in given.items() if used]
+        if idle and name != "gae":
+            yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
+        if name == "gae" and actor.backend == "megatron":
+            yield "algorithm.name gae needs a critic, which actor.backend megatron has none of; choose fsdp2"
 
     @rule(
         Cel(

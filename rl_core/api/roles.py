@@ -80,6 +80,8 @@ class OptimizerSpec(Spec):
 
     learning_rate: float = Field(1.0e-6, gt=0)
     """Peak learning rate."""
+    value_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the critic of gae, on the same schedule; null = learningRate."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """Decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
@@ -155,6 +157,8 @@ class ActorSpec(FabricRoleSpec):
     """Recompute activations in backward, per decoder layer."""
     dropout: bool = False
     """True: dropout of the model is active in training."""
+    critic_warmup_steps: int = Field(0, ge=0, lt=2**31)
+    """Optimizer steps at the start in which the critic of gae alone trains."""
     max_consecutive_skips: int = Field(10, ge=0, lt=2**31)
     """Optimizer steps in a row that may be skipped for a non-finite gradient."""
 

@@ -113,19 +113,22 @@ def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     width, whole_layers = WIDTH[job.model.dtype], job.actor.backend == "megatron"
     # FSDP cuts parameters over all processes; megatron over those that share a model, and data ranks hold the same.
     shards = job.actor.parallel.model if whole_layers else job.actor.world_size
-    share = -(-facts.parameters // shards)
+    policy = -(-facts.parameters // shards)
+    critic = job.algorithm.critic_in_use
+    models = 2 if critic is not None and critic.separate else 1
+    share = models * policy
     resident = {"weights": share * width, "optimizer": share * ADAM_BYTES}
     if width != 4:
         resident["master"] = share * MASTER_BYTES
     if job.algorithm.needs_reference:
-        resident["reference"] = share * width
+        resident["reference"] = policy * width
     sharded = (shards > 1 or width != 4) and not whole_layers
     gather = {"gather": 2 * facts.largest_layer * width} if sharded else {}
     tokens = _micro_batch_tokens(job, facts)
     per_layer = 2 if job.actor.gradient_checkpointing else 34
     train = {
         "gradients": share * GRADIENT_BYTES,
-        "activations": tokens * facts.hidden * facts.layers * width * per_layer,
+        "activations": models * tokens * facts.hidden * facts.layers * width * per_layer,
         "logits": tokens * -(-facts.vocab // job.actor.parallel.tensor) * LOGIT_BYTES,
     }
     no_gradient = {"activations": tokens * facts.hidden * width * 34, "logits": train["logits"]}

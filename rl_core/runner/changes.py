@@ -132,9 +132,14 @@ def _block(whole: dict[str, Any], path: list[str]) -> dict[str, Any]:
 
 
 def check_schedule(spec: RLJobSpec) -> None:
-    """Raise ValueError when the learning-rate schedule does not fit the number of steps."""
+    """Raise ValueError when the learning-rate schedule or the critic's warm-up does not fit the number of steps."""
+    total, warmup = optimizer_steps(spec), spec.actor.critic_warmup_steps
+    if warmup >= total:
+        raise ValueError(
+            f"spec.actor.criticWarmupSteps must be below the run's {total} optimizer steps, got {warmup}; lower it"
+        )
     try:
-        LRSchedule.from_spec(spec.actor.optimizer, total=optimizer_steps(spec))
+        LRSchedule.from_spec(spec.actor.optimizer, total=total - warmup)
     except ConfigError as error:
         raise ValueError(f"spec.actor.optimizer.{error}") from error
 

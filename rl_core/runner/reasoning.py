@@ -129,7 +129,7 @@ class ReasoningRunner(Runner):
         algorithm = self.applied.spec.algorithm
         with self.board.during(Phase.TRAINING), self.phases.training():
             self.stops.leave_if_asked()  # a stop requested before TRAINING could not cancel it; honour it now
-            if algorithm.recompute_log_probs or algorithm.needs_reference:
+            if algorithm.needs_scoring:
                 with self.timers.measure("inference"):
                     self.stops.wait(self.actor.compute_log_probs())
                 self.stops.leave_if_asked()

@@ -130,6 +130,24 @@ CASES = (
             "actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength 512 tokens, got 256; raise it",
             SAME,
         ),
+        "critic-of-nobody": (
+            {"algorithm": {"critic": {}}},
+            "spec.algorithm.critic",
+            "critic needs name gae, got grpo; choose it or remove critic",
+            SAME,
+        ),
+        "critic-settings-of-nobody": (
+            {"actor": {"criticWarmupSteps": 2, "optimizer": {"valueLearningRate": 0.1}}},
+            "spec.actor",
+            '["actor.optimizer.valueLearningRate", "actor.criticWarmupSteps"] needs algorithm.name gae, got grpo; choose it or remove the field',
+            SAME,
+        ),
+        "critic-under-megatron": (
+            {"algorithm": {"name": "ppo"}, "actor": {"backend": "megatron"}},
+            "spec.algorithm.name",
+            "algorithm.name gae needs a critic, which actor.backend megatron has none of; choose fsdp2",
+            SAME,
+        ),
         "importance-without-recompute": (
             {"algorithm": {"importance": {}}},
             "spec.algorithm.recomputeLogProbs",

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 from harness import assert_nothing_left, assert_trained_once
+from safetensors import safe_open
 
 
 def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(start):
@@ -120,16 +121,31 @@ def test_status_top_and_logs_read_a_local_run(start):
 
 
 @pytest.mark.parametrize("replicas", [2], ids=["two actor pods"])
-def test_data_parallel_actors_train_every_group_once_and_send_what_changed(start, replicas):
+def test_data_parallel_actors_with_a_critic_train_every_group_once_and_send_what_changed(start, replicas):
+    """PPO: the critic alone in the first step, then both; neither rollouts nor the exported model know of it."""
     run = start(
         model={"dtype": "bfloat16"},
-        algorithm={"steps": 2},
-        actor={"replicas": replicas, "optimizer": {"learningRate": 1.0e-5}},
+        algorithm={
+            "steps": 2,
+            "name": "gae",
+            "critic": {"separate": True, "valueClip": 0.2},
+            "rewardKlCoefficient": 0.01,
+        },
+        actor={
+            "replicas": replicas,
+            "optimizer": {"learningRate": 1.0e-5, "valueLearningRate": 1.0e-2},
+            "criticWarmupSteps": 1,
+        },
         weights={"syncer": "patch"},
     )
     assert run.run() == 0, run.text + run.logs()
     assert_trained_once(run, steps=2, groups=4)
-    line = run.lines("metrics.jsonl")[-1]
+    _, first, second = run.lines("metrics.jsonl")
     assert (
-        0 < line["weights/patch_share"] < 0.5 and line["weights/patched_receivers"] == 2
+        0 < second["weights/patch_share"] < 0.5 and second["weights/patched_receivers"] == 2
     )  # and every version was proven
+    assert (first["train/lr"], second["train/lr"]) == (0.0, 1.0e-5)
+    for line in (first, second):
+        assert line["train/value_loss"] > 0 and line["train/explained_variance"] <= 1 and "train/kl" in line
+    with safe_open(run.output / "model/model.safetensors", framework="np") as exported:
+        assert not [name for name in exported.keys() if "value_head" in name or "critic" in name]  # noqa: SIM118

@@ -28,6 +28,14 @@ PER_SEQUENCE = {
     "actor__accumulateWithoutSync": False,
     "actor__gradientCheckpointing": True,
 }
+CRITIC = {
+    "algorithm__name": "gae",
+    "algorithm__critic": {"valueClip": 0.05, "lam": 0.9},
+    "algorithm__updateEpochs": 2,
+    "actor__criticWarmupSteps": 2,
+}
+CRITIC_APART = CRITIC | {"algorithm__critic": {"separate": True}, "algorithm__rewardKlCoefficient": 0.1}
+LAYOUTS = {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE, "critic": CRITIC, "critic apart": CRITIC_APART}
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
 
 
@@ -44,10 +52,7 @@ def model(folder):
 @pytest.fixture(scope="module")
 def alone(folder, model):
     """What one rank saw: the references, and checkpoints the two ranks load."""
-    seen = {
-        name: run_here(name, make_spec(model, **changes), TRAIN_AND_LOOK)
-        for name, changes in {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE}.items()
-    }
+    seen = {name: run_here(name, make_spec(model, **changes), TRAIN_AND_LOOK) for name, changes in LAYOUTS.items()}
     verbs = [["train", 1], ["save", str(folder / "by-one"), 1], ["train", 2], ["train", 3], ["weights"]]
     return seen | {"saved": run_here("saved", make_spec(model), verbs)}
 
@@ -58,12 +63,12 @@ def pair(folder, model, alone):
     spec = make_spec(model)
     by_two = str(folder / "by-two")
     scenarios = [
-        scenario(name, make_spec(model, **changes), TRAIN_AND_LOOK, world_size=2)
-        for name, changes in {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE}.items()
+        scenario(name, make_spec(model, **changes), TRAIN_AND_LOOK, world_size=2) for name, changes in LAYOUTS.items()
     ]
     # A step cut short by the runner may leave a rank without groups: it computes and reduces along with the others.
-    lopsided = scenario("full of rank 0", make_spec(model, **FULL), TRAIN_AND_LOOK, world_size=2)
-    scenarios.append(lopsided | {"groups": [[0, 1, 2, 3], []]})
+    for name in ("full", "critic"):
+        lopsided = scenario(f"{name} of rank 0", make_spec(model, **LAYOUTS[name]), TRAIN_AND_LOOK, world_size=2)
+        scenarios.append(lopsided | {"groups": [[0, 1, 2, 3], []]})
     many = {"actor__microBatchTokens": 32}
     scenarios += [
         scenario(f"{name} of many", make_spec(model, model__dtype=dtype, **many), verbs, world_size=2, groups=8)
@@ -74,6 +79,15 @@ def pair(folder, model, alone):
         }.items()
     ]
     scenarios.append(scenario("half", make_spec(model, model__dtype="bfloat16"), [["train", 1]], world_size=2))
+    scenarios.append(
+        scenario("critic half", make_spec(model, model__dtype="bfloat16", **CRITIC), [["train", 1]], world_size=2)
+    )
+    by_critics, critics = str(folder / "by-critics"), make_spec(model, **CRITIC_APART)
+    saving = [["train", 1], ["save", by_critics, 1], ["train", 2], ["weights"]]
+    scenarios.append(scenario("critic saved", critics, saving, world_size=2))
+    scenarios.append(
+        scenario("critic resumed", critics, [["load", by_critics], ["train", 2], ["weights"]], world_size=2)
+    )
     named = {
         "uninterrupted": [["train", 1], ["save", by_two, 1], ["train", 2], ["train", 3], ["weights"]],
         "resumed": [["load", by_two], ["train", 2], ["train", 3], ["weights"]],
@@ -101,7 +115,7 @@ def close(ours: dict, theirs: dict, *, relative: float, absolute: float) -> dict
     }
 
 
-@pytest.mark.parametrize("name", ["plain", "full", "per sequence"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_like_one(alone, pair, name):
     for one, two in zip(alone[name]["metrics"], pair[0][name]["metrics"], strict=True):
         assert close(one, two, relative=1e-5, absolute=1e-6) == {}
@@ -112,16 +126,22 @@ def test_two_ranks_train_like_one(alone, pair, name):
     assert pair[0][name]["counts"] == pair[1][name]["counts"] == alone[name]["counts"]
 
 
-def test_a_rank_without_groups_trains_the_others_rows_along_with_them(alone, pair):
-    for one, two in zip(alone["full"]["metrics"], pair[0]["full of rank 0"]["metrics"], strict=True):
+@pytest.mark.parametrize("name", ["full", "critic"])
+def test_a_rank_without_groups_trains_the_others_rows_along_with_them(alone, pair, name):
+    for one, two in zip(alone[name]["metrics"], pair[0][f"{name} of rank 0"]["metrics"], strict=True):
         assert close(one, two, relative=1e-5, absolute=1e-6) == {}
-    assert pair[1]["full of rank 0"]["counts"] == alone["full"]["counts"]
+    assert pair[1][f"{name} of rank 0"]["counts"] == alone[name]["counts"]
 
 
 def test_half_precision_trains_nearly_the_same_loss(alone, pair):
     assert pair[0]["half"]["metrics"][0]["actor/loss"] == pytest.approx(
         alone["plain"]["metrics"][0]["actor/loss"], abs=2e-2
     )
+
+
+def test_a_critic_in_half_precision_learns_from_nearly_the_same_loss(alone, pair):
+    half, whole = pair[0]["critic half"]["metrics"][0], alone["critic"]["metrics"][0]
+    assert half["actor/value_loss"] == pytest.approx(whole["actor/value_loss"], rel=2e-2)
 
 
 def test_all_ranks_report_the_same_metrics_and_rank_zero_alone_gets_weights_and_scores(pair):
@@ -138,6 +158,14 @@ def test_a_resumed_pair_repeats_the_uninterrupted_one_bit_for_bit(pair):
             assert close(expected, got, relative=0, absolute=0) == {}
         assert rank["resumed"]["counts"] == rank["uninterrupted"]["counts"]
     assert pair[0]["resumed"]["weights"] == pair[0]["uninterrupted"]["weights"]
+
+
+def test_a_resumed_pair_with_critics_repeats_the_uninterrupted_one_bit_for_bit(pair):
+    for rank in pair:
+        (resumed,) = rank["critic resumed"]["metrics"]
+        assert close(rank["critic saved"]["metrics"][1], resumed, relative=0, absolute=0) == {}
+        assert rank["critic resumed"]["counts"] == rank["critic saved"]["counts"]
+    assert pair[0]["critic resumed"]["weights"] == pair[0]["critic saved"]["weights"]
 
 
 def test_two_ranks_load_the_checkpoint_of_one_and_go_on_alike(alone, pair):

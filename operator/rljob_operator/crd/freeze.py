@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from rl_core.api.job import MANAGER, MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
-from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry, there
+from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry
 
 POD_FIELDS = frozenset(field.alias for field in PodSpec.model_fields.values())
 ROLES = ("actor", "rollout", "env")
@@ -134,5 +134,5 @@ def _unchanged(path: str) -> str:
     field = field_at(path, RLJobSpec)
     if isinstance(field.get_default(call_default_factory=True), bool | int | float):
         return " == ".join(field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
-    now, before = there(path, "self"), there(path, "oldSelf")
-    return f"({now}) == ({before}) && (!({now}) || self.{path} == oldSelf.{path})"
+    given = path.replace(".", ".?")
+    return f"self.?{given} == oldSelf.?{given}"

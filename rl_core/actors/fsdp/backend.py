@@ -1,6 +1,7 @@
 """The train backend of language models under FSDP2: packed micro-batches, one after the other, through the manager's model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from rl_core.algorithms.stats import Stat
 
 
 class FSDPBackend(FSDPModelManager):
-    """A TrainBackend. All its ranks are data ranks, and each has the whole model's scores and loss."""
+    """A TrainBackend, and a Critic. All its ranks are data ranks, and each has the whole model's scores and loss."""
 
     def forward_backward(
         self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
@@ -37,21 +38,28 @@ class FSDPBackend(FSDPModelManager):
     ) -> dict[str, Stat]:
         with self.before_micro_batch(self.model, is_last):
             columns = rows.columns.to(self.compute_device)
-            log_probs, entropy = score(self.model, self._pack(rows), temperature=self._temperature, entropy=True)
-            result = objective(Scores(log_probs, entropy), columns, normalizers)
+            log_probs, entropy, values = score(
+                self.model, self._pack(rows), temperature=self._temperature, entropy=True, values=self.has_critic
+            )
+            assert log_probs is not None and entropy is not None
+            result = objective(Scores(log_probs, entropy, values), columns, normalizers)
             # FSDP averages gradients over ranks; shares of the loss are to be summed.
             (result.loss * self.ranks.size).backward()
         return result.metrics
 
     def score_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[torch.Tensor]:
         """Return each part's log-probabilities [B, T] without gradient, on the CPU."""
-        scored = []
+        return [numbers.log_probs.cpu() for numbers in self._numbers(parts, proceed, log_probs=True)]
+
+    def value_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[torch.Tensor]:
+        """Return each part's values [B, T] without gradient, on the CPU. Raises AttributeError for a job without a critic."""
+        return [numbers.values.cpu() for numbers in self._numbers(parts, proceed, log_probs=False, values=True)]
+
+    def _numbers(self, parts: Sequence[StepRows], proceed: Proceed, **wanted: bool) -> Iterator[Any]:
         for rows in parts:
             proceed()
             with torch.no_grad():
-                log_probs, _ = score(self.model, self._pack(rows), temperature=self._temperature)
-            scored.append(log_probs.cpu())
-        return scored
+                yield score(self.model, self._pack(rows), temperature=self._temperature, **wanted)
 
     @property
     def _temperature(self) -> float:

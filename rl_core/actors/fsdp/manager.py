@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_core.actors import hf
+from rl_core.actors.critic import attach_critic, has_own_decoder, of_critic
 from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.optimizer import (
     build_adamw,
@@ -23,7 +24,7 @@ from rl_core.actors.fsdp.source import FSDPSource
 from rl_core.actors.fsdp.strategy import FSDP2Strategy
 from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.ranks import ParallelSizes
-from rl_core.actors.schedule import MOMENTS, LRSchedule
+from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
@@ -50,15 +51,21 @@ class FSDPModelManager(ModelManager):
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def model_provider_func(self) -> nn.Module:
-        """Return the unwrapped causal LM of `model.path` in `model.dtype`, on the meta device: weights come after wrapping."""
-        model = hf.build_model(hf.read_config(self.cfg.model.path), dtype=self.dtype)
+        """Return the unwrapped causal LM of `model.path` in `model.dtype`, on the meta device: weights come after wrapping.
+
+        It has a critic where the advantages need values.
+        """
+        config = hf.read_config(self.cfg.model.path)
+        model = hf.build_model(config, dtype=self.dtype)
         attach_scoring(model)
+        if (critic := self.cfg.algorithm.critic_in_use) is not None:
+            decoder = hf.build_model(config, dtype=self.dtype).model if critic.separate else None
+            attach_critic(model, model.config.hidden_size, decoder)
         return model
 
     def _set_up(self) -> None:
         self.model = self._build()
-        self.optimizer = self.build_optimizer(self.model)
-        self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
+        self._begin_phase()
 
     @property
     def model_config(self) -> Any:
@@ -66,13 +73,14 @@ class FSDPModelManager(ModelManager):
         return self.model.config
 
     def _parameter_tensors(self) -> list[Tensor]:
-        return [self.strategy.local(parameter.detach()) for parameter in self.model.parameters()]
+        policy = [parameter for name, parameter in self.model.named_parameters() if not of_critic(name)]
+        return [self.strategy.local(parameter.detach()) for parameter in policy]
 
     def _build(self) -> nn.Module:
         model = self.model_provider_func()
         self._set_modes(model)
         aliases = hf.tied_names(model)
-        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model)]
+        self.sync_names = [(name, aliases.get(name)) for name in hf.stored_names(model) if not of_critic(name)]
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         # Half precision computes in it and keeps float32 weights to update: small steps would be lost in bfloat16.
         model = model.float() if self.dtype != torch.float32 else model
@@ -106,21 +114,54 @@ class FSDPModelManager(ModelManager):
                 )
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
+    @property
+    def has_critic(self) -> bool:
+        """Return whether a value head learns with the policy."""
+        return self.cfg.algorithm.critic_in_use is not None
+
+    @property
+    def _warming_up(self) -> bool:
+        """Return whether the critic alone trains in the next optimizer step."""
+        return self.counts.applied < self.cfg.actor.critic_warmup_steps
+
+    def _begin_phase(self) -> None:
+        """Build optimizer and schedule for what trains from here on: the critic alone in its warm-up, then everything, afresh."""
+        self.optimizer = self.build_optimizer(self.model, enable_critic_warmup=self._warming_up)
+        self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
+
+    def _before_state(self, counts: OptimizerCounts) -> None:
+        warming_up, self.counts = self._warming_up, counts
+        if self._warming_up != warming_up:
+            self._begin_phase()
+
     def build_optimizer(self, model: nn.Module, enable_critic_warmup: bool = False) -> torch.optim.Optimizer:
-        """Return AdamW with its state in place. Critic warm-up needs a value head: ConfigError without one."""
-        if enable_critic_warmup:
+        """Return AdamW with its state in place; in critic warm-up over the critic alone, with the policy frozen.
+
+        Raises ConfigError for a warm-up of a model without a value head.
+        """
+        named = dict(model.named_parameters())
+        if enable_critic_warmup and not any(map(of_critic, named)):
             raise ConfigError(
                 "critic warm-up needs a model with a value_head, got a policy; set enable_critic_warmup to False"
             )
+        for name, parameter in named.items():
+            parameter.requires_grad_(of_critic(name) or not enable_critic_warmup)
         return build_adamw(model, self.cfg.actor.optimizer)
 
     def build_lr_scheduler(
         self, optimizer: torch.optim.Optimizer, optim_config: OptimizerSpec | Mapping[str, Any]
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return the schedule over all optimizer steps of the run; its argument is the number of applied ones."""
-        return build_scheduler(
-            optimizer, LRSchedule.from_spec(optim_config, total=self._optimizer_steps(self.cfg.algorithm.steps))
-        )
+        """Return the schedule over the optimizer steps of the run after critic warm-up; its argument is the number of applied ones."""
+        return build_scheduler(optimizer, LRSchedule.from_spec(optim_config, total=self._scheduled_steps()))
+
+    def _scheduled_steps(self, steps: int | None = None) -> int:
+        """Return the optimizer steps of a run of `steps` (None: algorithm.steps) in which the policy trains."""
+        total = self._optimizer_steps(self.cfg.algorithm.steps if steps is None else steps)
+        return total - self.cfg.actor.critic_warmup_steps
+
+    @property
+    def _applied_in_phase(self) -> int:
+        return self.counts.applied - (0 if self._warming_up else self.cfg.actor.critic_warmup_steps)
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
@@ -128,8 +169,8 @@ class FSDPModelManager(ModelManager):
         Not collective. Raises ConfigError when the schedule does not fit them.
         """
         optimizer = self.cfg.actor.optimizer.model_copy(update={"learning_rate": learning_rate})
-        schedule = LRSchedule.from_spec(optimizer, total=self._optimizer_steps(steps))
-        replace_schedule(self.optimizer, self.scheduler, schedule, applied=self.counts.applied)
+        schedule = LRSchedule.from_spec(optimizer, total=self._scheduled_steps(steps))
+        replace_schedule(self.optimizer, self.scheduler, schedule, optimizer, applied=self._applied_in_phase)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -137,18 +178,34 @@ class FSDPModelManager(ModelManager):
         """Return the context of one micro-batch: gradients are reduced with the last (or each, accumulateWithoutSync false)."""
         return self.strategy.before_micro_batch(model, is_last=is_last_micro_batch)
 
+    def _models(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each model that is clipped by a norm of its own: the policy, and a critic that shares nothing with it."""
+        named = list(self.model.named_parameters())
+        if not has_own_decoder(self.model):
+            return [[parameter for _, parameter in named]]
+        return [[parameter for name, parameter in named if of_critic(name) is critic] for critic in (False, True)]
+
     def _gradient_norm(self) -> float:
-        norm = self.strategy.grad_norm(list(self.model.parameters()))
-        return math.sqrt(float(self.ranks.sum_rows(norm.cpu())))
+        squares = torch.stack([self.strategy.grad_norm(parameters) for parameters in self._models()])
+        self._norms = [math.sqrt(square) for square in self.ranks.sum_rows(squares.cpu()).tolist()]
+        return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
         clip = self.cfg.actor.grad_clip
-        if clip is not None and norm + 1e-6 > clip:
-            self.strategy.scale_grads(list(self.model.parameters()), clip / (norm + 1e-6))
+        for parameters, own in zip(self._models(), self._norms, strict=True):
+            if clip is not None and own + 1e-6 > clip:
+                self.strategy.scale_grads(parameters, clip / (own + 1e-6))
         self.optimizer.step()
 
     def _follow_schedule(self) -> None:
-        self.scheduler.step()
+        if self.counts.applied == self.cfg.actor.critic_warmup_steps:
+            self._begin_phase()
+        else:
+            self.scheduler.step()
+
+    def _learning_rates(self) -> list[float]:
+        rates = super()._learning_rates()
+        return [0.0, *rates] if self._warming_up else rates
 
     def drop_gradients(self) -> None:
         """Forget the gradients. Not collective; what FSDP has not reduced yet, before the last micro-batch, is not among them."""
@@ -171,7 +228,7 @@ class FSDPModelManager(ModelManager):
 
     def _zero_gradients(self) -> None:
         for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -219,7 +276,7 @@ class FSDPModelManager(ModelManager):
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         # The slices share memory with model and optimizer: filling them was all.
         set_step_counters(self.model, self.optimizer, steps)
-        resume_schedule(self.optimizer, self.scheduler, applied=self.counts.applied)
+        resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
     def _version_source(self, dtype: str, bucket_bytes: int) -> FSDPSource:
         return FSDPSource(self.named_slices(), self.sync_names, self.ranks, dtype=dtype, bucket_bytes=bucket_bytes)

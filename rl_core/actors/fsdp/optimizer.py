@@ -5,16 +5,30 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from rl_core.actors.critic import of_critic
 from rl_core.actors.schedule import MOMENTS, LRSchedule
 from rl_core.api.roles import OptimizerSpec
 
+CRITIC = "critic"
+"""Entry of a group: whether it is the critic's."""
+
 
 def build_adamw(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """Return AdamW in two groups: matrices with weight decay, 1-D parameters without. Zero moments, step 0."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Return AdamW over what is not frozen: policy, then critic, each in matrices with weight decay and 1-D parameters without.
+
+    Zero moments, step 0.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = [parameter for _, parameter in named]
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": [p for name, p in named if of_critic(name) is critic and (p.dim() > 1) is matrices],
+            "weight_decay": spec.weight_decay if matrices else 0.0,
+            "lr": peak_rate(spec, critic=critic),
+            CRITIC: critic,
+        }
+        for critic in (False, True)
+        for matrices in (True, False)
     ]
     beta1, beta2 = spec.betas
     optimizer = torch.optim.AdamW(
@@ -32,6 +46,12 @@ def build_adamw(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
     return optimizer
 
 
+def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
+    """Return the peak learning rate of the policy or of the critic."""
+    own = spec.value_learning_rate if critic else None
+    return spec.learning_rate if own is None else own
+
+
 def build_scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the scheduler that applies `schedule` to every group; its argument is the number of applied steps."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step) / schedule.peak)
@@ -41,15 +61,16 @@ def replace_schedule(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     schedule: LRSchedule,
+    spec: OptimizerSpec,
     *,
     applied: int,
 ) -> None:
-    """Let `scheduler` follow `schedule` from here on, after `applied` optimizer steps."""
-    scheduler.base_lrs = [schedule.peak for _ in optimizer.param_groups]
+    """Let `scheduler` follow `schedule` from here on, after `applied` optimizer steps, with the peak rates of `spec`."""
+    scheduler.base_lrs = [peak_rate(spec, critic=group[CRITIC]) for group in optimizer.param_groups]
     scheduler.lr_lambdas = [lambda step: schedule(step) / schedule.peak for _ in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["initial_lr"], group["lr"] = schedule.peak, schedule(applied)
-    scheduler._last_lr = [schedule(applied) for _ in optimizer.param_groups]
+    for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["initial_lr"] = peak
+    resume_schedule(optimizer, scheduler, applied=applied)
 
 
 def resume_schedule(

@@ -52,15 +52,39 @@ def reinforce_plus_plus_advantages(
         clean, found = _minus_group_mean(clean, group_ids, valid)
         metrics |= found
     trainable = mask & valid.unsqueeze(1)
-    token_rewards = _terminal(clean, trainable)
-    if kl_coefficient:
-        kl = _token_kl(log_probs, ref_log_probs, trainable, kl_estimator)
-        token_rewards = token_rewards - kl_coefficient * kl
-        metrics["kl"] = mean_stat(kl, trainable)
-    returns = torch.where(trainable, suffix_sums(token_rewards), 0.0).float()
+    of_tokens, found = token_rewards(
+        clean,
+        trainable,
+        log_probs=log_probs,
+        ref_log_probs=ref_log_probs,
+        kl_coefficient=kl_coefficient,
+        kl_estimator=kl_estimator,
+    )
+    metrics |= found
+    returns = torch.where(trainable, suffix_sums(of_tokens), 0.0).float()
     advantages = whiten_values(returns, trainable, reduce=reduce) if whiten else returns
     metrics |= token_metrics("advantages", advantages, trainable) | token_metrics("returns", returns, trainable)
     return AdvantageResult(advantages, returns, metrics)
+
+
+def token_rewards(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k1",
+) -> tuple[Tensor, dict[str, Stat]]:
+    """Return [B, T] float64: the reward [B] at each row's last true token of `mask`, minus `kl_coefficient` x KL at each; metric `kl`.
+
+    Rewards of rows without a true token may be NaN. Raises ValueError for a KL without log-probabilities.
+    """
+    placed = _terminal(rewards.detach().double(), mask)
+    if not kl_coefficient:
+        return placed, {}
+    kl = _token_kl(log_probs, ref_log_probs, mask, kl_estimator)
+    return placed - kl_coefficient * kl, {"kl": mean_stat(kl, mask)}
 
 
 def place_terminal_reward(rewards: Tensor, mask: Tensor) -> Tensor:

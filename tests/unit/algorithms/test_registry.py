@@ -10,7 +10,8 @@ from rl_core.algorithms import registry as registry_module
 from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
 from rl_core.algorithms.advantages.compute import SELF_WHITENING
 from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
-from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, PER_TOKEN, AlgorithmSpec
+from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, AlgorithmSpec
+from rl_core.api.algorithm import SELF_WHITENING as BY_NAME
 from rl_core.api.loss import IMPORTANCE_BOUNDS, LOSSES, LossSpec
 
 MASK = torch.ones(1, 2, dtype=torch.bool)
@@ -44,7 +45,7 @@ def test_schema_judges_importance_bounds_by_the_defaults_of_the_function():
 
 def test_schema_knows_which_estimators_whiten_by_themselves():
     """By name and not by how it begins: a module of the user may begin alike."""
-    assert {resolve("advantage", name) for name in PER_TOKEN} == SELF_WHITENING - {resolve("advantage", "gdpo")}
+    assert {resolve("advantage", name) for name in BY_NAME} == SELF_WHITENING - {resolve("advantage", "gdpo")}
     assert AlgorithmSpec.model_validate({"name": "reinforce_plus_plus_mine:f", "whiten": True}).whiten
 
 

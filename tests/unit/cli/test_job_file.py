@@ -46,12 +46,18 @@ def test_what_lies_on_volumes_of_the_actor_is_left_to_the_pods(capsys):
         validate_file(file, [f"actor.{field}=[]" for field in ("volumes", "volumeMounts", "initContainers")])
 
 
-def test_a_schedule_that_does_not_fit_the_run_is_told_before_anything_starts():
+@pytest.mark.parametrize(
+    ("told", "settings"),
+    [
+        (r"optimizer\.schedule\.warmupSteps", ["actor.optimizer.schedule={style: linear, warmupSteps: 5}"]),
+        ("criticWarmupSteps", ["algorithm.name=gae", "actor.criticWarmupSteps=5"]),
+    ],
+    ids=["schedule", "critic"],
+)
+def test_a_warm_up_that_does_not_fit_the_run_is_told_before_anything_starts(told, settings):
     file = Path(__file__).parents[3] / "examples" / "arithmetic" / "rljob.yaml"
-    told = r"spec\.actor\.optimizer\.schedule\.warmupSteps must be below the run's 5 .*got 5"
-    settings = ["algorithm.steps=5", "actor.optimizer.schedule={style: linear, warmupSteps: 5}"]
-    with pytest.raises(JobProblems, match=told):
-        validate_file(file, settings)
+    with pytest.raises(JobProblems, match=rf"spec\.actor\.{told} must be below the run's 5 .*got 5"):
+        validate_file(file, ["algorithm.steps=5", *settings])
 
 
 def test_weights_cut_short_and_bad_rows_are_told_together_each_on_a_line(tmp_path):

@@ -67,6 +67,15 @@ def test_checkpointing_and_reference_change_what_they_should():
     assert found["activations"] == 2048 * 64 * 4 * 2 * 2 and found["reference"] == 2_000_000
 
 
+def test_a_critic_of_its_own_is_a_second_model_in_training_and_none_for_reference_and_rollouts():
+    with_head = spec(algorithm={"name": "gae", "rewardKlCoefficient": 0.1})
+    apart = spec(algorithm={"name": "gae", "rewardKlCoefficient": 0.1, "critic": {"separate": True}})
+    one, two = (parts(estimate(job, FACTS), "actor", "train") for job in (with_head, apart))
+    doubled = {"weights", "optimizer", "master", "gradients", "activations"}
+    assert two == {name: size * (2 if name in doubled else 1) for name, size in one.items()}
+    assert estimate(with_head, FACTS).peak("rollout") == estimate(apart, FACTS).peak("rollout")
+
+
 def test_micro_batch_is_never_larger_than_the_rows_of_a_step():
     report = estimate(spec(algorithm={"promptsPerStep": 1, "groupSize": 8}), FACTS)
     assert parts(report, "actor", "train")["logits"] == 8 * 128 * 500 * 8
