@@ -40,9 +40,9 @@ def test_the_committed_file_is_what_the_schema_generates(path):
 
 
 def test_plain_client_side_apply_can_hold_the_definition_in_its_annotation():
-    """kubectl writes compact JSON in which `<`, `>` and `&` take 6 characters; all annotations of an object have 256 KiB."""
+    """kubectl writes compact JSON in which `<`, `>` and `&` take 6 characters; all annotations of an object have 256 KiB, others of them 3 %."""
     text = json.dumps(yaml.safe_load(render()), separators=(",", ":"))
-    assert len(text) + 5 * sum(map(text.count, "<>&")) < 256 * 1024 * 0.95
+    assert len(text) + 5 * sum(map(text.count, "<>&")) < 256 * 1024 * 0.97
 
 
 def test_every_field_has_words_for_kubectl_explain():
