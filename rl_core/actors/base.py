@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rl_core.actors.backend import Critic, TrainBackend
 from rl_core.actors.intake import GroupIntake, group_entry, rollout_metrics
-from rl_core.actors.offload import Offloader
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.rows import Columns, StepRows
 from rl_core.actors.schedule import LRSchedule, OptimizerCounts
@@ -25,6 +24,7 @@ from rl_core.actors.step_engine import StepEngine
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
+from rl_core.weights.offload import Offloader
 from rl_core.workers.worker import Worker
 
 __all__ = ["Actor", "LRSchedule", "Offloader", "OptimizerCounts"]
@@ -86,8 +86,8 @@ class Actor(Worker, ABC):
         """Write a Hugging Face folder."""
 
     @abstractmethod
-    def loaded(self) -> AbstractContextManager[None]:
-        """Have weights and optimizer state present inside the block, and afterwards where they were."""
+    def loaded(self, *, moments: bool = True) -> AbstractContextManager[None]:
+        """Have weights, and with `moments` the optimizer's too, present inside the block, and afterwards where they were."""
 
     # Groups in ------------------------------------------------------------------------------------------------------
 
@@ -182,6 +182,6 @@ class Actor(Worker, ABC):
         input_ids = torch.tensor([list(ids)], dtype=torch.int64)
         columns = Columns(input_ids=input_ids, loss_mask=torch.arange(len(ids))[None] >= prompt_length)
         row = StepRows(numbers=[0], lengths=[len(ids)], columns=columns)
-        with self.loaded(), self.ranks.guard("scoring a sequence"):
+        with self.loaded(moments=False), self.ranks.guard("scoring a sequence"):
             scored = self._backend.score_rows([row], proceed=lambda: None)
         return scored[0][0, prompt_length:].tolist() if scored and self.ranks.data_rank == 0 else None

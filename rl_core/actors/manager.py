@@ -262,7 +262,7 @@ class ModelManager(Residency):
         """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
-        with self.loaded(), self.ranks.guard("exporting the model"):
+        with self.loaded(moments=False), self.ranks.guard("exporting the model"):
             # One tensor at a time: rank 0 never holds the whole model.
             source = self._version_source(dtype or self.cfg.model.dtype, 1)
             refusal: InfrastructureError | None = None

@@ -47,7 +47,7 @@ class PublishingActor(Actor):
         Rank 0 returns the publisher's report, the others None: they only take part in gathering the tensors.
         """
         version = self.global_step if version is None else version
-        with self.loaded(), self.ranks.guard(f"publishing version {version}"):
+        with self.loaded(moments=False), self.ranks.guard(f"publishing version {version}"):
             source = self._version_source(self.cfg.model.dtype, self.cfg.weights.bucket_bytes)
             try:
                 if self.publisher is None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_core.actors.offload import bytes_of, distinct_storages
+from rl_core.weights.offload import bytes_of, distinct_storages
 
 
 class ReferencePolicy:

@@ -1,13 +1,17 @@
 """Where weights, gradients and optimizer state are: on the compute device or offloaded (trainers.md 5)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rl_core.actors.offload import Offloader
+from rl_core.weights.offload import Offloader
+
+Part = Literal["weights", "gradients", "optimizer"]
+"""What of a model in training may leave its device."""
 
 
 class Residency(ABC):
@@ -16,8 +20,10 @@ class Residency(ABC):
     compute_device: torch.device
 
     def __init__(self) -> None:
-        self._weights = Offloader()
-        self._moments = Offloader()
+        pin = self.compute_device.type == "cuda"
+        self._weights, self._moments = Offloader(pin=pin), Offloader(pin=pin)
+        self._moved: dict[str, float] = {}
+        """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` since the last `occupy`."""
         self.is_grad_offloaded = False
         self.offload_metrics: dict[str, float] = {}
         """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last verb of each kind."""
@@ -62,10 +68,7 @@ class Residency(ABC):
         Raises RuntimeError when gradients wait for their optimizer step.
         """
         if offload_grad:
-            if self._grads_wait():
-                raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
-            self._release_gradients()
-            self.is_grad_offloaded = True
+            self._give_up_gradients()
         if not self.is_weight_offloaded:
             self._weights.offload(self._weight_tensors())
             self._report("offload", self._weights)
@@ -96,20 +99,47 @@ class Residency(ABC):
             self._moments.reload()
             self._report("onload", self._moments)
 
+    def occupy(self, parts: Collection[Part]) -> dict[str, float]:
+        """Have `parts` on the device and no others. Away go optimizer, gradients, weights in this order, back they come in the other.
+
+        Returns `offload/{bytes,seconds}` and `onload/{bytes,seconds}` of all that moved since the last call, here or for another verb.
+        Raises RuntimeError when gradients would go that wait for their optimizer step.
+        """
+        index = self.compute_device.index or 0
+        if "optimizer" not in parts:
+            self.offload_optimizer()
+        if "gradients" not in parts:
+            self._give_up_gradients()
+        if "weights" not in parts:
+            self.offload_param_and_grad()
+        if "weights" in parts:
+            self.load_param_and_grad(index, load_grad="gradients" in parts)
+        if "optimizer" in parts:
+            self.load_optimizer(index)
+        moved, self._moved = self._moved, {}
+        return moved
+
     @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Have weights and moments present inside the block, and afterwards where they were."""
-        weights, moments = self.is_weight_offloaded, self.is_optimizer_offloaded
+    def loaded(self, *, moments: bool = True) -> Iterator[None]:
+        """Have weights, and with `moments` these too, present inside the block, and afterwards where they were."""
+        weights, moments = self.is_weight_offloaded, moments and self.is_optimizer_offloaded
         index = self.compute_device.index or 0
         self.load_param_and_grad(index)
-        self.load_optimizer(index)
+        if moments:
+            self.load_optimizer(index)
         try:
             yield
         finally:
-            if weights:
-                self.offload_param_and_grad()
             if moments:
                 self.offload_optimizer()
+            if weights:
+                self.offload_param_and_grad()
+
+    def _give_up_gradients(self) -> None:
+        if self._grads_wait():
+            raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
+        self._release_gradients()
+        self.is_grad_offloaded = True
 
     def _require_loaded(self, doing: str, *, moments: bool = False) -> None:
         if self.is_weight_offloaded:
@@ -124,4 +154,6 @@ class Residency(ABC):
             )
 
     def _report(self, verb: str, offloader: Offloader) -> None:
-        self.offload_metrics |= {f"{verb}/bytes": float(offloader.bytes), f"{verb}/seconds": offloader.seconds}
+        taken = {f"{verb}/bytes": float(offloader.bytes), f"{verb}/seconds": offloader.seconds}
+        self.offload_metrics |= taken
+        self._moved |= {name: self._moved.get(name, 0.0) + value for name, value in taken.items()}

@@ -21,7 +21,7 @@ from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck, ReceiverAnswer, WeightOffer, WeightTransfer
-from rl_core.rollouts.engine import BuildEngine, Engine, build_engine
+from rl_core.rollouts.engine import BuildEngine, Engine, Part, build_engine
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.gate import gated
 from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface, sample_seed
@@ -29,6 +29,7 @@ from rl_core.rollouts.groups import GroupMaker
 from rl_core.rollouts.leases import HubLeases
 from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
 from rl_core.rollouts.model_files import max_positions
+from rl_core.rollouts.occupancy import Occupancy
 from rl_core.rollouts.recovery import Recovery
 from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import ReceiverState, WeightReceiver
@@ -64,6 +65,7 @@ class _Parts:
     receiver: WeightReceiver
     server: PromptServer
     recovery: Recovery
+    occupancy: Occupancy
 
 
 class RolloutWorkerBase(Worker):
@@ -128,7 +130,8 @@ class RolloutWorkerBase(Worker):
         receiver.warm_up()
         recovery = Recovery(receiver, server)
         engine.watch(recovery.lost, recovery.back)
-        self._parts = _Parts(engine, environment, groups, receiver, server, recovery)
+        occupancy = Occupancy(engine.residency, server)
+        self._parts = _Parts(engine, environment, groups, receiver, server, recovery, occupancy)
         # What was built lives as long as the process: a collection over it takes longer than a decode step.
         gc.freeze()
 
@@ -176,6 +179,15 @@ class RolloutWorkerBase(Worker):
         """Leave a transfer that a lost member blocks."""
         await self._built().receiver.abort(generation)
 
+    async def occupy(self, parts: list[Part], token: int) -> None:
+        """Have `parts` of the engine on the device and no others, under `token` of the device lease; serve again once it is whole."""
+        built = self._parts
+        if built is None:
+            return  # nothing of this process is on a device yet
+        await built.occupancy.become(parts, token)
+        if built.occupancy.whole and built.receiver.state is ReceiverState.SERVING:
+            built.server.open()
+
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
         """Return how the served weights go on with a fixed prompt, for the content check after a sync.
 
@@ -184,6 +196,8 @@ class RolloutWorkerBase(Worker):
         parts = self._built()
         if parts.receiver.state is not ReceiverState.SERVING:
             raise GenerationUnavailable(f"no proven weights are served, the receiver is {parts.receiver.state.value}")
+        if not parts.occupancy.whole:
+            raise GenerationUnavailable("the engine has given up its device for now")
         return await parts.groups.probe(prompt_ids, max_new_tokens)
 
     # --- the end ---------------------------------------------------------------------------------------------------
@@ -193,6 +207,7 @@ class RolloutWorkerBase(Worker):
         if self._parts is not None:
             await self._parts.server.stop()
             self._parts.receiver.set_epoch(epoch)
+            self._parts.occupancy.forget()
 
     async def drain(self) -> None:
         """Lease nothing more and finish what is in flight; what cannot end in time is returned."""
@@ -231,11 +246,11 @@ class RolloutWorkerBase(Worker):
         serving = state is ReceiverState.SERVING
         self.set_policy_version(version if version >= 0 else None, digest or None)
         self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
-        server = self._built().server
-        if serving:
-            server.open()
+        parts = self._built()
+        if serving and parts.occupancy.whole:
+            parts.server.open()
         else:
-            server.close()
+            parts.server.close()
 
     async def _make_group(self, lease: PromptLease) -> PromptGroupRecord:
         record = await self._built().groups.make(lease)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
-from rl_core.actors.shards import host_alias
 from rl_core.actors.slices import LocalSlice
 from rl_core.actors.source import GatheredSource
 from rl_core.weights.bucket import Bucket
+from rl_core.weights.host_alias import host_alias
 from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
 

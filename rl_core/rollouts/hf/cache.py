@@ -106,6 +106,14 @@ class KVCache:
         """Drop all rows."""
         self.keep(0, [])
 
+    def release(self) -> None:
+        """Drop all rows and give their memory back; the next rows take it anew."""
+        self.clear()
+        self.end = 0
+        self.starts = np.zeros(0, dtype=np.int64)
+        self.data = self._zeros(0, 0)
+        self._mask = torch.zeros(0, 0, dtype=self._dtype, device=self._device)
+
     def _refresh(self) -> None:
         """Find the live window again: it starts where the longest row does."""
         starts = self.starts[: self.rows]

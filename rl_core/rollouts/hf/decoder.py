@@ -38,6 +38,9 @@ class WeightStore(Protocol):
     def destinations(self) -> dict[str, Tensor]:
         """Return the tensors that may be overwritten in place, in host memory."""
 
+    def stored(self) -> list[Tensor]:
+        """Return all tensors as they are stored; views of one storage may repeat."""
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights or none (DataError)."""
 
@@ -63,6 +66,9 @@ class Decoder(Protocol):
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
         """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+
+    def release_cache(self) -> None:
+        """Give the memory of keys and values back; no row runs."""
 
 
 class LeanDecoder:
@@ -94,6 +100,10 @@ class LeanDecoder:
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
         """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
         self._cache.keep(count, moves)
+
+    def release_cache(self) -> None:
+        """Give the memory of keys and values back."""
+        self._cache.release()
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
         """Append a row per entry of `row_prompts`; every distinct prompt is computed once."""

@@ -223,6 +223,15 @@ class HFEngine:
         """Return the parameters that may be overwritten in place while nothing runs, in host memory."""
         return self._decoder.weights.destinations()
 
+    def stored_weights(self) -> list[Tensor]:
+        """Return the tensors that hold the weights; views of one storage may repeat."""
+        return self._decoder.weights.stored()
+
+    def release_cache(self) -> None:
+        """Give the memory of keys and values back while nothing runs; rows take it anew."""
+        self._require_idle()
+        self._decoder.release_cache()
+
     def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write tensors whose names and shapes were checked before, each at once; `serve` ends the update."""
         self._require_idle()

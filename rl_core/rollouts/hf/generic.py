@@ -47,6 +47,10 @@ class ModelWeights:
         tensors = {name: tensor.detach() for name, tensor in self._own.items()}
         return {name: one for name, one in tensors.items() if one.device.type == "cpu" and one.is_contiguous()}
 
+    def stored(self) -> list[Tensor]:
+        """Return all tensors as they are stored."""
+        return list(self._own.values())
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights or none (DataError)."""
         found = checked(tensors, self.names_and_shapes(), optional=self._aliases)
@@ -104,6 +108,11 @@ class TransformersDecoder:
             order[target] = source
         self._cache.batch_select_indices(order)
         self._mask = self._mask[order]
+
+    def release_cache(self) -> None:
+        """Give the memory of keys and values back."""
+        self.keep(0, [])
+        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
         with torch.no_grad():

@@ -12,13 +12,15 @@ from torch import Tensor
 from rl_core.api.errors import RLJobError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.rollouts.engine import PROVEN, AlwaysResident
+from rl_core.rollouts.engine import PROVEN
 from rl_core.rollouts.generation import GenerationConfig
 from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.generation import HFGeneration
 from rl_core.rollouts.hf.loop import EngineLoop
 from rl_core.rollouts.hf.models import model_from_files
+from rl_core.rollouts.hf.residency import EngineResidency
 from rl_core.rollouts.model_files import generation_eos_ids
+from rl_core.weights.host_alias import host_alias
 
 QUEUE_SHARE = 0.5
 """Rows leased beyond the engine's batch, as a share of it, so that freed rows are filled at once."""
@@ -52,7 +54,7 @@ class ServedEngine:
         )
         self.loop = loop
         self.weight_target = EngineTarget(loop)
-        self.residency = AlwaysResident()
+        self.residency = EngineResidency(loop)
         self.weights_proof = PROVEN
         """The receiver takes the checksums of the engine's tensors while it writes them."""
 
@@ -104,8 +106,8 @@ class EngineTarget:
         return {name: (shape, dtypes[name]) for name, shape in self._engine.names_and_shapes().items()}
 
     def destinations(self) -> Mapping[str, Tensor]:
-        """Return the parameters that may be written in place: on CPU, those stored as they are named."""
-        return self._engine.destinations()
+        """Return the parameters that may be written in place: on CPU, those stored as they are named; their storages stay resizable."""
+        return {name: host_alias(tensor) for name, tensor in self._engine.destinations().items()}
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Write every tensor where it belongs; names and shapes were compared with the manifest before."""

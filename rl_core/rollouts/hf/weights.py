@@ -110,6 +110,10 @@ class DecoderWeights:
             return {}
         return {name: place.view for name, place in self._places.items() if not place.rotary_dim}
 
+    def stored(self) -> list[Tensor]:
+        """Return all tensors as they are stored; views of one storage repeat."""
+        return [place.view for place in self._places.values()]
+
     def _aliases(self) -> dict[str, tuple[int, ...]]:
         return {HEAD: self._places[EMBEDDING].shape} if self.config.tied else {}
 

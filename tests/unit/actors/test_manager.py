@@ -339,6 +339,33 @@ def test_offloaded_weights_are_away_and_back_bit_for_bit(make_manager, tmp_path)
     assert not manager.is_grad_offloaded and all(not p.grad.any() for p in manager.model.parameters())
 
 
+def test_what_a_manager_occupies_is_what_it_was_told_and_all_comes_back_bit_for_bit(make_manager):
+    manager = make_manager()
+    set_grads(manager)
+    manager.optimizer_step()
+    before = weights(manager)
+    held = lambda: [  # noqa: E731
+        bool(sum(tensor.untyped_storage().nbytes() for tensor in tensors()))
+        for tensors in (manager._weight_tensors, manager._moment_tensors)
+    ]
+    for parts, expected in (
+        (["weights", "gradients", "optimizer"], [True, True]),
+        (["weights"], [True, False]),
+        ([], [False, False]),
+        ([], [False, False]),
+    ):
+        manager.occupy(parts)
+        assert held() == expected and manager.is_grad_offloaded == ("gradients" not in parts)
+    with manager.loaded(moments=False):
+        assert held() == [True, False]
+    assert held() == [False, False]
+    manager.occupy(["weights", "gradients", "optimizer"])
+    assert equal(weights(manager), before) and held() == [True, True]
+    set_grads(manager)
+    with pytest.raises(RuntimeError, match="between backward and optimizer_step"):
+        manager.occupy([])
+
+
 def test_gradients_waiting_for_their_step_cannot_be_dropped(make_manager):
     manager = make_manager()
     set_grads(manager)

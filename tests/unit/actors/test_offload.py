@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from rl_core.actors.offload import Offloader
-from rl_core.actors.shards import host_alias
+from rl_core.weights.host_alias import host_alias
+from rl_core.weights.offload import Offloader
 
 
 def test_storages_are_emptied_and_come_back_in_the_same_objects():

@@ -160,6 +160,40 @@ async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_
         await worker.probe([3], 2)
 
 
+class Nap:
+    """Residency that notes what it is told."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def offload(self, parts):
+        self.log.append(f"offload {' '.join(parts)}")
+
+    def onload(self, parts):
+        self.log.append(f"onload {' '.join(parts)}")
+
+
+async def test_a_worker_serves_only_with_its_whole_engine_on_the_device_and_takes_weights_without_its_cache(
+    worker, engine
+):
+    engine.residency = Nap(engine.log)
+    await worker.occupy([], 1)  # nothing is built yet
+    worker.init_worker()
+    publisher = WeightPublisher(worker.spec, 0)
+    try:
+        await worker.occupy(["weights"], 2)
+        await asyncio.to_thread(publisher.publish, 5, StateSource({"w": torch.tensor([1.0, 2.0])}), [], 0)
+        await worker.join(publisher.address)
+    finally:
+        await asyncio.to_thread(publisher.close)
+    assert engine.log == ["offload kv_cache", "onload weights", "prepare", "resume 5"]
+    assert worker.status()["version"] == 5, "what it has is proven"
+    with pytest.raises(GenerationUnavailable, match="given up its device"):
+        await worker.probe([3], 2)
+    await worker.occupy(["weights", "kv_cache"], 3)
+    assert (await worker.probe([3, 4], 2)).ids == (7, 8)
+
+
 async def test_closing_ends_the_engine(worker, engine):
     worker.init_worker()
     await worker.close()
