@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.api.job import RLJob
 from rl_core.api.roles import RoleSpec
 from rl_core.plan.launch import LaunchPlan, PodPlan
+from rl_core.plan.slots import home_of
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
@@ -48,7 +49,7 @@ def templates(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
             config=config,
         )
         for role, spec in specs.items()
-        if spec.gpus and spec.gpu_allocation == "dra"
+        if spec.gpus and spec.gpu_allocation == "dra" and home_of(job.spec, role) == role
     ]
 
 

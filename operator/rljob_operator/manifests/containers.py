@@ -10,7 +10,9 @@ from rl_core.api.job import RLJob
 from rl_core.api.pods import InitContainer, Resources
 from rl_core.api.roles import RoleSpec
 from rl_core.api.variables import EnvValueFrom
+from rl_core.plan.colocated import shape_of
 from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
+from rl_core.plan.slots import home_of
 from rljob_operator.manifests import claims, meta, volumes
 from rljob_operator.model import OperatorConfig
 
@@ -34,6 +36,12 @@ class ImageMissing(ValueError):
 def image_of(job: RLJob, role: str, *, config: OperatorConfig) -> str | None:
     """Return the image of a role: the job's, else the operator's; None when neither names one."""
     return role_spec(job, role).image or config.images.get(role)
+
+
+def roles(job: RLJob) -> tuple[str, ...]:
+    """Return the roles that have containers of their own."""
+    guest = home_of(job.spec, "rollout") == "actor" and shape_of(job.spec) == "processes"
+    return ("actor", "env") if guest else ("actor", "rollout", "env")
 
 
 def role_spec(job: RLJob, role: str) -> RoleSpec:

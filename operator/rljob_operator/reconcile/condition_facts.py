@@ -317,7 +317,7 @@ def _degraded(situation: Situation, course: Course) -> Fact:
     text = ", ".join(
         f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
     )
-    if short["rollout"][1] < situation.spec.rollout.min_replicas:
+    if short["rollout"][1] < min(situation.spec.rollout.min_replicas, short["rollout"][0]):
         return Fact(
             status="True",
             reason="BelowMinimum",

@@ -226,6 +226,8 @@ def _judge_stall(situation: Situation, record: Record) -> tuple[Record, list[Fin
     if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
+    if act is Act.RESTART_ROLE and not situation.wanted(role):
+        act = Act.RESTART_JOB  # its processes are in the actor's pods
     message = f"no progress for longer than failurePolicy.stall allows: {stall_words(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
     return charged(situation, record, stall_acts=1), [finding]

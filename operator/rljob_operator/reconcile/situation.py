@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rl_core.api.defaults import Defaults
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.roles import RoleSpec
+from rl_core.plan.slots import home_of
 from rljob_operator import naming
 from rljob_operator.model import Object, Observed, OperatorConfig, PodView
 from rljob_operator.reconcile import record as records
@@ -82,6 +83,10 @@ class Situation:
         """Return the spec of a role."""
         return {"actor": self.spec.actor, "rollout": self.spec.rollout, "env": self.spec.env}[role]
 
+    def home(self, role: str) -> str:
+        """Return the role whose pods run the processes of `role`."""
+        return home_of(self.spec, role)
+
     def desired(self, role: str) -> int:
         """Return how many pods of a role are wanted while the job runs."""
         return len(self.names[role])
@@ -121,7 +126,10 @@ def look(
         pods=pods,
         by_role={r: tuple(p for p in ordered if p.role == r and (r != "actor" or p.epoch == epoch)) for r in ROLES},
         old_gang=tuple(p for p in ordered if p.role == "actor" and p.epoch != epoch),
-        names={r: tuple(naming.pod(job.metadata.name, r, i) for i in range(counts[r])) for r in ROLES},
+        names={
+            r: tuple(naming.pod(job.metadata.name, r, i) for i in range(counts[r])) if home_of(job.spec, r) == r else ()
+            for r in ROLES
+        },
         earlier=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
         strangers=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
         epoch=epoch,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from posixpath import normpath
 
 from rl_core.api.roles import RoleSpec
-from rljob_operator.manifests import gang
+from rljob_operator.manifests import containers, gang
 from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Object
 from rljob_operator.reconcile.situation import ROLES, Situation
@@ -46,7 +46,7 @@ def obstacle(situation: Situation) -> Obstacle | None:
             reason="NameConflict",
             message=f"{names} must be free or the job's own, got an object of someone else; delete it or rename the job",
         )
-    for role in ROLES:
+    for role in containers.roles(situation.job):
         if image_of(situation.job, role, config=situation.config) is None:
             return Obstacle(
                 reason="ImageMissing",
@@ -113,7 +113,8 @@ def _claims(spec: RoleSpec) -> Iterator[tuple[str, bool]]:
 def _unshared(situation: Situation, role: str, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
     spec = claim.get("spec")
     modes = spec.get("accessModes") if isinstance(spec, Mapping) else None
-    if situation.desired(role) < 2 or not isinstance(modes, list) or not modes:
+    pods = situation.desired(situation.home(role))
+    if pods < 2 or not isinstance(modes, list) or not modes:
         return None
     held = "ReadWriteOncePod" not in modes and _on_one_node(situation.role(role))
     if held or not set(map(str, modes)).isdisjoint(SHARED_READING if read_only else SHARED):
@@ -121,7 +122,7 @@ def _unshared(situation: Situation, role: str, name: str, claim: Object, *, read
     return Obstacle(
         reason="VolumeNotShared",
         message=(
-            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, as {situation.desired(role)} {role} pods mount it, got '
+            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, as {pods} {role} pods mount it, got '
             f"{', '.join(map(str, modes))}; use one {role} pod, hold them on one node by nodeSelector {HOSTNAME}, or take another claim"
         ),
     )

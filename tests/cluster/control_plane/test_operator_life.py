@@ -3,7 +3,9 @@
 import pytest
 from operator_rig.jobs import STANDARD, Jobs, until
 
+from rl_core.plan.launch import PodPlan
 from rljob_operator import kinds, naming
+from rljob_operator.errors import Invalid
 
 
 def owner_of(obj):
@@ -26,6 +28,33 @@ async def test_a_job_becomes_its_pods_and_what_they_need(jobs: Jobs, start) -> N
         found = {o["metadata"]["name"]: o for o in await jobs.list(kind) if owner_of(o)}
         assert set(found) == names
         assert all(owner_of(o)[0][2] == uid for o in found.values())
+
+
+async def test_the_pods_of_a_colocated_job_are_what_the_plan_says(jobs: Jobs, start) -> None:
+    """A container each for actor and rollout, on one claim, with the keys of both; the rollouts have no other pods and cannot be scaled alone."""
+    await start()
+    shared = {"replicas": 2, "gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
+    await jobs.create(placement={"mode": "colocated"}, actor=shared, rollout=shared)
+    pods = await jobs.wait_pods("job-actor-0", "job-actor-1", "job-env-0")
+    for index in (0, 1):
+        spec = pods[f"job-actor-{index}"]["spec"]
+        plans = {
+            one["name"]: PodPlan.from_json(env["value"])
+            for one in spec["containers"]
+            for env in one["env"]
+            if env["name"] == "RLJOB_POD_PLAN"
+        }
+        names = {name: [process.name for process in plan.containers[0].processes] for name, plan in plans.items()}
+        services = ["runner", "channel"] if index == 0 else []
+        assert names == {"actor": [*services, f"actor-{index}"], "rollout": [f"rollout-{index}"]}
+        (claim,) = spec["resourceClaims"]
+        assert [one["resources"]["claims"] for one in spec["containers"]] == [[{"name": claim["name"]}]] * 2
+        (keys,) = (volume for volume in spec["volumes"] if volume["name"] == "rljob-keys")
+        paths = {item["path"] for item in keys["projected"]["sources"][0]["secret"]["items"]}
+        assert {"actor.secret", "rollout.secret"} <= paths
+    await jobs.wait_roles("active", actor=2, rollout=2)
+    with pytest.raises(Invalid, match="pairs each rollout with a pod of the actor, got 1 rollouts"):
+        await jobs.change({"rollout": {"replicas": 1}})
 
 
 async def test_deleting_a_job_leaves_nothing(jobs: Jobs, start, kubelet) -> None:

@@ -22,7 +22,7 @@ NOT_EXERCISED: dict[Right, str] = {
         "create",
         "resource.k8s.io",
         "resourceclaims",
-    ): "the claim of two colocated pods; RLJobs with placement colocated are refused so far",
+    ): "the claim of two colocated pods, a shape that no RLJob asks for",
     ("patch", "resource.k8s.io", "resourceclaims"): "the same",
     ("get", "resource.k8s.io", "resourceclaims"): "the same",
     (

@@ -279,7 +279,9 @@ class World:
         wanted = self.job["spec"].get("actor", {}).get("replicas", 1)
         if len([pod for pod in gang if int(pod["metadata"]["labels"]["rljob.dev/epoch"]) == epoch]) < wanted:
             return
-        if self.stall is None and any(role_of(pod) == "rollout" and _ready(pod) for pod in self.pods.values()):
+        mode = self.job["spec"].get("placement", {}).get("mode")
+        generators = "actor" if mode == "colocated" else "rollout"
+        if self.stall is None and any(role_of(pod) == generators and _ready(pod) for pod in self.pods.values()):
             self.runner = "Generating"
             self.steps += 1
             if self.steps % 5 == 0:
