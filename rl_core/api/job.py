@@ -198,6 +198,33 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
+            holds=(
+                "$placement.mode != 'colocated' || [$rollout.replicas - $actor.replicas, $rollout.gpus - $actor.gpus, $algorithm.maxStaleness] == [0, 0, 0]"
+            ),
+            refusal=(
+                "placement.mode colocated pairs each rollout with a pod of the actor, in turns"
+                "; give rollout the replicas and gpus of actor, and write maxStaleness: 0"
+            ),
+            field="placement.mode",
+        ),
+    )
+    def _turns_can_be_taken(self) -> Iterator[str]:
+        if self.placement.mode != "colocated":
+            return
+        actor, rollout, staleness = self.actor, self.rollout, self.algorithm.max_staleness
+        if (rollout.replicas, rollout.gpus) != (actor.replicas, actor.gpus):
+            yield (
+                f"placement.mode colocated pairs each rollout with a pod of the actor, got {rollout.replicas} rollouts with {rollout.gpus} gpus and {actor.replicas} actor pods with {actor.gpus}; give rollout the replicas and gpus of actor"
+            )
+        if staleness:
+            yield f"algorithm.maxStaleness must be 0 with placement.mode colocated, where nothing generates while weights are trained, got {staleness}; write 0 or mode: disaggregated"
+        if self.weights.transport == "nccl":
+            yield "weights.transport must not be nccl with placement.mode colocated, as NCCL takes no device twice, got nccl; write auto"
+        if rollout.engine == "sglang":
+            yield "rollout.engine must be hf with placement.mode colocated, as sglang keeps its memory on the device, got sglang; write hf"
+
+    @rule(
+        Cel(
             holds="$algorithm.loss.name != 'reinforce' || !self.?failurePolicy.?klBlowUp.hasValue()",
             refusal="failurePolicy.klBlowUp needs a loss with a policy ratio, got reinforce; remove it or choose ppo_clip",
             field="failurePolicy.klBlowUp",

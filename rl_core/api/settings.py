@@ -93,7 +93,7 @@ class PlacementSpec(Spec):
     """Where processes run (runtime.md 1)."""
 
     mode: Literal["disaggregated", "colocated", "hybrid"] = "disaggregated"
-    """disaggregated: roles have devices of their own. colocated and hybrid, which share them, are refused until a backend can."""
+    """disaggregated: own devices per role; colocated: each rollout takes turns with the actor pod it lives in; hybrid is refused."""
     component_placement: Annotated[
         dict[Annotated[str, Field(max_length=64)], PlacementMap], Field(max_length=len(ROLES))
     ] = {}
@@ -101,20 +101,14 @@ class PlacementSpec(Spec):
 
     @rule(
         Cel(
-            holds="$mode == 'disaggregated'",
-            refusal=(
-                "mode must be disaggregated, as no backend shares devices between roles yet, got %s"
-                "; write disaggregated and give each role its own gpus"
-            ),
-            values=("$mode",),
+            holds="$mode != 'hybrid'",
+            refusal="mode must be colocated or disaggregated, as roles share all devices or none, got hybrid; write one of them",
             field="mode",
         )
     )
-    def _roles_share_nothing(self) -> Iterator[str]:
-        if self.mode != "disaggregated":
-            yield (
-                f"mode must be disaggregated, as no backend shares devices between roles yet, got {self.mode}; write disaggregated and give each role its own gpus"
-            )
+    def _roles_share_all_or_nothing(self) -> Iterator[str]:
+        if self.mode == "hybrid":
+            yield "mode must be colocated or disaggregated, as roles share all devices or none, got hybrid; write one of them"
 
     @rule(
         no_keys(

@@ -59,11 +59,17 @@ def show_top(folder: Path, *, once: bool) -> int:
 
 
 def render(status: dict[str, Any]) -> Group:
-    """Return the run as tables: the run, its members, who holds which group, who waits for whom."""
+    """Return the run as tables: the run, its members, who holds shared devices, who holds which group, who waits for whom."""
     return Group(
         *(
             table
-            for table in (run_table(status), member_table(status), group_table(status), wait_table(status))
+            for table in (
+                run_table(status),
+                member_table(status),
+                device_table(status),
+                group_table(status),
+                wait_table(status),
+            )
             if table is not None
         )
     )
@@ -104,6 +110,24 @@ def member_table(status: dict[str, Any]) -> Table | None:
     for member in status["members"]:
         version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
         table.add_row(member["name"], member["pod"], member.get("detail", member["state"]), version)
+    return table
+
+
+def device_table(status: dict[str, Any]) -> Table | None:
+    """Return who holds the devices that roles share; None where none are shared or the run has ended."""
+    devices = status.get("devices")
+    if not devices or status.get("phase") in FINAL:
+        return None
+    table = Table("DEVICES FOR", "HELD BY", "SINCE", "EXPIRES IN", "TOKEN", box=SIMPLE)
+    held = devices["holders"]
+    left = min((float(one["expiresIn"]) for one in held), default=None)
+    table.add_row(
+        devices["use"] or "a hand-over",
+        ", ".join(one["name"] for one in held) or "nobody",
+        f"{_number(devices['seconds'], 1)} s",
+        f"{_number(left, 1)} s",
+        str(devices["token"]),
+    )
     return table
 
 

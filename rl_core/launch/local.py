@@ -263,6 +263,9 @@ class LocalCluster:
 
     async def _restart_role(self, role: str) -> None:
         pods = [pod for pod in self._pods.of_role(role) if not pod.retired]
+        if not pods:  # its processes are in the actor's pods: they restart with the gang
+            await self._restart_job()
+            return
         await self._pods.kill(pods)
         for pod in pods:
             await self._replace_pod(pod.plan.name, 0.0)

@@ -103,7 +103,8 @@ class LocalPods:
     def _note(self, pod: LocalPod, event: dict[str, Any]) -> None:
         if event["event"] == "started":
             kind = event.get("process", "worker")
-            role = pod.role if kind == "worker" else kind
+            groups = {one.name: one.group for container in pod.plan.containers for one in container.processes}
+            role = groups.get(event.get("name", ""), pod.role) if kind == "worker" else kind
             entry = ProcessEntry(
                 role=role, index=pod.index, rank=event.get("rank"), pid=event["pid"], pod=pod.plan.name
             )

@@ -3,12 +3,13 @@
 An estimate from above, per process, from sizes alone. On CPU the device is the host: then `device` counts there too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.plan.model_facts import ModelFacts
+from rl_core.plan.slots import home_of
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "estimate"]
 
@@ -21,6 +22,8 @@ ADAM_BYTES, MASTER_BYTES, GRADIENT_BYTES = 8, 4, 4
 LOGIT_BYTES = 8
 """Per token and vocabulary entry: a float32 logit and its gradient."""
 WIDTH = {"float32": 4, "bfloat16": 2}
+LEAVES_FOR_SYNC = frozenset({"optimizer", "master", "kv_cache"})
+"""What is on the host while colocated roles hand weights over."""
 
 _WAYS_OUT = {
     "weights": "use a smaller model, bfloat16 or more actor processes (megatron: a larger actor.parallel)",
@@ -32,6 +35,7 @@ _WAYS_OUT = {
     "activations": "lower actor.microBatchTokens or set actor.gradientCheckpointing",
     "logits": "lower actor.microBatchTokens or rollout.maxBatch",
     "kv_cache": "lower rollout.maxBatch or rollout.maxSequenceLength",
+    "neighbour": "use a smaller model, bfloat16, or placement.mode disaggregated",
     "buckets": "lower weights.bucketBytes",
     "publisher_copy": "use a smaller model or bfloat16",
 }
@@ -99,6 +103,7 @@ def estimate(
     """Return what each role of `job` needs in each phase; memory sizes in bytes, None = unknown."""
     job = job.spec if isinstance(job, RLJob) else job
     rows = [*_actor_rows(job, facts), *_rollout_rows(job, facts), _row("env", "idle", {})]
+    rows = _in_turns(rows) if home_of(job, "rollout") == "actor" else rows
     roles = {"actor": job.actor, "rollout": job.rollout, "env": job.env}
     return CapacityReport(
         rows=tuple(rows),
@@ -156,6 +161,23 @@ def _rollout_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
         _row("rollout", "sync", weights | cache | {"buckets": buckets}, host=buckets),
         _row("rollout", "idle", weights | cache),
     ]
+
+
+def _in_turns(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
+    """Return the rows of an actor and rollouts that share devices: what one has there beside the other, and what lies on the host meanwhile."""
+    weights = {row.role: row.parts["weights"] for row in rows if row.phase == "idle" and "weights" in row.parts}
+    found = []
+    for row in rows:
+        if row.role not in weights:
+            found.append(row)
+            continue
+        parts = {name: size for name, size in row.parts.items() if name not in ("context", "margin")}
+        leaves = {"idle": frozenset(parts), "sync": LEAVES_FOR_SYNC}.get(row.phase, frozenset())
+        away = {name: parts.pop(name) for name in leaves & parts.keys()}
+        other = weights["rollout" if row.role == "actor" else "actor"] if row.phase == "sync" else 0
+        beside = {"neighbour": CONTEXT_BYTES + other}
+        found.append(_row(row.role, row.phase, parts | beside, host=row.host + sum(away.values())))
+    return found
 
 
 def _micro_batch_tokens(job: RLJobSpec, facts: ModelFacts) -> int:

@@ -10,14 +10,46 @@ Two ranks of NCCL cannot share a GPU, so colocated weights are never handed over
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, ProcessPlan
 
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+
 Shape = Literal["containers", "processes", "pods"]
 SECOND_HEALTH_PORT = 7706
 """Health port of a pod's second supervisor; containers of a pod share its ports."""
+
+OF_PROCESS = frozenset({"env", "gpus", "replicas", "threads"})
+OF_CONTAINER = frozenset(
+    {"env_from", "env_value_from", "image", "image_pull_policy", "init_containers", "resource_claims", "resources", "volume_mounts", "volumes"}
+)  # fmt: skip
+"""Fields of `rollout` that hold beside the actor's in a shared container, and those that need one of their own."""
+OF_CLAIM = ("gpu_allocation", "device_class")
+
+
+def shape_of(spec: RLJobSpec) -> Shape:
+    """Return how actor and rollout of a colocated job share.
+
+    Two containers cannot ask a device plugin for the same accelerator; two containers can hold one claim.
+    Raises ConfigError for fields of the rollout that a guest of the actor's pod cannot have.
+    """
+    shape: Shape = "containers" if spec.actor.gpu_allocation == "dra" else "processes"
+    own = OF_PROCESS | (OF_CONTAINER if shape == "containers" else frozenset())
+    actor, rollout = spec.actor, spec.rollout
+    for name, field in type(rollout).model_fields.items():
+        if name in own or name not in type(actor).model_fields:
+            continue
+        given, theirs = getattr(rollout, name), getattr(actor, name)
+        free = field.get_default(call_default_factory=True) if shape == "processes" or name not in OF_CLAIM else theirs
+        if given not in (free, theirs):
+            raise ConfigError(
+                f"rollout.{field.alias} must be that of actor with placement.mode colocated, as they share a pod, got {given} beside {theirs}; "
+                f"remove it, or write it in actor"
+            )
+    return shape
 
 
 def colocate(plan: LaunchPlan, *, shape: Shape) -> LaunchPlan:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError
-from rl_core.plan.colocated import colocate
+from rl_core.plan.colocated import colocate, shape_of
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
-from rl_core.plan.slots import ROLES, place_processes
+from rl_core.plan.slots import ROLES, home_of, place_processes
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob, RLJobSpec
@@ -91,10 +91,7 @@ def build_launch_plan(
     placements = place_processes(spec, counts, one_machine=context.local)
     pods = tuple(_build_pod(context, role, index, placements[role]) for role in ROLES for index in range(counts[role]))
     plan = LaunchPlan(job=name, namespace=namespace, uid=uid, epoch=epoch, pods=pods)
-    if spec.placement.mode == "colocated":
-        # Two containers cannot ask a device plugin for the same accelerator; two containers can hold one claim.
-        return colocate(plan, shape="containers" if spec.actor.gpu_allocation == "dra" else "processes")
-    return plan
+    return colocate(plan, shape=shape_of(spec)) if home_of(spec, "rollout") == "actor" else plan
 
 
 def _build_pod(context: _Context, role: str, index: int, by_pod: list[list[Placement]]) -> PodPlan:

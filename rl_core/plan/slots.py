@@ -85,6 +85,22 @@ def place_processes(spec: RLJobSpec, pods: Mapping[str, int], *, one_machine: bo
     return {role: slots[role].place(first[role][: pods[role]]) for role in ROLES}
 
 
+def home_of(spec: RLJobSpec, role: str) -> str:
+    """Return the role whose pods run the processes of `role`: colocated rollouts are guests of the actor's."""
+    return "actor" if role == "rollout" and spec.placement.mode == "colocated" else role
+
+
+def pod_of(spec: RLJobSpec, job: str, role: str, rank: int) -> str:
+    """Return the name of the pod in which a worker process runs."""
+    index = rank // spec.actor.processes_per_pod if role == "actor" else rank
+    return f"{job}-{home_of(spec, role)}-{index}"
+
+
+def device_count(spec: RLJobSpec) -> int:
+    """Return on how many devices the job trains and generates, a process on CPU taken for one; shared ones count once."""
+    return spec.actor.world_size + (spec.rollout.replicas if home_of(spec, "rollout") == "rollout" else 0)
+
+
 def _slots_of(spec: RLJobSpec, role: str) -> RoleSlots:
     of_role: RoleSpec = getattr(spec, role)
     processes = spec.actor.processes_per_pod if role == "actor" else 1

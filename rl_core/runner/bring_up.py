@@ -6,6 +6,7 @@ from rl_core.api.settings import DeadlinesSpec
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.members import Members, Point
+from rl_core.runner.phases import Phases
 from rl_core.runner.progress import Progress
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController
@@ -24,6 +25,7 @@ class BringUp:
         progress: Progress,
         *,
         actor: WorkerGroup,
+        phases: Phases,
         members: Members,
         dispatcher: Dispatcher,
         sync: WeightSync,
@@ -37,6 +39,7 @@ class BringUp:
         self.loaded = False
         """Whether the actors hold weights that may be saved."""
         self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
+        self._phases = phases
         self._dispatcher, self._sync, self._checkpoints = dispatcher, sync, checkpoints
         self._board, self._stops, self._resume, self._first_epoch = board, stops, resume, first_epoch
 
@@ -44,12 +47,14 @@ class BringUp:
         """Return once enough rollouts serve the present weights; `at()` is the loop's point in waits that have no bound."""
         seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
         self._members.await_actors(seconds, at=at)
+        # Before the first phase nobody else has a device: rollouts join once there is a time in which they generate.
         stops.wait(self._actor.init_worker(), seconds)
-        self._load()
-        stops.wait(self._actor.set_global_step(progress.version))
-        self.loaded = True
-        address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
-        self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
+        with self._phases.training():
+            self._load()
+            stops.wait(self._actor.set_global_step(progress.version))
+            self.loaded = True
+            address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
+            self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         self._members.open(address)
         self._members.await_envs(seconds, at=at)
         self.await_rollouts(at=at)
@@ -58,7 +63,8 @@ class BringUp:
         """Wait, as Degraded once training began, until enough rollouts serve the current version."""
         progress, deadlines = self._progress, self._deadlines
         limit = deadlines.degraded if progress.step else deadlines.wait_ready
-        self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
+        with self._phases.generating():
+            self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
 
     def _load(self) -> None:
         """Resume from the checkpoint that was asked for, or begin a history of its own."""

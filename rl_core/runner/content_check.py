@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WeightsDiverged
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.runner.changes import AppliedSpec
+from rl_core.runner.phases import Phases
 from rl_core.workers.group import Cluster, WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -29,14 +30,17 @@ class CheckCounts:
 
 
 class ContentCheck:
-    """One check at a time, in the background: begun once prompts are out, in before the next sync."""
+    """One check at a time, in the background: begun once prompts are out, in before the next sync.
+
+    Where actor and rollouts share devices, the trainer scores once the loop has left the generation under way.
+    """
 
     def __init__(
-        self, applied: AppliedSpec, *, cluster: Cluster, actor: WorkerGroup, prompt_ids: Sequence[int]
+        self, applied: AppliedSpec, *, cluster: Cluster, actor: WorkerGroup, phases: Phases, prompt_ids: Sequence[int]
     ) -> None:
         """`prompt_ids`: token ids that every rollout continues after each sync."""
         self.counts = CheckCounts()
-        self._applied, self._cluster, self._actor = applied, cluster, actor
+        self._applied, self._cluster, self._actor, self._phases = applied, cluster, actor, phases
         self._prompt = list(prompt_ids[-PROBE_PROMPT_LIMIT:])
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
         self._due: tuple[int, tuple[str, ...]] | None = None
@@ -66,20 +70,26 @@ class ContentCheck:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compare(self, version: int, names: tuple[str, ...]) -> None:
+        with self._phases.generating():
+            answers = {name: self._ask(name, version) for name in names}
         scored: dict[tuple[int, ...], list[float]] = {}
+        with self._phases.training():
+            for name, answer in answers.items():
+                if answer is None:
+                    self.counts.skipped += 1
+                else:
+                    self._judge(name, version, answer, scored)
+                    self.counts.passed += 1
+
+    def _ask(self, name: str, version: int) -> ProbeAnswer | None:
+        """Return how a rollout goes on with the prompt; None when it is gone, busy, or serves another version."""
         seconds = self._applied.spec.runtime.deadlines.rpc
-        for name in names:
-            try:
-                answer: ProbeAnswer = self._cluster.call(name, "probe", self._prompt, PROBE_TOKENS, timeout=seconds)
-            except (RLJobError, DeadlineExceeded) as error:
-                self.counts.skipped += 1
-                logger.warning("content check of %s skipped, it is gone or busy: %s", name, error)
-                continue
-            if answer.version == version:
-                self._judge(name, version, answer, scored)
-                self.counts.passed += 1
-            else:
-                self.counts.skipped += 1
+        try:
+            answer: ProbeAnswer = self._cluster.call(name, "probe", self._prompt, PROBE_TOKENS, timeout=seconds)
+        except (RLJobError, DeadlineExceeded) as error:
+            logger.warning("content check of %s skipped, it is gone or busy: %s", name, error)
+            return None
+        return answer if answer.version == version else None
 
     def _judge(self, name: str, version: int, answer: ProbeAnswer, scored: dict[tuple[int, ...], list[float]]) -> None:
         spec, ids = self._applied.spec, (*self._prompt, *answer.ids)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError
@@ -18,6 +19,7 @@ from rl_core.api.settings import DeadlinesSpec
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck
 from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.phases import Phases
 from rl_core.runner.presence import Identity, Presence
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.workers.group import Cluster, WorkerGroup
@@ -42,6 +44,7 @@ class Members:
         presence: Presence,
         board: StatusBoard,
         dispatcher: Dispatcher,
+        phases: Phases,
         deadlines: DeadlinesSpec,
         *,
         start_args: tuple[Any, ...],
@@ -50,7 +53,7 @@ class Members:
     ) -> None:
         """`start_args` go to `start_rollout` (the channels). `fail` ends the run: another process would fail at it too."""
         self._cluster, self._groups, self._presence, self._board = cluster, groups, presence, board
-        self._dispatcher, self._deadlines, self._start_args = dispatcher, deadlines, start_args
+        self._dispatcher, self._phases, self._deadlines, self._start_args = dispatcher, phases, deadlines, start_args
         self._fail, self._pauses = fail, pauses
         self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="join")
         self.sync_lock = threading.Lock()
@@ -141,9 +144,11 @@ class Members:
             return
         self._started.add(key)  # first: a loss meanwhile takes it back, and the welcome after it finds it gone
         started = False
+        room = self._phases.joining(member.name) if member.role == "rollout" else nullcontext()
         try:
-            self._groups[member.role].construct(member)
-            started = member.role != "rollout" or self._start_rollout(member)
+            with room:
+                self._groups[member.role].construct(member)
+                started = member.role != "rollout" or self._start_rollout(member)
         finally:
             if not started:
                 self._started.discard(key)

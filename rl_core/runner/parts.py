@@ -25,13 +25,14 @@ from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.history import LedgerFile, failures_before
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.members import Members
-from rl_core.runner.phases import DisaggregatedPhases, Phases
+from rl_core.runner.phases import Phases
 from rl_core.runner.presence import Presence
 from rl_core.runner.progress import Progress
 from rl_core.runner.saving import Saving
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
+from rl_core.runner.time_sharing import build_phases
 from rl_core.runner.training_account import TrainingAccount
 from rl_core.workers.group import Cluster, WorkerGroup
 
@@ -77,7 +78,9 @@ class Parts:
 
     def status(self) -> dict[str, Any]:
         """Return `/status`."""
-        return self.board.snapshot(self.dispatcher.metrics(), self.dispatcher.held())
+        return self.board.snapshot(self.dispatcher.metrics(), self.dispatcher.held()) | {
+            "devices": self.phases.devices()
+        }
 
     def close(self) -> None:
         """Stop background work."""
@@ -139,18 +142,22 @@ def build_parts(
         lease_seconds=spec.runtime.lease_seconds,
     )
     dispatcher = Dispatcher(account, is_live=is_live, is_short=presence.short, end_step=end_step, fail=stops.fail)
+    phases = build_phases(spec, cluster=cluster, actor=actor)
     members = Members(
         cluster,
         groups,
         presence,
         board,
         dispatcher,
+        phases,
         spec.runtime.deadlines,
         start_args=(trajectories, results),
         fail=stops.fail,
     )
     check = (
-        None if probe_prompt is None else ContentCheck(applied, cluster=cluster, actor=actor, prompt_ids=probe_prompt)
+        None
+        if probe_prompt is None
+        else ContentCheck(applied, cluster=cluster, actor=actor, phases=phases, prompt_ids=probe_prompt)
     )
     sync = WeightSync(
         applied,
@@ -167,6 +174,7 @@ def build_parts(
         progress,
         checkpoints,
         actor=actor,
+        phases=phases,
         dispatcher=dispatcher,
         sync=sync,
         board=board,
@@ -177,6 +185,7 @@ def build_parts(
         spec.runtime.deadlines,
         progress,
         actor=actor,
+        phases=phases,
         members=members,
         dispatcher=dispatcher,
         sync=sync,
@@ -205,7 +214,7 @@ def build_parts(
         checkpoints=checkpoints,
         saving=saving,
         bring_up=bring_up,
-        phases=DisaggregatedPhases(),
+        phases=phases,
         trackers=trackers,
         ledger_file=LedgerFile(output / "ledger.jsonl", attempt=saving.with_patience),
     )

@@ -5,22 +5,34 @@ need nothing; roles that share devices take the device lease here and move weigh
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Phases(Protocol):
-    """Implemented by `DisaggregatedPhases`."""
+    """Implemented by `DisaggregatedPhases` and `time_sharing.ColocatedPhases`. Any thread; blocks of one kind may overlap."""
 
     def generating(self) -> AbstractContextManager[object]:
         """Let rollouts generate while the block runs."""
         ...
 
     def training(self) -> AbstractContextManager[object]:
-        """Let actors score and train while the block runs."""
+        """Let actors score, train, save and load while the block runs."""
         ...
 
     def syncing(self) -> AbstractContextManager[object]:
         """Let weights travel while the block runs."""
+        ...
+
+    def joining(self, name: str) -> AbstractContextManager[object]:
+        """Let the rollout `name` build its engine and pull weights while the block runs, in a time in which rollouts generate."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return `offload/*` and `onload/*` since the last call: bytes over all actor ranks, seconds of the slowest each time."""
+        ...
+
+    def devices(self) -> dict[str, Any] | None:
+        """Return who holds the devices that roles share, for `/status`; None where none are shared."""
         ...
 
 
@@ -38,3 +50,15 @@ class DisaggregatedPhases:
     def syncing(self) -> AbstractContextManager[object]:
         """Do nothing."""
         return nullcontext()
+
+    def joining(self, name: str) -> AbstractContextManager[object]:
+        """Do nothing."""
+        return nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        """Return none: nothing moves."""
+        return {}
+
+    def devices(self) -> None:
+        """Return None: no device is shared."""
+        return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.slots import pod_of
 from rl_core.workers.member import Member
 
 ROLES = ("actor", "rollout", "env")
@@ -60,7 +61,8 @@ class Presence:
         self._since: dict[str, float] = {}
         self._began = clock()
         self._seen: set[str] = set()
-        self._per_pod = spec.actor.processes_per_pod
+        self._spec = spec
+        """As the run began: what it says of pods does not change."""
         self._sizes = _sizes(spec)
         self._min_rollouts = spec.rollout.min_replicas
         self._acked: tuple[int, frozenset[Identity]] = (-1, frozenset())
@@ -87,8 +89,7 @@ class Presence:
 
     def pod(self, name: str) -> str:
         """Return the pod of a member."""
-        role, rank = _role(name), _rank(name)
-        return f"{self._job}-{role}-{rank // self._per_pod if role == 'actor' else rank}"
+        return pod_of(self._spec, self._job, _role(name), _rank(name))
 
     def missing(self, members: Sequence[Member]) -> list[Missing]:
         """Return the wanted members that are not among `members` or are lost, with the seconds since they were first missed."""

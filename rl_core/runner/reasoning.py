@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.observability.statistics import aggregate_rollout_metrics
+from rl_core.plan.slots import device_count
 from rl_core.runner.base import Runner, StepTimers
 from rl_core.runner.parts import Parts
 from rl_core.runner.status import Phase
@@ -194,7 +195,6 @@ class ReasoningRunner(Runner):
         tokens = sum(entry.tokens for entry in taken.admitted.values())
         seconds = self.timers.seconds["time/step"]
         ages = [taken.version - entry.v_min for entry in taken.admitted.values()]
-        devices = spec.actor.world_size + spec.rollout.replicas
         sampling = spec.algorithm.dynamic_sampling.enabled
         return {
             "train/staleness_mean": sum(ages) / max(len(ages), 1),
@@ -204,8 +204,9 @@ class ReasoningRunner(Runner):
             "data/dropped_overlong": float(self.dropped_overlong),
             "rollout/stale_groups": float(taken.stale),
             "perf/tokens_per_second": tokens / seconds,
-            "perf/tokens_per_second_per_device": tokens / seconds / devices,
+            "perf/tokens_per_second_per_device": tokens / seconds / device_count(spec),
             **self.sync.metrics(),
+            **self.phases.metrics(),
             **self.idle(),
             **self.board.totals(),
         }

@@ -11,6 +11,7 @@ from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.checkpoints import Checkpoints, as_one
 from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.phases import Phases
 from rl_core.runner.progress import Progress
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
@@ -43,6 +44,7 @@ class Saving:
         checkpoints: Checkpoints,
         *,
         actor: WorkerGroup,
+        phases: Phases,
         dispatcher: Dispatcher,
         sync: WeightSync,
         board: StatusBoard,
@@ -54,7 +56,7 @@ class Saving:
         """`output` gets the exported model."""
         self.checkpoints = checkpoints
         self._applied, self._progress = applied, progress
-        self._actor, self._dispatcher, self._sync = actor, dispatcher, sync
+        self._actor, self._phases, self._dispatcher, self._sync = actor, phases, dispatcher, sync
         self._board, self._stops, self._output = board, stops, output
         self._room_pause, self._clock = room_pause, clock
         self._tried_at = clock()
@@ -96,7 +98,7 @@ class Saving:
     def _publish(self, *, passing: bool) -> None:
         progress = self._progress
         state = progress.state_dict() | {"ledger": self._dispatcher.state_dict()}
-        with self._board.during(Phase.CHECKPOINTING):
+        with self._board.during(Phase.CHECKPOINTING), self._phases.training():
             path = self.checkpoints.save(
                 progress.step,
                 self._actor,
@@ -141,7 +143,8 @@ class Saving:
 
     def _export(self) -> None:
         try:
-            self._stops.wait(self._actor.export_hf(str(self._output / "model")))
+            with self._phases.training():
+                self._stops.wait(self._actor.export_hf(str(self._output / "model")))
         except WorkerErrors as errors:
             raise as_one(errors) from errors
 

@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
+from rl_core.plan.slots import pod_of
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.hub import Hub
 from rl_core.workers.member import Member
@@ -66,7 +67,7 @@ class Cluster:
         planned = deadlines.wait_ready if deadlines else 600.0
         self.ready_deadline = planned if ready_deadline is None else ready_deadline
         self.method_deadline = deadlines.group_method if deadlines else 3600.0
-        self._per_pod = spec.actor.processes_per_pod if spec is not None else 1
+        self._spec = spec
         self._clients: dict[str, tuple[Member, RpcClient]] = {}
         self._failures: dict[str, BaseException] = {}
         """What the last construction of a member raised, by its name."""
@@ -205,7 +206,8 @@ class Cluster:
     def _stage(self, name: str) -> str | None:
         member = self.hub.get(name)
         role, _, rank = name.partition(":")
-        pod = f"{self.hub.identity.job}-{role}-{int(rank) // (self._per_pod if role == 'actor' else 1)}"
+        job = self.hub.identity.job
+        pod = pod_of(self._spec, job, role, int(rank)) if self._spec is not None else f"{job}-{role}-{rank}"
         if member is None:
             return f"{name} (pod {pod}: never seen)"
         if member.state.constructed:

@@ -3,17 +3,27 @@
 SAME, OWN = True, False
 """Whether pydantic says the words of the API server, or its own."""
 
+PAIRS = (
+    "placement.mode colocated pairs each rollout with a pod of the actor, in turns"
+    "; give rollout the replicas and gpus of actor, and write maxStaleness: 0"
+)
 PLACEMENTS = {
-    "shared-placement": (
-        {"placement": {"mode": "colocated"}},
+    "unequal-halves": (
+        {"placement": {"mode": "colocated"}, "rollout": {"replicas": 2, "gpus": 1}},
         "spec.placement.mode",
-        "mode must be disaggregated, as no backend shares devices between roles yet, got colocated; write disaggregated and give each role its own gpus",
-        SAME,
+        PAIRS,
+        OWN,
+    ),
+    "turns-beside-generation": (
+        {"placement": {"mode": "colocated"}, "algorithm": {"maxStaleness": 1}},
+        "spec.placement.mode",
+        PAIRS,
+        OWN,
     ),
     "mixed-placement": (
         {"placement": {"mode": "hybrid"}},
         "spec.placement.mode",
-        "mode must be disaggregated, as no backend shares devices between roles yet, got hybrid; write disaggregated and give each role its own gpus",
+        "mode must be colocated or disaggregated, as roles share all devices or none, got hybrid; write one of them",
         SAME,
     ),
     "unknown-placement": (

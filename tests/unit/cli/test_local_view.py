@@ -75,6 +75,21 @@ def test_the_step_of_a_run_that_was_ended_before_it_had_resumed_is_that_of_its_h
     assert read_step(space.folder) == "?"
 
 
+@pytest.mark.parametrize(
+    ("use", "holders", "row"),
+    [
+        ("generating", [{"name": "rollout:0", "expiresIn": 13.0}], ["generating", "rollout:0", "2.5", "s", "13.0", "s", "7"]),
+        (None, [], ["a", "hand-over", "nobody", "2.5", "s", "-", "s", "7"]),
+    ],
+    ids=["held", "moving"],
+)  # fmt: skip
+def test_top_shows_who_has_the_devices_that_roles_share(use, holders, row):
+    devices = {"use": use, "token": 7, "seconds": 2.5, "handOverSeconds": 0.1, "holders": holders}
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render({"phase": "Generating", "devices": devices}))
+    assert row in [line.split() for line in console.export_text().splitlines()]
+
+
 def test_top_shows_who_holds_how_many_groups_and_the_oldest_of_each():
     groups = [
         {"id": "0-1", "state": "leased", "owner": "rollout:0 (0.0)", "seconds": 2.0, "attempt": 1},

@@ -96,6 +96,17 @@ def test_sync_holds_two_buckets_and_a_host_copy():
     assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "sync")} == {2_000_000}
 
 
+def test_colocated_roles_have_the_device_one_after_the_other_and_their_weights_for_a_sync_together():
+    apart, found = estimate(spec(), FACTS), estimate(spec(placement={"mode": "colocated"}), FACTS)
+    for role, phase in (("actor", "train"), ("rollout", "generate")):
+        assert parts(found, role, phase) == parts(apart, role, phase) | {"neighbour": CONTEXT_BYTES}
+    assert parts(found, "actor", "sync").keys() == {"weights", "gather", "buckets", "neighbour"}
+    assert parts(found, "rollout", "sync")["neighbour"] == CONTEXT_BYTES + parts(apart, "actor", "idle")["weights"]
+    assert parts(found, "rollout", "idle") == {"neighbour": CONTEXT_BYTES}
+    hosts = {row.role: row.host for row in found.rows if row.phase == "idle"}
+    assert hosts["rollout"] == sum(parts(apart, "rollout", "idle").values())
+
+
 def test_peak_is_the_largest_phase_of_a_role():
     report = estimate(spec(), FACTS)
     assert report.peak("actor") == max(row.device for row in report.rows if row.role == "actor")

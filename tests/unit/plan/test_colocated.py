@@ -11,6 +11,7 @@ from rl_core.api.job import RLJob
 from rl_core.api.settings import PlacementSpec
 from rl_core.plan.colocated import colocate
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
+from rl_core.plan.slots import device_count, pod_of
 
 SHAPES = ("containers", "processes", "pods")
 
@@ -36,7 +37,7 @@ def plan(*counts, **more):
 
 
 def colocated(written):
-    """Return the spec with the mode that the schema refuses until a backend runs it."""
+    """Return the spec with the mode, also of halves that the schema refuses."""
     mode = PlacementSpec.model_construct(mode="colocated", component_placement={})
     return written.spec.model_copy(update={"placement": mode})
 
@@ -90,6 +91,16 @@ def test_on_one_machine_a_colocated_job_leaves_no_accelerator_out():
 def test_a_colocated_job_of_unequal_halves_is_refused(odd, host):
     with pytest.raises(ConfigError, match="must have equal replicas and gpus"):
         planned(colocated(job(**odd)), host=host)
+
+
+def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
+    written = job(2, 2, 2)
+    for spec in (written.spec, colocated(written)):
+        found = processes(planned(spec))
+        for name, (_, pod) in found.items():
+            role, _, rank = name.rpartition("-")
+            assert not role or pod_of(spec, "sums", role, int(rank)) == pod.name
+    assert (device_count(written.spec), device_count(colocated(written))) == (4, 2)
 
 
 def test_two_supervisors_of_a_pod_listen_on_different_ports():

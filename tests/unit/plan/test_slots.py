@@ -228,12 +228,9 @@ def test_accelerators_that_a_process_would_not_use_are_refused_where_a_block_num
         plan(spec({"actor": "0-3", "rollout": "4-5"}, actor={"gpus": 4, "processesPerPod": 2}, rollout={"gpus": 2}))
 
 
-@pytest.mark.parametrize("mode", ["colocated", "hybrid"])
-def test_modes_that_no_backend_runs_are_refused_by_the_schema(mode):
-    with pytest.raises(
-        ValidationError, match=f"no backend shares devices between roles yet, got {mode}; write disaggregated"
-    ):
-        PlacementSpec(mode=mode)
+def test_the_mode_that_no_backend_runs_is_refused_by_the_schema():
+    with pytest.raises(ValidationError, match="roles share all devices or none, got hybrid; write one of them"):
+        PlacementSpec(mode="hybrid")
 
 
 def test_the_plan_refuses_hybrid_itself():

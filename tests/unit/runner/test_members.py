@@ -11,6 +11,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck
 from rl_core.runner.members import Members
+from rl_core.runner.phases import DisaggregatedPhases
 from rl_core.runner.presence import Presence
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import Stopped
@@ -65,6 +66,7 @@ class Run:
             self.presence,
             self.board,
             self.account.dispatcher,
+            DisaggregatedPhases(),
             self.spec.runtime.deadlines,
             start_args=("trajectories", "validation"),
             fail=self.failures.append,

@@ -9,6 +9,7 @@ from account import Account
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.changes import AppliedSpec
+from rl_core.runner.phases import DisaggregatedPhases
 from rl_core.runner.presence import Presence
 from rl_core.runner.progress import Progress
 from rl_core.runner.saving import Due, Saving
@@ -63,6 +64,7 @@ class Run:
             self.progress,
             self.checkpoints,
             actor=self,
+            phases=DisaggregatedPhases(),
             dispatcher=Account().dispatcher,
             sync=SimpleNamespace(digest="d"),
             board=self.board,

@@ -11,6 +11,7 @@ from rl_core.messages.groups import ProbeAnswer
 from rl_core.messages.weights import PublishReport
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
+from rl_core.runner.phases import DisaggregatedPhases
 from rl_core.runner.presence import Presence
 from rl_core.runner.sync import WeightSync
 
@@ -87,7 +88,9 @@ class Run:
         applied, self.cluster = AppliedSpec(spec), FakeCluster(answers)
         self.actor = actor(self.cluster) if actor else FakeActor()
         self.presence = Presence(spec, self.cluster, job="j", patient=False)
-        self.check = ContentCheck(applied, cluster=self.cluster, actor=self.actor, prompt_ids=[1, 2])
+        self.check = ContentCheck(
+            applied, cluster=self.cluster, actor=self.actor, phases=DisaggregatedPhases(), prompt_ids=[1, 2]
+        )
         self.rejoined, self.served = [], []
         self.sync = WeightSync(
             applied,

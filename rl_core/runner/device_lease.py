@@ -1,0 +1,114 @@
+"""The device lease: for which kind of work the devices that roles share are used. One kind at a time, moved by a hand-over.
+
+    free -> handing over -> in use -> idle, still the last user's -> handing over -> in use -> ...
+
+Devices that nobody uses stay as they are until another kind of work asks: generating twice in a row moves nothing. Who asks for the
+kind that is under way gets in, also past others that wait: a rollout that joins while groups are generated must not wait behind the
+training that waits for these groups.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+from rl_core.api.errors import DeadlineExceeded
+
+
+class Use(StrEnum):
+    """What shared devices are used for."""
+
+    GENERATING = "generating"
+    SYNCING = "syncing"
+    TRAINING = "training"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return whose processes hold the devices meanwhile."""
+        return {Use.GENERATING: ("rollout",), Use.SYNCING: ("actor", "rollout"), Use.TRAINING: ("actor",)}[self]
+
+
+HandOver = Callable[[Use | None, Use, int], None]
+"""(the use so far or None where it is not known, the next one, its token): moves one role's memory away and the other's in."""
+
+
+class DeviceLease:
+    """Grants the devices of one run. Any thread."""
+
+    def __init__(self, hand_over: HandOver, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`hand_over` runs in the thread that asks, with nobody in a use; `seconds` bounds a wait for the devices."""
+        self._hand_over, self._seconds, self._clock = hand_over, seconds, clock
+        self._changed = threading.Condition()
+        """Guards all below; notified when a user leaves and after each hand-over. Not held during a hand-over, which `/status` tells."""
+        self._users = 0
+        self._moving = False
+        self.use: Use | None = None
+        """The kind of work that has the devices; None before the first, during a hand-over, and after one that failed."""
+        self.token = 0
+        """Rises with each hand-over: what was asked under an older one is overtaken."""
+        self.since = clock()
+        """When the last hand-over began."""
+        self.moved_seconds = 0.0
+        """How long the last hand-over took."""
+
+    @contextmanager
+    def held(self, use: Use) -> Iterator[None]:
+        """Have the devices for `use` while the block runs.
+
+        Raises DeadlineExceeded naming the holder, and what the hand-over raises: the devices are nobody's then, and the next who asks
+        moves everything.
+        """
+        with self._changed:
+            self._wait(lambda: not self._moving and (not self._users or self.use is use), use)
+            before = self.use
+            self._users += 1
+            if before is not use:
+                self._moving, self.use = True, None
+                self.token += 1
+                self.since = self._clock()
+        try:
+            if before is not use:
+                self._move(before, use)
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def shared(self, use: Use) -> Iterator[None]:
+        """Have the devices for `use` while the block runs, once somebody else got them for it. Raises DeadlineExceeded."""
+        with self._changed:
+            self._wait(lambda: self.use is use, use)
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def held_seconds(self) -> float:
+        """Return for how long the devices are with the present use, the hand-over to it included."""
+        return self._clock() - self.since
+
+    def _move(self, before: Use | None, use: Use) -> None:
+        done = False
+        try:
+            self._hand_over(before, use, self.token)
+            done = True
+        finally:
+            with self._changed:
+                self._moving, self.use = False, use if done else None
+                self.moved_seconds = self._clock() - self.since
+                self._changed.notify_all()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._users -= 1
+            self._changed.notify_all()
+
+    def _wait(self, free: Callable[[], bool], use: Use) -> None:
+        if not self._changed.wait_for(free, self._seconds):
+            holder = "a hand-over" if self._moving else self.use or "nobody"
+            raise DeadlineExceeded(
+                f"the devices must be free for {use} within {self._seconds:.0f} s, got them held by {holder} for "
+                f"{self.held_seconds():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
+            )

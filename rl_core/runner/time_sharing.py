@@ -1,0 +1,150 @@
+"""Colocated placement: actor and rollouts take turns on one set of devices, by the device lease.
+
+                 actor on the device              rollouts on the device
+    generating   -                                weights, KV cache
+    training     weights, gradients, optimizer    -
+    syncing      weights                          weights
+
+Who gives memory up does so before the other takes it. The actor gives up optimizer, gradients, weights in this order; a rollout wakes
+by parts: its weights for the sync, its KV cache only once the actor's weights are away.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, NamedTuple
+
+from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, WorkerLost
+from rl_core.api.job import RLJobSpec
+from rl_core.messages.members import MemberState
+from rl_core.runner.device_lease import DeviceLease, Use
+from rl_core.runner.phases import DisaggregatedPhases, Phases
+from rl_core.workers.group import Cluster, WorkerGroup
+from rl_core.workers.member import Member
+
+logger = logging.getLogger(__name__)
+HOLDS_ENGINE = (MemberState.READY, MemberState.UPDATING, MemberState.SERVING, MemberState.SUSPECT, MemberState.DRAINING)
+"""States of a rollout whose process may have an engine on the device; one that drains frees it only by its end."""
+
+
+class Resident(NamedTuple):
+    """What of each role lies on the shared devices."""
+
+    actor: frozenset[str]
+    rollout: frozenset[str]
+
+
+NOTHING: frozenset[str] = frozenset()
+RESIDENT = {
+    Use.GENERATING: Resident(NOTHING, frozenset({"weights", "kv_cache"})),
+    Use.SYNCING: Resident(frozenset({"weights"}), frozenset({"weights"})),
+    Use.TRAINING: Resident(frozenset({"weights", "gradients", "optimizer"}), NOTHING),
+}
+
+
+class ColocatedPhases:
+    """Implements `Phases` for roles that share devices. A rollout whose process is lost has lost its part of the lease too."""
+
+    def __init__(self, spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> None:
+        """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
+        self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
+        self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
+        self._lock = threading.Lock()
+        """Guards `_moved`: the content check hands devices over beside the loop."""
+        self._moved: dict[str, float] = {}
+
+    def generating(self) -> AbstractContextManager[object]:
+        """Have rollouts awake and the actor away."""
+        return self._lease.held(Use.GENERATING)
+
+    def training(self) -> AbstractContextManager[object]:
+        """Have the actor whole and rollouts asleep."""
+        return self._lease.held(Use.TRAINING)
+
+    def syncing(self) -> AbstractContextManager[object]:
+        """Have the weights of both, and nothing else."""
+        return self._lease.held(Use.SYNCING)
+
+    @contextmanager
+    def joining(self, name: str) -> Iterator[None]:
+        """Wait until rollouts have the devices, then have the rollout `name` awake.
+
+        A process that was taken for lost, and is not, may come back with its engine on a device that the actor has got meanwhile: it is
+        put to sleep at once.
+        """
+        if self._lease.use is not Use.GENERATING:
+            self._tell(name, NOTHING)
+        with self._lease.shared(Use.GENERATING):
+            self._tell(name, RESIDENT[Use.GENERATING].rollout)
+            yield
+
+    def _tell(self, name: str, parts: Iterable[str]) -> None:
+        with suppress(InfrastructureError):  # a new process holds no worker yet, and nothing of the device
+            self._cluster.call(name, "occupy", sorted(parts), self._lease.token, timeout=self._deadlines.weight_sync)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what moved since the last call."""
+        with self._lock:
+            moved, self._moved = self._moved, {}
+        return moved
+
+    def devices(self) -> dict[str, Any]:
+        """Return for what the devices are used and by whom. A member's part of the lease ends when it was silent for deadlines.lost."""
+        lease, now = self._lease, self._cluster.hub.clock()
+        use = lease.use
+        holders = [member for role in (use.roles if use else ()) for member in self._cluster.members(role)]
+        left = {member.name: max(self._deadlines.lost - (now - member.last_seen), 0.0) for member in holders}
+        return {
+            "use": use.value if use else None,
+            "token": lease.token,
+            "seconds": round(lease.held_seconds(), 1),
+            "handOverSeconds": round(lease.moved_seconds, 3),
+            "holders": [{"name": name, "expiresIn": round(seconds, 1)} for name, seconds in left.items()],
+        }
+
+    # --- the hand-over -----------------------------------------------------------------------------------------------
+
+    def _hand_over(self, before: Use | None, use: Use, token: int) -> None:
+        wanted = RESIDENT[use]
+        kept = wanted.rollout & RESIDENT[before].rollout if before else NOTHING
+        if before is None or kept != RESIDENT[before].rollout:
+            self._have_rollouts(kept, token)
+        self._count(self._actor.occupy(sorted(wanted.actor)).wait(self._deadlines.weight_sync))
+        if kept != wanted.rollout:
+            self._have_rollouts(wanted.rollout, token)
+
+    def _count(self, ranks: Iterable[Mapping[str, float]]) -> None:
+        """Add what the actor's ranks moved: the bytes of all, the seconds of the slowest."""
+        several = list(ranks)
+        with self._lock:
+            for name in {name for moved in several for name in moved}:
+                values = [moved.get(name, 0.0) for moved in several]
+                taken = max(values) if name.endswith("seconds") else sum(values)
+                self._moved[name] = self._moved.get(name, 0.0) + taken
+
+    def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
+        """Have `parts` of each rollout on the device, no others. Who cannot is given up: its part of the lease ends, and it joins anew."""
+        members = [m for m in self._cluster.members("rollout") if m.state in HOLDS_ENGINE]
+        seconds, asked = self._deadlines.weight_sync, sorted(parts)
+        calls = [(m, self._cluster.submit(m.name, "occupy", [asked, token], {}, timeout=seconds)) for m in members]
+        for member, call in calls:
+            try:
+                call.future.result()
+            except WorkerLost as error:
+                logger.warning("%s has lost the devices: %s", member.name, error)
+            except ConfigError:
+                raise
+            except RLJobError as error:
+                self._give_up(member, error)
+
+    def _give_up(self, member: Member, error: RLJobError) -> None:
+        logger.warning("%s loses the devices, it did not hand them over: %s", member.name, error)
+        self._cluster.hub.give_up(member, f"it did not hand the devices over: {error}")
+
+
+def build_phases(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> Phases:
+    """Return what the job's placement does before and after each kind of work."""
+    if spec.placement.mode == "colocated":
+        return ColocatedPhases(spec, cluster=cluster, actor=actor)
+    return DisaggregatedPhases()

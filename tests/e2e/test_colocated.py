@@ -1,0 +1,72 @@
+"""Colocated runs: one field is the only difference to a disaggregated one, and whoever dies with the device in hand loses it."""
+
+import signal
+
+from harness import assert_trained_once
+
+from rl_core.cli.local_control import connect
+from rl_core.launch.workspace import PRIVATE
+
+ONE_EACH = {
+    "rollout": {"replicas": 1, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
+    "validation": {"everySteps": 3, "maxPrompts": 4},
+}
+SAME = ("train/loss", "train/grad_norm", "reward/mean", "val/accuracy", "rollout/total_turns")
+
+
+def numbers(run):
+    return [{name: line.get(name) for name in ("step", *SAME)} for line in run.lines("metrics.jsonl")]
+
+
+def trained(run):
+    return [(line["step"], line["group_id"], line["prompt_index"]) for line in run.lines("ledger.jsonl")]
+
+
+def devices(run):
+    """Return `/status.devices` as the runner tells it now; {} while it does not answer."""
+    if not (run.output / PRIVATE / "actor-0.json").is_file():
+        return {}
+    return (connect(run.output).status() or {}).get("devices") or {}
+
+
+def test_a_colocated_run_gives_bit_for_bit_what_a_disaggregated_one_gives(start):
+    apart = start(folder="apart", algorithm={"steps": 4}, **ONE_EACH)
+    assert apart.run() == 0, apart.text + apart.logs()
+    together = start(folder="together", algorithm={"steps": 4}, placement={"mode": "colocated"}, **ONE_EACH)
+    assert together.run() == 0, together.text + together.logs()
+    assert trained(together) == trained(apart) and numbers(together) == numbers(apart)
+    weights = "model/model.safetensors"
+    assert (together.output / weights).read_bytes() == (apart.output / weights).read_bytes()
+    checks = [run.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] for run in (apart, together)]
+    assert checks[0] == checks[1] > 0, "the trainer scores what the rollout drew, each in its turn"
+    assert apart.status()["devices"] is None and together.status()["devices"]["token"] > 8
+
+
+def test_who_dies_or_is_stopped_with_the_device_in_hand_costs_no_group(start):
+    """The rollout dies while it has the device, then the actor; Ctrl-C falls into a generation and into a training; each run goes on."""
+    run = start(algorithm={"steps": 16}, placement={"mode": "colocated"}, **ONE_EACH)
+    run.start()
+    run.at_step(2)
+
+    def wait_for(use):
+        run.until(lambda: devices(run).get("use") == use, f"the devices to be used for {use}")
+
+    wait_for("generating")
+    pid = run.kill(role="rollout")
+    run.until(lambda: [p for p in run.processes(role="rollout") if p["pid"] != pid], "a replacement")
+    run.at_step(5)
+    assert run.status()["epoch"] == 0, "the actor goes on"
+    wait_for("training")
+    run.kill(role="actor")
+    run.until(lambda: run.status().get("epoch") == 1 and run.status().get("step", 0) >= 7, "steps of the next epoch")
+    for use in ("generating", "training"):
+        wait_for(use)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.text + run.logs()
+        stopped = run.status()["step"]
+        assert_trained_once(run, steps=stopped, groups=4)
+        if use == "generating":
+            run.start("--resume", "auto")
+            run.at_step(stopped + 2)
+    assert run.run("--resume", "auto") == 0, run.text + run.logs()
+    assert_trained_once(run, steps=16, groups=4)

@@ -1,0 +1,134 @@
+"""In which order actor and rollouts give devices up and take them, and what becomes of a rollout that is lost meanwhile."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError, RemoteError, WorkerLost
+from rl_core.api.job import RLJobSpec
+from rl_core.messages.members import MemberState
+from rl_core.runner.phases import DisaggregatedPhases
+from rl_core.runner.time_sharing import ColocatedPhases, build_phases
+from rl_core.workers.member import Member
+
+ALL = ["gradients", "optimizer", "weights"]
+AWAKE = ["kv_cache", "weights"]
+
+
+def rollout(rank, state=MemberState.SERVING):
+    return Member(
+        name=f"rollout:{rank}", role="rollout", group="rollout", rank=rank, pod=f"j-actor-{rank}", address="tcp://127.0.0.1:1",
+        pid=1, host_token="", incarnation=(0, 0), state=state, policy_version=0, last_seen=90.0,
+    )  # fmt: skip
+
+
+class Job:
+    """Stands in for the cluster, its hub and the actor group; keeps in `log` who was told to occupy what."""
+
+    def __init__(self, *members, mode="colocated"):
+        self.there, self.log, self.errors, self.given_up = list(members) or [rollout(0)], [], {}, []
+        self.hub = SimpleNamespace(
+            clock=lambda: 100.0, give_up=lambda member, reason: self.given_up.append((member.name, reason))
+        )
+        self.spec = RLJobSpec.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "t"}, "placement": {"mode": mode}}
+        )
+        self.phases = build_phases(self.spec, cluster=self, actor=self)
+
+    def members(self, role):
+        return self.there if role == "rollout" else []
+
+    def occupy(self, parts):
+        self.log.append(("actor", parts))
+        return SimpleNamespace(wait=lambda seconds: [{"offload/bytes": 8.0, "offload/seconds": s} for s in (0.5, 0.25)])
+
+    def submit(self, name, method, args, kwargs, *, timeout):
+        assert method == "occupy"
+        self.log.append((name, args[0]))
+        future = Future()
+        if error := self.errors.get(name):
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return SimpleNamespace(future=future)
+
+    def call(self, name, method, parts, token, *, timeout):
+        self.submit(name, method, [parts, token], {}, timeout=timeout).future.result()
+
+    def told(self):
+        log, self.log = self.log, []
+        return log
+
+
+def test_who_gives_memory_up_does_so_before_the_other_takes_it():
+    job = Job()
+    with job.phases.training():
+        assert job.told() == [("rollout:0", []), ("actor", ALL)]
+    with job.phases.syncing():
+        assert job.told() == [("actor", ["weights"]), ("rollout:0", ["weights"])]
+    with job.phases.generating():
+        assert job.told() == [("actor", []), ("rollout:0", AWAKE)]
+    with job.phases.generating():
+        assert job.told() == [], "nobody has to move"
+    with job.phases.training():
+        assert job.told() == [("rollout:0", []), ("actor", ALL)]
+
+
+def test_a_step_tells_the_bytes_of_all_ranks_and_the_seconds_of_the_slowest():
+    job = Job()
+    for use in (job.phases.training, job.phases.syncing):
+        with use():
+            pass
+    assert job.phases.metrics() == {"offload/bytes": 32.0, "offload/seconds": 1.0} and job.phases.metrics() == {}
+
+
+def test_a_rollout_that_is_lost_loses_the_devices_and_the_actor_goes_on():
+    job = Job(rollout(0), rollout(1), rollout(2, MemberState.JOINING))
+    job.errors = {"rollout:0": WorkerLost("its process ended"), "rollout:1": DeadlineExceeded("frozen")}
+    with job.phases.training():
+        assert job.told() == [("rollout:0", []), ("rollout:1", []), ("actor", ALL)]
+    assert job.given_up == [("rollout:1", "it did not hand the devices over: frozen")], "the other one is lost already"
+
+
+def test_an_engine_that_keeps_its_memory_ends_the_run():
+    job = Job()
+    job.errors = {"rollout:0": ConfigError("cannot give its memory back")}
+    with pytest.raises(ConfigError, match="cannot give its memory back"), job.phases.training():
+        pytest.fail("the actor must not take a device that is not free")
+
+
+def test_a_rollout_that_comes_back_is_put_to_sleep_and_wakes_when_rollouts_have_the_devices():
+    job = Job()
+    with job.phases.training():
+        job.told()
+        joining = job.phases.joining("rollout:0")
+        job.phases._lease._seconds = 0.0
+        with pytest.raises(DeadlineExceeded, match="held by training"):
+            joining.__enter__()
+        assert job.told() == [("rollout:0", [])]
+    with job.phases.generating():
+        job.told()
+        with job.phases.joining("rollout:0"):
+            assert job.told() == [("rollout:0", AWAKE)]
+        job.errors = {"rollout:0": InfrastructureError("it holds no worker yet")}
+        with job.phases.joining("rollout:0"):
+            pass
+        job.errors = {"rollout:0": RemoteError("occupy raised")}
+        with pytest.raises(RemoteError, match="occupy raised"):
+            job.phases.joining("rollout:0").__enter__()
+
+
+def test_the_status_tells_who_has_the_devices_and_when_that_ends_without_a_sign_of_life():
+    job = Job()
+    assert job.phases.devices()["use"] is None and job.phases.devices()["holders"] == []
+    with job.phases.generating():
+        told = job.phases.devices()
+    assert (told["use"], told["token"]) == ("generating", 1)
+    assert told["holders"] == [{"name": "rollout:0", "expiresIn": job.spec.runtime.deadlines.lost - 10.0}]
+
+
+def test_one_field_says_whether_devices_are_shared():
+    assert isinstance(Job().phases, ColocatedPhases)
+    alone = Job(mode="disaggregated").phases
+    assert isinstance(alone, DisaggregatedPhases) and alone.devices() is None
