@@ -59,9 +59,9 @@ def field_or_default(path: str, model: type[BaseModel], *, root: str = "self") -
 
 
 def there(path: str, root: str) -> str:
-    """Return the expression that a field and all blocks above it are given."""
-    parts = path.split(".")
-    return " && ".join(f"has({root}.{'.'.join(parts[: depth + 1])})" for depth in range(len(parts)))
+    """Return the expression that a field and all blocks above it are given; no `&&`, which takes 12 characters in kubectl's annotation."""
+    block, *inner = path.split(".")
+    return f"{root}.?{'.?'.join((block, *inner))}.hasValue()" if inner else f"has({root}.{block})"
 
 
 def field_at(path: str, model: type[BaseModel]) -> FieldInfo:

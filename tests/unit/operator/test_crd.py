@@ -140,7 +140,7 @@ def test_a_field_in_a_rule_gets_its_default_and_its_guard():
     cel = Cel(holds="$inner.size > 0 && $inner.name.size() > 0", refusal="got %s", values=("$inner.size",))
     assert cel_rule(cel, Outer) == {
         "rule": "self.?inner.?size.orValue(3) > 0 && "
-        r"(has(self.inner) && has(self.inner.name) ? self.inner.name : 'it\'s').size() > 0",
+        r"(self.?inner.?name.hasValue() ? self.inner.name : 'it\'s').size() > 0",
         "messageExpression": "'got %s'.format([self.?inner.?size.orValue(3)])",
     }
     with pytest.raises(

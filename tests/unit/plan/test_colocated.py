@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from rl_core.api.errors import ConfigError
-from rl_core.api.job import RLJob
+from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.settings import PlacementSpec
 from rl_core.plan.colocated import colocate
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
@@ -101,6 +102,22 @@ def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
             role, _, rank = name.rpartition("-")
             assert not role or pod_of(spec, "sums", role, int(rank)) == pod.name
     assert (device_count(written.spec), device_count(colocated(written))) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ({"rollout": {"replicas": 2}}, "got 2 rollouts with 0 gpus and 1 actor pods with 0; give rollout the replicas and gpus of actor"),
+        ({"algorithm": {"maxStaleness": 1}}, "algorithm.maxStaleness must be 0 .* got 1; write 0 or mode: disaggregated"),
+        ({"weights": {"transport": "nccl"}}, "weights.transport must not be nccl .* write auto"),
+        ({"rollout": {"engine": "sglang"}}, "rollout.engine must be hf .* got sglang; write hf"),
+    ],
+    ids=["unequal", "asynchronous", "nccl", "engine"],
+)  # fmt: skip
+def test_what_cannot_take_turns_is_refused_by_name(blocks, words):
+    spec = {"model": {"path": "m"}, "data": {"train": "t"}, "placement": {"mode": "colocated"}}
+    with pytest.raises(ValidationError, match=words):
+        RLJobSpec.model_validate(spec | blocks)
 
 
 def test_two_supervisors_of_a_pod_listen_on_different_ports():
