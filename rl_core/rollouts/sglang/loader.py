@@ -16,7 +16,6 @@ from sglang.srt.managers.io_struct import (
     CheckWeightsReqInput,
     EndWeightUpdateReqInput,
     UpdateWeightsFromTensorReqInput,
-    UpdateWeightVersionReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
@@ -45,8 +44,11 @@ class Loader:
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
         self._open = True
 
-    async def load(self, places: list[TensorPlace]) -> None:
-        """Take the tensors that lie in the shared memory now."""
+    async def load(self, places: list[TensorPlace], *, version: int | None = None, keep_cache: bool = False) -> None:
+        """Take the tensors that lie in the shared memory now; with the last of them comes the `version` that they are of.
+
+        Then the caches of before are dropped, unless kept.
+        """
         end = max(self._end(place) for place in places)
         # Cloned: to serialise a tensor moves its whole storage to memory of torch's own, after which nothing new would be seen here.
         # As one tensor: each is handed over by a file descriptor of its own, which takes longer than a small tensor's copy.
@@ -57,21 +59,14 @@ class Loader:
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(bucket)] * self._ranks,
             load_format="flattened_bucket",
-            flush_cache=False,
+            flush_cache=version is not None and not keep_cache,
+            weight_version=None if version is None else str(version),
         )
         _require(await self._manager.update_weights_from_tensor(request, None))
 
-    async def end(self, version: int, *, keep_cache: bool) -> dict[str, str]:
-        """Serve what was loaded as `version`, without any cache of before unless kept; return the checksums of the engine's tensors.
-
-        None of them on a GPU.
-        """
+    async def end(self) -> dict[str, str]:
+        """Close the update; return the checksums of the engine's tensors, none of them on a GPU."""
         await self._close()
-        if not keep_cache:
-            flushed = await self._manager.flush_cache()
-            _require((flushed.success, flushed.message))
-        request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-        await self._manager.update_weight_version(request)
         return await self.checksums() if self._provable else {}
 
     async def checksums(self) -> dict[str, str]:

@@ -85,8 +85,8 @@ class EngineTarget:
             self._memory.bytes[start:end].copy_(flat)
             dtype = str(tensor.dtype).removeprefix("torch.")
             places.append(TensorPlace(name=name, shape=list(tensor.shape), dtype=dtype, offset=start))
-        self._call("load_weights", places=places)
-        checksums = self._call("end_weights", version=version, keep_cache=self._engine.paused == "in_place")
+        self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
+        checksums = self._call("end_weights")
         if self._provable:
             expected.compare(checksums)
         self.proof = PROVEN if self._provable else UNPROVEN

@@ -22,7 +22,6 @@ ARGUMENTS = [
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "end_weight_update", {"obj", "request"}),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "update_weights_from_tensor", {"obj", "request"}),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "check_weights", {"obj"}),
-    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "flush_cache", set()),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "get_internal_state", set()),
     ("utils/common.py", "MultiprocessingSerializer", "serialize", {"obj"}),
 ]
@@ -33,17 +32,15 @@ FIELDS = [
     (
         "managers/io_struct.py",
         "UpdateWeightsFromTensorReqInput",
-        {"serialized_named_tensors", "load_format", "flush_cache"},
+        {"serialized_named_tensors", "load_format", "flush_cache", "weight_version"},
     ),
     (
         "weight_sync/tensor_bucket.py",
         "FlattenedTensorMetadata",
         {"name", "shape", "dtype", "start_idx", "end_idx", "numel"},
     ),
-    ("managers/io_struct.py", "UpdateWeightVersionReqInput", {"new_version", "abort_all_requests"}),
     ("managers/io_struct.py", "PauseGenerationReqInput", {"mode"}),
     ("managers/io_struct.py", "ContinueGenerationReqInput", set()),
-    ("managers/io_struct.py", "FlushCacheReqOutput", {"success", "message"}),
     (
         "sampling/sampling_params.py",
         "SamplingParams",
