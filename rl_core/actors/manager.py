@@ -24,6 +24,7 @@ from rl_core.actors.slices import LocalSlice
 from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.capacity import ModelFacts, estimate
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,10 @@ def checked(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
 
 
 def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
-    """Return the device a rank trains on. Raises ConfigError when accelerators are asked for and none is visible."""
+    """Return the device a rank trains on.
+
+    Raises ConfigError when accelerators are asked for and none is visible, CapacityError for one with too little memory.
+    """
     if not cfg.actor.gpus:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -306,4 +310,10 @@ def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    check_memory(cfg, int(torch.cuda.get_device_properties(device).total_memory))
     return device
+
+
+def check_memory(cfg: RLJobSpec, available: int) -> None:
+    """Raise CapacityError where a process of the trainer needs more than a device has, `available` bytes; before it holds anything."""
+    estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available).check("actor")

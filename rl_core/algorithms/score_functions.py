@@ -101,6 +101,7 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
                 logits = hidden[chunk] @ weight.T
                 for part in _parts(len(logits), _block_rows(logits, chunk_size)):
                     scores.fill(_inner(chunk, part), _scaled(logits[part], temperature))
+                del logits  # before the next chunk's are made: two would be held
         ctx.save_for_backward(hidden, weight, *scores.saved())
         return scores.log_probs, scores.entropies
 
@@ -123,6 +124,7 @@ class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
                 torch.mm(logits, weight, out=hidden_gradient[chunk])
             if weight_gradient is not None:
                 _add_product(weight_gradient, logits.T, hidden[chunk])
+            del logits  # before the next chunk's are made: two would be held
         if ctx.shard is not None and hidden_gradient is not None:
             ctx.shard.total(hidden_gradient)
         return hidden_gradient, _cast(weight_gradient, weight.dtype), None, None, None, None, None

@@ -30,6 +30,11 @@ Namespace = Annotated[
 ]
 Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", show_default="the current one")]
 
+DeviceMemory = Annotated[
+    float | None,
+    typer.Option(min=0, help="GiB of an accelerator: refuse the job where one has too little.", show_default="unknown"),
+]
+
 
 @app.command()
 def run(
@@ -56,11 +61,11 @@ def validate(file: JobFile, settings: Settings = None) -> None:
 
 
 @app.command()
-def plan(file: JobFile, settings: Settings = None) -> None:
-    """Show the processes, devices and memory a job would take, before anything starts."""
+def plan(file: JobFile, settings: Settings = None, device_memory: DeviceMemory = None) -> None:
+    """Show the processes, devices and memory a job would take, before anything starts. Exit code 2 where a device has too little."""
     from rl_core.cli.plan import show_plan
 
-    run_command(lambda: show_plan(file, settings or []))
+    run_command(lambda: show_plan(file, settings or [], device_memory=device_memory))
 
 
 @app.command()

@@ -16,8 +16,8 @@ from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_p
 GIB = 1024**3
 
 
-def show_plan(file: Path, settings: Sequence[str]) -> int:
-    """Print processes and memory of a job; return 0."""
+def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | None = None) -> int:
+    """Print processes and memory of a job; return 0. Raises CapacityError where a process needs more than `device_memory`, GiB."""
     job = prepare(file, settings)
     meta = job.metadata
     plan, local = (
@@ -27,8 +27,11 @@ def show_plan(file: Path, settings: Sequence[str]) -> int:
     console = Console()
     console.print(process_table(plan, local))
     console.print(layout_line(job.spec.actor))
-    console.print(memory_table(estimate(job.spec, ModelFacts.from_config(job.spec.model.path))))
+    available = None if device_memory is None else int(device_memory * GIB)
+    report = estimate(job.spec, ModelFacts.from_config(job.spec.model.path), device_memory=available)
+    console.print(memory_table(report))
     console.print(f"digest {plan.digest}", style="dim")
+    report.check()
     return 0
 
 

@@ -10,6 +10,7 @@ from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.plan.model_facts import ModelFacts
 from rl_core.plan.slots import home_of
+from rl_core.plan.trainer_memory import WIDTH, trainer_host, trainer_phases
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "estimate"]
 
@@ -17,11 +18,8 @@ CONTEXT_BYTES = 1024**3
 """What a process holds before it holds anything: device context, libraries, allocator."""
 MARGIN = 0.08
 """Share added for fragmentation and what is not counted."""
-ADAM_BYTES, MASTER_BYTES, GRADIENT_BYTES = 8, 4, 4
-"""Per parameter: two float32 moments, a float32 master copy, a float32 gradient."""
 LOGIT_BYTES = 8
 """Per token and vocabulary entry: a float32 logit and its gradient."""
-WIDTH = {"float32": 4, "bfloat16": 2}
 LEAVES_FOR_SYNC = frozenset({"optimizer", "master", "kv_cache"})
 """What is on the host while colocated roles hand weights over."""
 
@@ -72,7 +70,7 @@ class CapacityReport:
     on_cpu: frozenset[str]
     """Roles without accelerators."""
     device_memory: int | None = None
-    """Bytes of one accelerator (of the host for CPU roles); None = unknown, not checked."""
+    """Bytes of one accelerator; None = unknown, not checked. Roles on CPU are held against the host's."""
     host_memory: int | None = None
     """Bytes of host memory a pod may use; None = unknown, not checked."""
 
@@ -83,13 +81,15 @@ class CapacityReport:
             raise KeyError(f"role must be one of {sorted({row.role for row in self.rows})}, got {role!r}")
         return max(sizes)
 
-    def check(self) -> None:
-        """Raise CapacityError for the row that lacks most, with role, phase, needed, available and its largest part."""
+    def check(self, role: str | None = None) -> None:
+        """Raise CapacityError for the row (of `role`; None: of any) that lacks most, with needed, available and its largest part."""
         lacking: list[tuple[int, str]] = []
-        for row in self.rows:
-            needs = [("device", row.device, self.device_memory)]
-            on_host = row.host + (row.device if row.role in self.on_cpu else 0)
-            needs.append(("host", on_host * self.processes[row.role], self.host_memory))
+        for row in (row for row in self.rows if role in (None, row.role)):
+            on_cpu = row.role in self.on_cpu
+            on_host = row.host + (row.device if on_cpu else 0)
+            needs = [("host", on_host * self.processes[row.role], self.host_memory)]
+            if not on_cpu:
+                needs.append(("device", row.device, self.device_memory))
             for place, needed, available in needs:
                 if available is not None and needed > available:
                     lacking.append((needed - available, _shortage(row, place, needed, available)))
@@ -115,36 +115,10 @@ def estimate(
 
 
 def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
-    width, whole_layers = WIDTH[job.model.dtype], job.actor.backend == "megatron"
-    # FSDP cuts parameters over all processes; megatron over those that share a model, and data ranks hold the same.
-    shards = job.actor.parallel.model if whole_layers else job.actor.world_size
-    policy = -(-facts.parameters // shards)
-    critic = job.algorithm.critic_in_use
-    models = 2 if critic is not None and critic.separate else 1
-    share = models * policy
-    resident = {"weights": share * width, "optimizer": share * ADAM_BYTES}
-    if width != 4:
-        resident["master"] = share * MASTER_BYTES
-    if job.algorithm.needs_reference:
-        resident["reference"] = policy * width
-    sharded = (shards > 1 or width != 4) and not whole_layers
-    gather = {"gather": 2 * facts.largest_layer * width} if sharded else {}
-    tokens = _micro_batch_tokens(job, facts)
-    per_layer = 2 if job.actor.gradient_checkpointing else 34
-    train = {
-        "gradients": share * GRADIENT_BYTES,
-        "activations": models * tokens * facts.hidden * facts.layers * width * per_layer,
-        "logits": tokens * -(-facts.vocab // job.actor.parallel.tensor) * LOGIT_BYTES,
-    }
-    no_gradient = {"activations": tokens * facts.hidden * width * 34, "logits": train["logits"]}
-    buckets = {"buckets": 2 * job.weights.bucket_bytes}
-    copy = facts.parameters * width  # rank 0 keeps the published version for receivers that join later
+    host = trainer_host(job, facts)
     return [
-        _row("actor", "load", resident | gather),
-        _row("actor", "train", resident | gather | train, host=copy),
-        _row("actor", "logprob", resident | gather | no_gradient, host=copy),
-        _row("actor", "sync", resident | gather | buckets, host=copy),
-        _row("actor", "idle", resident, host=copy),
+        _row("actor", phase, parts, host=0 if phase == "load" else host)
+        for phase, parts in trainer_phases(job, facts).items()
     ]
 
 
@@ -178,13 +152,6 @@ def _in_turns(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
         beside = {"neighbour": CONTEXT_BYTES + other}
         found.append(_row(row.role, row.phase, parts | beside, host=row.host + sum(away.values())))
     return found
-
-
-def _micro_batch_tokens(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return the tokens of a full micro-batch: the budget, or all rows of a rank where they are fewer."""
-    rows = job.algorithm.prompts_per_step * job.algorithm.group_size // job.actor.data_parallel
-    longest = job.rollout.max_sequence_length or facts.max_length
-    return min(job.actor.micro_batch_tokens, max(rows, 1) * longest)
 
 
 def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0) -> CapacityRow:

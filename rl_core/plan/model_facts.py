@@ -30,18 +30,22 @@ class ModelFacts:
 
     parameters: int
     """All parameters."""
-    largest_layer: int
-    """Parameters of the largest unit that is gathered at once: a decoder layer, or the embedding."""
+    layer: int
+    """Parameters of a decoder layer."""
     hidden: int
     """Width of the residual stream."""
     layers: int
     """Decoder layers."""
     vocab: int
     """Rows of the embedding."""
+    heads: int
+    """Query heads."""
     kv_heads: int
     """Key-value heads."""
     head_dim: int
     """Width of a head."""
+    inner: int
+    """Width of the feed-forward part that a token goes through."""
     max_length: int
     """Longest sequence, tokens."""
 
@@ -64,12 +68,14 @@ class ModelFacts:
         counted = sum(map(prod, stored_shapes(file.parent).values()))
         return cls(
             parameters=counted or embedding + untied + layers * layer + hidden,
-            largest_layer=max(layer, embedding),
+            layer=layer,
             hidden=hidden,
             layers=layers,
             vocab=vocab,
+            heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            inner=_inner(config, hidden),
             max_length=_size(config, "max_length", file),
         )
 
@@ -106,6 +112,12 @@ def _layer_parameters(config: Mapping[str, Any], hidden: int, heads: int, kv_hea
     expert_inner = config.get("moe_intermediate_size") or inner
     shared = config.get("n_shared_experts") or 0
     return int(attention + matrices * hidden * expert_inner * (experts + shared) + hidden * experts + 2 * hidden)
+
+
+def _inner(config: Mapping[str, Any], hidden: int) -> int:
+    width = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    expert = config.get("moe_intermediate_size")
+    return int(expert * config.get("num_experts_per_tok", 1) if expert else width)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

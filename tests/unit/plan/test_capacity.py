@@ -11,8 +11,23 @@ from rl_core.plan.capacity import CONTEXT_BYTES, ModelFacts, estimate
 
 GIB = 1024**3
 FACTS = ModelFacts(
-    parameters=1_000_000, largest_layer=100_000, hidden=64, layers=4, vocab=500, kv_heads=2, head_dim=16, max_length=256
+    parameters=1_000_000,
+    layer=200_000,
+    hidden=64,
+    layers=4,
+    vocab=500,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    inner=128,
+    max_length=256,
 )
+LAYER = 6 * 64 * 2 + 2 * (2 * 4 * 16 + 2 * 2 * 16 + 4 * 128) + 4 * 4
+"""Bytes of a token in a layer: norms; query, output, key, value and the feed-forward part; attention's normalisers."""
+NORMS, SHARED = 22 * 64, 2 * (3 * 4 * 16 + 3 * 2 * 16 + 5 * 128) + 4 * 4
+"""The same under megatron: norms; what tensor ranks share."""
+CHUNK = 1024 * 500
+"""Logits at a time."""
 
 
 def spec(**blocks):
@@ -36,49 +51,94 @@ def parts(report, role, phase):
     return {name: size for name, size in row.parts.items() if name not in ("margin", "context")}
 
 
-def test_training_counts_weights_states_gather_activations_and_logits():
+def test_fsdp_cuts_everything_and_gathers_what_is_outside_the_layers_and_two_of_them():
     found = parts(estimate(spec(actor={"replicas": 2}), FACTS), "actor", "train")
     assert found == {
-        "weights": 500_000 * 2,
+        "weights": 500_000 * 4,
         "optimizer": 500_000 * 8,
-        "master": 500_000 * 4,
-        "gradients": 500_000 * 4,
-        "gather": 2 * 100_000 * 2,
-        "activations": 2048 * 64 * 4 * 2 * 34,
-        "logits": 2048 * 500 * 8,
+        "gradients": 1_000_000 * 4,
+        "gather": (200_000 + 2 * 200_000) * 2,
+        "activations": 4 * 2048 * LAYER,
+        "logits": CHUNK * 2 + CHUNK * 4 + 500 * 64 * 6,
     }
 
 
-def test_megatron_cuts_over_the_processes_that_share_a_model_and_gathers_nothing():
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole():
+    waits, reduces = (
+        parts(estimate(spec(actor={"replicas": 2, **actor}), FACTS), "actor", "train")["gradients"]
+        for actor in ({}, {"accumulateWithoutSync": False})
+    )
+    assert waits == 1_000_000 * 4 and reduces == 500_000 * 4 + 400_000 * 4, (
+        "all; a share, what is outside the layers and one of them"
+    )
+
+
+def test_megatron_cuts_over_the_processes_that_share_a_model_and_the_optimizer_over_all():
     actor = {"backend": "megatron", "replicas": 4, "parallel": {"tensor": 2}}
     found = parts(estimate(spec(actor=actor), FACTS), "actor", "train")
-    assert found["weights"] == 500_000 * 2 and found["optimizer"] == 500_000 * 8 and found["gradients"] == 500_000 * 4
-    assert "gather" not in found and found["logits"] == 2048 * 250 * 8
+    assert found == {
+        "weights": 500_000 * 2,
+        "gradients": 500_000 * 4,
+        "optimizer": 250_000 * 8,
+        "master": 250_000 * 4,
+        "activations": 4 * 2048 * (NORMS + SHARED // 2),
+        "logits": CHUNK // 2 * 2 + CHUNK // 2 * 4 + 250 * 64 * 6,
+    }
+    whole = parts(estimate(spec(actor=actor | {"optimizer": {"distributed": False}}), FACTS), "actor", "idle")
+    assert whole["optimizer"] == 500_000 * 8 and whole["master"] == 500_000 * 4
 
 
-def test_float32_on_one_process_needs_no_master_and_no_gather():
+def test_a_stage_has_its_layers_and_the_embedding_and_as_many_micro_batches_as_there_are_stages():
+    actor = {"backend": "megatron", "replicas": 2, "parallel": {"pipeline": 2}}
+    found = parts(estimate(spec(actor=actor), FACTS), "actor", "train")
+    assert found["weights"] == (2 * 200_000 + 500 * 64) * 2 and found["activations"] == 4 * 2048 * (NORMS + SHARED)
+
+
+def test_sequence_parallel_shares_the_norms_too():
+    parallel = {"tensor": 2, "sequence": True}
+    actor = {"backend": "megatron", "replicas": 2, "parallel": parallel}
+    assert (
+        parts(estimate(spec(actor=actor), FACTS), "actor", "train")["activations"] == 4 * 2048 * (NORMS + SHARED) // 2
+    )
+
+
+def test_float32_on_one_process_gathers_nothing():
     found = parts(estimate(spec(model={"dtype": "float32"}), FACTS), "actor", "train")
-    assert "master" not in found and "gather" not in found and found["weights"] == 4_000_000
+    assert "gather" not in found and found["weights"] == found["gradients"] == 4_000_000
 
 
-def test_checkpointing_and_reference_change_what_they_should():
-    report = estimate(spec(actor={"gradientCheckpointing": True}, algorithm={"loss": {"klCoefficient": 0.1}}), FACTS)
-    found = parts(report, "actor", "train")
-    assert found["activations"] == 2048 * 64 * 4 * 2 * 2 and found["reference"] == 2_000_000
+def test_recomputed_layers_keep_their_inputs_and_one_of_them_all_when_the_logits_are_gone():
+    for vocabulary in (500, 50):
+        facts = replace(FACTS, vocab=vocabulary)
+        found = parts(estimate(spec(actor={"gradientCheckpointing": True}), facts), "actor", "train")
+        kept = 4 * 2048 * 64 * 2
+        assert found["activations"] + found["logits"] == kept + max(2048 * LAYER, found["logits"])
 
 
 def test_a_critic_of_its_own_is_a_second_model_in_training_and_none_for_reference_and_rollouts():
     with_head = spec(algorithm={"name": "gae", "rewardKlCoefficient": 0.1})
     apart = spec(algorithm={"name": "gae", "rewardKlCoefficient": 0.1, "critic": {"separate": True}})
     one, two = (parts(estimate(job, FACTS), "actor", "train") for job in (with_head, apart))
-    doubled = {"weights", "optimizer", "master", "gradients", "activations"}
+    doubled = {"weights", "optimizer", "gradients", "activations"}
     assert two == {name: size * (2 if name in doubled else 1) for name, size in one.items()}
     assert estimate(with_head, FACTS).peak("rollout") == estimate(apart, FACTS).peak("rollout")
 
 
-def test_micro_batch_is_never_larger_than_the_rows_of_a_step():
-    report = estimate(spec(algorithm={"promptsPerStep": 1, "groupSize": 8}), FACTS)
-    assert parts(report, "actor", "train")["logits"] == 8 * 128 * 500 * 8
+def test_a_loss_with_entropy_has_a_second_block_of_logits_backwards():
+    with_entropy = {"promptsPerStep": 32, "groupSize": 8, "loss": {"entropyCoefficient": 0.1}}
+    one, two = (estimate(spec(algorithm=block), FACTS) for block in ({"promptsPerStep": 32}, with_entropy))
+    more = parts(two, "actor", "train")["logits"] - parts(one, "actor", "train")["logits"]
+    assert more == 4 * CHUNK and parts(two, "actor", "logprob")["logits"] == parts(one, "actor", "logprob")["logits"]
+
+
+def test_a_reference_policy_lies_on_the_host():
+    report = estimate(spec(algorithm={"promptsPerStep": 32, "groupSize": 8, "loss": {"klCoefficient": 0.1}}), FACTS)
+    assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "train")} == {2_000_000 + 4_000_000}
+
+
+def test_micro_batch_is_never_larger_than_the_rows_of_an_optimizer_step():
+    report = estimate(spec(algorithm={"promptsPerStep": 1, "groupSize": 8, "optimizerStepsPerBatch": 2}), FACTS)
+    assert parts(report, "actor", "train")["activations"] == 4 * 4 * 128 * LAYER
 
 
 def test_generation_counts_weights_cache_and_logits():
@@ -129,6 +189,7 @@ def test_shortage_names_role_phase_sizes_largest_part_and_way_out():
     ) as caught:
         report.check()
     assert "largest part logits" in str(caught.value) and "actor.microBatchTokens" in str(caught.value)
+    report.check("rollout")
 
 
 def test_cpu_processes_of_a_pod_share_its_host_memory():

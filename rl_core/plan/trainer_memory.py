@@ -1,0 +1,149 @@
+"""What a training process holds in each phase, by backend, from sizes alone. Bytes.
+
+Held against what both backends allocate on a CPU (tests/integration/test_trainer_memory.py). Where ranks hold different parts of the model
+it is the rank that has most.
+"""
+
+from rl_core.api.job import RLJobSpec
+from rl_core.plan.model_facts import ModelFacts
+
+Parts = dict[str, int]
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+MASTER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8
+"""Per parameter: the float32 weight that is updated, a float32 gradient, two float32 moments."""
+CHUNK = 1024
+"""Tokens whose logits exist at a time (`algorithms.logprobs`)."""
+BLOCK_BYTES = 4 * 2**20
+"""float32 logits worked on at a time on a CPU (`algorithms.score_functions`)."""
+
+
+def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
+    """Return phase -> what a process of the trainer holds on its device, by part."""
+    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    gather = _gathered(job, facts)
+    buckets = {"buckets": 2 * job.weights.bucket_bytes}
+    logits = _logit_bytes(job, facts, gradient=False)
+    # Nothing of the layers is kept: there is one of them, and logits after the last.
+    no_gradient = {"activations": max(0, _layer_bytes(job, facts) - logits), "logits": logits}
+    train = {
+        "gradients": held.get("gradients") or _fsdp_gradients(job, facts),
+        "activations": _activation_bytes(job, facts),
+        "logits": _logit_bytes(job, facts, gradient=True),
+    }
+    return {
+        "load": held | gather,
+        "train": held | gather | train,
+        "logprob": held | gather | no_gradient,
+        "sync": held | gather | buckets,
+        "idle": held,
+    }
+
+
+def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return what a process keeps on the host besides: the version that rank 0 gives late joiners, and its share of a reference policy."""
+    width = WIDTH[job.model.dtype]
+    held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
+    return facts.parameters * width + (held["weights"] // _models(job) if job.algorithm.needs_reference else 0)
+
+
+def _models(job: RLJobSpec) -> int:
+    """Return how many models train: the policy, and a critic that shares nothing with it."""
+    critic = job.algorithm.critic_in_use
+    return 2 if critic is not None and critic.separate else 1
+
+
+def _fsdp_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
+    """Return FSDP's share of weights, which are float32 whatever type they compute in, and of moments."""
+    share = _models(job) * -(-facts.parameters // job.actor.world_size)
+    return {"weights": share * MASTER_BYTES, "optimizer": share * MOMENT_BYTES}
+
+
+def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
+    """Return a stage's weights and gradients and, over the data ranks where they share the optimizer, moments and float32 copies."""
+    stage, width = _stage_parameters(job, facts), WIDTH[job.model.dtype]
+    updated = -(-stage // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
+    held = {"weights": stage * width, "gradients": stage * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
+    return held if width == MASTER_BYTES else held | {"master": updated * MASTER_BYTES}
+
+
+def _stage_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the parameters of a tensor rank of the first stage."""
+    parallel, embedding = job.actor.parallel, facts.vocab * facts.hidden
+    if parallel.pipeline == 1:
+        return -(-facts.parameters // parallel.tensor)
+    return (facts.layers // parallel.pipeline * facts.layer + embedding) // parallel.tensor
+
+
+def _wrapped(job: RLJobSpec) -> bool:
+    """Return whether FSDP gathers anything: one process in float32 has a plain model."""
+    return job.actor.backend != "megatron" and (job.actor.world_size > 1 or job.model.dtype != "float32")
+
+
+def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
+    """Return what is whole at a time: what is outside the layers during all of a pass, a layer and the one after it."""
+    if not _wrapped(job):
+        return {}
+    outside = facts.parameters - facts.layers * facts.layer
+    return {"gather": (outside + 2 * facts.layer) * WIDTH[job.model.dtype]}
+
+
+def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
+    per_model = _models(job) * GRADIENT_BYTES
+    share = -(-facts.parameters // job.actor.world_size) * per_model
+    if not _wrapped(job):
+        return share
+    if _step_tokens(job, facts) > job.actor.micro_batch_tokens and job.actor.accumulate_without_sync:
+        # Whole: ranks reduce with the last of several micro-batches alone.
+        return facts.parameters * per_model
+    return share + (facts.parameters - (facts.layers - 1) * facts.layer) * per_model
+
+
+def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return what a backward pass needs of all micro-batches that are under way."""
+    parallel, layer = job.actor.parallel, _layer_bytes(job, facts)
+    # The first stage has as many micro-batches under way as there are stages, each in its share of the layers; interleaved some more.
+    more = (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline) if parallel.virtual_pipeline else 0
+    layers = facts.layers * (1 + more) * _models(job)
+    if not job.actor.gradient_checkpointing:
+        return int(layers * layer)
+    kept = _tokens(job, facts) * facts.hidden * WIDTH[job.model.dtype] // (parallel.tensor if parallel.sequence else 1)
+    # A layer is computed again when the logits are gone.
+    return int(layers * kept) + max(0, layer - _logit_bytes(job, facts, gradient=True))
+
+
+def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return what a decoder layer keeps of a micro-batch for its backward pass."""
+    width, parallel = WIDTH[job.model.dtype], job.actor.parallel
+    queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    if job.actor.backend == "megatron":
+        # The fused query, key and value live on with the value, rotated ones beside them; norms in half precision are made in float32.
+        norms = facts.hidden * (28 if width == MASTER_BYTES else 22)
+        shared = width * (3 * queries + 3 * keys + 5 * facts.inner)
+    else:
+        norms = 6 * facts.hidden * width  # of each of the two: its input, normalised, scaled
+        shared = width * (2 * queries + 2 * keys + 4 * facts.inner)
+    shared += 4 * facts.heads  # normalisers of attention
+    return _tokens(job, facts) * (norms // (parallel.tensor if parallel.sequence else 1) + shared // parallel.tensor)
+
+
+def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
+    """Return what scoring a chunk of tokens takes: logits, float32 blocks of them and, backwards, the output weight's gradient."""
+    width, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
+    chunk = min(_tokens(job, facts), CHUNK) * vocabulary
+    block = 4 * chunk if job.actor.gpus else min(BLOCK_BYTES, 4 * chunk)
+    blocks = 2 if gradient and job.algorithm.loss.entropy_coefficient else 1
+    weight = vocabulary * facts.hidden * (GRADIENT_BYTES + (width if width != MASTER_BYTES else 0)) if gradient else 0
+    return chunk * width + blocks * block + weight
+
+
+def _tokens(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the tokens of a full micro-batch: the budget, or all rows of an optimizer step where they are fewer."""
+    return min(job.actor.micro_batch_tokens, _step_tokens(job, facts))
+
+
+def _step_tokens(job: RLJobSpec, facts: ModelFacts) -> int:
+    """Return the most tokens of an optimizer step on a data rank."""
+    rows = job.algorithm.prompts_per_step * job.algorithm.group_size // job.actor.data_parallel
+    longest = job.rollout.max_sequence_length or facts.max_length
+    return max(rows // job.algorithm.optimizer_steps_per_batch, 1) * longest

@@ -1,0 +1,102 @@
+"""The jobs of examples/gsm8k, which no machine here can run: valid, planned over the right devices, rendered, and within their memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from manifest_samples import make_job, make_pods
+
+from rl_core.actors.megatron.guards import refusals
+from rl_core.api.errors import CapacityError
+from rl_core.cli import plan
+from rl_core.cli.job_file import load_job
+from rl_core.cli.validate import validate_file
+from rl_core.plan.launch import build_launch_plan
+from rl_core.plan.model_facts import ModelFacts
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "gsm8k"
+COMMON = {"vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_dropout": 0.0}
+SHAPES = {
+    "rljob.yaml": {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1536, "intermediate_size": 8960,
+        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True, "use_sliding_window": False,
+    },
+    "qwen3-8b.yaml": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False, "use_sliding_window": False,
+    },
+}  # fmt: skip
+"""The config.json of the models, as far as plan and guards look at it."""
+PARAMETERS = {"rljob.yaml": 1_543_714_304, "qwen3-8b.yaml": 8_190_735_360}
+"""As published."""
+RANKS = {
+    "rljob.yaml": "actor: fsdp2, 4 ranks = data 4 x tensor 1 x pipeline 1",
+    "qwen3-8b.yaml": "actor: megatron, 8 ranks = data 1 x tensor 4 x pipeline 2",
+}
+DEVICES = {"rljob.yaml": 8, "qwen3-8b.yaml": 16}
+
+
+@pytest.fixture(params=SHAPES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def job(name):
+    return load_job(EXAMPLES / name, [])
+
+
+@pytest.fixture
+def facts(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | SHAPES[name]))
+    return ModelFacts.from_config(tmp_path)
+
+
+def test_it_is_valid_where_neither_model_nor_prompts_are(name, capsys):
+    assert validate_file(EXAMPLES / name, []) == 0
+    assert "spec.model.path, spec.data.train" in capsys.readouterr().out
+
+
+def test_the_backend_has_what_the_model_needs(name, job):
+    assert list(refusals(job.spec, COMMON | SHAPES[name])) == []
+
+
+def test_its_ranks_are_laid_out_as_the_readme_says(name, job):
+    assert plan.layout_line(job.spec.actor) == RANKS[name]
+    launch = build_launch_plan(job, name=job.metadata.name, uid="u")
+    ranks = [
+        process
+        for pod in launch.pods
+        for container in pod.containers
+        for process in container.processes
+        if process.name.startswith("actor-")
+    ]
+    assert len(ranks) == job.spec.actor.world_size and all(len(process.visible_devices) == 1 for process in ranks)
+
+
+def test_its_pods_ask_for_the_devices_of_the_nodes(name, job):
+    written = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    pods = make_pods(make_job(name=job.metadata.name, **written))
+    asked = [
+        int(container["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
+        for pod in pods.values()
+        for container in pod["spec"]["containers"]
+    ]
+    assert sum(asked) == DEVICES[name]
+    actors = [pod for name, pod in pods.items() if "-actor-" in name]
+    mounted = [[mount["mountPath"] for mount in pod["spec"]["containers"][0]["volumeMounts"]] for pod in actors]
+    assert len(actors) == job.spec.actor.replicas and all("/data" in paths for paths in mounted)
+
+
+def test_plan_shows_its_memory_and_refuses_it_on_devices_that_are_too_small(name, facts, tmp_path, monkeypatch, capsys):
+    assert facts.parameters == pytest.approx(PARAMETERS[name], rel=0.01)
+    monkeypatch.setattr(plan, "prepare", load_job)  # which looks for weights, too
+    settings = [f"model.path={tmp_path}"]
+    assert plan.show_plan(EXAMPLES / name, settings, device_memory=74.5) == 0, "80 GB"
+    shown = capsys.readouterr().out
+    assert RANKS[name] in shown and "memory per process" in shown
+    with pytest.raises(CapacityError, match=r"of device memory, got 16\.00 GiB available"):
+        plan.show_plan(EXAMPLES / name, settings, device_memory=16)
+    assert "memory per process" in capsys.readouterr().out, "the table comes before the refusal"
