@@ -16,13 +16,14 @@ from rl_core.api.errors import DataError
 from rl_core.messages.weights import Patch, TensorPatch
 from rl_core.transports import frames
 from rl_core.transports.dtypes import CODES, ITEMSIZES
+from rl_core.weights import differences
 from rl_core.weights.manifest import host_bytes
 
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 1 << 17
-"""Elements compared at once: what a comparison makes stays in the cache."""
+BLOCK = 1 << 20
+"""Elements compared at once; bounds what a comparison makes besides the patch."""
 ALIGNMENT = 8
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _GAPS = (np.uint8, np.uint16, np.uint32)
@@ -82,23 +83,24 @@ def _differences(old: np.ndarray, new: np.ndarray) -> tuple[int, np.ndarray | No
     count = last = largest = 0
     gaps: list[np.ndarray] = []
     values: list[np.ndarray] = []
+    room = np.empty(min(BLOCK, new.size), np.int64)
     for start in range(0, new.size, BLOCK):
-        block = new[start : start + BLOCK]
-        differs = old[start : start + BLOCK] != block
-        here = int(np.count_nonzero(differs))
-        count += here
+        before, block = old[start : start + BLOCK], new[start : start + BLOCK]
         if count > most:
             gaps.clear()
             values.clear()
-        elif here:
-            positions = np.flatnonzero(differs)
+            count += int(np.count_nonzero(before != block))
+            continue
+        positions = differences.positions(before, block, room)
+        count += positions.size
+        if positions.size:
             distances = np.diff(positions, prepend=last - start)
             largest = max(largest, int(distances.max()))
             last = start + int(positions[-1])
             gaps.append(distances.astype(np.uint32))
             values.append(block[positions])
     width = next((kind for kind in _GAPS if largest <= np.iinfo(kind).max), None)
-    if not gaps or width is None:
+    if not gaps or width is None or count > most:
         return count, None, new[:0]
     return count, np.concatenate(gaps).astype(width), np.concatenate(values)
 

@@ -88,13 +88,17 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     target = numba.types.Array(numba.uint32, 1, "C", aligned=False)
     source = numba.types.Array(numba.uint32, 1, "C", readonly=True, aligned=False)
 
-    def compiled(function: Callable[..., Any], signature: Any) -> Any:
-        try:
-            return numba.njit([signature], nogil=True, cache=True)(function)
-        except RuntimeError:  # no folder to cache in: read-only package and no home
-            return numba.njit([signature], nogil=True)(function)
-
     return compiled(_sum, total(source, numba.uint64)), compiled(_copy, total(target, source, numba.uint64))
+
+
+def compiled(function: Callable[..., Any], signature: Any) -> Any:
+    """Return `function` compiled by numba, which must be installed, and cached on disk where there is a folder for it."""
+    import numba
+
+    try:
+        return numba.njit([signature], nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to cache in: read-only package and no home
+        return numba.njit([signature], nogil=True)(function)
 
 
 def _sum(words, offset):  # type: ignore[no-untyped-def]  # compiled

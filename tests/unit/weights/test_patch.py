@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rl_core.api.errors import DataError
 from rl_core.transports import frames
+from rl_core.weights import differences, words
 from rl_core.weights.patch import apply, encode, encoded_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8)
@@ -54,6 +55,18 @@ def test_a_patch_makes_the_new_state_of_the_old_one_bit_by_bit(tensors, share, s
     assert patch.data.size <= size + 8 * len(old)  # a tensor that changed too much goes whole
     if share == 0.0:
         assert patch.tensors == () and patch.data.size == 0
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
+def test_the_compiled_comparison_finds_what_numpy_finds(bits, share):
+    random, kind = np.random.default_rng(bits), np.dtype(f"u{bits // 8}")
+    size = (words.COMPILED_FROM + 100) * 8 // bits + 3  # with a tail that is no whole word
+    old = random.integers(0, 2**bits, size, kind)
+    new = np.where(random.random(size) < share, old ^ kind.type(1 << (bits - 1)), old)
+    new[-1] ^= kind.type(1)
+    found = differences.positions(old, new, np.empty(size, np.int64))
+    assert (found == np.flatnonzero(old != new)).all() and found[-1] == size - 1
 
 
 @pytest.mark.parametrize("dtype", list(ODD), ids=str)
