@@ -212,12 +212,11 @@ class RLJobSpec(Spec):
         if self.placement.mode != "colocated":
             return
         actor, rollout, staleness = self.actor, self.rollout, self.algorithm.max_staleness
-        if (rollout.replicas, rollout.gpus) != (actor.replicas, actor.gpus):
+        if (rollout.replicas, rollout.gpus) != (actor.replicas, actor.gpus) or staleness:
             yield (
-                f"placement.mode colocated pairs each rollout with a pod of the actor, got {rollout.replicas} rollouts with {rollout.gpus} gpus and {actor.replicas} actor pods with {actor.gpus}; give rollout the replicas and gpus of actor"
+                "placement.mode colocated pairs each rollout with a pod of the actor, in turns; give rollout the replicas and gpus of actor, and write maxStaleness: 0"
+                f", got {rollout.replicas} rollouts with {rollout.gpus} gpus beside {actor.replicas} actor pods with {actor.gpus}, and maxStaleness {staleness}"
             )
-        if staleness:
-            yield f"algorithm.maxStaleness must be 0 with placement.mode colocated, where nothing generates while weights are trained, got {staleness}; write 0 or mode: disaggregated"
         if self.weights.transport == "nccl":
             yield "weights.transport must not be nccl with placement.mode colocated, as NCCL takes no device twice, got nccl; write auto"
         if rollout.engine == "sglang":

@@ -12,13 +12,13 @@ PLACEMENTS = {
         {"placement": {"mode": "colocated"}, "rollout": {"replicas": 2, "gpus": 1}},
         "spec.placement.mode",
         PAIRS,
-        OWN,
+        SAME,
     ),
     "turns-beside-generation": (
         {"placement": {"mode": "colocated"}, "algorithm": {"maxStaleness": 1}},
         "spec.placement.mode",
         PAIRS,
-        OWN,
+        SAME,
     ),
     "mixed-placement": (
         {"placement": {"mode": "hybrid"}},

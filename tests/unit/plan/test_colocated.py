@@ -107,8 +107,8 @@ def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [
-        ({"rollout": {"replicas": 2}}, "got 2 rollouts with 0 gpus and 1 actor pods with 0; give rollout the replicas and gpus of actor"),
-        ({"algorithm": {"maxStaleness": 1}}, "algorithm.maxStaleness must be 0 .* got 1; write 0 or mode: disaggregated"),
+        ({"rollout": {"replicas": 2}}, "got 2 rollouts with 0 gpus beside 1 actor pods with 0, and maxStaleness 0"),
+        ({"algorithm": {"maxStaleness": 1}}, "write maxStaleness: 0, got .* and maxStaleness 1"),
         ({"weights": {"transport": "nccl"}}, "weights.transport must not be nccl .* write auto"),
         ({"rollout": {"engine": "sglang"}}, "rollout.engine must be hf .* got sglang; write hf"),
     ],
