@@ -45,7 +45,9 @@ class Image:
 _REQUIREMENTS = "worker_images/requirements/{}.txt"
 _TORCH = (_REQUIREMENTS.format("torch-{accelerator}"), "worker_images/without_cuda.py")
 IMAGES = {
-    "rollout": Image(dockerfile="Dockerfile.rollout", packages=_TORCH),
+    "rollout": Image(
+        dockerfile="Dockerfile.rollout", packages=(*_TORCH, _REQUIREMENTS.format("rollout-{accelerator}"))
+    ),
     "actor": Image(
         dockerfile="Dockerfile.actor",
         packages=(*_TORCH, _REQUIREMENTS.format("actor")),

@@ -2,7 +2,7 @@
 
     python worker_images/lock.py [--check]      (make lock)
 
-Actor and rollout share the layer of `torch-*.txt`; `actor.txt` holds what the actor needs beyond it. `build.txt` holds the
+Actor and rollout share the layer of `torch-*.txt`; `actor.txt` and `rollout-*.txt` hold what each needs beyond it. `build.txt` holds the
 tools that make the images. Each requirement carries the digests of all its files, of every platform.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "worker_images" / "requirements"
 UV = (
-    *("uv", "pip", "compile", "--quiet", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"),
+    *("uv", "pip", "compile", "--quiet", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_34"),
     *("--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header", "--no-annotate"),
 )
 
@@ -39,6 +39,13 @@ LOCKS = {
     "torch-cuda.txt": Lock(extra="rollout", excludes=("not-in-torch.txt",)),
     "torch-cpu.txt": Lock(extra="rollout", excludes=("not-in-torch.txt", "cuda-only.txt"), adds=("cpu-keeps.txt",)),
     "actor.txt": Lock(extra="actor", excludes=("not-in-torch.txt",), without="torch-cuda.txt"),
+    "rollout-cuda.txt": Lock(extra="rollout", without="torch-cuda.txt"),
+    "rollout-cpu.txt": Lock(
+        extra="rollout",
+        excludes=("cuda-only.txt", "not-on-cpu.txt"),
+        adds=("rollout-cpu-keeps.txt",),
+        without="torch-cuda.txt",
+    ),
     "env.txt": Lock(extra="env"),
     "operator.txt": Lock(extra="operator", excludes=("not-in-operator.txt",)),
     "build.txt": Lock(adds=("build-tools.txt",)),

@@ -89,3 +89,19 @@ def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trai
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5]), rewards
     assert lines[-1]["weights/content_check_passed_total"] > 0
+
+
+def test_a_job_whose_rollout_runs_sglang_trains_to_its_end_in_a_pod_with_a_read_only_root(
+    shared: Path, submit: Callable[[dict], Job]
+) -> None:
+    steps = 4
+    resources = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}
+    job = submit(tiny("engine", steps=steps, rollout__engine="sglang", rollout__resources=resources))
+    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
+    assert (status["phase"], status["step"], status["totalRestarts"]) == ("Succeeded", steps, 0), job.condition(
+        "Failed"
+    )
+    (folder,) = (shared / "checkpoints").glob("engine-*")
+    output = Output(folder)
+    assert_trained_once(output, steps=steps, groups=GROUPS)
+    assert output.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0

@@ -7,7 +7,15 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "worker_images" / "requirements"
-IMAGES = ("torch-cuda.txt", "torch-cpu.txt", "actor.txt", "env.txt", "operator.txt")
+IMAGES = (
+    "torch-cuda.txt",
+    "torch-cpu.txt",
+    "actor.txt",
+    "rollout-cuda.txt",
+    "rollout-cpu.txt",
+    "env.txt",
+    "operator.txt",
+)
 COMPILED = (*IMAGES, "build.txt")
 DOCKERFILES = (
     "Dockerfile.actor",
@@ -52,15 +60,24 @@ def test_the_actor_and_what_it_shares_come_without_the_engine(name: str) -> None
     assert not names(FOLDER / name) & names(FOLDER / "not-in-torch.txt")
 
 
-def test_the_actor_adds_packages_to_the_layer_of_torch_and_replaces_none() -> None:
-    assert "megatron-core" in names(FOLDER / "actor.txt")
-    assert not names(FOLDER / "actor.txt") & names(FOLDER / "torch-cuda.txt")
+@pytest.mark.parametrize(
+    ("name", "brings"), [("actor.txt", "megatron-core"), ("rollout-cuda.txt", "sglang"), ("rollout-cpu.txt", "sglang")]
+)
+def test_actor_and_rollout_add_packages_to_the_layer_of_torch_and_replace_none(name: str, brings: str) -> None:
+    assert brings in names(FOLDER / name)
+    assert not names(FOLDER / name) & names(FOLDER / "torch-cuda.txt")
 
 
-def test_the_cpu_variant_lacks_the_cuda_libraries_alone() -> None:
+def test_the_cpu_variant_of_torch_lacks_the_cuda_libraries_alone() -> None:
     cuda, cpu = pins(FOLDER / "torch-cuda.txt"), pins(FOLDER / "torch-cpu.txt")
     assert cpu < cuda
     assert {pin.partition("==")[0] for pin in cuda - cpu} == names(FOLDER / "cuda-only.txt")
+
+
+def test_the_cpu_variant_of_the_rollout_lacks_what_a_list_names_and_adds_nothing() -> None:
+    cuda, cpu = pins(FOLDER / "rollout-cuda.txt"), pins(FOLDER / "rollout-cpu.txt")
+    assert cpu < cuda
+    assert names(FOLDER / "not-on-cpu.txt") < {pin.partition("==")[0] for pin in cuda - cpu}
 
 
 @pytest.mark.parametrize("name", ["env.txt", "operator.txt"])

@@ -1,7 +1,7 @@
 """What lets the real engine run without an accelerator, and nothing else: taken by `setup` for device "cpu" only.
 
-SGLang imports its kernels' package when a model is built, and that package needs the CUDA driver. `stand_in/` comes before it on the
-path of the engine's processes; on a CPU every layer takes its torch path, so that none of the stand-in's functions is ever called.
+SGLang imports its kernels' package when a model is built, and that package needs the CUDA driver; it imports triton everywhere. `stand_in/`
+comes before both on the path of the engine's processes; on a CPU every layer takes its torch path, so that no kernel is ever started.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def variables(path: str) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(STAND_IN), path))),
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",  # torch.compile needs a C++ compiler, which no image without CUDA has
     }
 
 
