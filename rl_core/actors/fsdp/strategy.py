@@ -67,7 +67,8 @@ class FSDP2Strategy:
 
     def scale_grads(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by `factor`."""
-        torch._foreach_mul_(self._grads(parameters), factor)
+        if grads := self._grads(parameters):  # a rank may have none: the head of a critic in warm-up has one row
+            torch._foreach_mul_(grads, factor)
 
     def _grads(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         grads = [self.local(p.grad) for p in parameters if p.grad is not None]
