@@ -20,7 +20,7 @@ MARGIN = 0.08
 """Share added for fragmentation and what is not counted."""
 LOGIT_BYTES = 8
 """Per token and vocabulary entry: a float32 logit and its gradient."""
-LEAVES_FOR_SYNC = frozenset({"optimizer", "master", "kv_cache"})
+LEAVES_FOR_SYNC = frozenset({"optimizer", "master", "gradients", "kv_cache"})
 """What is on the host while colocated roles hand weights over."""
 
 _WAYS_OUT = {
