@@ -76,7 +76,10 @@ def save(folder: Path, ranks: Ranks, counters: Counters, *, model: Slices, optim
     try:
         (folder / "rng").mkdir(parents=True, exist_ok=True)
         for name, slices in (("model", model), ("optimizer", optimizer)):
-            boxes = {key: [(part.tensor, part.offset) for part in parts] for key, parts in slices.items()}
+            boxes = {
+                key: [(box.tensor, box.offset) for part in parts for box in part.boxes()]
+                for key, parts in slices.items()
+            }
             write_shard(folder / name, boxes, rank=ranks.rank)
         write_file(_rng_file(folder, ranks.rank), json.dumps(capture_rng()).encode())
         if ranks.rank == 0:
@@ -100,7 +103,10 @@ def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, seed: 
     for name, slices in (("model", model), ("optimizer", optimizer)):
         read_shards(
             folder / name,
-            {key: [(part.tensor, part.offset, part.shape) for part in parts] for key, parts in slices.items()},
+            {
+                key: [(box.tensor, box.offset, box.shape) for part in parts for box in part.boxes()]
+                for key, parts in slices.items()
+            },
         )
     if counters.world_size == ranks.size:
         restore_rng(json.loads(_rng_file(folder, ranks.rank).read_text()))

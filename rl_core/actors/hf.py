@@ -108,8 +108,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def materialize(model: "PreTrainedModel", device: torch.device, aliases: Mapping[str, str]) -> None:
-    """Give a meta model (wrapped or not) storage on `device`: ties made again, buffers that are not stored recomputed."""
+    """Give a meta model (wrapped by FSDP2 or not) storage on `device`: ties made again, buffers that are not stored recomputed."""
     model.to_empty(device=device)
+    restore(model, aliases)
+
+
+def restore(model: "PreTrainedModel", aliases: Mapping[str, str]) -> None:
+    """Make the ties of a model again that was given storage, and compute its buffers that are not stored."""
     for alias, name in aliases.items():
         module, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(module), attribute, model.get_parameter(name))
@@ -132,10 +137,10 @@ def load_weights(
     wanted = stored_tensors(model)
     for name, stored, where in stored_readers(model, folder, aliases):
         for place in {name, f"{SEPARATE}.{name}"} & wanted.keys():
-            fill(slice_of(wanted[place].detach()), stored, where)
+            fill(slice_of(wanted[place]), stored, where)
     for name, tensor in wanted.items():
         if HEAD in name:
-            slice_of(tensor.detach()).tensor.zero_()
+            slice_of(tensor).tensor.zero_()
 
 
 def stored_readers(
@@ -195,9 +200,14 @@ def _broken(path: Path, error: SafetensorError) -> ConfigError:
     return ConfigError(f"{path} must be a whole safetensors file: {error}; download or export it again")
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters (tied ones once) by the names they had before wrapping."""
+    return {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+
+
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what a folder stores by name: parameters (tied ones once) and persistent buffers."""
-    return dict(model.named_parameters()) | dict(_persistent_buffers(model))
+    return {**named_parameters(model), **dict(_persistent_buffers(model))}
 
 
 def stored_names(model: nn.Module) -> list[str]:
@@ -210,7 +220,12 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+                yield _unwrapped(name), buffer
+
+
+def _unwrapped(name: str) -> str:
+    """Return a name without what FSDP1 puts into it."""
+    return name.replace("_fsdp_wrapped_module.", "")
 
 
 def _match(
@@ -241,4 +256,5 @@ def fill(target: LocalSlice, stored: Any, where: str) -> None:
     if tuple(stored.get_shape()) != target.shape:
         raise ConfigError(f"{where} must have shape {list(target.shape)} by config.json, got {stored.get_shape()}")
     if target.tensor.numel():
-        target.tensor.copy_(stored[target.box] if target.shape else stored[...])
+        for part in target.boxes():
+            part.tensor.copy_(stored[part.box] if part.shape else stored[...])

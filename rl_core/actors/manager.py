@@ -252,9 +252,22 @@ class ModelManager(Residency):
                 held = self._whole_tensors()
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
 
-    @abstractmethod
+    @property
+    def _weight_dtype(self) -> str:
+        """Return the type in which the backend holds floating weights."""
+        return self.cfg.model.dtype
+
     def _whole_tensors(self) -> dict[str, Tensor]:
         """Return whole tensors on rank 0, tied names as the same tensor; {} on the others."""
+        source = self._version_source(self._weight_dtype, 1)
+        whole: dict[str, Tensor] = {}
+        if self.ranks.rank == 0:
+            for bucket in source.buckets(str(self.compute_device)):
+                for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
+                    whole[source.entries[index].name] = tensor
+            whole |= {entry.name: whole[entry.alias_of] for entry in source.entries if entry.alias_of is not None}
+        source.finish()
+        return whole
 
     def export_hf(self, path: str, *, dtype: str | None = None) -> None:
         """Write a Hugging Face folder in `dtype` (None: model.dtype); unchanged weights come out bit-equal.

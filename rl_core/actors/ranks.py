@@ -85,6 +85,7 @@ class Ranks:
         self.device = device
         self._timeout = timeout
         self._failures = 0
+        self._hybrid: dict[int, DeviceMesh] = {}
         self._meeting = rendezvous.join(self.size, rank, device, timeout) if self.size > 1 else None
         self._data_group = self._make_group(sizes.data_groups())
         """Of the ranks that hold the same part of the model; None: all ranks, or this one alone."""
@@ -119,6 +120,14 @@ class Ranks:
         if self.size == 1:
             rendezvous.join(1, 0, self.device, self._timeout)
         return DeviceMesh(self.device.type, list(range(self.size)), mesh_dim_names=("dp",))
+
+    def hybrid_mesh(self, copies: int) -> DeviceMesh:
+        """Return the ranks in two dimensions, `replicate` of that size and `dp`; made once, collective then. Raises ValueError for one rank."""
+        if copies not in self._hybrid:
+            with self.making_groups():
+                rows = torch.arange(self.size).view(copies, -1)
+                self._hybrid[copies] = DeviceMesh(self.device.type, rows, mesh_dim_names=("replicate", "dp"))
+        return self._hybrid[copies]
 
     @contextmanager
     def making_groups(self) -> Iterator[None]:

@@ -113,16 +113,18 @@ class OptimizerSpec(Spec):
 
 
 class ParallelSpec(Spec):
-    """How megatron cuts the model over the training processes; what is left of them is data-parallel. fsdp2 needs none of it."""
+    """How the model is cut over the training processes; what is left of them is data-parallel. FSDP cuts it over all, without any of this."""
 
     tensor: int = Field(1, ge=1, le=64)
-    """Processes that share each layer."""
+    """Processes that share each layer; megatron only, as pipeline, virtualPipeline and sequence are."""
     pipeline: int = Field(1, ge=1, le=64)
     """Stages of layers, each on other processes."""
     virtual_pipeline: int | None = Field(None, ge=2, le=64)
     """Runs of layers per stage, interleaved; null = one."""
     sequence: bool = False
     """Share what is between the layers' matrices too, by token."""
+    replicate: int = Field(1, ge=1, le=1024)
+    """FSDP only: copies of the model, each cut over as many processes that follow each other (hybrid sharding)."""
 
     @property
     def model(self) -> int:
@@ -135,7 +137,7 @@ class ActorSpec(FabricRoleSpec):
 
     termination_grace_period_seconds: int = Field(120, ge=1, le=86400)
     """Seconds between the request to stop and the kill; a checkpoint is written in them."""
-    backend: Literal["fsdp2", "megatron"] = "fsdp2"
+    backend: Literal["fsdp1", "fsdp2", "megatron"] = "fsdp2"
     """Training backend."""
     parallel: ParallelSpec = ParallelSpec()
     """How the model is cut."""
@@ -185,6 +187,15 @@ class ActorSpec(FabricRoleSpec):
             values=("$parallel.tensor * $parallel.pipeline", "$replicas * $processesPerPod"),
             field="parallel",
         ),
+        Cel(
+            holds=(
+                "$parallel.replicate == 1 || ($backend != 'megatron' && $replicas * $processesPerPod > $parallel.replicate"
+                " && $replicas * $processesPerPod % $parallel.replicate == 0)"
+            ),
+            refusal="parallel.replicate needs an FSDP backend and processes that it divides, more than it, got %s with %d; change one",
+            values=("$backend", "$replicas * $processesPerPod"),
+            field="parallel",
+        ),
     )
     def _layout(self) -> Iterator[str]:
         parallel = self.parallel
@@ -193,6 +204,11 @@ class ActorSpec(FabricRoleSpec):
         if self.world_size % parallel.model:
             yield (
                 f"replicas x processesPerPod must be divisible by parallel.tensor x pipeline = {parallel.model}, got {self.world_size}; change replicas"
+            )
+        copies, divides = parallel.replicate, self.world_size % parallel.replicate == 0
+        if copies > 1 and (self.backend == "megatron" or not divides or self.world_size == copies):
+            yield (
+                f"parallel.replicate needs an FSDP backend and processes that it divides, more than it, got {self.backend} with {self.world_size}; change one"
             )
 
     @rule(

@@ -55,8 +55,13 @@ def _models(job: RLJobSpec) -> int:
 
 def _fsdp_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
     """Return FSDP's share of weights, which are float32 whatever type they compute in, and of moments."""
-    share = _models(job) * -(-facts.parameters // job.actor.world_size)
+    share = _models(job) * -(-facts.parameters // _copy_size(job))
     return {"weights": share * MASTER_BYTES, "optimizer": share * MOMENT_BYTES}
+
+
+def _copy_size(job: RLJobSpec) -> int:
+    """Return how many processes FSDP cuts a copy of the model over."""
+    return job.actor.world_size // job.actor.parallel.replicate
 
 
 def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
@@ -90,7 +95,7 @@ def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
 
 def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
     per_model = _models(job) * GRADIENT_BYTES
-    share = -(-facts.parameters // job.actor.world_size) * per_model
+    share = -(-facts.parameters // _copy_size(job)) * per_model
     if not _wrapped(job):
         return share
     if _step_tokens(job, facts) > job.actor.micro_batch_tokens and job.actor.accumulate_without_sync:

@@ -35,6 +35,7 @@ from rl_core.workers.hub import Hub
 logger = logging.getLogger(__name__)
 
 ACTOR_CLASSES = {
+    "fsdp1": "rl_core.actors.fsdp.actor:FSDPActor",
     "fsdp2": "rl_core.actors.fsdp.actor:FSDPActor",
     "megatron": "rl_core.actors.megatron.actor:MegatronActor",
 }

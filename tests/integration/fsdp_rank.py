@@ -19,7 +19,7 @@ import torch
 from actor_samples import make_record
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rl_core.actors.fsdp.source import FSDPSource
+from rl_core.actors.fsdp.source import FSDPSource, Givers
 from rl_core.api.errors import RLJobError
 from rl_core.runner.build import ACTOR_CLASSES
 from rl_core.weights.manifest import checksum
@@ -107,12 +107,24 @@ class Rank:
         self.seen["scores"].append(self.actor.score([1, 2, 3, 4, 5, 6], 3))
 
     def offload(self) -> None:
-        """Take everything away and bring it back."""
+        """Take everything away, say how many bytes are left, and bring it back."""
+        before = self.resident()
         self.actor.offload_param_and_grad(True)
         self.actor.offload_optimizer()
         self.seen["moment_bytes"] = self.actor.offload_metrics["offload/bytes"]
+        self.seen["resident"] = [before, self.resident()]
         self.actor.load_param_and_grad(0, True)
         self.actor.load_optimizer(0)
+
+    def resident(self) -> int:
+        """Return the bytes in the storages of weights, moments and gradients, and of what FSDP1 gathers and adds up in."""
+        tensors = [*self.actor._weight_tensors(), *self.actor._moment_tensors()]
+        modules = list(self.actor.model.modules()) if hasattr(self.actor, "model") else []
+        for flat in (module._handle.flat_param for module in modules if getattr(module, "_handle", None) is not None):
+            tensors += [flat, *(getattr(flat, name, None) for name in ("_full_param_padded", "_mp_shard", "grad"))]
+        tensors += [parameter.grad for module in modules for parameter in module.parameters(recurse=False)]
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors if tensor is not None]
+        return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in local}.values())
 
     def state(self) -> None:
         """Gather the weights on rank 0; say of each tensor its bits and some values spread over it."""
@@ -127,7 +139,7 @@ class Rank:
         whole = self.actor.get_model_state_dict(True, True)
         self.seen["weights"] = {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
         shards = self.actor.get_model_state_dict(False, False)
-        self.seen["placements"] = sorted({str(tensor.placements) for tensor in shards.values()})
+        self.seen["placements"] = sorted({str(getattr(tensor, "placements", "none")) for tensor in shards.values()})
 
     def gather(self, shapes: dict[str, list[int]], dtype: str, bucket_bytes: int, publish: bool) -> None:
         """Gather tensors cut over the ranks as a version, and say which of them differ from `full_tensor` in any bit.
@@ -141,14 +153,15 @@ class Rank:
         cut["whole.buffer"] = torch.arange(5.0)
         slices = {name: strategy.slice_of(tensor) for name, tensor in cut.items()}
         names = [*((name, None) for name in cut), ("tied", "a")]
-        source = FSDPSource(slices, names, ranks, dtype=dtype, bucket_bytes=bucket_bytes)
+        source = FSDPSource(slices, names, ranks, Givers.of(slices, ranks), dtype=dtype, bucket_bytes=bucket_bytes)
         given = {}
         for bucket in source.buckets("cpu") if self.rank == 0 else ():
             given |= {source.entries[i].name: t for i, t in zip(bucket.place.entries, bucket.tensors, strict=True)}
             if not publish:
                 break
         source.finish()
-        expected = {name: strategy.whole(tensor).to(getattr(torch, dtype)) for name, tensor in cut.items()}
+        whole["whole.buffer"] = cut["whole.buffer"]
+        expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in whole.items()}
         self.seen["given"] = list(given)
         self.seen["differ"] = [
             name
@@ -156,7 +169,7 @@ class Rank:
             if (tensor.shape, tensor.dtype) != (expected[name].shape, expected[name].dtype)
             or not torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
         ]
-        self.seen["rows"] = {name: slices[name].tensor.shape[0] for name in whole}
+        self.seen["rows"] = {name: slices[name].tensor.shape[0] for name in shapes}
 
     def publish(self, version: int) -> None:
         """Publish a version; rank 0 says which tensors of it are not those that it gathers otherwise."""

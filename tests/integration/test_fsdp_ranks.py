@@ -1,4 +1,4 @@
-"""I9 and I7 over real ranks: the number of ranks changes no loss, gradient or weight, and a checkpoint fits any number.
+"""I9 and I7 over real ranks: neither their number nor the kind of FSDP changes a loss, gradient or weight, and a checkpoint fits them all.
 
 One launch of two ranks runs all scenarios; the same ones with one rank run in this process.
 """
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -35,8 +37,10 @@ CRITIC = {
     "actor__criticWarmupSteps": 2,
 }
 CRITIC_APART = CRITIC | {"algorithm__critic": {"separate": True}, "algorithm__rewardKlCoefficient": 0.1}
-LAYOUTS = {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE, "critic": CRITIC, "critic apart": CRITIC_APART}
+CHANGES = {"plain": PLAIN, "full": FULL, "per sequence": PER_SEQUENCE, "critic": CRITIC, "critic apart": CRITIC_APART}
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["weights"]]
+KINDS = ("fsdp1", "fsdp2")
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -52,55 +56,66 @@ def model(folder):
 @pytest.fixture(scope="module")
 def alone(folder, model):
     """What one rank saw: the references, and checkpoints the two ranks load."""
-    seen = {name: run_here(name, make_spec(model, **changes), TRAIN_AND_LOOK) for name, changes in LAYOUTS.items()}
-    verbs = [["train", 1], ["save", str(folder / "by-one"), 1], ["train", 2], ["train", 3], ["weights"]]
+    seen = {name: run_here(name, make_spec(model, **changes), TRAIN_AND_LOOK) for name, changes in CHANGES.items()}
+    verbs = [["train", 1], ["save", str(folder / "by-one"), 1], ["state"], ["train", 2], ["train", 3]]
     return seen | {"saved": run_here("saved", make_spec(model), verbs)}
 
 
 @pytest.fixture(scope="module")
 def pair(folder, model, alone):
-    """What each of two ranks saw."""
+    """What each of two ranks saw, by kind of FSDP and scenario."""
+    scenarios = [one for kind in KINDS for one in of_kind(kind, folder, model)]
+    # What the ranks of one kind save the other loads, both ways, and saves again.
+    for kind, other in (("fsdp1", "fsdp2"), ("fsdp2", "fsdp1")):
+        verbs = [["load", str(folder / f"{other} by-two")], ["state"], ["save", str(folder / f"{kind} again"), 1]]
+        scenarios.append(scenario(f"{kind} from the other", make_spec(model, actor__backend=kind), verbs, world_size=2))
     spec = make_spec(model)
-    by_two = str(folder / "by-two")
-    scenarios = [
-        scenario(name, make_spec(model, **changes), TRAIN_AND_LOOK, world_size=2) for name, changes in LAYOUTS.items()
+    last = {
+        "refused": [["export", "/dev/null/model"]],
+        "after the refusal": [["train", 1]],
+        "lost": [["die", 1], ["train", 1]],  # the last one: the process group is of no use after it
+    }
+    scenarios += [scenario(name, spec, verbs, world_size=2) for name, verbs in last.items()]
+    return run_ranks(folder, 2, scenarios)
+
+
+def of_kind(kind: str, folder: Path, model: Path) -> list[dict]:
+    """Return the scenarios that both kinds go through, on two ranks."""
+
+    def spec(**changes) -> dict:
+        return make_spec(model, actor__backend=kind, **changes)
+
+    by_two = str(folder / f"{kind} by-two")
+    found = [
+        scenario(f"{kind} {name}", spec(**changes), TRAIN_AND_LOOK, world_size=2) for name, changes in CHANGES.items()
     ]
     # A step cut short by the runner may leave a rank without groups: it computes and reduces along with the others.
     for name in ("full", "critic"):
-        lopsided = scenario(f"{name} of rank 0", make_spec(model, **LAYOUTS[name]), TRAIN_AND_LOOK, world_size=2)
-        scenarios.append(lopsided | {"groups": [[0, 1, 2, 3], []]})
-    many = {"actor__microBatchTokens": 32}
-    scenarios += [
-        scenario(f"{name} of many", make_spec(model, model__dtype=dtype, **many), verbs, world_size=2, groups=8)
-        for dtype in ("float32", "bfloat16")
-        for name, verbs in {
-            f"{dtype} calm": [["train", 1], ["weights"]],
-            f"{dtype} left": [["cancel", 1, 2], ["train", 1], ["weights"]],
-        }.items()
-    ]
-    scenarios.append(scenario("half", make_spec(model, model__dtype="bfloat16"), [["train", 1]], world_size=2))
-    scenarios.append(
-        scenario("critic half", make_spec(model, model__dtype="bfloat16", **CRITIC), [["train", 1]], world_size=2)
-    )
-    by_critics, critics = str(folder / "by-critics"), make_spec(model, **CRITIC_APART)
+        lopsided = scenario(f"{kind} {name} of rank 0", spec(**CHANGES[name]), TRAIN_AND_LOOK, world_size=2)
+        found.append(lopsided | {"groups": [[0, 1, 2, 3], []]})
+    for dtype in DTYPES:
+        many = spec(model__dtype=dtype, actor__microBatchTokens=32)
+        calm, left = [["train", 1], ["weights"]], [["cancel", 1, 2], ["train", 1], ["weights"]]
+        found.append(scenario(f"{kind} {dtype} calm", many, calm, world_size=2, groups=8))
+        found.append(scenario(f"{kind} {dtype} left", many, left, world_size=2, groups=8))
+    half = spec(model__dtype="bfloat16")
+    critics, by_critics = spec(**CRITIC_APART), str(folder / f"{kind} by-critics")
     saving = [["train", 1], ["save", by_critics, 1], ["train", 2], ["weights"]]
-    scenarios.append(scenario("critic saved", critics, saving, world_size=2))
-    scenarios.append(
-        scenario("critic resumed", critics, [["load", by_critics], ["train", 2], ["weights"]], world_size=2)
-    )
+    found += [
+        scenario(f"{kind} critic half", spec(model__dtype="bfloat16", **CRITIC), [["train", 1]], world_size=2),
+        scenario(f"{kind} critic saved", critics, saving, world_size=2),
+        scenario(f"{kind} critic resumed", critics, [["load", by_critics], ["train", 2], ["weights"]], world_size=2),
+    ]
+    found.append(scenario(f"{kind} half", half, [["train", 1], ["offload"], ["train", 2]], world_size=2))
     named = {
-        "uninterrupted": [["train", 1], ["save", by_two, 1], ["train", 2], ["train", 3], ["weights"]],
+        "uninterrupted": [["train", 1], ["save", by_two, 1], ["state"], ["train", 2], ["train", 3], ["weights"]],
         "resumed": [["load", by_two], ["train", 2], ["train", 3], ["weights"]],
-        "from one rank": [["load", str(folder / "by-one")], ["train", 2], ["train", 3], ["weights"]],
-        "offloaded": [["train", 1], ["offload"], ["train", 2], ["offload"], ["train", 3], ["weights"]],
-        "exported": [["export", str(folder / "exported")]],
-        "refused": [["export", "/dev/null/model"]],
-        "after the refusal": [["train", 1]],
+        "from one rank": [["load", str(folder / "by-one")], ["state"], ["train", 2], ["train", 3]],
+        "offloaded": [["train", 1], ["offload"], ["score"], ["train", 2], ["offload"], ["train", 3], ["weights"]],
+        "exported": [["export", str(folder / f"{kind} exported")]],
         "poisoned": [["poison"], ["train", 1], ["weights"]],
-        "lost": [["die", 1], ["train", 1]],  # the last one: the process group is of no use after it
     }
-    scenarios += [scenario(name, spec, verbs, world_size=2) for name, verbs in named.items()]
-    return run_ranks(folder, 2, scenarios)
+    return found + [scenario(f"{kind} {name}", spec(), verbs, world_size=2) for name, verbs in named.items()]
 
 
 NOT_SUMS = ("time/", "perf/")
@@ -115,80 +130,129 @@ def close(ours: dict, theirs: dict, *, relative: float, absolute: float) -> dict
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_train_like_one(alone, pair, name):
-    for one, two in zip(alone[name]["metrics"], pair[0][name]["metrics"], strict=True):
-        assert close(one, two, relative=1e-5, absolute=1e-6) == {}
-    assert pair[0][name]["scores"][0] == pytest.approx(alone[name]["scores"][0], abs=1e-5)
-    for tensor, values in alone[name]["weights"].items():
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_like_one(alone, pair, kind, name):
+    first, second = (rank[f"{kind} {name}"] for rank in pair)
+    assert_alike(first, alone[name], absolute=2e-5)
+    assert first["counts"] == second["counts"]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_both_kinds_train_alike(pair, name):
+    assert_alike(pair[0][f"fsdp1 {name}"], pair[0][f"fsdp2 {name}"], absolute=1e-5)
+
+
+def assert_alike(ours: dict, theirs: dict, *, absolute: float) -> None:
+    for one, two in zip(ours["metrics"], theirs["metrics"], strict=True):
+        assert close(two, one, relative=1e-5, absolute=1e-6) == {}
+    assert ours["scores"][0] == pytest.approx(theirs["scores"][0], abs=1e-5)
+    for tensor, values in theirs["weights"].items():
         # Adam divides by the gradient's own size, so a gradient that is zero up to rounding moves weights by rounding x lr.
-        assert pair[0][name]["weights"][tensor] == pytest.approx(values, abs=2e-5), tensor
-    assert pair[0][name]["counts"] == pair[1][name]["counts"] == alone[name]["counts"]
+        assert ours["weights"][tensor] == pytest.approx(values, abs=absolute), tensor
+    assert ours["counts"] == theirs["counts"]
 
 
 @pytest.mark.parametrize("name", ["full", "critic"])
-def test_a_rank_without_groups_trains_the_others_rows_along_with_them(alone, pair, name):
-    for one, two in zip(alone[name]["metrics"], pair[0][f"{name} of rank 0"]["metrics"], strict=True):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_groups_trains_the_others_rows_along_with_them(alone, pair, kind, name):
+    for one, two in zip(alone[name]["metrics"], pair[0][f"{kind} {name} of rank 0"]["metrics"], strict=True):
         assert close(one, two, relative=1e-5, absolute=1e-6) == {}
-    assert pair[1][f"{name} of rank 0"]["counts"] == alone[name]["counts"]
+    assert pair[1][f"{kind} {name} of rank 0"]["counts"] == alone[name]["counts"]
 
 
-def test_half_precision_trains_nearly_the_same_loss(alone, pair):
-    assert pair[0]["half"]["metrics"][0]["actor/loss"] == pytest.approx(
-        alone["plain"]["metrics"][0]["actor/loss"], abs=2e-2
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_trains_nearly_the_same_loss(alone, model, pair, kind):
+    expected = [metrics["actor/loss"] for metrics in alone["plain"]["metrics"]]
+    verbs = [["train", 1], ["offload"], ["train", 2]]
+    one = run_here("half", make_spec(model, model__dtype="bfloat16", actor__backend=kind), verbs)
+    for seen in (one, pair[0][f"{kind} half"]):
+        assert [metrics["actor/loss"] for metrics in seen["metrics"]] == pytest.approx(expected, abs=2e-2)
 
 
-def test_a_critic_in_half_precision_learns_from_nearly_the_same_loss(alone, pair):
-    half, whole = pair[0]["critic half"]["metrics"][0], alone["critic"]["metrics"][0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_in_half_precision_learns_from_nearly_the_same_loss(alone, pair, kind):
+    half, whole = pair[0][f"{kind} critic half"]["metrics"][0], alone["critic"]["metrics"][0]
     assert half["actor/value_loss"] == pytest.approx(whole["actor/value_loss"], rel=2e-2)
 
 
-def test_all_ranks_report_the_same_metrics_and_rank_zero_alone_gets_weights_and_scores(pair):
-    first, second = pair[0]["plain"], pair[1]["plain"]
+@pytest.mark.parametrize(("kind", "placements"), [("fsdp1", ["none"]), ("fsdp2", ["(Shard(dim=0),)"])])
+def test_all_ranks_report_the_same_metrics_and_rank_zero_alone_gets_weights_and_scores(pair, kind, placements):
+    first, second = (rank[f"{kind} plain"] for rank in pair)
     for one, two in zip(first["metrics"], second["metrics"], strict=True):
         assert close(one, two, relative=0, absolute=0) == {}
     assert second["weights"] == {} and second["scores"] == [None]
-    assert first["placements"] == ["(Shard(dim=0),)"]
+    assert first["placements"] == placements
 
 
-def test_a_resumed_pair_repeats_the_uninterrupted_one_bit_for_bit(pair):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_pair_repeats_the_uninterrupted_one_bit_for_bit(pair, kind):
     for rank in pair:
-        for expected, got in zip(rank["uninterrupted"]["metrics"][1:], rank["resumed"]["metrics"], strict=True):
+        through, resumed = (rank[f"{kind} {name}"] for name in ("uninterrupted", "resumed"))
+        for expected, got in zip(through["metrics"][1:], resumed["metrics"], strict=True):
             assert close(expected, got, relative=0, absolute=0) == {}
-        assert rank["resumed"]["counts"] == rank["uninterrupted"]["counts"]
-    assert pair[0]["resumed"]["weights"] == pair[0]["uninterrupted"]["weights"]
+        assert resumed["counts"] == through["counts"] and resumed["weights"] == through["weights"]
 
 
-def test_a_resumed_pair_with_critics_repeats_the_uninterrupted_one_bit_for_bit(pair):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_pair_with_critics_repeats_the_uninterrupted_one_bit_for_bit(pair, kind):
     for rank in pair:
-        (resumed,) = rank["critic resumed"]["metrics"]
-        assert close(rank["critic saved"]["metrics"][1], resumed, relative=0, absolute=0) == {}
-        assert rank["critic resumed"]["counts"] == rank["critic saved"]["counts"]
-    assert pair[0]["critic resumed"]["weights"] == pair[0]["critic saved"]["weights"]
+        saved, resumed = rank[f"{kind} critic saved"], rank[f"{kind} critic resumed"]
+        assert close(saved["metrics"][1], resumed["metrics"][0], relative=0, absolute=0) == {}
+        assert resumed["counts"] == saved["counts"] and resumed["weights"] == saved["weights"]
 
 
-def test_two_ranks_load_the_checkpoint_of_one_and_go_on_alike(alone, pair):
-    for expected, got in zip(alone["saved"]["metrics"][1:], pair[0]["from one rank"]["metrics"], strict=True):
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_load_the_checkpoint_of_one_and_go_on_alike(alone, pair, kind):
+    seen = pair[0][f"{kind} from one rank"]
+    assert seen["bits"] == alone["saved"]["bits"]
+    for expected, got in zip(alone["saved"]["metrics"][1:], seen["metrics"], strict=True):
         for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
             assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
-def test_one_rank_loads_the_checkpoint_of_two_and_goes_on_alike(folder, model, pair):
-    seen = run_here("from two", make_spec(model), [["load", str(folder / "by-two")], ["train", 2], ["train", 3]])
-    for expected, got in zip(pair[0]["uninterrupted"]["metrics"][1:], seen["metrics"], strict=True):
-        for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
-            assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_two_ranks_is_the_same_to_the_other_kind_and_to_one_rank(folder, model, pair, kind):
+    other = next(one for one in KINDS if one != kind)
+    through, there = pair[0][f"{kind} uninterrupted"], pair[0][f"{other} from the other"]
+    assert there["bits"] == through["bits"] and there["counts"]["applied"] == 1
+    written = []
+    # One rank saves whole tensors: what it read from both folders has to be the same in every bit, the moments included.
+    for number, path in enumerate((folder / f"{kind} by-two", folder / f"{other} again")):
+        saved = folder / f"{kind} {number} by one"
+        verbs = [["load", str(path)], ["save", str(saved), 1], ["train", 2], ["train", 3]]
+        seen = run_here("from two", make_spec(model), verbs)
+        written.append(tensors(saved))
+        for expected, got in zip(through["metrics"][1:], seen["metrics"], strict=True):
+            for name in ("actor/loss", "actor/grad_norm", "actor/lr"):
+                assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(written[0][name], written[1][name]) for name in written[0])
+    counters = [json.loads((folder / f"{kind} {n} by one" / "actor.json").read_text()) for n in (0, 1)]
+    assert counters[0] == counters[1] and set(counters[0]["optimizer_steps"].values()) == {1.0}
 
 
-def test_offloading_between_steps_changes_nothing(pair):
-    assert pair[0]["offloaded"]["weights"] == pair[0]["uninterrupted"]["weights"]
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return what one rank saved of model and optimizer."""
+    return {
+        name: tensor for part in sorted(checkpoint.rglob("*.safetensors")) for name, tensor in load_file(part).items()
+    }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_asked_at_one_rank_both_leave_the_step_before_the_same_micro_batch_and_it_can_be_done_again(pair, dtype):
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloading_between_steps_changes_nothing(pair, kind):
     for rank in pair:
-        calm, left = rank[f"{dtype} calm of many"], rank[f"{dtype} left of many"]
+        offloaded, through = rank[f"{kind} offloaded"], rank[f"{kind} uninterrupted"]
+        assert offloaded["weights"] == through["weights"]
+        before, after = offloaded["resident"]
+        assert before > 0 and after == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_asked_at_one_rank_both_leave_the_step_before_the_same_micro_batch_and_it_can_be_done_again(pair, kind, dtype):
+    for rank in pair:
+        calm, left = rank[f"{kind} {dtype} calm"], rank[f"{kind} {dtype} left"]
         assert left["begun"] == 4, "three micro-batches, and an empty one to take out what FSDP holds back"
         assert (
             left["metrics"][0] is None and close(calm["metrics"][0], left["metrics"][1], relative=0, absolute=0) == {}
@@ -196,13 +260,13 @@ def test_asked_at_one_rank_both_leave_the_step_before_the_same_micro_batch_and_i
         assert left["counts"] == calm["counts"] and left["weights"] == calm["weights"]
 
 
-def test_sharded_export_has_the_bits_of_the_source(folder, model, pair):
-    from safetensors.torch import load_file
-
-    ours, theirs = load_file(folder / "exported" / "model.safetensors"), load_file(model / "model.safetensors")
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_export_has_the_bits_of_the_source(folder, model, pair, kind):
+    exported = folder / f"{kind} exported"
+    ours, theirs = load_file(exported / "model.safetensors"), load_file(model / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
-    assert json.loads((folder / "exported" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    assert json.loads((exported / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 
 def test_an_export_that_the_storage_refuses_ends_on_both_ranks_and_leaves_them_able_to_talk(pair):
@@ -211,12 +275,13 @@ def test_an_export_that_the_storage_refuses_ends_on_both_ranks_and_leaves_them_a
         assert rank["after the refusal"]["counts"]["applied"] == 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_both(model, pair):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_both(model, pair, kind):
     for rank in pair:
-        assert rank["poisoned"]["counts"] == {"attempted": 1, "applied": 0, "skipped": 1, "empty": 0}
-        assert rank["poisoned"]["metrics"][0]["actor/skipped_updates"] == 1
+        assert rank[f"{kind} poisoned"]["counts"] == {"attempted": 1, "applied": 0, "skipped": 1, "empty": 0}
+        assert rank[f"{kind} poisoned"]["metrics"][0]["actor/skipped_updates"] == 1
     untouched = run_here("untouched", make_spec(model), [["weights"]])
-    assert pair[0]["poisoned"]["weights"] == untouched["weights"]
+    assert pair[0][f"{kind} poisoned"]["weights"] == untouched["weights"]
 
 
 def test_a_lost_rank_is_named_to_the_other(pair):

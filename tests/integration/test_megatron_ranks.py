@@ -120,6 +120,7 @@ def reference(models):
 
 
 OF_FOUR = {"tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2}, "tensor 2 data 2": {"tensor": 2}}
+HYBRID = ("fsdp1", "fsdp2")
 CASES = [("plain", "tied"), ("full", "untied"), ("recomputed", "llama"), ("plain", "qwen3")]
 EVERYWHERE = CASES[:2]
 PAIRED = [
@@ -128,7 +129,7 @@ PAIRED = [
     *((layout, case) for layout in ("tensor 2", "tensor 2 sequence") for case in CASES[2:]),
     ("interleaved 2", ("recomputed", "llama")),
 ]
-CHAIN = [*OF_FOUR, "fsdp2 of two", *LAYOUTS, "data 2 whole", "one", "fsdp2 of one"]
+CHAIN = [*OF_FOUR, "fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole", "one", "fsdp2 of one"]
 """Each goes on from the checkpoint of the one before it."""
 
 
@@ -137,8 +138,8 @@ def link(folder: Path, models: dict, name: str) -> tuple[dict, list]:
     at, model = CHAIN.index(name), models["tied"]
     begin = ["load", str(folder / f"chain {at - 1}")] if at else ["train", 1]
     verbs = [begin, ["save", str(folder / f"chain {at}"), 1], ["train", 2]]
-    if name.startswith("fsdp2"):
-        return fsdp(model, actor__replicas=2 if "two" in name else 1), verbs
+    if name.startswith("fsdp"):
+        return fsdp(model, actor__backend=name[:5], actor__replicas=2 if "two" in name else 1), verbs
     if name == "one":
         return megatron(model), verbs
     if name == "data 2 whole":
@@ -155,6 +156,10 @@ def four(folder, models):
         for layout, parallel in OF_FOUR.items()
     ]
     scenarios += [scenario(f"link {name}", *link(folder, models, name), world_size=4) for name in OF_FOUR]
+    for kind in HYBRID:
+        spec = fsdp(models["untied"], actor__backend=kind, actor__parallel={"replicate": 2}, actor__replicas=4, **FULL)
+        verbs = [*TRAIN_AND_LOOK, ["publish", 2], ["save", str(folder / f"{kind} hybrid"), 2]]
+        scenarios.append(scenario(f"{kind} hybrid", spec, verbs, world_size=4))
     (folder / "four").mkdir()
     return run_ranks(folder / "four", 4, scenarios)
 
@@ -188,7 +193,7 @@ def pair(folder, models, four):
         scenarios += [scenario(f"{layout} {name}", spec, verbs, world_size=2) for name, (spec, verbs) in verbs.items()]
     whole = of_two(models["untied"], {}, actor__microBatchTokens=32, actor__optimizer__distributed=False)
     scenarios.append(scenario("whole", whole, [["train", 1], ["offload"], ["train", 2], ["state"]], world_size=2))
-    links = ("fsdp2 of two", *LAYOUTS, "data 2 whole")
+    links = ("fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole")
     scenarios += [scenario(f"link {name}", *link(folder, models, name), world_size=2) for name in links]
     return run_ranks(folder, 2, scenarios)
 
@@ -283,6 +288,18 @@ def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
             place.copy_(tensor)
         assert not whole[name].isnan().any(), f"{name} not whole"
     return whole
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_two_copies_over_two_ranks_each_train_publish_and_save_like_one_rank(folder, models, reference, four, kind):
+    seen = [rank[f"{kind} hybrid"] for rank in four]
+    assert_trained_alike(seen[0], reference("full", "untied"))
+    assert all(one["counts"] == seen[0]["counts"] for one in seen)
+    assert [one["reported"] for one in seen] == [True, False, False, False] and seen[0]["differ"] == []
+    written = {path.name[:11] for path in (folder / f"{kind} hybrid").rglob("*.safetensors")}
+    assert written == {"shard-00001", "shard-00002"}, "the second copy writes nothing"
+    loaded = run_here("one", fsdp(models["untied"]), [["load", str(folder / f"{kind} hybrid")], ["state"]])
+    assert loaded["bits"] == seen[0]["bits"]
 
 
 @pytest.mark.parametrize(("changes", "model"), CASES, ids=lambda value: value)

@@ -21,6 +21,7 @@ SHAPES = {
     "none": [2, 0],
 }
 """Cut over 4 ranks: rows 2+2+1+0, 1+0+0+0, 2+2+2+1, 1+1+1+0, 10 each, 1 each; the last has no elements."""
+KINDS = [("fsdp1", "float32"), ("fsdp1", "bfloat16"), ("fsdp2", "float32"), ("fsdp2", "bfloat16")]
 EVERYTHING = [*SHAPES, "whole.buffer"]
 
 
@@ -38,11 +39,10 @@ def ranks(request, tmp_path_factory):
         for dtype in ("float32", "bfloat16")
         for size, publish in ((64, True), (2048, True), (1 << 20, True), (64, False))
     ]
-    for dtype in ("float32", "bfloat16"):
-        spec = make_spec(model, model__dtype=dtype, weights={"bucketBytes": 4096})
-        scenarios.append(
-            scenario(f"publish {dtype}", spec, [["publish", 1], ["train", 0], ["publish", 2]], world_size=request.param)
-        )
+    verbs = [["publish", 1], ["train", 0], ["publish", 2]]
+    for kind, dtype in KINDS:
+        spec = make_spec(model, actor__backend=kind, model__dtype=dtype, weights={"bucketBytes": 4096})
+        scenarios.append(scenario(f"publish {kind} {dtype}", spec, verbs, world_size=request.param))
     return run_ranks(folder, request.param, scenarios)
 
 
@@ -64,7 +64,7 @@ def test_a_publisher_that_stops_in_the_middle_leaves_no_rank_waiting(ranks):
     assert [len(seen["float32 64 False"]["given"]) for seen in ranks] == [1] + [0] * (len(ranks) - 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_published_model_has_the_bytes_of_the_trained_one(ranks, dtype):
-    first, *others = [seen[f"publish {dtype}"] for seen in ranks]
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_a_published_model_has_the_bytes_of_the_trained_one(ranks, kind, dtype):
+    first, *others = [seen[f"publish {kind} {dtype}"] for seen in ranks]
     assert first["reported"] and first["differ"] == [] and not any(seen["reported"] for seen in others)

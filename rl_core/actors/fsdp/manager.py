@@ -1,4 +1,4 @@
-"""A model, its optimizer and its schedule under FSDP2. No reinforcement learning here."""
+"""A model, its optimizer and its schedule under FSDP1 or FSDP2. No reinforcement learning here."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -14,14 +14,13 @@ from rl_core.actors.forward import SCORE, attach_scoring
 from rl_core.actors.fsdp.optimizer import (
     build_adamw,
     build_scheduler,
-    named_moments,
     replace_schedule,
     resume_schedule,
     set_step_counters,
     step_counters,
 )
-from rl_core.actors.fsdp.source import FSDPSource
-from rl_core.actors.fsdp.strategy import FSDP2Strategy
+from rl_core.actors.fsdp.source import FSDPSource, Givers
+from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
@@ -29,6 +28,9 @@ from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
+
+STRATEGIES: dict[str, type[Strategy]] = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
+"""By actor.backend."""
 
 
 class FSDPModelManager(ModelManager):
@@ -41,11 +43,18 @@ class FSDPModelManager(ModelManager):
     def __init__(self, cfg: RLJobSpec | Mapping[str, Any], world_size: int, rank: int) -> None:
         """Join the ranks. `cfg`: the job's spec, or a mapping that is validated into it.
 
-        Raises ValueError for a rank outside [0, world_size), ConfigError for accelerators asked for and not visible.
+        Raises ValueError for a rank outside [0, world_size), ConfigError for accelerators asked for and not visible and for another
+        backend.
         """
         super().__init__(checked(cfg), ParallelSizes(data=world_size), rank)
-        self.strategy = FSDP2Strategy(
-            self.ranks, compute_dtype=self.dtype, accumulate_without_sync=self.cfg.actor.accumulate_without_sync
+        actor = self.cfg.actor
+        if actor.backend not in STRATEGIES:
+            raise ConfigError(f"actor.backend must be one of {', '.join(STRATEGIES)}, got {actor.backend}; change it")
+        self.strategy = STRATEGIES[actor.backend](
+            self.ranks,
+            compute_dtype=self.dtype,
+            accumulate_without_sync=actor.accumulate_without_sync,
+            replicas=actor.parallel.replicate,
         )
 
     # Set-up ---------------------------------------------------------------------------------------------------------
@@ -66,6 +75,8 @@ class FSDPModelManager(ModelManager):
     def _set_up(self) -> None:
         self.model = self._build()
         self._begin_phase()
+        copy_size, group = self.strategy.copy_size, self.strategy.copy_group
+        self._givers = Givers.of(self.named_slices(), self.ranks, copy_size=copy_size, group=group)
 
     @property
     def model_config(self) -> Any:
@@ -88,11 +99,11 @@ class FSDPModelManager(ModelManager):
             from rl_core.cpu.tuning import tune
 
             tune(model)
-        model = self.strategy.wrap(model, methods=[SCORE] if hasattr(model, SCORE) else [])
+        methods = [SCORE] if hasattr(model, SCORE) else []
+        model = self.strategy.wrap(model, device=self.compute_device, aliases=aliases, methods=methods)
         if on_meta:
-            hf.materialize(model, self.compute_device, aliases)
             hf.load_weights(model, self.cfg.model.path, aliases, slice_of=self.strategy.slice_of)
-        return model.to(self.compute_device)
+        return model
 
     def _set_modes(self, model: nn.Module) -> None:
         model.train()
@@ -146,7 +157,7 @@ class FSDPModelManager(ModelManager):
             )
         for name, parameter in named.items():
             parameter.requires_grad_(of_critic(name) or not enable_critic_warmup)
-        return build_adamw(model, self.cfg.actor.optimizer)
+        return build_adamw(model, self.cfg.actor.optimizer, self.strategy.dims)
 
     def build_lr_scheduler(
         self, optimizer: torch.optim.Optimizer, optim_config: OptimizerSpec | Mapping[str, Any]
@@ -210,6 +221,7 @@ class FSDPModelManager(ModelManager):
     def drop_gradients(self) -> None:
         """Forget the gradients. Not collective; what FSDP has not reduced yet, before the last micro-batch, is not among them."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.drop_grads(self.model)
 
     # Residency ------------------------------------------------------------------------------------------------------
 
@@ -233,26 +245,17 @@ class FSDPModelManager(ModelManager):
     # State ----------------------------------------------------------------------------------------------------------
 
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
-        """Return the weights as `ModelManager` does; not full: as DTensors, which share memory with the model unless copied."""
+        """Return the weights as `ModelManager` does; not full: sharing memory with the model unless copied, under FSDP2 as DTensors."""
         if full_state_dict:
             return super().get_model_state_dict(cpu_offload, full_state_dict)
         self._require_loaded("get_model_state_dict")
-        held = {name: self.strategy.as_dtensor(self._tensor(name).detach()) for name, _ in self.sync_names}
+        stored = hf.stored_tensors(self.model)
+        held = {name: self.strategy.shard(stored[tied or name]) for name, tied in self.sync_names}
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
 
-    def _whole_tensors(self) -> dict[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        for name, source in self.sync_names:
-            tensor = whole.get(source or "")
-            if source is None:
-                tensor = self.strategy.whole(self._tensor(name).detach())
-            if tensor is not None and self.ranks.rank == 0:
-                whole[name] = tensor
-        return whole
-
-    def _tensor(self, name: str) -> Tensor:
-        module, _, attribute = name.rpartition(".")
-        return getattr(self.model.get_submodule(module), attribute)
+    @property
+    def _weight_dtype(self) -> str:
+        return "float32"  # whatever type they compute in
 
     def named_slices(self) -> dict[str, LocalSlice]:
         """Return what this rank stores of the weights by Hugging Face name, tied ones once. Not collective."""
@@ -264,14 +267,22 @@ class FSDPModelManager(ModelManager):
 
     def moment_slices(self) -> Slices:
         """Return what this rank stores of the moments, sharing memory. Not collective."""
-        moments = named_moments(self.model, self.optimizer)
-        return {name: [self.strategy.slice_of(moment)] for name, moment in moments.items()}
+        return {
+            f"{name}.{moment}": [self.strategy.slice_of(self.optimizer.state[parameter][moment], like=parameter)]
+            for name, parameter in hf.named_parameters(self.model).items()
+            if parameter in self.optimizer.state
+            for moment in MOMENTS
+        }
 
     def _written(self, slices: Slices) -> Slices:
+        if self.ranks.rank >= self.strategy.copy_size:
+            return {}
         return {name: parts for name, parts in slices.items() if self.ranks.rank == 0 or not parts[0].replicated}
 
     def _step_counters(self) -> dict[str, float]:
-        return step_counters(self.model, self.optimizer)
+        # Under FSDP1 a parameter takes its steps on the ranks that have elements of it.
+        counters = self.ranks.gather(step_counters(self.model, self.optimizer))
+        return {name: max(counter[name] for counter in counters) for name in counters[0]}
 
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         # The slices share memory with model and optimizer: filling them was all.
@@ -279,7 +290,9 @@ class FSDPModelManager(ModelManager):
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
     def _version_source(self, dtype: str, bucket_bytes: int) -> FSDPSource:
-        return FSDPSource(self.named_slices(), self.sync_names, self.ranks, dtype=dtype, bucket_bytes=bucket_bytes)
+        return FSDPSource(
+            self.named_slices(), self.sync_names, self.ranks, self._givers, dtype=dtype, bucket_bytes=bucket_bytes
+        )
 
 
 def _dropout(model: nn.Module) -> float:

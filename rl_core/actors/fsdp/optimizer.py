@@ -1,11 +1,12 @@
 """AdamW over the parameters of a wrapped model, with its state there from the start so that checkpoints load into it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from rl_core.actors.critic import of_critic
+from rl_core.actors.hf import named_parameters
 from rl_core.actors.schedule import MOMENTS, LRSchedule
 from rl_core.api.roles import OptimizerSpec
 
@@ -13,16 +14,18 @@ CRITIC = "critic"
 """Entry of a group: whether it is the critic's."""
 
 
-def build_adamw(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
+def build_adamw(
+    model: nn.Module, spec: OptimizerSpec, dims: Callable[[nn.Parameter], int] = Tensor.dim
+) -> torch.optim.AdamW:
     """Return AdamW over what is not frozen: policy, then critic, each in matrices with weight decay and 1-D parameters without.
 
-    Zero moments, step 0.
+    Zero moments, step 0. `dims` says how many dimensions a whole parameter has, of which the model may hold a run of elements.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parameters = [parameter for _, parameter in named]
     groups = [
         {
-            "params": [p for name, p in named if of_critic(name) is critic and (p.dim() > 1) is matrices],
+            "params": [p for name, p in named if of_critic(name) is critic and (dims(p) > 1) is matrices],
             "weight_decay": spec.weight_decay if matrices else 0.0,
             "lr": peak_rate(spec, critic=critic),
             CRITIC: critic,
@@ -84,27 +87,17 @@ def resume_schedule(
     scheduler._last_lr = rates
 
 
-def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return `<parameter>.<moment>` -> tensor for every parameter in training."""
-    return {
-        f"{name}.{moment}": optimizer.state[parameter][moment]
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-        for moment in MOMENTS
-    }
-
-
 def step_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return parameter name -> its number of AdamW steps."""
     return {
         name: float(optimizer.state[parameter]["step"])
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters(model).items()
         if parameter in optimizer.state
     }
 
 
 def set_step_counters(model: nn.Module, optimizer: torch.optim.Optimizer, counters: Mapping[str, float]) -> None:
     """Give each parameter its own number of AdamW steps."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model).items():
         if parameter in optimizer.state:
             optimizer.state[parameter]["step"].fill_(counters[name])

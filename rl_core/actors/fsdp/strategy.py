@@ -1,74 +1,108 @@
-"""How FSDP2 holds a model: wrapping, gradient sync and clipping, and what a rank stores of each tensor.
+"""How FSDP holds a model: wrapping, gradient sync and clipping, and what a rank stores of each tensor.
 
-Everything in this folder that depends on how the wrapper cuts tensors asks the strategy; no other file knows DTensors.
-One rank in float32 has nothing to shard, to gather or to cast: its model stays a plain module with the same names, and
+Everything in this folder that depends on how the wrapper cuts tensors asks the strategy; no other file knows DTensors or flat
+parameters. One rank in float32 has nothing to shard, to gather or to cast: its model stays a plain module with the same names, and
 checkpoints of both kinds load into each other.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl_core.actors.hf import decoder_layer_classes, stored_tensors
+from rl_core.actors import hf
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.slices import LocalSlice
 
 
-class FSDP2Strategy:
-    """`fully_shard` per decoder layer and for the rest, reduced in float32; dimension 0 is cut over the data ranks."""
+class Strategy(ABC):
+    """A unit per decoder layer and one for the rest, each cut over the ranks that share a copy of the model, reduced in float32."""
 
-    def __init__(self, ranks: Ranks, *, compute_dtype: torch.dtype, accumulate_without_sync: bool = True) -> None:
+    def __init__(
+        self, ranks: Ranks, *, compute_dtype: torch.dtype, accumulate_without_sync: bool = True, replicas: int = 1
+    ) -> None:
+        """`replicas`: copies of the model (hybrid sharding); ranks next to each other share one."""
         self._ranks = ranks
         self._compute_dtype = compute_dtype
         self._accumulate = accumulate_without_sync
+        self._replicas = replicas
 
     # Wrapping and gradients -----------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> bool:
         """Return whether models are wrapped at all."""
-        return self._ranks.size > 1 or self._compute_dtype != torch.float32
+        return self._ranks.size > 1 or self._half
 
-    def wrap(self, model: nn.Module, *, methods: Sequence[str] = ()) -> nn.Module:
-        """Shard `model` in place, decoder layers first, then what is left with the root; `methods` run its hooks as `forward` does."""
-        if not self.shards:
-            return model
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if self._compute_dtype == torch.float32 else self._compute_dtype,
-            reduce_dtype=torch.float32,
-        )
-        mesh, layers = self._ranks.mesh, decoder_layer_classes(model)
-        for module in model.modules():
-            if isinstance(module, layers):
-                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        # The root is resharded too: weights swapped between passes must not survive as a gathered copy.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        for method in methods:
-            register_fsdp_forward_method(model, method)
-        return model
+    @property
+    def _half(self) -> bool:
+        return self._compute_dtype != torch.float32
 
+    @property
+    def copy_size(self) -> int:
+        """Return how many ranks share a copy of the model; the first of all ranks hold the first copy."""
+        return self._ranks.size // self._replicas
+
+    def wrap(
+        self, model: nn.Module, *, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str] = ()
+    ) -> nn.Module:
+        """Return `model` cut, with storage on `device`; `methods` run the wrapper's hooks as `forward` does.
+
+        `aliases`: name -> name of the parameter it is tied to. What is on the meta device has no values afterwards.
+        """
+        if self.shards:
+            return self._wrap(model, device, aliases, methods)
+        return _place(model, device, aliases)
+
+    @abstractmethod
+    def _wrap(
+        self, model: nn.Module, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str]
+    ) -> nn.Module: ...
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        return self._ranks.mesh if self._replicas == 1 else self._ranks.hybrid_mesh(self._replicas)
+
+    @property
+    def copy_group(self) -> Any:
+        """Return the process group of the ranks that share this rank's copy of the model; None = all ranks."""
+        return None if self._replicas == 1 else self._mesh.get_group("dp")
+
+    @abstractmethod
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch: gradients are reduced with the last only, or with each (less memory, same result)."""
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(is_last or not self._accumulate)
-        return nullcontext()
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return this rank's sum of squared gradients, float64 0-d."""
+        """Return this rank's share of the sum of squared gradients, float64 0-d; those of all ranks add up to it."""
         grads = self._grads(parameters)
         if not grads:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        return torch.stack(torch._foreach_norm(grads)).double().square().sum() / self._replicas
 
     def scale_grads(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
         """Multiply all gradients by `factor`."""
         if grads := self._grads(parameters):  # a rank may have none: the head of a critic in warm-up has one row
             torch._foreach_mul_(grads, factor)
+
+    @abstractmethod
+    def drop_grads(self, model: nn.Module) -> None:
+        """Forget what the wrapper holds of gradients that the parameters have forgotten."""
 
     def _grads(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         grads = [self.local(p.grad) for p in parameters if p.grad is not None]
@@ -78,26 +112,206 @@ class FSDP2Strategy:
 
     def named_slices(self, model: nn.Module) -> dict[str, LocalSlice]:
         """Return what a folder stores by Hugging Face name, parameters (tied ones once) and persistent buffers, as this rank has it."""
-        return {name: self.slice_of(tensor) for name, tensor in stored_tensors(model).items()}
+        return {name: self.slice_of(tensor) for name, tensor in hf.stored_tensors(model).items()}
 
-    def slice_of(self, tensor: Tensor) -> LocalSlice:
-        """Return what this rank stores of a parameter, buffer, gradient or moment, sharing memory."""
+    @abstractmethod
+    def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:
+        """Return what this rank stores of a parameter or buffer, or of a tensor that is cut as the parameter `like`, sharing memory."""
+
+    @abstractmethod
+    def dims(self, parameter: nn.Parameter) -> int:
+        """Return how many dimensions the whole parameter has."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """Return the elements this rank stores of `tensor`, sharing memory."""
+        return tensor
+
+    @abstractmethod
+    def shard(self, tensor: Tensor) -> Tensor:
+        """Return what `get_model_state_dict` gives of a parameter or buffer where it does not gather, sharing memory."""
+
+
+class FSDP2Strategy(Strategy):
+    """`fully_shard`: dimension 0 of each parameter is cut."""
+
+    def _wrap(
+        self, model: nn.Module, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str]
+    ) -> nn.Module:
+        policy = MixedPrecisionPolicy(
+            param_dtype=self._compute_dtype if self._half else None, reduce_dtype=torch.float32
+        )
+        mesh, layers = self._mesh, hf.decoder_layer_classes(model)
+        for module in model.modules():
+            if isinstance(module, layers):
+                fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        # The root is resharded too: weights swapped between passes must not survive as a gathered copy.
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for method in methods:
+            register_fsdp_forward_method(model, method)
+        return _place(model, device, aliases)
+
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return no context: the model is told."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last or not self._accumulate)
+        return nullcontext()
+
+    def drop_grads(self, model: nn.Module) -> None:
+        """Do nothing: reduced gradients are the parameters' own."""
+
+    def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:
+        """Return what this rank stores of a parameter, buffer, gradient or moment, sharing memory; `like` is not looked at."""
         tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
             return LocalSlice.of_whole(tensor)
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return LocalSlice(tensor=tensor.to_local(), shape=tuple(tensor.shape), offset=tuple(offset), replicated=False)
 
+    def dims(self, parameter: nn.Parameter) -> int:
+        """Return how many dimensions the whole parameter has."""
+        return int(parameter.dim())
+
     def local(self, tensor: Tensor) -> Tensor:
         """Return the elements this rank stores of `tensor`, sharing memory."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor on every rank; collective for a sharded one."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def as_dtensor(self, tensor: Tensor) -> DTensor:
+    def shard(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as the DTensor it is, or would be on a mesh of one."""
+        tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             return tensor
-        return DTensor.from_local(tensor, self._ranks.mesh, [Shard(0)], run_check=False)
+        cut = [Replicate()] * (self._replicas > 1) + [Shard(0)]
+        return DTensor.from_local(tensor, self._mesh, cut, run_check=False)
+
+
+class _Place(NamedTuple):
+    """What a rank has of a parameter in a flat one."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """Number of the rank's first element."""
+
+
+class FSDP1Strategy(Strategy):
+    """`FullyShardedDataParallel`: the parameters of a unit lie end to end in a flat one, which is cut into equal runs.
+
+    The model's parameters are views of this rank's run, [elements]; one that lies with other ranks is empty.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See `Strategy`."""
+        super().__init__(*args, **kwargs)
+        self._places: dict[Tensor, _Place] = {}
+
+    def _wrap(
+        self, model: nn.Module, device: torch.device, aliases: Mapping[str, str], methods: Sequence[str]
+    ) -> nn.Module:
+        layers, on_meta = hf.decoder_layer_classes(model), _on_meta(model)
+        # A layer gets its storage right before it is cut: a rank never holds more than one whole.
+        for name, module in list(model.named_modules()):
+            if isinstance(module, layers):
+                parent, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(parent), attribute, self._unit(_placed(module, device), device))
+        units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+        cut = {module for unit in units for module in unit.modules()}
+        for module in model.modules():
+            if module not in cut:
+                _placed(module, device, recurse=False)
+        if on_meta:
+            hf.restore(model, aliases)
+        root = self._unit(model, device)
+        for method in methods:
+            setattr(root, method, MethodType(_forwarding(method), root))
+        for handle in _handles(root):
+            flat = handle.flat_param
+            for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+                self._places[parameter] = _Place(tuple(shape), info.intra_param_start_idx or 0)
+        return root
+
+    def _unit(self, module: nn.Module, device: torch.device) -> nn.Module:
+        sharding = ShardingStrategy.FULL_SHARD if self._replicas == 1 else ShardingStrategy.HYBRID_SHARD
+        return FullyShardedDataParallel(
+            module,
+            device_mesh=self._mesh,
+            # One rank has nothing to cut; FSDP1 warns of anything else.
+            sharding_strategy=ShardingStrategy.NO_SHARD if self._ranks.size == 1 else sharding,
+            mixed_precision=MixedPrecision(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+            if self._half
+            else None,
+            use_orig_params=True,
+            device_id=device,
+        )
+
+    def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch: `no_sync` before the last.
+
+        In half precision gradients are reduced with each: FSDP1 would add up in half precision what it has not reduced.
+        """
+        if isinstance(model, FullyShardedDataParallel) and self._accumulate and not is_last and not self._half:
+            held_back: AbstractContextManager[None] = model.no_sync()
+            return held_back
+        return nullcontext()
+
+    def drop_grads(self, model: nn.Module) -> None:
+        """Forget the flat gradients, which FSDP1 would keep until the next pass."""
+        for handle in _handles(model):
+            handle.flat_param.grad = None
+
+    def slice_of(self, tensor: Tensor, like: Tensor | None = None) -> LocalSlice:
+        """Return what this rank stores of a parameter or buffer, or of a tensor cut as the parameter `like`, sharing memory."""
+        place = self._places.get(tensor if like is None else like)
+        if place is None or self._ranks.size == 1:
+            return LocalSlice.of_whole(tensor)
+        return LocalSlice.of_run(tensor.detach(), *place)
+
+    def dims(self, parameter: nn.Parameter) -> int:
+        """Return how many dimensions the whole parameter has."""
+        return len(self._places[parameter].shape if parameter in self._places else parameter.shape)
+
+    def shard(self, tensor: Tensor) -> Tensor:
+        """Return this rank's run."""
+        return tensor.detach()
+
+
+def _handles(model: nn.Module) -> list[Any]:
+    """Return the holders of the flat parameters of a model under FSDP1."""
+    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    return [unit._handle for unit in units if unit._handle is not None]
+
+
+def _forwarding(method: str) -> Any:
+    """Return a method of a model under FSDP1 that runs `method` of what it wraps, hooks included: FSDP1 has hooks on `forward` alone."""
+
+    def run(root: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        root.module.forward = getattr(root.module, method)
+        try:
+            return root(*args, **kwargs)
+        finally:
+            del root.module.forward
+            if not torch.is_grad_enabled():
+                # FSDP1 keeps the root's gathered weights for a backward pass: swapped or offloaded weights must not survive in them.
+                for handle in _handles(root):
+                    if handle.uses_sharded_strategy:
+                        handle._free_unsharded_flat_param()
+
+    return run
+
+
+def _place(model: nn.Module, device: torch.device, aliases: Mapping[str, str]) -> nn.Module:
+    """Return `model`, wrapped or not, with storage on `device`."""
+    if _on_meta(model):
+        hf.materialize(model, device, aliases)
+    return model.to(device)
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _placed(module: nn.Module, device: torch.device, *, recurse: bool = True) -> nn.Module:
+    """Return a module whose tensors have storage on `device`; what has values keeps them."""
+    module._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device), recurse=recurse
+    )
+    return module

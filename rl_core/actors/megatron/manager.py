@@ -307,17 +307,6 @@ class MegatronModelManager(ModelManager):
                     stage.start_param_sync(force_sync=True)  # each data rank read its own run
         self._follow_schedule()
 
-    def _whole_tensors(self) -> dict[str, Tensor]:
-        source = self._version_source(self.cfg.model.dtype, 1)
-        whole: dict[str, Tensor] = {}
-        if self.ranks.rank == 0:
-            for bucket in source.buckets(str(self.compute_device)):
-                for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
-                    whole[source.entries[index].name] = tensor
-            whole |= {entry.name: whole[entry.alias_of] for entry in source.entries if entry.alias_of is not None}
-        source.finish()
-        return whole
-
     def _version_source(self, dtype: str, bucket_bytes: int) -> MegatronSource:
         self._require_loaded("gathering the weights")
         shapes = hf.stored_tensors(self.template)
