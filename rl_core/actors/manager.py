@@ -127,10 +127,11 @@ class ModelManager(Residency):
 
         Raises RuntimeError when called twice.
         """
-        if self.sync_names:
+        if self.is_set_up:
             raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
         with self.ranks.guard("setting up the model"):
             self._set_up()
+        self.is_set_up = True
         if self.cfg.algorithm.needs_reference:
             self._reference = ReferencePolicy(self._parameter_tensors())
 
@@ -159,8 +160,18 @@ class ModelManager(Residency):
         """Clip and apply the gradients; return the norm before clipping and each group's learning rate in this step.
 
         A norm that is not finite on any rank changes nothing on all: gradients are zeroed and the skip is counted.
-        Raises DataError after more than `actor.maxConsecutiveSkips` skips in a row, RuntimeError while weights or moments are offloaded.
+        With `actor.offload.optimizer` the moments come for the step alone. Raises DataError after more than `actor.maxConsecutiveSkips`
+        skips in a row, RuntimeError while weights or moments are offloaded.
         """
+        if not self.cfg.actor.offload.optimizer:
+            return self._optimizer_step()
+        self.load_optimizer(self.compute_device.index or 0)
+        try:
+            return self._optimizer_step()
+        finally:
+            self.offload_optimizer()
+
+    def _optimizer_step(self) -> tuple[float, list[float]]:
         self._require_loaded("optimizer_step", moments=True)
         rates = self._learning_rates()
         norm = self._gradient_norm()

@@ -3,15 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.weights.offload import Offloader
-
-Part = Literal["weights", "gradients", "optimizer"]
-"""What of a model in training may leave its device."""
 
 
 class Residency(ABC):
@@ -24,6 +20,8 @@ class Residency(ABC):
         self._weights, self._moments = Offloader(pin=pin), Offloader(pin=pin)
         self._moved: dict[str, float] = {}
         """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` since the last `occupy`."""
+        self.is_set_up = False
+        """Whether there is a model, of which parts can be away."""
         self.is_grad_offloaded = False
         self.offload_metrics: dict[str, float] = {}
         """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last verb of each kind."""
@@ -99,12 +97,14 @@ class Residency(ABC):
             self._moments.reload()
             self._report("onload", self._moments)
 
-    def occupy(self, parts: Collection[Part]) -> dict[str, float]:
-        """Have `parts` on the device and no others. Away go optimizer, gradients, weights in this order, back they come in the other.
+    def occupy(self, parts: Collection[str]) -> dict[str, float]:
+        """Have `parts` of weights, gradients, optimizer on the device and no others. Away they go in the reverse order, back in this one.
 
         Returns `offload/{bytes,seconds}` and `onload/{bytes,seconds}` of all that moved since the last call, here or for another verb.
         Raises RuntimeError when gradients would go that wait for their optimizer step.
         """
+        if not self.is_set_up:
+            return {}
         index = self.compute_device.index or 0
         if "optimizer" not in parts:
             self.offload_optimizer()

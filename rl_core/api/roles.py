@@ -132,6 +132,23 @@ class ParallelSpec(Spec):
         return self.tensor * self.pipeline
 
 
+class OffloadSpec(Spec):
+    """What leaves the trainer's device for host memory while it is not needed; results are the same. Colocated, all of it does."""
+
+    params: bool = False
+    """Weights, while rollouts generate."""
+    grads: bool = False
+    """Gradients, outside of training."""
+    optimizer: bool = False
+    """Moments and float32 copies, but for the optimizer step itself: training needs no room for them beside activations."""
+
+    @property
+    def resident(self) -> frozenset[str]:
+        """Return what stays, as the trainer's verbs call it."""
+        named = {"weights": self.params, "gradients": self.grads, "optimizer": self.optimizer}
+        return frozenset(name for name, leaves in named.items() if not leaves)
+
+
 class ActorSpec(FabricRoleSpec):
     """The trainer."""
 
@@ -157,6 +174,8 @@ class ActorSpec(FabricRoleSpec):
     """Reduce gradients only with the last micro-batch of an optimizer step."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward, per decoder layer."""
+    offload: OffloadSpec = OffloadSpec()
+    """What leaves the device between phases."""
     dropout: bool = False
     """True: dropout of the model is active in training."""
     critic_warmup_steps: int = Field(0, ge=0, lt=2**31)

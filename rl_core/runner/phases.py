@@ -4,12 +4,15 @@ A program writes `with phases.generating(): ...` and never asks where its roles 
 need nothing; roles that share devices take the device lease here and move weights, caches and optimizer out of each other's way.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 
 class Phases(Protocol):
-    """Implemented by `DisaggregatedPhases` and `time_sharing.ColocatedPhases`. Any thread; blocks of one kind may overlap."""
+    """Implemented by `DisaggregatedPhases`, `OffloadingPhases` and `time_sharing.ColocatedPhases`. Any thread; blocks of one kind may overlap."""
 
     def generating(self) -> AbstractContextManager[object]:
         """Let rollouts generate while the block runs."""
@@ -62,3 +65,55 @@ class DisaggregatedPhases:
     def devices(self) -> None:
         """Return None: no device is shared."""
         return None
+
+
+class OffloadingPhases(DisaggregatedPhases):
+    """Devices of its own, on which the trainer keeps only what the phase needs (`actor.offload`)."""
+
+    def __init__(self, resident: Set[str], *, actor: Any, seconds: float) -> None:
+        """`resident`: what stays on the devices of the group `actor` in every phase; `seconds` bounds one move."""
+        self._resident, self._actor, self._seconds = resident, actor, seconds
+        self._lock = threading.Lock()
+        """Guards what follows, and the order of moves: a move for generation must not overtake the training that begins meanwhile."""
+        self._working = 0
+        """Blocks of training and syncing that run."""
+        self._moved: defaultdict[str, float] = defaultdict(float)
+
+    def generating(self) -> AbstractContextManager[object]:
+        """Have away what may go, unless the trainer is at work for another block."""
+        with self._lock:
+            if not self._working:
+                self._occupy(self._resident)
+        return nullcontext()
+
+    def training(self) -> AbstractContextManager[object]:
+        """Have weights and gradients there; the optimizer step brings the moments itself."""
+        return self._work(self._resident | {"weights", "gradients"})
+
+    def syncing(self) -> AbstractContextManager[object]:
+        """Have the weights there."""
+        return self._work(self._resident | {"weights"})
+
+    def metrics(self) -> dict[str, float]:
+        """Return what moved since the last call."""
+        with self._lock:
+            moved = dict(self._moved)
+            self._moved.clear()
+        return moved
+
+    @contextmanager
+    def _work(self, parts: Set[str]) -> Iterator[None]:
+        with self._lock:
+            self._working += 1
+            self._occupy(parts)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working -= 1
+
+    def _occupy(self, parts: Set[str]) -> None:
+        ranks = self._actor.occupy(sorted(parts)).wait(self._seconds)
+        for name in {name for moved in ranks for name in moved}:
+            several = [moved.get(name, 0.0) for moved in ranks]
+            self._moved[name] += max(several) if name.endswith("seconds") else sum(several)

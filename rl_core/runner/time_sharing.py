@@ -19,7 +19,7 @@ from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, Wor
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.runner.device_lease import DeviceLease, Use
-from rl_core.runner.phases import DisaggregatedPhases, Phases
+from rl_core.runner.phases import DisaggregatedPhases, OffloadingPhases, Phases
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
@@ -147,4 +147,6 @@ def build_phases(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> Ph
     """Return what the job's placement does before and after each kind of work."""
     if spec.placement.mode == "colocated":
         return ColocatedPhases(spec, cluster=cluster, actor=actor)
+    if (offload := spec.actor.offload) != type(offload)():
+        return OffloadingPhases(offload.resident, actor=actor, seconds=spec.runtime.deadlines.weight_sync)
     return DisaggregatedPhases()

@@ -15,7 +15,7 @@ class Offloader:
     """Holds the bytes of the tensors given to `offload` until `reload`."""
 
     def __init__(self, target: str = "cpu", pin: bool = False) -> None:
-        """`target`: device that holds the bytes; `pin`: in page-locked memory, for faster copies."""
+        """`target`: device that holds the bytes; `pin`: in page-locked memory, to and from which an accelerator copies all at once."""
         self.target = torch.device(target)
         self.pin = pin
         self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
@@ -37,7 +37,7 @@ class Offloader:
                 continue
             source = bytes_of(storage)
             held = torch.empty_like(source, device=self.target, pin_memory=self.pin)
-            held.copy_(source)
+            held.copy_(source, non_blocking=self.pin)
             self._held.append((storage, held))
             self.bytes += storage.nbytes()
         _synchronize(self._held)
@@ -57,7 +57,7 @@ class Offloader:
                     f"reload must go back to {storage.device}, got {device}; storages cannot change their device"
                 )
             storage.resize_(held.numel())
-            bytes_of(storage).copy_(held)
+            bytes_of(storage).copy_(held, non_blocking=self.pin)
             self.bytes += held.numel()
         _synchronize(self._held)
         self._held.clear()

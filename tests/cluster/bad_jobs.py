@@ -73,6 +73,18 @@ CASES = (
             "replicas x processesPerPod must be divisible by parallel.tensor x pipeline = 4, got 3; change replicas",
             SAME,
         ),
+        "copies-of-one-process": (
+            {"actor": {"replicas": 2, "parallel": {"replicate": 2}}},
+            "spec.actor.parallel",
+            "parallel.replicate needs an FSDP backend and processes that it divides, more than it, got fsdp2 with 2; change one",
+            SAME,
+        ),
+        "copies-with-megatron": (
+            {"actor": {"backend": "megatron", "replicas": 4, "parallel": {"replicate": 2}}},
+            "spec.actor.parallel",
+            "parallel.replicate needs an FSDP backend and processes that it divides, more than it, got megatron with 4; change one",
+            SAME,
+        ),
         "more-minimum-than-rollouts": (
             {"rollout": {"replicas": 1, "minReplicas": 2}},
             "spec.rollout.minReplicas",

@@ -129,7 +129,7 @@ class Rank:
     def state(self) -> None:
         """Gather the weights on rank 0; say of each tensor its bits and some values spread over it."""
         whole = self.actor.get_model_state_dict(True, True)
-        self.seen["bits"] = {name: checksum(tensor) for name, tensor in whole.items()}
+        self.seen["bits"] = {name: list(checksum(tensor)) for name, tensor in whole.items()}
         self.seen["state"] = {
             name: tensor.float().flatten()[:: max(1, tensor.numel() // 61)].tolist() for name, tensor in whole.items()
         }

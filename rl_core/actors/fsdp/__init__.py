@@ -1,1 +1,1 @@
-"""Training with PyTorch FSDP2 (gloo on CPU, NCCL on GPU)."""
+"""Training with PyTorch FSDP1 or FSDP2 (gloo on CPU, NCCL on GPU)."""

@@ -1,4 +1,4 @@
-"""The FSDP2 actor for language models: the verbs of `Actor` over `FSDPBackend`."""
+"""The FSDP actor for language models: the verbs of `Actor` over `FSDPBackend`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +20,7 @@ class FSDPActor(FSDPBackend, PublishingActor):
         PublishingActor.__init__(self, backend=self, critic=self)
 
     def init_worker(self) -> None:
-        """Build model and optimizer from `model.path`, open the publisher on rank 0."""
+        """Build model and optimizer from `model.path`, open the publisher on rank 0, give up what `actor.offload` names."""
         self.setup_model_and_optimizer()
         self.open_publisher()
+        self.occupy(self.cfg.actor.offload.resident)

@@ -1,4 +1,4 @@
-"""The train backend of language models under FSDP2: packed micro-batches, one after the other, through the manager's model."""
+"""The train backend of language models under FSDP: packed micro-batches, one after the other, through the manager's model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -52,7 +52,7 @@ class Strategy(ABC):
 
     @property
     def _half(self) -> bool:
-        return self._compute_dtype != torch.float32
+        return bool(self._compute_dtype != torch.float32)
 
     @property
     def copy_size(self) -> int:

@@ -20,6 +20,7 @@ class MegatronActor(MegatronBackend, PublishingActor):
         PublishingActor.__init__(self, backend=self)
 
     def init_worker(self) -> None:
-        """Build model and optimizer from `model.path`, open the publisher on rank 0."""
+        """Build model and optimizer from `model.path`, open the publisher on rank 0, give up what `actor.offload` names."""
         self.setup_model_and_optimizer()
         self.open_publisher()
+        self.occupy(self.cfg.actor.offload.resident)
