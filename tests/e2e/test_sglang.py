@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 from harness import assert_nothing_left, assert_trained_once
@@ -9,6 +10,10 @@ from harness import assert_nothing_left, assert_trained_once
 
 def engines(run):
     return [entry["pid"] for entry in run.processes(role="engine") if psutil.pid_exists(entry["pid"])]
+
+
+def files():
+    return {path.name for path in Path("/dev/shm").glob("sgl*")}
 
 
 def test_a_run_learns_with_sglang_whose_engine_is_killed_in_mid_step_and_leaves_no_process_behind(start):
@@ -20,6 +25,7 @@ def test_a_run_learns_with_sglang_whose_engine_is_killed_in_mid_step_and_leaves_
         weights={"onUpdate": "abort_resume"},
         checkpoint={"everySteps": None},
     )
+    before = files()
     run.start()
     run.at_step(2)
     first = engines(run)
@@ -32,6 +38,7 @@ def test_a_run_learns_with_sglang_whose_engine_is_killed_in_mid_step_and_leaves_
     assert_trained_once(run, steps=14, groups=8, staleness=1)
     assert worker in pids, "the worker stayed"
     assert_nothing_left(run, [*pids, *first])
+    assert files() <= before, "in memory"
     lines = [line for line in run.lines("metrics.jsonl") if line["step"]]
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3]), rewards

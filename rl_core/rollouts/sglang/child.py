@@ -39,6 +39,8 @@ def main() -> int:
         traceback.print_exc()
         sock.sendall(pipe.pack(EngineFailure(call=0, type=type(error).__name__, message=str(error))))
         return 2
+    # Its processes have it open; by name it would outlive an engine that is killed, as every one is in the end.
+    Path(engine.tokenizer_manager.load_snapshot_reader.path).unlink(missing_ok=True)
     sock.sendall(pipe.pack(EngineReady(pids=[os.getpid(), *engine.get_all_child_pids()])))
     shared = mmap.mmap(memory, os.fstat(memory).st_size)
     try:
