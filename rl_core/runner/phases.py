@@ -6,7 +6,7 @@ need nothing; roles that share devices take the device lease here and move weigh
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -67,6 +67,30 @@ class DisaggregatedPhases:
         return None
 
 
+class Moves:
+    """What the actor's ranks moved to and from their devices since it was last asked for. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Guards `_sums`: the content check moves beside the loop, which reads the metrics."""
+        self._sums: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, ranks: Iterable[Mapping[str, float]]) -> None:
+        """Add the answers of all ranks to one move: the bytes of all, the seconds of the slowest."""
+        several = list(ranks)
+        with self._lock:
+            for name in {name for moved in several for name in moved}:
+                values = [moved.get(name, 0.0) for moved in several]
+                self._sums[name] += max(values) if name.endswith("seconds") else sum(values)
+
+    def take(self) -> dict[str, float]:
+        """Return the sums and begin anew."""
+        with self._lock:
+            taken = dict(self._sums)
+            self._sums.clear()
+        return taken
+
+
 class OffloadingPhases(DisaggregatedPhases):
     """Devices of its own, on which the trainer keeps only what the phase needs (`actor.offload`)."""
 
@@ -74,10 +98,10 @@ class OffloadingPhases(DisaggregatedPhases):
         """`resident`: what stays on the devices of the group `actor` in every phase; `seconds` bounds one move."""
         self._resident, self._actor, self._seconds = resident, actor, seconds
         self._lock = threading.Lock()
-        """Guards what follows, and the order of moves: a move for generation must not overtake the training that begins meanwhile."""
+        """Guards `_working`, and the order of moves: a move for generation must not overtake the training that begins meanwhile."""
         self._working = 0
         """Blocks of training and syncing that run."""
-        self._moved: defaultdict[str, float] = defaultdict(float)
+        self._moves = Moves()
 
     def generating(self) -> AbstractContextManager[object]:
         """Have away what may go, unless the trainer is at work for another block."""
@@ -96,10 +120,7 @@ class OffloadingPhases(DisaggregatedPhases):
 
     def metrics(self) -> dict[str, float]:
         """Return what moved since the last call."""
-        with self._lock:
-            moved = dict(self._moved)
-            self._moved.clear()
-        return moved
+        return self._moves.take()
 
     @contextmanager
     def _work(self, parts: Set[str]) -> Iterator[None]:
@@ -113,7 +134,4 @@ class OffloadingPhases(DisaggregatedPhases):
                 self._working -= 1
 
     def _occupy(self, parts: Set[str]) -> None:
-        ranks = self._actor.occupy(sorted(parts)).wait(self._seconds)
-        for name in {name for moved in ranks for name in moved}:
-            several = [moved.get(name, 0.0) for moved in ranks]
-            self._moved[name] += max(several) if name.endswith("seconds") else sum(several)
+        self._moves.add(self._actor.occupy(sorted(parts)).wait(self._seconds))

@@ -10,8 +10,7 @@ by parts: its weights for the sync, its KV cache only once the actor's weights a
 """
 
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, Wor
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.runner.device_lease import DeviceLease, Use
-from rl_core.runner.phases import DisaggregatedPhases, OffloadingPhases, Phases
+from rl_core.runner.phases import DisaggregatedPhases, Moves, OffloadingPhases, Phases
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
@@ -50,9 +49,7 @@ class ColocatedPhases:
         """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
-        self._lock = threading.Lock()
-        """Guards `_moved`: the content check hands devices over beside the loop."""
-        self._moved: dict[str, float] = {}
+        self._moves = Moves()
 
     def generating(self) -> AbstractContextManager[object]:
         """Have rollouts awake and the actor away."""
@@ -85,9 +82,7 @@ class ColocatedPhases:
 
     def metrics(self) -> dict[str, float]:
         """Return what moved since the last call."""
-        with self._lock:
-            moved, self._moved = self._moved, {}
-        return moved
+        return self._moves.take()
 
     def devices(self) -> dict[str, Any]:
         """Return for what the devices are used and by whom. A member's part of the lease ends when it was silent for deadlines.lost."""
@@ -110,18 +105,9 @@ class ColocatedPhases:
         kept = wanted.rollout & RESIDENT[before].rollout if before else NOTHING
         if before is None or kept != RESIDENT[before].rollout:
             self._have_rollouts(kept, token)
-        self._count(self._actor.occupy(sorted(wanted.actor)).wait(self._deadlines.weight_sync))
+        self._moves.add(self._actor.occupy(sorted(wanted.actor)).wait(self._deadlines.weight_sync))
         if kept != wanted.rollout:
             self._have_rollouts(wanted.rollout, token)
-
-    def _count(self, ranks: Iterable[Mapping[str, float]]) -> None:
-        """Add what the actor's ranks moved: the bytes of all, the seconds of the slowest."""
-        several = list(ranks)
-        with self._lock:
-            for name in {name for moved in several for name in moved}:
-                values = [moved.get(name, 0.0) for moved in several]
-                taken = max(values) if name.endswith("seconds") else sum(values)
-                self._moved[name] = self._moved.get(name, 0.0) + taken
 
     def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
         """Have `parts` of each rollout on the device, no others. Who cannot is given up: its part of the lease ends, and it joins anew."""
