@@ -127,11 +127,28 @@ def rights(control_plane: Access, namespace: str, home: str) -> Iterator[list[di
 def account(control_plane: Access, rights: list[dict], namespace: str, home: str) -> Path:
     """The kubeconfig of the chart's service account, once its policies are in force."""
     found = control_plane.kubeconfig_of("rljob-operator", namespace=home)
-    stray = json.dumps({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stray"}})
+    owner = {
+        "apiVersion": "rljob.dev/v1alpha1",
+        "kind": "RLJob",
+        "name": "x",
+        "uid": "0b7c1a2d-3e4f-4a5b-8c6d-7e8f9a0b1c2d",
+    }
+    owned = {"name": "stray", "ownerReferences": [owner | {"controller": True}]}
+    host = {"hostNetwork": True, "containers": [{"name": "c", "image": "c"}]}
+    strays = {
+        "objects": {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "stray"}},
+        "pods": {"apiVersion": "v1", "kind": "Pod", "metadata": owned, "spec": host},
+        "secrets": {"apiVersion": "v1", "kind": "Secret", "metadata": owned},
+    }
     words = ("create", "--dry-run=server", "-n", namespace, "-f", "-", "--kubeconfig", found)
 
     def in_force() -> bool:
-        return "only what an RLJob owns" in control_plane.kubectl(*words, stdin=stray, check=False).stderr
+        """Each policy comes into force by itself."""
+        said = {
+            one: control_plane.kubectl(*words, stdin=json.dumps(stray), check=False).stderr
+            for one, stray in strays.items()
+        }
+        return all(f"-{one}' with binding" in text for one, text in said.items())
 
     control_plane.cluster.control_plane.api_server.wait("the policies of the operator's account", in_force)
     return found
