@@ -148,14 +148,14 @@ class WeightsSpec(Spec):
     @rule(
         Cel(
             holds="!has(self.transport) || self.transport in ['auto', 'zmq'] || $syncer == 'bucket'",
-            refusal="transport must be auto or zmq with syncer patch, got %s",
+            refusal="transport must be auto or zmq with syncer patch, got %s; remove it",
             values=("self.transport",),
             field="transport",
         )
     )
     def _patches_go_over_zmq(self) -> Iterator[str]:
         if self.syncer == "patch" and self.transport not in ("auto", "zmq"):
-            yield f"transport must be auto or zmq with syncer patch, got {self.transport}"
+            yield f"transport must be auto or zmq with syncer patch, got {self.transport}; remove it"
 
 
 class ResumeFromSpec(Spec):

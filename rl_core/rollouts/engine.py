@@ -36,10 +36,14 @@ class Residency(Protocol):
 
 
 class AlwaysResident:
-    """Residency of an engine that keeps everything where it is: both calls do nothing, and no memory is freed."""
+    """Residency of an engine that keeps everything where it is."""
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Keep all."""
+        """Refuse. Raises ConfigError."""
+        raise ConfigError(
+            "placement.mode must be disaggregated for an engine that cannot give its memory back, got colocated; write disaggregated, or "
+            "rollout.engine: hf"
+        )
 
     def onload(self, parts: Collection[Part]) -> None:
         """Have all."""

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Collection
 from typing import get_args
 
-from rl_core.api.errors import ConfigError
-from rl_core.rollouts.engine import AlwaysResident, Part, Residency
+from rl_core.rollouts.engine import Part, Residency
 from rl_core.rollouts.serving import PromptServer
 
 ALL: frozenset[Part] = frozenset(get_args(Part))
@@ -50,11 +49,6 @@ class Occupancy:
             self.parts = wanted
 
     async def _make_room(self, kept: frozenset[Part]) -> None:
-        if isinstance(self._residency, AlwaysResident):
-            raise ConfigError(
-                "placement.mode must be disaggregated for an engine that cannot give its memory back, got colocated; write "
-                "disaggregated, or rollout.engine: hf"
-            )
         await self._server.pause(0.0)
         self.parts = kept
         await asyncio.to_thread(self._residency.offload, sorted(ALL - kept))

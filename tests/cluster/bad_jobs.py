@@ -337,7 +337,7 @@ CASES = (
         "patches-in-a-group": (
             {"weights": {"syncer": "patch", "transport": "gloo"}},
             "spec.weights.transport",
-            "transport must be auto or zmq with syncer patch, got gloo",
+            "transport must be auto or zmq with syncer patch, got gloo; remove it",
             SAME,
         ),
         "corrected-twice": (
