@@ -42,9 +42,8 @@ BUDGET = Kind(group="policy", version="v1", kind="PodDisruptionBudget", plural="
 CLAIM_TEMPLATE = Kind(
     group="resource.k8s.io", version="v1", kind="ResourceClaimTemplate", plural="resourceclaimtemplates"
 )
-RESOURCE_CLAIM = Kind(group="resource.k8s.io", version="v1", kind="ResourceClaim", plural="resourceclaims")
 
-SUPPORT = (SERVICE, CONFIG_MAP, NETWORK_POLICY, BUDGET, CLAIM_TEMPLATE, RESOURCE_CLAIM)
+SUPPORT = (SERVICE, CONFIG_MAP, NETWORK_POLICY, BUDGET, CLAIM_TEMPLATE)
 """Kinds that a job owns besides its pods and its Secret: watched, and kept by server-side apply."""
 
 OWNED = (POD, *SUPPORT)

@@ -53,6 +53,10 @@ OPERATOR_FIELDS = (
 """Paths below spec that only the operator (in a local run: the launcher) reads. The pod fields (pods.PodSpec) take effect at a pod's
 next start. Everything else is fixed while a job is not suspended."""
 NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+TURNS = (
+    "placement.mode colocated needs one rollout in each actor pod, hybrid at least one, with as many gpus, in turns; change rollout's replicas "
+    "or gpus, or write maxStaleness: 0; "
+)
 NAME_REFUSAL = (
     "name must be a DNS-1123 label of at most 40 characters (a-z, 0-9, -; a letter first), got %s; rename the job"
 )
@@ -199,28 +203,29 @@ class RLJobSpec(Spec):
     @rule(
         Cel(
             holds=(
-                "$placement.mode != 'colocated' || [$rollout.replicas - $actor.replicas, $rollout.gpus - $actor.gpus, $algorithm.maxStaleness] == [0, 0, 0]"
+                "$placement.mode == 'disaggregated' || ([$rollout.gpus - $actor.gpus, $algorithm.maxStaleness] == [0, 0] && "
+                "($placement.mode == 'hybrid' ? $rollout.replicas >= $actor.replicas : $rollout.replicas == $actor.replicas))"
             ),
-            refusal=(
-                "placement.mode colocated pairs each rollout with a pod of the actor, in turns"
-                "; give rollout the replicas and gpus of actor, and write maxStaleness: 0"
-            ),
+            refusal=TURNS + "got %s",
+            values=("$placement.mode",),
             field="placement.mode",
         ),
     )
     def _turns_can_be_taken(self) -> Iterator[str]:
-        if self.placement.mode != "colocated":
+        mode = self.placement.mode
+        if mode == "disaggregated":
             return
         actor, rollout, staleness = self.actor, self.rollout, self.algorithm.max_staleness
-        if (rollout.replicas, rollout.gpus) != (actor.replicas, actor.gpus) or staleness:
+        paired = rollout.replicas >= actor.replicas if mode == "hybrid" else rollout.replicas == actor.replicas
+        if not paired or rollout.gpus != actor.gpus or staleness:
             yield (
-                "placement.mode colocated pairs each rollout with a pod of the actor, in turns; give rollout the replicas and gpus of actor, and write maxStaleness: 0"
-                f", got {rollout.replicas} rollouts with {rollout.gpus} gpus beside {actor.replicas} actor pods with {actor.gpus}, and maxStaleness {staleness}"
+                f"{TURNS}got {mode} with {rollout.replicas} rollouts of {rollout.gpus} gpus beside {actor.replicas} actor pods "
+                f"of {actor.gpus}, and maxStaleness {staleness}"
             )
         if self.weights.transport == "nccl":
-            yield "weights.transport must not be nccl with placement.mode colocated, as NCCL takes no device twice, got nccl; write auto"
+            yield f"weights.transport must not be nccl with placement.mode {mode}, as NCCL takes no device twice, got nccl; write auto"
         if rollout.engine == "sglang":
-            yield "rollout.engine must be hf with placement.mode colocated, as sglang keeps its memory on the device, got sglang; write hf"
+            yield f"rollout.engine must be hf with placement.mode {mode}, as sglang keeps its memory on the device, got sglang; write hf"
 
     @rule(
         Cel(

@@ -93,22 +93,11 @@ class PlacementSpec(Spec):
     """Where processes run (runtime.md 1)."""
 
     mode: Literal["disaggregated", "colocated", "hybrid"] = "disaggregated"
-    """disaggregated: own devices per role; colocated: each rollout takes turns with the actor pod it lives in; hybrid is refused."""
+    """disaggregated: own devices per role; colocated: each rollout takes turns with the actor pod it lives in; hybrid: so does one per actor pod, further ones have own devices."""
     component_placement: Annotated[
         dict[Annotated[str, Field(max_length=64)], PlacementMap], Field(max_length=len(ROLES))
     ] = {}
     """Accelerators (on CPU: processes) of each role, numbered over the roles named: `{actor: "0-3", rollout: "4-7"}`; {} = actor, rollout, env in turn."""
-
-    @rule(
-        Cel(
-            holds="$mode != 'hybrid'",
-            refusal="mode must be colocated or disaggregated, as roles share all devices or none, got hybrid; write one of them",
-            field="mode",
-        )
-    )
-    def _roles_share_all_or_nothing(self) -> Iterator[str]:
-        if self.mode == "hybrid":
-            yield "mode must be colocated or disaggregated, as roles share all devices or none, got hybrid; write one of them"
 
     @rule(
         no_keys(

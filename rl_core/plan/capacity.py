@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.plan.model_facts import ModelFacts
-from rl_core.plan.slots import home_of
+from rl_core.plan.slots import guests
 from rl_core.plan.trainer_memory import WIDTH, trainer_host, trainer_phases
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "estimate"]
@@ -103,7 +103,7 @@ def estimate(
     """Return what each role of `job` needs in each phase; memory sizes in bytes, None = unknown."""
     job = job.spec if isinstance(job, RLJob) else job
     rows = [*_actor_rows(job, facts), *_rollout_rows(job, facts), _row("env", "idle", {})]
-    rows = _in_turns(rows) if home_of(job, "rollout") == "actor" else rows
+    rows = _in_turns(rows) if guests(job) else rows
     roles = {"actor": job.actor, "rollout": job.rollout, "env": job.env}
     return CapacityReport(
         rows=tuple(rows),

@@ -2,7 +2,6 @@
 
     containers   one pod per pair, two containers sharing one claim (DRA)
     processes    one pod per pair, one container with both processes (the device plugin gives a device to one container only)
-    pods         two pods sharing one named claim; weights then go by socket, as CUDA IPC does not cross pods
 
 Two ranks of NCCL cannot share a GPU, so colocated weights are never handed over by it.
 """
@@ -18,7 +17,7 @@ from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Pro
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
 
-Shape = Literal["containers", "processes", "pods"]
+Shape = Literal["containers", "processes"]
 SECOND_HEALTH_PORT = 7706
 """Health port of a pod's second supervisor; containers of a pod share its ports."""
 
@@ -46,46 +45,43 @@ def shape_of(spec: RLJobSpec) -> Shape:
         free = field.get_default(call_default_factory=True) if shape == "processes" or name not in OF_CLAIM else theirs
         if given not in (free, theirs):
             raise ConfigError(
-                f"rollout.{field.alias} must be that of actor with placement.mode colocated, as they share a pod, got {given} beside {theirs}; "
-                f"remove it, or write it in actor"
+                f"rollout.{field.alias} must be that of actor with placement.mode {spec.placement.mode}, as they share a pod, "
+                f"got {given} beside {theirs}; remove it, or write it in actor"
             )
     return shape
 
 
-def colocate(plan: LaunchPlan, *, shape: Shape) -> LaunchPlan:
-    """Return `plan` with each actor pod and the rollout pod of its index on one claim.
+def colocate(plan: LaunchPlan, *, shape: Shape, spare: bool = False) -> LaunchPlan:
+    """Return `plan` with each actor pod and the rollout pod of its index in one; `spare` allows further rollouts, in pods of their own.
 
-    Raises ConfigError unless there are as many rollout pods as actor pods, with as many accelerators.
+    Raises ConfigError unless there is a rollout pod for each actor pod, with as many accelerators.
     """
     actors, rollouts = plan.pods_of("actor"), plan.pods_of("rollout")
-    asked = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, rollouts)]
+    guests, others = rollouts[: len(actors)] if spare else rollouts, rollouts[len(actors) :]
+    asked = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, guests)]
     if asked[0] != asked[1]:
         raise ConfigError(
-            f"colocated actor and rollout must have equal replicas and gpus, got {asked[0]} and {asked[1]}; make them equal"
+            f"actor and rollout that share devices must have equal replicas and gpus, got {asked[0]} and {asked[1]}; make them equal"
+            f"{', or give rollout more replicas' if spare else ''}"
         )
-    merge = {"containers": _as_containers, "processes": _as_processes, "pods": _as_pods}[shape]
-    pairs = [pod for actor, rollout in zip(actors, rollouts, strict=True) for pod in merge(actor, rollout, plan.job)]
-    return replace(plan, pods=(*pairs, *(pod for pod in plan.pods if pod.role not in ("actor", "rollout"))))
+    merge = _as_containers if shape == "containers" else _as_processes
+    pairs = [merge(actor, rollout) for actor, rollout in zip(actors, guests, strict=True)]
+    return replace(plan, pods=(*pairs, *others, *plan.pods_of("env")))
 
 
-def _as_containers(actor: PodPlan, rollout: PodPlan, job: str) -> tuple[PodPlan, ...]:
+def _as_containers(actor: PodPlan, rollout: PodPlan) -> PodPlan:
     second = tuple(_moved(container, actor, health_port=SECOND_HEALTH_PORT) for container in rollout.containers)
-    return (replace(actor, containers=(*actor.containers, *second), claim=_shared(actor)),)
+    return replace(actor, containers=(*actor.containers, *second), claim=_shared(actor))
 
 
-def _as_processes(actor: PodPlan, rollout: PodPlan, job: str) -> tuple[PodPlan, ...]:
+def _as_processes(actor: PodPlan, rollout: PodPlan) -> PodPlan:
     (own,) = actor.containers
-    guests = tuple(process for container in rollout.containers for process in _moved(container, actor).processes)
-    return (replace(actor, containers=(replace(own, processes=(*own.processes, *guests)),), claim=_shared(actor)),)
+    inside = tuple(process for container in rollout.containers for process in _moved(container, actor).processes)
+    return replace(actor, containers=(replace(own, processes=(*own.processes, *inside)),), claim=_shared(actor))
 
 
-def _as_pods(actor: PodPlan, rollout: PodPlan, job: str) -> tuple[PodPlan, ...]:
-    claim = _shared(actor, name=f"{job}-gpus-{actor.index}")
-    return replace(actor, claim=claim), replace(rollout, claim=claim)
-
-
-def _shared(actor: PodPlan, *, name: str | None = None) -> GpuClaim | None:
-    return replace(actor.claim, shared=True, name=name) if actor.claim is not None else None
+def _shared(actor: PodPlan) -> GpuClaim | None:
+    return replace(actor.claim, shared=True) if actor.claim is not None else None
 
 
 def _moved(container: ContainerPlan, pod: PodPlan, *, health_port: int | None = None) -> ContainerPlan:

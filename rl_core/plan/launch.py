@@ -14,7 +14,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.plan.colocated import colocate, shape_of
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
-from rl_core.plan.slots import ROLES, home_of, place_processes
+from rl_core.plan.slots import ROLES, guests, place_processes
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob, RLJobSpec
@@ -61,7 +61,7 @@ def build_launch_plan(
 ) -> LaunchPlan:
     """Return the plan of `job` under `epoch`.
 
-    The placement block decides who has which accelerators; with mode colocated actor and rollout share pods and claims.
+    The placement block decides who has which accelerators; with modes colocated and hybrid actor and rollout share pods and claims.
     `replicas` overrides the pod counts of elastic roles (`{"rollout": 4}`). `host` None: actor-0's name in the job's headless
     Service; a host (local mode, 127.0.0.1): all pods share that machine, so that devices are numbered over all of them.
     `attempts` by role is the first half of the incarnation of pods made now; a replacement needs a higher one than the pod that it replaces.
@@ -91,7 +91,7 @@ def build_launch_plan(
     placements = place_processes(spec, counts, one_machine=context.local)
     pods = tuple(_build_pod(context, role, index, placements[role]) for role in ROLES for index in range(counts[role]))
     plan = LaunchPlan(job=name, namespace=namespace, uid=uid, epoch=epoch, pods=pods)
-    return colocate(plan, shape=shape_of(spec)) if home_of(spec, "rollout") == "actor" else plan
+    return colocate(plan, shape=shape_of(spec), spare=spec.placement.mode == "hybrid") if guests(spec) else plan
 
 
 def _build_pod(context: _Context, role: str, index: int, by_pod: list[list[Placement]]) -> PodPlan:

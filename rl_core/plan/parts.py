@@ -69,8 +69,6 @@ class GpuClaim(_Plan):
     """Device class; None = any."""
     shared: bool = False
     """Whether containers of the pod share the claim."""
-    name: str | None = None
-    """A claim that other pods share too; None = the pod has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

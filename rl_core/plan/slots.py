@@ -8,7 +8,7 @@ role and equal, so it must say of each role what the role's own fields say; the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError, PlacementError
@@ -20,6 +20,7 @@ from rl_core.plan.placement import (
     NodePlacementStrategy,
     PackedPlacementStrategy,
     Placement,
+    PlacementMode,
     PlacementStrategy,
 )
 
@@ -78,27 +79,34 @@ def place_processes(spec: RLJobSpec, pods: Mapping[str, int], *, one_machine: bo
     order = _order(spec, slots)
     first = {role: [0] * pods[role] for role in ROLES}
     if one_machine:
-        colocated = spec.placement.mode == "colocated"
-        first = _numbered([role for role in order if not (colocated and role == "rollout")], slots, pods)
-        if colocated:
-            first["rollout"] = first["actor"] + [0] * pods["rollout"]  # `colocate` refuses more rollouts than actors
-    return {role: slots[role].place(first[role][: pods[role]]) for role in ROLES}
+        inside = guests(spec)
+        own = {role: replace(slots[role], pods=len(own_pods(spec, role))) for role in order}
+        first = _numbered(order, own, {**pods, "rollout": max(pods["rollout"] - inside, 0)})
+        first["rollout"] = (first["actor"][:inside] + first["rollout"])[: pods["rollout"]]
+    return {role: slots[role].place(first[role]) for role in ROLES}
 
 
-def home_of(spec: RLJobSpec, role: str) -> str:
-    """Return the role whose pods run the processes of `role`: colocated rollouts are guests of the actor's."""
-    return "actor" if role == "rollout" and spec.placement.mode == "colocated" else role
+def guests(spec: RLJobSpec) -> int:
+    """Return how many rollouts live in pods of the actor, one in each: those of the lowest ranks."""
+    return 0 if spec.placement.mode == "disaggregated" else spec.actor.replicas
+
+
+def own_pods(spec: RLJobSpec, role: str) -> range:
+    """Return the indices of the pods that a role has of its own."""
+    replicas: int = getattr(spec, role).replicas
+    return range(guests(spec) if role == "rollout" else 0, replicas)
 
 
 def pod_of(spec: RLJobSpec, job: str, role: str, rank: int) -> str:
     """Return the name of the pod in which a worker process runs."""
     index = rank // spec.actor.processes_per_pod if role == "actor" else rank
-    return f"{job}-{home_of(spec, role)}-{index}"
+    home = "actor" if role == "rollout" and rank < guests(spec) else role
+    return f"{job}-{home}-{index}"
 
 
 def device_count(spec: RLJobSpec) -> int:
     """Return on how many devices the job trains and generates, a process on CPU taken for one; shared ones count once."""
-    return spec.actor.world_size + (spec.rollout.replicas if home_of(spec, "rollout") == "rollout" else 0)
+    return spec.actor.world_size + len(own_pods(spec, "rollout"))
 
 
 def _slots_of(spec: RLJobSpec, role: str) -> RoleSlots:
@@ -130,10 +138,6 @@ def _numbered(order: Sequence[str], slots: Mapping[str, RoleSlots], pods: Mappin
 
 def _order(spec: RLJobSpec, slots: Mapping[str, RoleSlots]) -> list[str]:
     """Return the roles in the order of their resources, once the written placement is found to be that of the pods."""
-    if spec.placement.mode == "hybrid":
-        raise PlacementError(
-            "placement.mode hybrid cannot be honoured, as no pod runs processes of several roles; write mode: disaggregated"
-        )
     written = spec.placement.component_placement
     if not written:
         return list(ROLES)
@@ -147,11 +151,15 @@ def _order(spec: RLJobSpec, slots: Mapping[str, RoleSlots]) -> list[str]:
         raise PlacementError(
             f"{FIELD} must place roles with accelerators or roles without, got {counts}; give each gpus, or leave env out"
         )
-    shared = spec.placement.mode == "colocated"
-    total = sum(role.resources for role in placed if not (shared and role.name == "rollout"))
+    total = sum(replace(role, pods=len(own_pods(spec, role.name))).resources for role in placed)
     inventory = Inventory([NodeInfo(0, total, "GPU")] if True in on_gpus else [NodeInfo(i, 0) for i in range(total)])
     found = _read(spec, inventory)
     starts = {role.name: _check_role(role, found) for role in placed}
+    if guests(spec) and starts.get("actor") != starts.get("rollout"):
+        raise PlacementError(
+            f"{FIELD} must begin actor and rollout at one resource with mode {spec.placement.mode}, as the first rollouts live in the "
+            f"actor's pods, got {dict(written)}; write both from {starts.get('actor', 0)}"
+        )
     taken = {rank for role in placed for rank in found.get_hardware_ranks(role.name)}
     if len(taken) < total:
         raise PlacementError(
@@ -180,11 +188,13 @@ def _check_role(role: RoleSlots, found: ModelParallelComponentPlacement) -> int:
     count = role.pods * role.processes
     offered = [list(range(start + rank * role.share, start + (rank + 1) * role.share)) for rank in range(count)]
     if written != offered:
+        hybrid = found.mode is PlacementMode.HYBRID  # which takes a range for a process per resource
+        ranks = f"{start}-{offered[-1][-1]}" + (f":0-{count - 1}" if hybrid and role.share > 1 else "")
         what = f"{count} processes with {role.share} {'accelerators' if role.gpus else 'process slots'} each"
         raise PlacementError(
             f"{FIELD}: component {role.name} must be what its pods are ({what}: {role.name}.replicas {role.pods}, gpus {role.gpus}, "
             f"{role.processes} processes per pod), got {len(written)} processes "
-            f"on {len(taken)} from {taken[0]} to {taken[-1]}; write {start}-{offered[-1][-1]}, or change the fields of {role.name}"
+            f"on {len(taken)} from {taken[0]} to {taken[-1]}; write {ranks}, or change the fields of {role.name}"
         )
     return start
 

@@ -1,4 +1,4 @@
-"""Colocated placement: actor and rollouts take turns on one set of devices, by the device lease.
+"""Colocated and hybrid placement: the actor and the rollouts in its pods take turns on one set of devices, by the device lease.
 
                  actor on the device              rollouts on the device
     generating   -                                weights, KV cache
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
+from rl_core.plan.slots import guests
 from rl_core.runner.device_lease import DeviceLease, Use
 from rl_core.runner.phases import DisaggregatedPhases, Moves, OffloadingPhases, Phases
 from rl_core.workers.group import Cluster, WorkerGroup
@@ -48,6 +49,8 @@ class ColocatedPhases:
     def __init__(self, spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> None:
         """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
+        self._guests = frozenset(f"rollout:{rank}" for rank in range(guests(spec)))
+        """Names of the rollouts that live in the actor's pods; hybrid placement has others, which keep their devices."""
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
         self._moves = Moves()
 
@@ -70,6 +73,9 @@ class ColocatedPhases:
         A process that was taken for lost, and is not, may come back with its engine on a device that the actor has got meanwhile: it is
         put to sleep at once.
         """
+        if name not in self._guests:
+            yield
+            return
         if self._lease.use is not Use.GENERATING:
             self._tell(name, NOTHING)
         with self._lease.shared(Use.GENERATING):
@@ -88,7 +94,7 @@ class ColocatedPhases:
         """Return for what the devices are used and by whom. A member's part of the lease ends when it was silent for deadlines.lost."""
         lease, now = self._lease, self._cluster.hub.clock()
         use = lease.use
-        holders = [member for role in (use.roles if use else ()) for member in self._cluster.members(role)]
+        holders = [member for role in (use.roles if use else ()) for member in self._sharing(role)]
         left = {member.name: max(self._deadlines.lost - (now - member.last_seen), 0.0) for member in holders}
         return {
             "use": use.value if use else None,
@@ -111,7 +117,7 @@ class ColocatedPhases:
 
     def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
         """Have `parts` of each rollout on the device, no others. Who cannot is given up: its part of the lease ends, and it joins anew."""
-        members = [m for m in self._cluster.members("rollout") if m.state in HOLDS_ENGINE]
+        members = [member for member in self._sharing("rollout") if member.state in HOLDS_ENGINE]
         seconds, asked = self._deadlines.weight_sync, sorted(parts)
         calls = [(m, self._cluster.submit(m.name, "occupy", [asked, token], {}, timeout=seconds)) for m in members]
         for member, call in calls:
@@ -124,6 +130,9 @@ class ColocatedPhases:
             except RLJobError as error:
                 self._give_up(member, error)
 
+    def _sharing(self, role: str) -> list[Member]:
+        return [m for m in self._cluster.members(role) if m.role != "rollout" or m.name in self._guests]
+
     def _give_up(self, member: Member, error: RLJobError) -> None:
         logger.warning("%s loses the devices, it did not hand them over: %s", member.name, error)
         self._cluster.hub.give_up(member, f"it did not hand the devices over: {error}")
@@ -131,7 +140,7 @@ class ColocatedPhases:
 
 def build_phases(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> Phases:
     """Return what the job's placement does before and after each kind of work."""
-    if spec.placement.mode == "colocated":
+    if guests(spec):
         return ColocatedPhases(spec, cluster=cluster, actor=actor)
     if (offload := spec.actor.offload) != type(offload)():
         return OffloadingPhases(offload.resident, actor=actor, seconds=spec.runtime.deadlines.weight_sync)

@@ -4,26 +4,26 @@ SAME, OWN = True, False
 """Whether pydantic says the words of the API server, or its own."""
 
 PAIRS = (
-    "placement.mode colocated pairs each rollout with a pod of the actor, in turns"
-    "; give rollout the replicas and gpus of actor, and write maxStaleness: 0"
+    "placement.mode colocated needs one rollout in each actor pod, hybrid at least one, with as many gpus, in turns; change rollout's replicas "
+    "or gpus, or write maxStaleness: 0; got {}"
 )
 PLACEMENTS = {
     "unequal-halves": (
         {"placement": {"mode": "colocated"}, "rollout": {"replicas": 2, "gpus": 1}},
         "spec.placement.mode",
-        PAIRS,
+        PAIRS.format("colocated"),
         SAME,
     ),
     "turns-beside-generation": (
         {"placement": {"mode": "colocated"}, "algorithm": {"maxStaleness": 1}},
         "spec.placement.mode",
-        PAIRS,
+        PAIRS.format("colocated"),
         SAME,
     ),
-    "mixed-placement": (
-        {"placement": {"mode": "hybrid"}},
+    "hybrid-with-an-actor-pod-that-has-no-rollout": (
+        {"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}},
         "spec.placement.mode",
-        "mode must be colocated or disaggregated, as roles share all devices or none, got hybrid; write one of them",
+        PAIRS.format("hybrid"),
         SAME,
     ),
     "unknown-placement": (

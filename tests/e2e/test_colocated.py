@@ -35,8 +35,13 @@ def test_a_colocated_run_gives_bit_for_bit_what_a_disaggregated_one_gives(start)
     together = start(folder="together", algorithm={"steps": 4}, placement={"mode": "colocated"}, **ONE_EACH)
     assert together.run() == 0, together.text + together.logs()
     assert trained(together) == trained(apart) and numbers(together) == numbers(apart)
+    two = ONE_EACH | {"rollout": ONE_EACH["rollout"] | {"replicas": 2}}
+    hybrid = start(folder="hybrid", algorithm={"steps": 4}, placement={"mode": "hybrid"}, **two)
+    assert hybrid.run() == 0, hybrid.text + hybrid.logs()
+    assert trained(hybrid) == trained(apart) and numbers(hybrid) == numbers(apart), "whoever generated it"
     weights = "model/model.safetensors"
-    assert (together.output / weights).read_bytes() == (apart.output / weights).read_bytes()
+    saved = [(run.output / weights).read_bytes() for run in (apart, together, hybrid)]
+    assert saved[0] == saved[1] == saved[2]
     checks = [run.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] for run in (apart, together)]
     assert checks[0] == checks[1] > 0, "the trainer scores what the rollout drew, each in its turn"
     assert apart.status()["devices"] is None and together.status()["devices"]["token"] > 8

@@ -2,7 +2,7 @@
 
 An exclusive claim comes from a ResourceClaimTemplate per role and goes with its pod. A template's spec cannot change, so its name
 carries a hash of it: with another deviceClass or number of gpus the role gets another template, for its next pods. Containers of one
-pod share its claim; two colocated pods share a named one.
+pod share its claim.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from rl_core.api.job import RLJob
 from rl_core.api.roles import RoleSpec
-from rl_core.plan.launch import LaunchPlan, PodPlan
-from rl_core.plan.slots import home_of
+from rl_core.plan.launch import PodPlan
+from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
@@ -25,10 +25,10 @@ NAME = "gpus"
 def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
     """Return whether a container asks for accelerators as a resource of the device plugin.
 
-    Raises ValueError for containers or pods that would share them so: each would get its own.
+    Raises ValueError for containers that would share them so: each would get its own.
     """
     asked = bool(spec.gpus) and spec.gpu_allocation == "devicePlugin"
-    if asked and pod.claim is not None and pod.claim.shared and (len(pod.containers) > 1 or pod.claim.name is not None):
+    if asked and pod.claim is not None and pod.claim.shared and len(pod.containers) > 1:
         raise ValueError(
             f"pod {pod.name} must share its accelerators by gpuAllocation dra, got devicePlugin; use dra, or one container for both"
         )
@@ -49,17 +49,7 @@ def templates(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
             config=config,
         )
         for role, spec in specs.items()
-        if spec.gpus and spec.gpu_allocation == "dra" and home_of(job.spec, role) == role
-    ]
-
-
-def shared(job: RLJob, plan: LaunchPlan, *, config: OperatorConfig) -> list[dict[str, Any]]:
-    """Return the ResourceClaims that pods of `plan` share by name."""
-    names = sorted({pod.claim.name for pod in plan.pods if pod.claim is not None and pod.claim.name is not None})
-    spec = {"spec": _request(job.spec.actor)}
-    return [
-        meta.support(job, "ResourceClaim", name, spec, api_version=API_VERSION, component="actor", config=config)
-        for name in names
+        if spec.gpus and spec.gpu_allocation == "dra" and own_pods(job.spec, role)
     ]
 
 
@@ -69,12 +59,8 @@ def of_pod(job: RLJob, pod: PodPlan) -> list[dict[str, Any]]:
     roles: list[RoleSpec] = [specs[container.image_role] for container in pod.containers]
     found: dict[str, dict[str, Any]] = {}
     if pod.claim is not None and roles[0].gpu_allocation == "dra":
-        source = (
-            {"resourceClaimName": pod.claim.name}
-            if pod.claim.name is not None
-            else {"resourceClaimTemplateName": _template_name(job, pod.role, specs[pod.role])}
-        )
-        found[NAME] = {"name": NAME, **source}
+        template = _template_name(job, pod.role, specs[pod.role])
+        found[NAME] = {"name": NAME, "resourceClaimTemplateName": template}
     for role in roles:
         for claim in role.resource_claims:
             found[claim.name] = {key: value for key, value in meta.api(claim).items() if key != "request"}

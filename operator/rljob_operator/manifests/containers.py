@@ -12,7 +12,7 @@ from rl_core.api.roles import RoleSpec
 from rl_core.api.variables import EnvValueFrom
 from rl_core.plan.colocated import shape_of
 from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
-from rl_core.plan.slots import home_of
+from rl_core.plan.slots import own_pods
 from rljob_operator.manifests import claims, meta, volumes
 from rljob_operator.model import OperatorConfig
 
@@ -40,8 +40,8 @@ def image_of(job: RLJob, role: str, *, config: OperatorConfig) -> str | None:
 
 def roles(job: RLJob) -> tuple[str, ...]:
     """Return the roles that have containers of their own."""
-    guest = home_of(job.spec, "rollout") == "actor" and shape_of(job.spec) == "processes"
-    return ("actor", "env") if guest else ("actor", "rollout", "env")
+    inside = not own_pods(job.spec, "rollout") and shape_of(job.spec) == "processes"
+    return ("actor", "env") if inside else ("actor", "rollout", "env")
 
 
 def role_spec(job: RLJob, role: str) -> RoleSpec:

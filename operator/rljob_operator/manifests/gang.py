@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rl_core.plan.slots import home_of
+from rl_core.plan.slots import guests
 from rljob_operator import kinds, naming
 from rljob_operator.manifests import containers, meta
 from rljob_operator.model import OperatorConfig
@@ -67,9 +67,8 @@ def manifests(job: RLJob, *, config: OperatorConfig) -> Gang:
 
 def _sizes(job: RLJob, api: str) -> dict[str, int]:
     sizes = {naming.ACTOR: job.spec.actor.replicas}
-    if api == BUILT_IN or home_of(job.spec, naming.ROLLOUT) == naming.ACTOR:
-        return sizes
-    return {**sizes, naming.ROLLOUT: job.spec.rollout.min_replicas}
+    needed = job.spec.rollout.min_replicas - guests(job.spec)
+    return sizes if api == BUILT_IN or needed <= 0 else {**sizes, naming.ROLLOUT: needed}
 
 
 def _spec(job: RLJob, role: str, size: int, api: str) -> dict[str, Any]:

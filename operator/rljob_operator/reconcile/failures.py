@@ -115,7 +115,7 @@ def _newly_ended(situation: Situation) -> list[PodView]:
         for pod in situation.pods_of(role):
             judged = (e := record.ends.get(pod.name)) is not None and e.uid == pod.uid
             ours = role != "actor" and (
-                pod.index >= situation.desired(role)
+                pod.index not in situation.indices(role)
                 or pod.name in record.draining
                 or (mark is not None and pod.created <= mark)
             )
@@ -207,7 +207,8 @@ def _count_vanished(situation: Situation, record: Record) -> Record:
     for role in ("rollout", "env"):
         known = record.role(role)
         counted = known.restarts - situation.record.role(role).restarts
-        lost = min(known.active, situation.desired(role)) - len(situation.pods_of(role))
+        inside = len(situation.hosts(role)) - len(situation.pods_of(role))
+        lost = min(known.active - inside, situation.desired(role)) - len(situation.pods_of(role))
         if lost > 0 and not counted:
             record = replace(record, roles={**record.roles, role: replace(known, restarts=known.restarts + 1)})
     return record

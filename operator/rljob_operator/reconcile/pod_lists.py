@@ -19,7 +19,7 @@ def wanted_pods(situation: Situation) -> list[PodView]:
         pod
         for role in ROLES
         for pod in situation.pods_of(role)
-        if pod.index < situation.desired(role) and is_active(pod)
+        if pod.index in situation.indices(role) and is_active(pod)
     ]
 
 

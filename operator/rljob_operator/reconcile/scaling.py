@@ -97,7 +97,7 @@ def _missing(situation: Situation, record: Record) -> tuple[list[tuple[str, int]
     """Return the wanted pods whose names are free and whose back-off is over, and the waits of the others."""
     create, waits = [], []
     for role in ROLES:
-        for index, name in enumerate(situation.wanted(role)):
+        for index, name in zip(situation.indices(role), situation.wanted(role), strict=True):
             if name in situation.pods:
                 continue
             ends = record.ends.get(GANG if role == "actor" else name) or Ends()
@@ -140,7 +140,7 @@ def _drain(situation: Situation, record: Record) -> PodMoves:
 
 
 def _leaves(situation: Situation, record: Record, pod: PodView) -> bool:
-    return pod.index >= situation.desired(pod.role) or pod.name in record.draining
+    return pod.index not in situation.indices(pod.role) or pod.name in record.draining
 
 
 def _answering(situation: Situation) -> Report | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_core.api.defaults import Defaults
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.roles import RoleSpec
-from rl_core.plan.slots import home_of
+from rl_core.plan.slots import guests, own_pods
 from rljob_operator import naming
 from rljob_operator.model import Object, Observed, OperatorConfig, PodView
 from rljob_operator.reconcile import record as records
@@ -83,9 +83,14 @@ class Situation:
         """Return the spec of a role."""
         return {"actor": self.spec.actor, "rollout": self.spec.rollout, "env": self.spec.env}[role]
 
-    def home(self, role: str) -> str:
-        """Return the role whose pods run the processes of `role`."""
-        return home_of(self.spec, role)
+    def hosts(self, role: str) -> tuple[PodView, ...]:
+        """Return our pods that run processes of `role`, by index; of the actor those of this epoch only."""
+        inside = guests(self.spec) if role == "rollout" else 0
+        return (*self.by_role["actor"][:inside], *self.by_role[role])
+
+    def indices(self, role: str) -> range:
+        """Return the indices of the pods of a role that are wanted while the job runs."""
+        return own_pods(self.spec, role)
 
     def desired(self, role: str) -> int:
         """Return how many pods of a role are wanted while the job runs."""
@@ -109,7 +114,6 @@ def look(
     pods = {pod.name: pod for pod in observed.pods if pod.job_uid == uid}
     epoch = max([record.epoch, *(pod.epoch for pod in pods.values())])
     ordered = sorted(pods.values(), key=lambda pod: (pod.index, pod.name))
-    counts = {"actor": job.spec.actor.replicas, "rollout": job.spec.rollout.replicas, "env": job.spec.env.replicas}
     first = pods.get(naming.pod(job.metadata.name, "actor", 0))
     first = first if first is not None and first.epoch == epoch else None
     report = (reports.from_end(first, epoch=epoch, at=now) if first is not None and has_ended(first) else None) or (
@@ -126,10 +130,7 @@ def look(
         pods=pods,
         by_role={r: tuple(p for p in ordered if p.role == r and (r != "actor" or p.epoch == epoch)) for r in ROLES},
         old_gang=tuple(p for p in ordered if p.role == "actor" and p.epoch != epoch),
-        names={
-            r: tuple(naming.pod(job.metadata.name, r, i) for i in range(counts[r])) if home_of(job.spec, r) == r else ()
-            for r in ROLES
-        },
+        names={r: tuple(naming.pod(job.metadata.name, r, i) for i in own_pods(job.spec, r)) for r in ROLES},
         earlier=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
         strangers=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
         epoch=epoch,

@@ -237,11 +237,11 @@ def _pods(situation: Situation, record: Record) -> dict[str, Any]:
 
 
 def _role(situation: Situation, record: Record, role: str) -> dict[str, Any]:
-    known, home = record.role(role), situation.home(role)
-    pods = [pod for pod in situation.pods_of(home) if is_active(pod) and (home != "actor" or pod.epoch == record.epoch)]
+    known = record.role(role)
+    pods = [p for p in situation.hosts(role) if is_active(p) and (p.role != "actor" or p.epoch == record.epoch)]
     status: dict[str, Any] = {
         "name": role,
-        "desired": situation.desired(home),
+        "desired": situation.indices(role).stop,
         "ready": sum(1 for pod in pods if pod.ready),
         "active": len(pods),
         "failed": known.failed,

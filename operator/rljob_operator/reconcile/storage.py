@@ -113,7 +113,7 @@ def _claims(spec: RoleSpec) -> Iterator[tuple[str, bool]]:
 def _unshared(situation: Situation, role: str, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
     spec = claim.get("spec")
     modes = spec.get("accessModes") if isinstance(spec, Mapping) else None
-    pods = situation.desired(situation.home(role))
+    pods = situation.indices(role).stop
     if pods < 2 or not isinstance(modes, list) or not modes:
         return None
     held = "ReadWriteOncePod" not in modes and _on_one_node(situation.role(role))

@@ -95,7 +95,6 @@ def everything(job, plan=None):
     return [
         *manifests.support.build(job, config=CONFIG),
         manifests.secret.build(job, master=MASTER),
-        *manifests.claims.shared(job, plan, config=CONFIG),
         *(manifests.pods.build(job, pod, config=CONFIG) for pod in plan.pods),
     ]
 
@@ -121,7 +120,7 @@ def test_a_pod_with_every_field_is_taken_as_it_is(control_plane, restricted, job
     check(control_plane, restricted, everything(job.model_copy(update={"spec": job.spec.model_copy(update=high)})))
 
 
-@pytest.mark.parametrize(("shape", "role"), [("containers", DRA), ("pods", DRA), ("processes", {})])
+@pytest.mark.parametrize(("shape", "role"), [("containers", DRA), ("processes", {})])
 def test_colocated_shapes_are_taken_as_they_are(control_plane, restricted, job_in, shape, role):
     job = job_in(actor={"gpus": 1} | role, rollout={"gpus": 1} | role)
     check(control_plane, restricted, everything(job, colocate(make_plan(job), shape=shape)))

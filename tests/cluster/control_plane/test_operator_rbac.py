@@ -19,13 +19,6 @@ NOT_EXERCISED: dict[Right, str] = {
         "rljobs/finalizers",
     ): "asked for by OwnerReferencesPermissionEnforcement alone, which this API server does not run",
     (
-        "create",
-        "resource.k8s.io",
-        "resourceclaims",
-    ): "the claim of two colocated pods, a shape that no RLJob asks for",
-    ("patch", "resource.k8s.io", "resourceclaims"): "the same",
-    ("get", "resource.k8s.io", "resourceclaims"): "the same",
-    (
         "delete",
         "resource.k8s.io",
         "resourceclaimtemplates",

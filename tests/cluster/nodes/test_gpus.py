@@ -112,7 +112,6 @@ def started(
         plan = probing(change(make_plan(job)), PROBE)
         nodes.apply(
             *manifests.support.build(job, config=config),
-            *manifests.claims.shared(job, plan, config=config),
             manifests.secret.build(job, master=MASTER),
             *(manifests.pods.build(job, pod, config=config) for pod in plan.pods),
             namespace=namespace,
@@ -187,8 +186,8 @@ def test_a_process_in_a_pod_is_who_the_plan_says_and_may_do_no_more(started):
 
 @pytest.mark.parametrize(
     ("shape", "allocation"),
-    [("containers", DRA), ("processes", {}), ("pods", DRA)],
-    ids=["two containers, one claim", "one container, device plugin", "two pods, one named claim"],
+    [("containers", DRA), ("processes", {})],
+    ids=["two containers, one claim", "one container, device plugin"],
 )
 def test_colocated_actor_and_rollout_see_the_same_accelerators(started, shape, allocation):
     role = {"gpus": 2, "replicas": 2} | allocation
@@ -196,9 +195,8 @@ def test_colocated_actor_and_rollout_see_the_same_accelerators(started, shape, a
     pairs = []
     for index in (0, 1):
         actor = pods[f"sums-actor-{index}"]
-        rollout = pods[f"sums-rollout-{index}"] if shape == "pods" else actor
         assert actor.uuids("actor") == actor.processes[f"actor:{index}"]["uuids"] and len(actor.uuids("actor")) == 2
-        assert sorted(rollout.uuids("rollout")) == sorted(actor.uuids("actor")) and rollout.node == actor.node
+        assert sorted(actor.uuids("rollout")) == sorted(actor.uuids("actor"))
         pairs.append({(actor.node, uuid) for uuid in actor.uuids("actor")})
     assert not pairs[0] & pairs[1]
 

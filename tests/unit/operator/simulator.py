@@ -280,7 +280,7 @@ class World:
         if len([pod for pod in gang if int(pod["metadata"]["labels"]["rljob.dev/epoch"]) == epoch]) < wanted:
             return
         mode = self.job["spec"].get("placement", {}).get("mode")
-        generators = "actor" if mode == "colocated" else "rollout"
+        generators = "actor" if mode in ("colocated", "hybrid") else "rollout"
         if self.stall is None and any(role_of(pod) == generators and _ready(pod) for pod in self.pods.values()):
             self.runner = "Generating"
             self.steps += 1

@@ -102,13 +102,12 @@ def colocated_pods(shape, allocation):
     role = {"gpus": 1, "replicas": 2} | dra
     job = make_job(actor=role, rollout=role)
     plan = colocate(make_plan(job), shape=shape)
-    pods = {pod.name: manifests.pods.build(job, pod, config=CONFIG) for pod in plan.pods if pod.role != "env"}
-    return pods, manifests.claims.shared(job, plan, config=CONFIG)
+    return {pod.name: manifests.pods.build(job, pod, config=CONFIG) for pod in plan.pods if pod.role != "env"}
 
 
 def test_two_containers_of_a_colocated_pod_share_one_claim():
-    pods, claims = colocated_pods("containers", "dra")
-    assert sorted(pods) == ["sums-actor-0", "sums-actor-1"] and claims == []
+    pods = colocated_pods("containers", "dra")
+    assert sorted(pods) == ["sums-actor-0", "sums-actor-1"]
     for pod in pods.values():
         actor, rollout = pod["spec"]["containers"]
         assert (actor["name"], rollout["name"]) == ("actor", "rollout")
@@ -120,7 +119,7 @@ def test_two_containers_of_a_colocated_pod_share_one_claim():
 
 
 def test_with_the_device_plugin_one_container_runs_both_processes():
-    pods, _ = colocated_pods("processes", "devicePlugin")
+    pods = colocated_pods("processes", "devicePlugin")
     for pod in pods.values():
         (container,) = pod["spec"]["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"] == {"nvidia.com/gpu": "1"}
@@ -129,18 +128,9 @@ def test_with_the_device_plugin_one_container_runs_both_processes():
         assert {"actor.secret", "rollout.secret"} <= paths
 
 
-def test_two_pods_share_a_named_claim_per_pair():
-    pods, claims = colocated_pods("pods", "dra")
-    assert [claim["metadata"]["name"] for claim in claims] == ["sums-gpus-0", "sums-gpus-1"]
-    for index in (0, 1):
-        named = [pods[f"sums-{role}-{index}"]["spec"]["resourceClaims"] for role in ("actor", "rollout")]
-        assert named == [[{"name": "gpus", "resourceClaimName": f"sums-gpus-{index}"}]] * 2
-
-
-@pytest.mark.parametrize("shape", ["containers", "pods"])
-def test_the_device_plugin_cannot_share_and_says_so(shape):
+def test_the_device_plugin_cannot_share_and_says_so():
     with pytest.raises(ValueError, match="must share its accelerators by gpuAllocation dra"):
-        colocated_pods(shape, "devicePlugin")
+        colocated_pods("containers", "devicePlugin")
 
 
 # --- gangs -------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,22 @@ def test_there_are_no_pods_but_the_actors_and_the_envs_and_the_rollouts_in_them_
     assert reason(world, "Degraded") != "BelowMinimum", "the rollouts are all there"
 
 
+def test_a_hybrid_job_has_pods_for_the_rollouts_that_no_actor_pod_hosts_and_scales_only_these() -> None:
+    more = PAIRS | {"placement": {"mode": "hybrid"}, "rollout": {"replicas": 4, "minReplicas": 3}}
+    world = running(**more)
+    assert sorted(world.pods) == ["x-actor-0", "x-actor-1", "x-env-0", "x-rollout-2", "x-rollout-3"]
+    rollouts = world.role("rollout")
+    assert (rollouts["desired"], rollouts["ready"], rollouts["active"]) == (4, 4, 4)
+    assert world.status["rollout"]["replicas"] == 4 and reason(world, "Degraded") == "AllRolesReady"
+    world.end_pod("x-rollout-2", 137)
+    world.run_until(lambda: world.role("rollout")["ready"] == 3)
+    world.run_until(lambda: world.role("rollout")["ready"] == 4)
+    assert world.status["epoch"] == 1 and world.role("rollout")["restarts"] == 1
+    world.edit(rollout={"replicas": 2, "minReplicas": 2})
+    world.run_until(lambda: not {"x-rollout-2", "x-rollout-3"} & set(world.pods))
+    assert world.phase == "Running" and world.role("rollout")["desired"] == 2
+
+
 def test_what_restarts_the_rollouts_restarts_the_job() -> None:
     world = running(**PAIRS)
     world.stall = {"reason": "WaitingForRollout", "message": "m", "since": 400.0, "waits": []}

@@ -29,7 +29,7 @@ CLAIMED = {
             {"actor": {"gpus": 3, "processesPerPod": 2}, "algorithm": {"promptsPerStep": 32}},
             "multiple of processesPerPod 2, got 3",
         ),
-        ({"placement": {"mode": "hybrid"}}, "roles share all devices or none"),
+        ({"placement": {"mode": "hybrid"}, "rollout": {"gpus": 1}}, "rollouts of 1 gpus beside 1 actor pods of 0"),
         (
             {"placement": {"componentPlacement": {"actor": 0, "rollout": "1-4"}}},
             r"placement.componentPlacement: component rollout: part '1-4': rank 4 is out of range",

@@ -138,11 +138,11 @@ def test_a_list_whose_snapshot_expired_begins_anew(fake_time, cluster):
 
 def test_kinds_the_cluster_does_not_serve_are_left_out(fake_time, cluster):
     async def scenario():
-        bench = Bench(cluster, kinds=[kinds.POD, kinds.RESOURCE_CLAIM])
+        bench = Bench(cluster, kinds=[kinds.POD, kinds.CLAIM_TEMPLATE])
         served = cluster.list
 
         async def partly(kind, namespace, *, selector=""):
-            if kind == kinds.RESOURCE_CLAIM:
+            if kind == kinds.CLAIM_TEMPLATE:
                 raise NotFound("the server could not find the requested resource")
             async for page in served(kind, namespace, selector=selector):
                 yield page

@@ -14,7 +14,7 @@ from rl_core.plan.colocated import colocate
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
 from rl_core.plan.slots import device_count, pod_of
 
-SHAPES = ("containers", "processes", "pods")
+SHAPES = ("containers", "processes")
 
 
 def job(actor=1, rollout=1, gpus=1, rollout_gpus=None, **role):
@@ -37,9 +37,9 @@ def plan(*counts, **more):
     return planned(job(*counts, **more))
 
 
-def colocated(written):
+def colocated(written, mode="colocated"):
     """Return the spec with the mode, also of halves that the schema refuses."""
-    mode = PlacementSpec.model_construct(mode="colocated", component_placement={})
+    mode = PlacementSpec.model_construct(mode=mode, component_placement={})
     return written.spec.model_copy(update={"placement": mode})
 
 
@@ -60,7 +60,7 @@ def test_every_process_is_there_once_with_its_identity_and_the_pair_shares_a_cla
     for index in range(count):
         pair = [processes(after)[f"{role}-{index}"][1] for role in ("actor", "rollout")]
         assert pair[0].claim == pair[1].claim and (pair[0].claim is None) == (gpus == 0)
-        assert (pair[0] is pair[1]) == (shape != "pods")
+        assert pair[0] is pair[1]
     claims = [pod.claim for pod in after.pods if pod.claim is not None]
     assert all(claim.shared for claim in claims) and LaunchPlan.from_json(after.to_json()) == after
 
@@ -87,6 +87,28 @@ def test_on_one_machine_a_colocated_job_leaves_no_accelerator_out():
     assert processes(found)["env-0"][0].visible_devices == ("2",)
 
 
+def test_a_hybrid_job_has_a_rollout_in_each_actor_pod_and_the_others_on_devices_of_their_own():
+    """The devices of pods that run keep their numbers when rollouts are added."""
+    written = job(2, 3, 2)
+    env = written.spec.env.model_copy(update={"gpus": 1})
+    spec = colocated(written, "hybrid").model_copy(update={"env": env})
+    for replicas in (2, 3, 5):
+        found = processes(planned(spec, host="127.0.0.1", replicas={"rollout": replicas}))
+        where = {name: (pod.name, process.visible_devices) for name, (process, pod) in found.items()}
+        assert where["rollout-0"] == where["actor-0"] == ("sums-actor-0", ("0", "1"))
+        assert where["rollout-1"] == where["actor-1"] == ("sums-actor-1", ("2", "3"))
+        own = [where[f"rollout-{index}"] for index in range(2, replicas)]
+        numbers = [("4", "5"), ("7", "8"), ("9", "10")]
+        assert own == [(f"sums-rollout-{index}", numbers[index - 2]) for index in range(2, replicas)]
+        assert where["env-0"] == ("sums-env-0", ("6",))
+        assert [pod_of(spec, "sums", "rollout", rank) for rank in range(replicas)] == [
+            where[f"rollout-{rank}"][0] for rank in range(replicas)
+        ]
+    assert device_count(spec) == 2 + 1
+    with pytest.raises(ConfigError, match="make them equal, or give rollout more replicas"):
+        planned(spec, replicas={"rollout": 1})
+
+
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 @pytest.mark.parametrize("odd", [{"rollout": 2}, {"rollout_gpus": 2}], ids=["replicas", "gpus"])
 def test_a_colocated_job_of_unequal_halves_is_refused(odd, host):
@@ -107,12 +129,13 @@ def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [
-        ({"rollout": {"replicas": 2}}, "got 2 rollouts with 0 gpus beside 1 actor pods with 0, and maxStaleness 0"),
-        ({"algorithm": {"maxStaleness": 1}}, "write maxStaleness: 0, got .* and maxStaleness 1"),
+        ({"rollout": {"replicas": 2}}, "got colocated with 2 rollouts of 0 gpus beside 1 actor pods of 0, and maxStaleness 0"),
+        ({"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}}, "got hybrid with 1 rollouts .* beside 2 actor pods"),
+        ({"algorithm": {"maxStaleness": 1}}, "write maxStaleness: 0; got .* and maxStaleness 1"),
         ({"weights": {"transport": "nccl"}}, "weights.transport must not be nccl .* write auto"),
         ({"rollout": {"engine": "sglang"}}, "rollout.engine must be hf .* got sglang; write hf"),
     ],
-    ids=["unequal", "asynchronous", "nccl", "engine"],
+    ids=["unequal", "too few", "asynchronous", "nccl", "engine"],
 )  # fmt: skip
 def test_what_cannot_take_turns_is_refused_by_name(blocks, words):
     spec = {"model": {"path": "m"}, "data": {"train": "t"}, "placement": {"mode": "colocated"}}

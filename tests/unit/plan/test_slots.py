@@ -16,10 +16,10 @@ from rl_core.plan.placement import Placement
 ROLES = ("actor", "rollout", "env")
 
 
-def spec(placement=None, **blocks):
+def spec(component_placement=None, **blocks):
     written = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 24}} | blocks
-    if placement is not None:
-        written["placement"] = {"componentPlacement": placement}
+    if component_placement is not None:
+        written["placement"] = written.get("placement", {}) | {"componentPlacement": component_placement}
     return RLJobSpec.model_validate(written)
 
 
@@ -228,17 +228,22 @@ def test_accelerators_that_a_process_would_not_use_are_refused_where_a_block_num
         plan(spec({"actor": "0-3", "rollout": "4-5"}, actor={"gpus": 4, "processesPerPod": 2}, rollout={"gpus": 2}))
 
 
-def test_the_mode_that_no_backend_runs_is_refused_by_the_schema():
-    with pytest.raises(ValidationError, match="roles share all devices or none, got hybrid; write one of them"):
-        PlacementSpec(mode="hybrid")
+HYBRID = {
+    "placement": {"mode": "hybrid"},
+    "actor": {"gpus": 2, "processesPerPod": 2},
+    "rollout": {"gpus": 2, "replicas": 3},
+}
 
 
-def test_the_plan_refuses_hybrid_itself():
-    hybrid = spec().model_copy(
-        update={"placement": PlacementSpec.model_construct(mode="hybrid", component_placement={})}
-    )
-    with pytest.raises(PlacementError, match=r"placement.mode hybrid cannot be honoured.*write mode: disaggregated"):
-        plan(hybrid)
+def test_a_hybrid_block_gives_the_first_rollouts_the_devices_of_the_actor_and_further_ones_their_own():
+    written = {"actor": "0-1", "rollout": "0-5:0-2"}
+    assert plan(spec(written, **HYBRID), host="127.0.0.1") == plan(spec(**HYBRID), host="127.0.0.1")
+    with pytest.raises(
+        PlacementError, match=r"must begin actor and rollout at one resource with mode hybrid.*write both from 4"
+    ):
+        plan(spec({"actor": "4-5", "rollout": "0-5:0-2"}, **HYBRID))
+    with pytest.raises(PlacementError, match=r"got 6 processes on 6 from 0 to 5; write 0-5:0-2, or change"):
+        plan(spec({"actor": "0-1", "rollout": "0-5"}, **HYBRID))
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,21 @@ def rollout(rank, state=MemberState.SERVING):
 class Job:
     """Stands in for the cluster, its hub and the actor group; keeps in `log` who was told to occupy what."""
 
-    def __init__(self, *members, mode="colocated"):
+    def __init__(self, *members, mode="colocated", pairs=None):
         self.there, self.log, self.errors, self.given_up = list(members) or [rollout(0)], [], {}, []
+        pairs = pairs or len(self.there)
         self.hub = SimpleNamespace(
             clock=lambda: 100.0, give_up=lambda member, reason: self.given_up.append((member.name, reason))
         )
         self.spec = RLJobSpec.model_validate(
-            {"model": {"path": "m"}, "data": {"train": "t"}, "placement": {"mode": mode}}
+            {
+                "model": {"path": "m"},
+                "data": {"train": "t"},
+                "placement": {"mode": mode},
+                "actor": {"replicas": pairs},
+                "rollout": {"replicas": len(self.there)},
+                "algorithm": {"promptsPerStep": 12},
+            }
         )
         self.phases = build_phases(self.spec, cluster=self, actor=self)
 
@@ -59,6 +67,18 @@ class Job:
     def told(self):
         log, self.log = self.log, []
         return log
+
+
+def test_a_hybrid_rollout_with_devices_of_its_own_keeps_them_and_waits_for_nobody():
+    job = Job(rollout(0), rollout(1), mode="hybrid", pairs=1)
+    with job.phases.training():
+        assert job.told() == [("rollout:0", []), ("actor", ALL)]
+        with job.phases.joining("rollout:1"):
+            assert job.told() == []
+        assert [holder["name"] for holder in job.phases.devices()["holders"]] == []
+    with job.phases.generating():
+        assert job.told() == [("actor", []), ("rollout:0", AWAKE)]
+        assert [holder["name"] for holder in job.phases.devices()["holders"]] == ["rollout:0"]
 
 
 def test_who_gives_memory_up_does_so_before_the_other_takes_it():
