@@ -1,6 +1,6 @@
 """Actor and rollout on the same accelerators: a disaggregated launch plan turned into a colocated one. Pure.
 
-    containers   one pod per pair, two containers sharing one claim (DRA)
+    containers   one pod per pair, two containers sharing one claim (DRA), or on CPU
     processes    one pod per pair, one container with both processes (the device plugin gives a device to one container only)
 
 Two ranks of NCCL cannot share a GPU, so colocated weights are never handed over by it.
@@ -32,10 +32,10 @@ OF_CLAIM = ("gpu_allocation", "device_class")
 def shape_of(spec: RLJobSpec) -> Shape:
     """Return how actor and rollout of a colocated job share.
 
-    Two containers cannot ask a device plugin for the same accelerator; two containers can hold one claim.
+    Two containers cannot ask a device plugin for the same accelerator; they can hold one claim, and need none on CPU.
     Raises ConfigError for fields of the rollout that a guest of the actor's pod cannot have.
     """
-    shape: Shape = "containers" if spec.actor.gpu_allocation == "dra" else "processes"
+    shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
     own = OF_PROCESS | (OF_CONTAINER if shape == "containers" else frozenset())
     actor, rollout = spec.actor, spec.rollout
     for name, field in type(rollout).model_fields.items():

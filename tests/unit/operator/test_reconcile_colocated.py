@@ -19,6 +19,7 @@ PAIRS: dict[str, Any] = {
     "actor": {"replicas": 2},
     "rollout": {"replicas": 2, "minReplicas": 2},
 }
+PLUGIN: dict[str, Any] = {**PAIRS, "actor": {"replicas": 2, "gpus": 1}, "rollout": {**PAIRS["rollout"], "gpus": 1}}
 DRA = {"gpus": 1, "gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
 
 
@@ -73,7 +74,7 @@ def test_what_restarts_the_rollouts_restarts_the_job() -> None:
     ids=["pod", "image", "devices"],
 )
 def test_what_a_guest_cannot_choose_is_refused_by_name(rollout: dict[str, Any], words: str) -> None:
-    world = World(make_job(**PAIRS | {"rollout": PAIRS["rollout"] | rollout}))
+    world = World(make_job(**PLUGIN | {"rollout": PLUGIN["rollout"] | rollout}))
     assert not world.reconcile().create
     assert reason(world, "Accepted") == "InvalidSpec" and words in world.condition("Accepted")["message"]
 
@@ -91,10 +92,11 @@ def test_with_claims_the_guest_has_a_container_of_its_own_and_the_same_class() -
 
 
 def test_the_rollouts_image_is_asked_for_only_where_it_has_a_container() -> None:
-    assert containers.roles(typed_job(placement=PAIRS["placement"])) == ("actor", "env")
+    for one, asked in ((PLUGIN, False), (PAIRS, True), (PAIRS | {"actor": DRA, "rollout": DRA}, True)):
+        rollout, actor = one["rollout"] | {"replicas": 1, "minReplicas": 1}, one["actor"] | {"replicas": 1}
+        job = typed_job(placement=PAIRS["placement"], actor=actor, rollout=rollout)
+        assert containers.roles(job) == (("actor", "rollout", "env") if asked else ("actor", "env"))
     assert containers.roles(typed_job()) == ("actor", "rollout", "env")
-    both = {"actor": DRA, "rollout": DRA}
-    assert containers.roles(typed_job(placement=PAIRS["placement"], **both)) == ("actor", "rollout", "env")
 
 
 def test_support_objects_are_for_the_pods_that_there_are() -> None:
