@@ -106,10 +106,12 @@ def member_table(status: dict[str, Any]) -> Table | None:
     """Return a row per member, None before any joined."""
     if not status.get("members"):
         return None
-    table = Table("MEMBER", "POD", "STATE", "VERSION", box=SIMPLE)
+    busy = {one["name"]: f"{one['busy']:.0%}" for one in (status.get("workload") or {}).get("rollouts", [])}
+    table = Table("MEMBER", "POD", "STATE", "VERSION", "BUSY", box=SIMPLE)
     for member in status["members"]:
         version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
-        table.add_row(member["name"], member["pod"], member.get("detail", member["state"]), version)
+        state = member.get("detail", member["state"])
+        table.add_row(member["name"], member["pod"], state, version, busy.get(member["name"], "-"))
     return table
 
 

@@ -15,7 +15,8 @@ the transport, and the I/O thread that carries it may itself wait for this lock.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,8 +25,10 @@ from rl_core.api.errors import DataError, RLJobError
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
 from rl_core.messages.members import Incarnation
 from rl_core.runner.ledger import HeldGroup
+from rl_core.runner.presence import Identity
 from rl_core.runner.training_account import StepState, TrainedGroup, TrainingAccount
 from rl_core.runner.validation import ValidationRound
+from rl_core.runner.workload import Workload
 
 logger = logging.getLogger(__name__)
 MOST_IN_ONE_ANSWER = 256
@@ -55,6 +58,10 @@ class _Poll:
     served: int
     """Version that the rollout served when it asked."""
     until: float
+
+    @property
+    def rollout(self) -> Identity:
+        return self.name, self.incarnation
 
     @property
     def owner(self) -> str:
@@ -96,6 +103,7 @@ class Dispatcher:
         self._validation: ValidationRound | None = None
         self._served: dict[str, int] = {}
         """Version by owner that its acknowledgement proved: newer than what its waiting poll says."""
+        self._workload = Workload(clock)
         self._ticked = clock()
         self._most = MOST_IN_ONE_ANSWER
         self._failed = False
@@ -131,6 +139,7 @@ class Dispatcher:
     def take_scores(self, scores: ValidationScores) -> None:
         """Count a validation answer; one of a round that was left, or of a lease that was lost, changes nothing."""
         with self._lock:
+            self._workload.ended(scores.token)
             if self._validation is not None and self._validation.gave(scores.token):
                 self._validation.take(scores)
 
@@ -172,6 +181,45 @@ class Dispatcher:
             validation = self._validation.held() if self._validation is not None else []
             return [*self._account.ledger.held(), *validation]
 
+    # --- who works and who waits -----------------------------------------------------------------------------------
+
+    def begin_usage(self) -> None:
+        """Count from here what `usage` tells."""
+        with self._lock:
+            self._workload.begin_step()
+
+    def usage(self) -> dict[str, float]:
+        """Return the seconds that rollouts and trainer had nothing to do since `begin_usage`, and the queues' mean lengths."""
+        with self._lock:
+            return self._workload.of_step().metrics()
+
+    def workload(self) -> dict[str, Any]:
+        """Return `/status.workload`."""
+        with self._lock:
+            return self._workload.snapshot()
+
+    @contextmanager
+    def trainer_waits(self) -> Iterator[None]:
+        """Count the block as the trainer's wait for groups."""
+        with self._lock:
+            self._workload.trainer_waits(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._workload.trainer_waits(False)
+
+    @contextmanager
+    def weights_travel(self) -> Iterator[None]:
+        """Count nobody's wait in the block as one for groups: a version is on its way."""
+        with self._lock:
+            self._workload.weights_travel(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._workload.weights_travel(False)
+
     # --- rollouts --------------------------------------------------------------------------------------------------
 
     def lease_groups(
@@ -199,12 +247,17 @@ class Dispatcher:
             of_training = [token for token in tokens if self._account.ledger.gave(token)]
             stale = self._account.ledger.renew(of_training, owner)
             others = [token for token in tokens if token not in of_training]
-            return stale + (self._validation.renew(others, owner) if self._validation is not None else others)
+            stale += self._validation.renew(others, owner) if self._validation is not None else others
+            for token in stale:
+                self._workload.ended(token)
+            return stale
 
     def delivered(self, token: str) -> None:
         """Note that the record of a lease is on its way: however long it waits there, and whatever becomes of its rollout, it counts."""
         with self._lock:
             self._account.ledger.deliver(token)
+            waits = self._account.ledger.awaits(token)  # a data rank may have had it admitted before this call came
+            self._workload.came(token, waits=waits)
 
     def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
         """Take back a group that a rollout cannot finish: given out again, or dropped when its attempts are used up."""
@@ -212,6 +265,7 @@ class Dispatcher:
             reason = "epoch"  # the world's fault, not the group's: of all reasons the one that no shortage uses up
 
         def take_back() -> None:
+            self._workload.ended(token)
             if self._validation is not None and self._validation.gave(token):
                 self._validation.give_back(token, reason, message)
             else:
@@ -225,7 +279,13 @@ class Dispatcher:
     def admit(self, entries: Sequence[GroupEntry]) -> list[bool | None]:
         """Return for each finished group whether it trains in the open step: False = it is replaced, None = it waits for a later step."""
         answers: list[bool | None] = []
-        self._carry_out(lambda: answers.extend(self._account.admit(entry) for entry in entries))
+
+        def look() -> None:
+            for entry in entries:
+                answers.append(self._account.admit(entry))
+                self._workload.came(entry.token, waits=answers[-1] is None)
+
+        self._carry_out(look)
         return answers
 
     # --- members and time ------------------------------------------------------------------------------------------
@@ -236,6 +296,7 @@ class Dispatcher:
 
         def lost() -> None:
             self._served.pop(owner, None)
+            self._workload.gone((name, incarnation))
             self._polls = [poll for poll in self._polls if poll.owner != owner]
             again = self._account.ledger.requeue_owner(owner, "worker_lost", f"{name} was lost")
             if self._validation is not None:
@@ -262,6 +323,8 @@ class Dispatcher:
                 late += self._validation.expire()
             for group_id in late:
                 logger.warning("group %s: its lease was not renewed; given out again", group_id)
+            self._workload.expired(late)
+            self._workload.tick(self._is_live)
             self._account.tick(self._clock())
 
         self._carry_out(expire)
@@ -280,19 +343,22 @@ class Dispatcher:
         effects = _Effects(ended_step=self._account.take_ended_step())
         if self._account.failure is not None and not self._failed:
             self._failed, effects.failure = True, self._account.failure
-        now, waiting = self._clock(), []
+        now, waiting, asking = self._clock(), [], []
         for poll in self._polls:
-            leases = self._lease(poll)
+            live = self._is_live(*poll.rollout)
+            leases = self._lease(poll) if live else []
+            for lease in leases:
+                self._workload.begun(poll.rollout, lease.token)
             if leases or poll.until <= now:
                 effects.answers.append((poll, leases))
             else:
                 waiting.append(poll)
+                asking += [poll.rollout] if live else []
         self._polls = waiting
+        self._workload.asking(asking, backlog=self._account.backlog())
         return effects
 
     def _lease(self, poll: _Poll) -> list[PromptLease]:
-        if not self._is_live(poll.name, poll.incarnation):
-            return []
         served, want = max(poll.served, self._served.get(poll.owner, -1)), min(poll.want, self._most)
         leases: list[PromptLease] = []
         if self._validation is not None:
@@ -321,6 +387,7 @@ class Dispatcher:
         with self._lock:
             self._most = max(len(leases) // 2, 1)
             for lease in leases:
+                self._workload.ended(lease.token)
                 if lease.mode == "train":
                     self._account.undo(lease)
                 elif self._validation is not None:

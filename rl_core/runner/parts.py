@@ -79,7 +79,8 @@ class Parts:
     def status(self) -> dict[str, Any]:
         """Return `/status`."""
         return self.board.snapshot(self.dispatcher.metrics(), self.dispatcher.held()) | {
-            "devices": self.phases.devices()
+            "workload": self.dispatcher.workload(),
+            "devices": self.phases.devices(),
         }
 
     def close(self) -> None:

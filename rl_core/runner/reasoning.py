@@ -49,14 +49,16 @@ class ReasoningRunner(Runner):
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
         self.timers = StepTimers(self.timers.carried("checkpoint"))
+        self.dispatcher.begin_usage()
         with self.timers.measure("step"):
             self.parts.bring_up.await_rollouts(at=self.heed)
             received = self.generate()
             trained = self.train()
             taken = self.acknowledge()
             self.publish()
+        usage = self.dispatcher.usage()
         self.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
-        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.dispatcher.metrics()
+        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.dispatcher.metrics() | usage
         self.board.step_took(self.timers.seconds["time/step"])
         self.watch_numbers(metrics)
         spec = self.applied.spec
@@ -77,7 +79,8 @@ class ReasoningRunner(Runner):
         per_rank = spec.algorithm.prompts_per_step // spec.actor.data_parallel
         limit = spec.runtime.deadlines.rollout
         seconds = UNBOUNDED_S if self.parts.presence.patient else limit
-        with self.board.during(Phase.GENERATING), self.phases.generating(), self.timers.measure("rollout"):
+        waiting = self.dispatcher.trainer_waits()
+        with self.board.during(Phase.GENERATING), self.phases.generating(), self.timers.measure("rollout"), waiting:
             receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
             self.open_step()
             received = self._receive(receiving, limit)

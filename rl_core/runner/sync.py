@@ -49,7 +49,7 @@ class WeightSync:
         """
         if self._check is not None:
             self._check.confirm()
-        with self._members.sync_lock:
+        with self._members.sync_lock, self._dispatcher.weights_travel():
             processes, report = self._send(version)
         self._last = report
         self.digest = report.digest

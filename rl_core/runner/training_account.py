@@ -143,6 +143,13 @@ class TrainingAccount:
             for lease in leases
         ]
 
+    def backlog(self) -> int:
+        """Return how many more groups a rollout that serves the step's version could be given."""
+        state = self._step
+        if state is None or self.failure is not None:
+            return 0
+        return max(self._admission.room(self._standing(state), served=state.version), 0)
+
     def undo(self, lease: PromptLease) -> None:
         """Take back a lease that did not reach its owner."""
         self.ledger.undo(lease.token)

@@ -25,6 +25,7 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     wanted = {
         "step", "policy_version", "epoch", "reward/mean", "train/policy_loss", "train/grad_norm", "train/staleness_max",
         "time/step", "time/rollout", "time/train", "time/sync", "perf/tokens_per_second", "perf/padding_waste", "perf/dp_imbalance",
+        "rollout/starved_seconds", "actor/starved_seconds", "rollout/queue_depth", "actor/queue_depth",
     }  # fmt: skip
     assert wanted <= set(metrics[-1]) and not [name for name in metrics[-1] if name.startswith("actor/")]
     assert "val/accuracy" in metrics[0] and "val/accuracy" in metrics[-1]
@@ -32,6 +33,11 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     assert (run.output / "checkpoints/step-00000004/manifest.json").is_file()
     assert (run.output / "model/model.safetensors").is_file() and (run.output / "model/tokenizer.json").is_file()
     assert run.status()["phase"] == "Finished" and run.status()["step"] == 4
+    step = metrics[-1]  # generation and training take turns, so each side waits for a part of the step
+    assert (
+        0 < step["actor/starved_seconds"] < step["time/step"]
+        and 0 < step["rollout/starved_seconds"] < step["time/step"]
+    )
     assert (run.output / "job.yaml").is_file() and list((run.output / "tensorboard").glob("events*"))
     assert {"actor-0.log", "rollout-0.log", "rollout-1.log", "env-0.log"} <= {
         p.name for p in (run.output / "logs").iterdir()

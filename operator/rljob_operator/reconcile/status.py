@@ -39,12 +39,22 @@ METRICS = (
     "train/grad_norm",
     "train/staleness_max",
     "rollout/truncation_rate",
+    "rollout/starved_seconds",
+    "rollout/queue_depth",
+    "actor/starved_seconds",
+    "actor/queue_depth",
     "ledger/dropped",
     "weights/pause_seconds",
     "perf/tokens_per_second",
     "time/step",
 )
 """What answers "is it well" in `kubectl describe`; the runner has all the others (`/status`, metrics.jsonl, the trackers)."""
+SHARES = {
+    "rollout/busy_share": "busy",
+    "rollout/starved_share": "starved",
+    "actor/starved_share": "actorStarved",
+}
+"""Shares of the runner's window (runner/workload.py), which moves on within a step: name -> field of its `/status.workload`."""
 
 
 def build(
@@ -190,8 +200,9 @@ def _checkpoint(report: Report) -> dict[str, Any]:
 
 
 def _metrics(report: Report) -> list[dict[str, str]]:
-    found = report.mapping("metrics")
-    shown = [(name, value) for name in METRICS if isinstance(value := found.get(name), int | float)]
+    found, workload = report.mapping("metrics"), report.mapping("workload")
+    found = {**found, **{name: workload.get(field) for name, field in SHARES.items()}}
+    shown = [(name, value) for name in (*METRICS, *SHARES) if isinstance(value := found.get(name), int | float)]
     return [{"name": name, "value": f"{value:.6g}"} for name, value in shown]
 
 

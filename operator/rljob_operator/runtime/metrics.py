@@ -24,8 +24,16 @@
 | rljob_step_age_seconds{namespace,name} | gauge | since its step last changed, as this process saw it |
 | rljob_reward{namespace,name} | gauge | its mean reward |
 | rljob_weight_lag{namespace,name} | gauge | versions the slowest rollout is behind |
+| rljob_rollout_busy_ratio{namespace,name} | gauge | share of the last minute (of four steps, if longer) in which a rollout held groups, mean |
+| rljob_rollout_starved_ratio{namespace,name} | gauge | the same, had none as no lease was admissible |
+| rljob_actor_starved_ratio{namespace,name} | gauge | the same, the trainer waited for groups |
+| rljob_rollout_starved_seconds{namespace,name} | gauge | seconds of the last step that a rollout had no group, mean |
+| rljob_actor_starved_seconds{namespace,name} | gauge | seconds of the last step that the trainer waited for groups |
+| rljob_rollout_queue_depth{namespace,name} | gauge | groups that may be given out and that no rollout takes, mean of the last step |
+| rljob_actor_queue_depth{namespace,name} | gauge | finished groups that wait for the trainer, mean of the last step |
 
-Job metrics carry the job's name, so their number is that of the jobs that exist; they are computed when asked for.
+The seven about waiting are there while the job runs. Job metrics carry the job's name, so their number is that of the jobs that exist;
+they are computed when asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -44,6 +53,16 @@ from rljob_operator.times import to_seconds
 
 PREFIX = "rljob_operator_"
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+WORKLOAD = {
+    "rollout/busy_share": ("rljob_rollout_busy_ratio", "Share of time in which a rollout held groups"),
+    "rollout/starved_share": ("rljob_rollout_starved_ratio", "Share of time in which a rollout could hold none"),
+    "actor/starved_share": ("rljob_actor_starved_ratio", "Share of time in which the trainer waited for groups"),
+    "rollout/starved_seconds": ("rljob_rollout_starved_seconds", "Seconds of the step without a group to generate"),
+    "actor/starved_seconds": ("rljob_actor_starved_seconds", "Seconds of the step without a group to train"),
+    "rollout/queue_depth": ("rljob_rollout_queue_depth", "Groups that no rollout takes"),
+    "actor/queue_depth": ("rljob_actor_queue_depth", "Groups that wait for the trainer"),
+}
+"""Families made of `status.metrics`, by the name there."""
 SLOW = (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
@@ -155,6 +174,10 @@ class JobCollector(Collector):
             "reward": GaugeMetricFamily("rljob_reward", "Mean reward", labels=["namespace", "name"]),
             "lag": GaugeMetricFamily("rljob_weight_lag", "Versions behind", labels=["namespace", "name"]),
         }
+        waits = {
+            metric: GaugeMetricFamily(name, words, labels=["namespace", "name"])
+            for metric, (name, words) in WORKLOAD.items()
+        }
         ages = GaugeMetricFamily("rljob_step_age_seconds", "Since the step changed", labels=["namespace", "name"])
         for key, job in jobs.items():
             status = job.get("status") or {}
@@ -163,10 +186,13 @@ class JobCollector(Collector):
                     family.add_metric([key.namespace, key.name], value)
             if status.get("phase") == "Running":
                 ages.add_metric([key.namespace, key.name], self._step_age(key, int(status.get("step") or 0)))
+                for metric, value in _numbers(status.get("metrics") or []):
+                    if metric in waits:
+                        waits[metric].add_metric([key.namespace, key.name], value)
             self._count_ready(job)
         self._steps = {key: seen for key, seen in self._steps.items() if key in jobs}
         self._ready &= {job["metadata"]["uid"] for job in jobs.values()}
-        yield from (*families.values(), ages)
+        yield from (*families.values(), *waits.values(), ages)
 
     def _step_age(self, key: JobKey, step: int) -> float:
         now = self._clock()
@@ -186,3 +212,10 @@ class JobCollector(Collector):
         at, created = to_seconds(ready.get("lastTransitionTime")), to_seconds(job["metadata"].get("creationTimestamp"))
         if at is not None and created is not None and at >= self._began:
             self._time_to_ready.observe(at - created)
+
+
+def _numbers(metrics: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield `status.metrics` as numbers; whatever wrote the status, one odd entry must not end the scrape."""
+    for metric in metrics:
+        with suppress(KeyError, TypeError, ValueError):
+            yield str(metric["name"]), float(metric["value"])

@@ -53,14 +53,20 @@ async def test_the_jobs_are_in_the_metrics(bench):
     bench.cache.put(kinds.RLJOB, job("a", phase="Running", step=7, restarts=2, reward=0.5, lag=1))
     bench.cache.put(kinds.RLJOB, job("b", phase="Failed"))
     bench.cache.put(kinds.RLJOB, job("c"))
+    waits = [{"name": "rollout/busy_share", "value": "0.75"}, {"name": "actor/starved_seconds", "value": "2.5"}]
+    odd = [{"name": "rollout/queue_depth", "value": "many"}, {"value": "1"}, {"name": "train/loss", "value": "1"}]
+    bench.cache.put(kinds.RLJOB, job("d", phase="Running", metrics=odd + waits))
+    bench.cache.put(kinds.RLJOB, job("e", phase="Succeeded", metrics=waits))
     _, text = await bench.get("/metrics")
     for line in (
-        'rljob_jobs{phase="Running"} 1.0',
+        'rljob_jobs{phase="Running"} 2.0',
+        'rljob_rollout_busy_ratio{name="d",namespace="ns"} 0.75',
+        'rljob_actor_starved_seconds{name="d",namespace="ns"} 2.5',
         'rljob_jobs{phase="Failed"} 1.0',
         'rljob_jobs{phase="Pending"} 1.0',
         'rljob_step{name="a",namespace="ns"} 7.0',
         'rljob_restarts{name="a",namespace="ns"} 2.0',
-        'rljob_operator_cache_objects{resource="rljobs"} 3.0',
+        'rljob_operator_cache_objects{resource="rljobs"} 5.0',
     ):
         assert line in text
 

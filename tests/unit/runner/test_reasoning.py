@@ -161,6 +161,8 @@ def test_a_run_trains_each_group_once_in_order_and_writes_it_down(run):
         (1, "0-0", 0), (1, "0-1", 10), (2, "0-2", 20), (2, "0-3", 30),
     ]  # fmt: skip
     assert run.actors.trained == [1, 2] and [step for step, _ in run.logged] == [1, 2]
+    waits = {"rollout/starved_seconds", "actor/starved_seconds", "rollout/queue_depth", "actor/queue_depth"}
+    assert all(waits <= set(metrics) for _, metrics in run.logged) and "workload" in run.program.status()
 
 
 def test_rollout_metrics_are_those_of_all_ranks(tmp_path):

@@ -1,6 +1,7 @@
 """A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run (I2)."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -99,7 +100,8 @@ class Run:
             members=SimpleNamespace(sync_lock=threading.Lock(), rejoin=self.rejoined.extend),
             presence=self.presence,
             dispatcher=SimpleNamespace(
-                serves=lambda processes, version: self.served.append((list(processes), version))
+                serves=lambda processes, version: self.served.append((list(processes), version)),
+                weights_travel=nullcontext,
             ),
             check=self.check,
         )

@@ -1,0 +1,262 @@
+"""Who works and who waits: how long each rollout held groups, or could hold none, and how long the trainer had none to train.
+
+    a rollout is busy      while it holds a group, of training or of validation
+                 starved   while it holds none, its question for groups is open, and no weights travel: no lease is admissible
+                 neither   while it takes weights, starts, or does not ask
+    the trainer  starved   while it waits for the groups of its step
+    queue of the rollouts  groups that may be given out and that no rollout takes
+    queue of the actor     finished groups that wait for the trainer
+
+The dispatcher tells of each lease, end and question, under its lock. Nothing here decides anything.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.runner.presence import Identity
+
+SHORTEST_WINDOW = 60.0
+"""Seconds that the shares in `/status` are taken over, at least."""
+STEPS_IN_WINDOW = 4
+"""A window holds at least so many of the last step: on policy a rollout works in one part of a step and waits in the other."""
+MARKS_IN_WINDOW = 12
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """One rollout process."""
+
+    since: float
+    """Up to when its seconds are counted."""
+    asks: bool = False
+    tokens: set[str] = field(default_factory=set)
+    """Leases that it holds."""
+    busy: float = 0.0
+    starved: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    """All sums at one moment."""
+
+    at: float
+    rollouts: Mapping[Identity, tuple[float, float]]
+    """Seconds (busy, starved)."""
+    trainer: float
+    backlog: float
+    ready: float
+    """Group seconds in the two queues."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What happened between two moments."""
+
+    seconds: float
+    rollouts: Mapping[Identity, tuple[float, float]]
+    """Seconds (busy, starved) of each rollout that is still here."""
+    trainer_starved: float
+    """Seconds."""
+    rollout_queue: float
+    actor_queue: float
+    """Mean numbers of groups."""
+
+    def mean(self, part: int) -> float:
+        """Return the seconds busy (0) or starved (1) of a rollout on average."""
+        return sum(one[part] for one in self.rollouts.values()) / max(len(self.rollouts), 1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a step's line in metrics.jsonl tells of it."""
+        return {
+            "rollout/starved_seconds": self.mean(1),
+            "actor/starved_seconds": self.trainer_starved,
+            "rollout/queue_depth": self.rollout_queue,
+            "actor/queue_depth": self.actor_queue,
+        }
+
+
+class Workload:
+    """Sums of the present rollouts, of the trainer and of the two queues. The caller serialises calls."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rollouts: dict[Identity, _Rollout] = {}
+        self._asking: set[Identity] = set()
+        self._holder: dict[str, Identity] = {}
+        self._delivered: set[str] = set()
+        self._weights_travel = False
+        self._trainer_waits = False
+        self._backlog = 0
+        self._since = clock()
+        """Up to when the sums below are counted."""
+        self._trainer = self._backlog_sum = self._ready_sum = 0.0
+        self._step: _Mark | None = None
+        self._step_seconds = 0.0
+        self._marks: deque[_Mark] = deque()
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def begun(self, rollout: Identity, token: str) -> None:
+        """Note that a rollout was given a lease."""
+        self._settled(rollout).tokens.add(token)
+        self._holder[token] = rollout
+
+    def ended(self, token: str) -> None:
+        """Note that nobody generates this lease's group; nothing to do for one that nobody held."""
+        holder = self._holder.pop(token, None)
+        if holder is not None:
+            self._settled(holder).tokens.discard(token)
+
+    def came(self, token: str, *, waits: bool) -> None:
+        """Note that a finished group is with the trainer's side; `waits`: it is not taken yet."""
+        self._count()
+        self.ended(token)
+        if waits:
+            self._delivered.add(token)
+        else:
+            self._delivered.discard(token)
+
+    def expired(self, group_ids: Collection[str]) -> None:
+        """Note that the leases of these groups ran out."""
+        for token in [token for token in self._holder if token.split(".", 2)[-1] in group_ids]:
+            self.ended(token)
+
+    # --- rollouts, trainer, queues ---------------------------------------------------------------------------------
+
+    def asking(self, rollouts: Iterable[Identity], *, backlog: int) -> None:
+        """Note whose question for groups is open, and how many groups could be given out beyond them."""
+        asking = set(rollouts)
+        for rollout in asking ^ self._asking:
+            if rollout in asking or rollout in self._rollouts:
+                self._settled(rollout).asks = rollout in asking
+        self._asking = asking
+        if backlog != self._backlog:
+            self._count()
+            self._backlog = backlog
+
+    def gone(self, rollout: Identity) -> None:
+        """Forget a rollout that is lost or leaves; the window begins anew, as its numbers are those of another size."""
+        found = self._rollouts.pop(rollout, None)
+        self._asking.discard(rollout)
+        if found is not None:
+            for token in found.tokens:
+                del self._holder[token]
+            self._marks.clear()
+
+    def weights_travel(self, travel: bool) -> None:
+        """Note that a version is on its way to the rollouts: whoever waits meanwhile waits for that."""
+        for rollout in self._rollouts:
+            self._settled(rollout)
+        self._weights_travel = travel
+
+    def trainer_waits(self, waits: bool) -> None:
+        """Note whether the trainer waits for groups."""
+        self._count()
+        self._trainer_waits = waits
+
+    # --- what came of it -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Count a step from here; the window begins with the first."""
+        if self._step is None:
+            self._marks.clear()
+        self._step = self._mark()
+
+    def of_step(self) -> Usage:
+        """Return what happened since the step began."""
+        if self._step is None:
+            raise RuntimeError("no step has begun; this is a bug of the runner")
+        usage = self._since_mark(self._step)
+        self._step_seconds = usage.seconds
+        return usage
+
+    def tick(self, is_live: Callable[[str, tuple[int, int]], bool]) -> None:
+        """Forget rollouts that are to get no work, and let the window move on. Once a second."""
+        for rollout in [one for one in self._rollouts if not is_live(*one)]:
+            self.gone(rollout)
+        now, marks, window = self._clock(), self._marks, self._window()
+        if not marks or now - marks[-1].at >= window / MARKS_IN_WINDOW:
+            marks.append(self._mark())
+        while len(marks) > 1 and now - marks[1].at >= window:
+            marks.popleft()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return `/status.workload`: shares of the window's seconds, and the queues' mean lengths in it."""
+        usage = self._since_mark(self._marks[0] if self._marks else self._mark())
+        seconds = max(usage.seconds, 1e-9)
+
+        def share(value: float) -> float:
+            return round(min(value / seconds, 1.0), 4)
+
+        return {
+            "seconds": round(usage.seconds, 1),
+            "full": usage.seconds >= self._window(),
+            "busy": share(usage.mean(0)),
+            "starved": share(usage.mean(1)),
+            "actorStarved": share(usage.trainer_starved),
+            "rolloutQueue": round(usage.rollout_queue, 2),
+            "actorQueue": round(usage.actor_queue, 2),
+            "rollouts": [
+                {"name": name, "busy": share(busy), "starved": share(starved)}
+                for (name, _), (busy, starved) in sorted(usage.rollouts.items(), key=_rank)
+            ],
+        }
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _window(self) -> float:
+        return max(SHORTEST_WINDOW, STEPS_IN_WINDOW * self._step_seconds)
+
+    def _settled(self, rollout: Identity) -> _Rollout:
+        """Return a rollout with its seconds counted up to now, before its state changes."""
+        now = self._clock()
+        if rollout not in self._rollouts:
+            self._rollouts[rollout] = _Rollout(since=now)
+            self._marks.clear()
+        found = self._rollouts[rollout]
+        if found.tokens:
+            found.busy += now - found.since
+        elif found.asks and not self._weights_travel:
+            found.starved += now - found.since
+        found.since = now
+        return found
+
+    def _count(self) -> None:
+        """Count the trainer's seconds and the queues up to now, before one changes."""
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        self._trainer += seconds if self._trainer_waits else 0.0
+        self._backlog_sum += seconds * self._backlog
+        self._ready_sum += seconds * len(self._delivered)
+
+    def _mark(self) -> _Mark:
+        self._count()
+        found = {rollout: self._settled(rollout) for rollout in self._rollouts}
+        return _Mark(
+            at=self._clock(),
+            rollouts={rollout: (one.busy, one.starved) for rollout, one in found.items()},
+            trainer=self._trainer,
+            backlog=self._backlog_sum,
+            ready=self._ready_sum,
+        )
+
+    def _since_mark(self, then: _Mark) -> Usage:
+        now = self._mark()
+        seconds = now.at - then.at
+        rollouts = {}
+        for rollout, (busy, starved) in now.rollouts.items():
+            was_busy, was_starved = then.rollouts.get(rollout, (0.0, 0.0))
+            rollouts[rollout] = (busy - was_busy, starved - was_starved)
+        return Usage(
+            seconds=seconds,
+            rollouts=rollouts,
+            trainer_starved=now.trainer - then.trainer,
+            rollout_queue=(now.backlog - then.backlog) / seconds if seconds else float(self._backlog),
+            actor_queue=(now.ready - then.ready) / seconds if seconds else float(len(self._delivered)),
+        )
+
+
+def _rank(of: tuple[Identity, Any]) -> tuple[int, Identity]:
+    return int(of[0][0].partition(":")[2]), of[0]
