@@ -30,6 +30,13 @@ class Scores(NamedTuple):
     """[B, T] float32, what the critic expects of the tokens from here on; None without a critic."""
 
 
+class Scored(NamedTuple):
+    """What a model says of rows without gradient, float32 on the CPU, 0 where the mask is false; None for what was not asked for."""
+
+    log_probs: Tensor | None
+    values: Tensor | None
+
+
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
 """A micro-batch's share of the optimizer step's loss; shares of micro-batches and ranks are summed."""
 Proceed = Callable[[], None]
@@ -66,21 +73,16 @@ class TrainBackend(Protocol):
         ranks. When `proceed` raises, the gradients are dropped and the error is passed on.
         """
 
-    def score_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[Tensor]:
-        """Return each part's log-probabilities [B, T] without gradient, on the CPU; [] on a rank that has none of them."""
+    def score_rows(
+        self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
+    ) -> list[Scored]:
+        """Return what was asked for of each part, [B, T], from one pass; [] on a rank that has nothing of it.
+
+        `values` needs a job with a critic.
+        """
 
     def optimizer_step(self) -> tuple[float, list[float]]:
         """Apply the gradients, or skip and count a step that is not finite; return their norm and the learning rates used."""
 
     def reference(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the reference policy's weights."""
-
-
-class Critic(Protocol):
-    """Who says what the tokens of a row are worth, learning with the policy: a backend whose model has a value head.
-
-    Collective as `TrainBackend` is.
-    """
-
-    def value_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[Tensor]:
-        """Return each part's values [B, T] without gradient, on the CPU: what is expected from each masked token on, 0 elsewhere."""

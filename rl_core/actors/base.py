@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_core.actors.backend import Critic, TrainBackend
+from rl_core.actors.backend import TrainBackend
 from rl_core.actors.intake import GroupIntake, group_entry, rollout_metrics
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.rows import Columns, StepRows
@@ -38,11 +38,8 @@ class Actor(Worker, ABC):
     global_step: int
     """Step of the last training; the weights' version."""
 
-    def __init__(self, backend: TrainBackend, critic: Critic | None = None) -> None:
-        """`backend`: what trains the model of this rank; the class that derives from this one brings its state verbs.
-
-        `critic`: who says values where the job's estimator takes them; None for a backend that has none.
-        """
+    def __init__(self, backend: TrainBackend) -> None:
+        """`backend`: what trains the model of this rank; the class that derives from this one brings its state verbs."""
         self._backend = backend
         self.engine = StepEngine(
             backend,
@@ -52,7 +49,6 @@ class Actor(Worker, ABC):
             response_limit=self.cfg.rollout.sampling.max_new_tokens * self.cfg.env.max_turns,
             balance=self.cfg.actor.balance,
             progress=lambda: self.record_progress("micro_steps"),
-            critic=critic,
         )
 
     # What the backend's actor answers -------------------------------------------------------------------------------
@@ -184,4 +180,7 @@ class Actor(Worker, ABC):
         row = StepRows(numbers=[0], lengths=[len(ids)], columns=columns)
         with self.loaded(moments=False), self.ranks.guard("scoring a sequence"):
             scored = self._backend.score_rows([row], proceed=lambda: None)
-        return scored[0][0, prompt_length:].tolist() if scored and self.ranks.data_rank == 0 else None
+        if not scored or scored[0].log_probs is None or self.ranks.data_rank:
+            return None
+        found: list[float] = scored[0].log_probs[0, prompt_length:].tolist()
+        return found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import checkpoint, export
+from rl_core.actors.critic import of_critic
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import Residency
@@ -110,7 +111,8 @@ class ModelManager(Residency):
         """Return parameter name -> its number of AdamW steps; collective, whole on rank 0."""
 
     def _before_state(self, counts: OptimizerCounts) -> None:
-        """Have the optimizer that goes with `counts`, of a checkpoint that is about to be loaded; most have one for all of a run."""
+        """Have the optimizer that goes with `counts`, of a checkpoint that is about to be loaded."""
+        self.counts = counts
 
     @abstractmethod
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
@@ -201,9 +203,27 @@ class ModelManager(Residency):
                 f"{len(self.consecutive_skips)} with norms {self.consecutive_skips}; lower the learning rate or look at the data"
             )
 
-    def _optimizer_steps(self, steps: int) -> int:
+    @property
+    def has_critic(self) -> bool:
+        """Return whether a critic learns with the policy."""
+        return self.cfg.algorithm.critic_in_use is not None
+
+    @property
+    def _warming_up(self) -> bool:
+        """Return whether the critic alone trains in the next optimizer step."""
+        return self.counts.applied < self.cfg.actor.critic_warmup_steps
+
+    @property
+    def _applied_in_phase(self) -> int:
+        """Return the optimizer steps applied in the critic's warm-up, or since it ended: schedule and moments begin afresh then."""
+        return self.counts.applied - (0 if self._warming_up else self.cfg.actor.critic_warmup_steps)
+
+    def _scheduled_steps(self, steps: int | None = None) -> int:
+        """Return the optimizer steps of a run of `steps` (None: algorithm.steps) in which the policy trains."""
         algorithm = self.cfg.algorithm
-        return steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
+        steps = algorithm.steps if steps is None else steps
+        total = steps * algorithm.update_epochs * algorithm.optimizer_steps_per_batch
+        return total - self.cfg.actor.critic_warmup_steps
 
     def set_global_step(self, global_step: int) -> None:
         """Set the step (the weights' version). Raises ValueError when it is negative or goes back."""
@@ -245,19 +265,19 @@ class ModelManager(Residency):
             counters = checkpoint.load(
                 Path(load_path), self.ranks, model=weights, optimizer=moments, seed=self.cfg.algorithm.seed
             )
-            self.counts, self.global_step = counters.counts, counters.global_step
+            self.global_step = counters.global_step
             self.consecutive_skips = counters.consecutive_skips
             self._resume(weights, moments, counters.optimizer_steps)
 
     def get_model_state_dict(self, cpu_offload: bool, full_state_dict: bool) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name.
+        """Return the policy's weights by Hugging Face name.
 
         full: rank 0 gets whole tensors, the others {}. Not full: what this rank stores. `cpu_offload` copies to the CPU.
         Raises RuntimeError while the weights are offloaded.
         """
         self._require_loaded("get_model_state_dict")
         if not full_state_dict:
-            held = {name: part.tensor for name, part in self.named_slices().items()}
+            held = {name: part.tensor for name, part in self.named_slices().items() if not of_critic(name)}
         else:
             with self.ranks.guard("gathering the weights"):
                 held = self._whole_tensors()

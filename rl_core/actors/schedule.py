@@ -16,6 +16,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of what Adam keeps of each parameter, as torch and megatron-core have them."""
 
 
+CRITIC = "critic"
+"""Entry of an optimizer's group: whether it is the critic's."""
+
+
 @dataclass(slots=True)
 class OptimizerCounts:
     """How optimizer steps ended; the schedule's argument is `applied`."""
@@ -26,6 +30,12 @@ class OptimizerCounts:
     """A gradient was not finite on some rank: nothing changed."""
     empty: int = 0
     """No rank had a trainable token."""
+
+
+def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
+    """Return the peak learning rate of the policy or of the critic."""
+    own = spec.value_learning_rate if critic else None
+    return spec.learning_rate if own is None else own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

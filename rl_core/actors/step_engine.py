@@ -9,13 +9,13 @@ How it is trained is the backend's: the engine hands it micro-batches and never 
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_core.actors import preparation
-from rl_core.actors.backend import Critic, Proceed, StepCancelled, TrainBackend
+from rl_core.actors.backend import Scored, StepCancelled, TrainBackend
 from rl_core.actors.cancellation import Cancellation
 from rl_core.actors.objective import PolicyObjective
 from rl_core.actors.preparation import PreparedBatch
@@ -26,17 +26,10 @@ from rl_core.actors.step_plan import plan_epoch
 from rl_core.algorithms.aggregation import count_normalizers
 from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import AlgorithmSpec
-from rl_core.api.errors import ConfigError
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
 from rl_core.batching.microbatch import plan_microbatches
 from rl_core.transports import frames
-
-
-class _Score(Protocol):
-    """A backend's verb that says a number of each token of some parts."""
-
-    def __call__(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[Tensor]: ...
 
 
 class StepEngine:
@@ -55,18 +48,11 @@ class StepEngine:
         response_limit: int,
         balance: bool = True,
         progress: Callable[[], None] = lambda: None,
-        critic: Critic | None = None,
     ) -> None:
         """`micro_batch_tokens`: most tokens per forward pass; `response_limit`: most generated tokens of a row, over all turns.
 
         `balance`: deal rows to ranks by cost, else in order. `progress` is called before each micro-batch in training.
-        `critic`: whose values enter the advantages; ConfigError where the estimator needs one and there is none.
         """
-        if algorithm.critic_in_use is not None and critic is None:
-            raise ConfigError(
-                f"algorithm.name {algorithm.name} needs a backend with a critic, got {type(backend).__name__}; choose actor.backend fsdp2"
-            )
-        self._critic = critic if algorithm.critic_in_use is not None else None
         self._backend, self._ranks, self._algorithm = backend, ranks, algorithm
         self._micro_batch_tokens, self._response_limit = micro_batch_tokens, response_limit
         self._balance, self._progress = balance, progress
@@ -98,15 +84,13 @@ class StepEngine:
 
         A cancelled step is left without its groups.
         """
-        prepared = self._require_batch("compute_log_probs")
+        prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
+        wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_in_use is not None}
         try:
-            if self._algorithm.recompute_log_probs:
-                prepared.old_log_probs = self.score(prepared.collated)
-            if self._algorithm.needs_reference:
+            if any(wanted.values()):
+                prepared.old_log_probs, prepared.values = self._scored(prepared.collated, **wanted)
+            if algorithm.needs_reference:
                 prepared.ref_log_probs = self.score_reference(prepared.collated)
-            if self._critic is not None:
-                with self._ranks.guard("computing values"):
-                    prepared.values = self._scored(prepared.collated, self._critic.value_rows)
         except StepCancelled:
             self._leave()
 
@@ -114,7 +98,7 @@ class StepEngine:
         """Compute the held groups' advantages; return this rank's metrics of rewards, groups and advantages."""
         prepared = self._require_batch("compute_advantages_and_returns")
         lacks_reference = prepared.ref_log_probs is None and self._algorithm.needs_reference
-        if lacks_reference or (prepared.values is None and self._critic is not None):
+        if lacks_reference or (prepared.values is None and self._algorithm.critic_in_use is not None):
             self.compute_log_probs()
         with self._ranks.guard("computing advantages"):
             preparation.finish(prepared, self._algorithm, max_new_tokens=self._response_limit, reduce=self._reduce)
@@ -122,20 +106,25 @@ class StepEngine:
 
     def score(self, batch: TrainingBatch) -> Tensor:
         """Return the trainer's log-probabilities [B, S] of `batch`; zeros on a rank that has none. Raises StepCancelled."""
-        with self._ranks.guard("computing log-probabilities"):
-            return self._scored(batch, self._backend.score_rows)
+        log_probs, _ = self._scored(batch, log_probs=True, values=False)
+        assert log_probs is not None
+        return log_probs
 
-    def _scored(self, batch: TrainingBatch, score: _Score) -> Tensor:
-        """Return [B, S] what `score` says of the micro-batches of `batch`; zeros on a rank that it tells nothing."""
-        scored = torch.zeros(batch.input_ids.shape, dtype=torch.float32)
+    def _scored(self, batch: TrainingBatch, *, log_probs: bool, values: bool) -> Scored:
+        """Return [B, S] what was asked for of `batch`; zeros on a rank that the backend tells nothing."""
         lengths = batch.lengths.tolist()
         columns = Columns(input_ids=batch.input_ids, loss_mask=batch.loss_mask)
         rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
-        cuts = self._cut(lengths)
-        found = score(_parts(rows, cuts), proceed=self._cancellation.check)
-        for cut, tokens in zip(cuts, found, strict=bool(found)):
-            if cut:
-                scored[cut, : tokens.shape[1]] = tokens
+        with self._ranks.guard("scoring"):
+            cuts = self._cut(lengths)
+            found = self._backend.score_rows(
+                _parts(rows, cuts), proceed=self._cancellation.check, log_probs=log_probs, values=values
+            )
+        scored = Scored(*(torch.zeros(batch.input_ids.shape) if wanted else None for wanted in (log_probs, values)))
+        for cut, part in zip(cuts, found, strict=bool(found)):
+            for whole, tokens in zip(scored, part, strict=True):
+                if cut and whole is not None and tokens is not None:
+                    whole[cut, : tokens.shape[1]] = tokens
         return scored
 
     def score_reference(self, batch: TrainingBatch) -> Tensor:

@@ -162,11 +162,6 @@ class RLJobSpec(Spec):
             values=(OF_CRITIC, "$algorithm.name"),
             field="actor",
         ),
-        Cel(
-            holds=f"$actor.backend != 'megatron' || !({HAS_CRITIC})",
-            refusal="algorithm.name gae needs a critic, which actor.backend megatron has none of; choose fsdp2",
-            field="algorithm.name",
-        ),
     )
     def _critic(self) -> Iterator[str]:
         name, actor = self.algorithm.name, self.actor
@@ -177,8 +172,6 @@ class RLJobSpec(Spec):
         idle = [field for field, used in given.items() if used]
         if idle and name != "gae":
             yield f"{listed(idle)} needs algorithm.name gae, got {name}; choose it or remove the field"
-        if name == "gae" and actor.backend == "megatron":
-            yield "algorithm.name gae needs a critic, which actor.backend megatron has none of; choose fsdp2"
 
     @rule(
         Cel(

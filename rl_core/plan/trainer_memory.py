@@ -66,7 +66,7 @@ def _copy_size(job: RLJobSpec) -> int:
 
 def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
     """Return a stage's weights and gradients and, over the data ranks where they share the optimizer, moments and float32 copies."""
-    stage, width = _stage_parameters(job, facts), WIDTH[job.model.dtype]
+    stage, width = _models(job) * _stage_parameters(job, facts), WIDTH[job.model.dtype]
     updated = -(-stage // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
     held = {"weights": stage * width, "gradients": stage * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
     return held if width == MASTER_BYTES else held | {"master": updated * MASTER_BYTES}

@@ -154,12 +154,6 @@ CASES = (
             '["actor.optimizer.valueLearningRate", "actor.criticWarmupSteps"] needs algorithm.name gae, got grpo; choose it or remove the field',
             SAME,
         ),
-        "critic-under-megatron": (
-            {"algorithm": {"name": "ppo"}, "actor": {"backend": "megatron"}},
-            "spec.algorithm.name",
-            "algorithm.name gae needs a critic, which actor.backend megatron has none of; choose fsdp2",
-            SAME,
-        ),
         "importance-without-recompute": (
             {"algorithm": {"importance": {}}},
             "spec.algorithm.recomputeLogProbs",

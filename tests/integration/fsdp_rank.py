@@ -19,6 +19,7 @@ import torch
 from actor_samples import make_record
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from rl_core.actors.critic import of_critic
 from rl_core.actors.fsdp.source import FSDPSource, Givers
 from rl_core.api.errors import RLJobError
 from rl_core.runner.build import ACTOR_CLASSES
@@ -127,7 +128,9 @@ class Rank:
         return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in local}.values())
 
     def state(self) -> None:
-        """Gather the weights on rank 0; say of each tensor its bits and some values spread over it."""
+        """Gather the weights on rank 0; say of each tensor its bits and some values spread over it, and the bits of this rank's critic."""
+        held = self.actor.named_slices().items()
+        self.seen["critic"] = {name: list(checksum(part.tensor)) for name, part in held if of_critic(name)}
         whole = self.actor.get_model_state_dict(True, True)
         self.seen["bits"] = {name: list(checksum(tensor)) for name, tensor in whole.items()}
         self.seen["state"] = {

@@ -32,7 +32,25 @@ FULL = {
     "algorithm__importance": {"mode": "tis"},
     "algorithm__loss": {"klCoefficient": 0.1, "entropyCoefficient": 0.01},
 }
-CHANGES = {"plain": PLAIN, "full": FULL, "recomputed": {"actor__gradientCheckpointing": True}}
+CRITIC = {
+    "algorithm__name": "gae",
+    "algorithm__critic": {"valueClip": 0.05, "lam": 0.9, "gamma": 0.95},
+    "actor__optimizer__valueLearningRate": 5e-2,
+}
+HEAD = CRITIC | {"actor__criticWarmupSteps": 1}
+"""The critic alone in the first step, everything in the second."""
+APART = CRITIC | {
+    "algorithm__critic": {"separate": True, "lam": 0.9},
+    "algorithm__recomputeLogProbs": True,
+    "algorithm__rewardKlCoefficient": 0.1,
+}
+CHANGES = {
+    "plain": PLAIN,
+    "full": FULL,
+    "recomputed": {"actor__gradientCheckpointing": True},
+    "critic": HEAD,
+    "critic apart": APART,
+}
 TRAIN_AND_LOOK = [["train", 1], ["train", 2], ["score"], ["state"]]
 NOT_SUMS = ("time/", "perf/")
 HELPED = {
@@ -121,12 +139,13 @@ def reference(models):
 
 OF_FOUR = {"tensor 2 pipeline 2": {"tensor": 2, "pipeline": 2}, "tensor 2 data 2": {"tensor": 2}}
 HYBRID = ("fsdp1", "fsdp2")
-CASES = [("plain", "tied"), ("full", "untied"), ("recomputed", "llama"), ("plain", "qwen3")]
-EVERYWHERE = CASES[:2]
+EVERYWHERE = [("plain", "tied"), ("full", "untied"), ("critic", "untied")]
+SOMEWHERE = [("recomputed", "llama"), ("plain", "qwen3")]
+CASES = [*EVERYWHERE, *SOMEWHERE, ("critic apart", "tied")]
 PAIRED = [
     *((layout, case) for layout in LAYOUTS for case in EVERYWHERE),
     # Norms of queries and keys that tensor ranks share, a vocabulary that they do not divide, layers that are run again in rounds.
-    *((layout, case) for layout in ("tensor 2", "tensor 2 sequence") for case in CASES[2:]),
+    *((layout, case) for layout in ("tensor 2", "tensor 2 sequence") for case in SOMEWHERE),
     ("interleaved 2", ("recomputed", "llama")),
 ]
 CHAIN = [*OF_FOUR, "fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole", "one", "fsdp2 of one"]
@@ -134,18 +153,18 @@ CHAIN = [*OF_FOUR, "fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole", "on
 
 
 def link(folder: Path, models: dict, name: str) -> tuple[dict, list]:
-    """Return (spec, verbs) of a link of the chain: the first trains a step, each saves and trains another one."""
+    """Return (spec, verbs) of a link of the chain, a policy and a critic of its own: the first trains a step, each saves and trains another."""
     at, model = CHAIN.index(name), models["tied"]
     begin = ["load", str(folder / f"chain {at - 1}")] if at else ["train", 1]
     verbs = [begin, ["save", str(folder / f"chain {at}"), 1], ["train", 2]]
     if name.startswith("fsdp"):
-        return fsdp(model, actor__backend=name[:5], actor__replicas=2 if "two" in name else 1), verbs
+        return fsdp(model, actor__backend=name[:5], actor__replicas=2 if "two" in name else 1, **APART), verbs
     if name == "one":
-        return megatron(model), verbs
+        return megatron(model, **APART), verbs
     if name == "data 2 whole":
-        return of_two(model, {}, actor__optimizer__distributed=False), verbs
+        return of_two(model, {}, actor__optimizer__distributed=False, **APART), verbs
     parallel, replicas = (OF_FOUR[name], 4) if name in OF_FOUR else (LAYOUTS[name], 2)
-    return megatron(model, actor__parallel=parallel, actor__replicas=replicas), verbs
+    return megatron(model, actor__parallel=parallel, actor__replicas=replicas, **APART), verbs
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +196,8 @@ def pair(folder, models, four):
         for layout, (changes, model) in PAIRED
     ]
     for layout, parallel in LAYOUTS.items():
-        spec, saved = of_two(models["untied"], parallel, actor__microBatchTokens=32), str(folder / f"{layout} saved")
+        spec = of_two(models["untied"], parallel, actor__microBatchTokens=32, **CRITIC)
+        saved = str(folder / f"{layout} saved")
         half = of_two(models["tied"], parallel, model__dtype="bfloat16")
         out = str(folder / f"{layout} exported")
         verbs = {
@@ -191,7 +211,7 @@ def pair(folder, models, four):
             "published": (half, [["train", 1], ["publish", 1]]),
         }
         scenarios += [scenario(f"{layout} {name}", spec, verbs, world_size=2) for name, (spec, verbs) in verbs.items()]
-    whole = of_two(models["untied"], {}, actor__microBatchTokens=32, actor__optimizer__distributed=False)
+    whole = of_two(models["untied"], {}, actor__microBatchTokens=32, actor__optimizer__distributed=False, **CRITIC)
     scenarios.append(scenario("whole", whole, [["train", 1], ["offload"], ["train", 2], ["state"]], world_size=2))
     links = ("fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole")
     scenarios += [scenario(f"link {name}", *link(folder, models, name), world_size=2) for name in links]
@@ -220,6 +240,8 @@ def test_two_resumed_ranks_repeat_the_uninterrupted_ones_bit_for_bit_and_a_skipp
     assert through["counts"] == {"attempted": 2, "applied": 2, "skipped": 0, "empty": 0}
     for rank in pair:
         assert rank[f"{layout} resumed"]["counts"] == {"attempted": 3, "applied": 2, "skipped": 1, "empty": 0}
+        assert rank[f"{layout} resumed"]["critic"] == rank[f"{layout} through"]["critic"]
+    assert any(rank[f"{layout} through"]["critic"] for rank in pair)
 
 
 def test_data_ranks_that_share_the_optimizer_have_half_the_moments_and_train_as_with_all(pair):
@@ -266,7 +288,7 @@ def test_a_checkpoint_keeps_its_bits_through_every_layout_and_backend_and_each_g
         assert [key for key, tensor in first.items() if not torch.equal(again[key], tensor)] == [], name
         found = json.loads((folder / f"chain {at}" / "actor.json").read_text())
         assert found | {"world_size": 0} == counters | {"world_size": 0}, name
-        for metric in ("actor/loss", "actor/grad_norm", "actor/lr"):
+        for metric in ("actor/loss", "actor/value_loss", "actor/grad_norm", "actor/lr"):
             assert seen[name]["metrics"][-1][metric] == pytest.approx(expected[metric], rel=1e-6, abs=1e-6), name
 
 
@@ -311,11 +333,12 @@ def test_one_rank_trains_like_fsdp2_and_exports_the_bits_of_the_source(folder, m
 
 
 def test_half_precision_trains_nearly_the_same_loss_and_resumes_from_its_float32_weights(folder, models, reference):
-    spec = megatron(models["tied"], model__dtype="bfloat16")
+    spec = megatron(models["tied"], model__dtype="bfloat16", **APART)
     verbs = [["train", 1], ["save", str(folder / "half"), 1], ["train", 2], ["state"]]
     through = run_here("through", spec, verbs)
-    expected = reference("plain", "tied")["metrics"][0]["actor/loss"]
-    assert through["metrics"][0]["actor/loss"] == pytest.approx(expected, abs=2e-2)
+    expected = reference("critic apart", "tied")["metrics"][0]
+    for name in ("actor/policy_loss", "actor/value_loss"):
+        assert through["metrics"][0][name] == pytest.approx(expected[name], abs=2e-2)
     resumed = run_here("resumed", spec, [["load", str(folder / "half")], ["train", 2], ["state"]])
     assert resumed["bits"] == through["bits"] and resumed["counts"] == through["counts"]
 

@@ -17,7 +17,7 @@ class FSDPActor(FSDPBackend, PublishingActor):
         if role != "actor":
             raise ConfigError(f"FSDPActor must have role actor, got {role!r}; choose it")
         FSDPBackend.__init__(self, cfg, self.world_size, self.rank)
-        PublishingActor.__init__(self, backend=self, critic=self)
+        PublishingActor.__init__(self, backend=self)
 
     def init_worker(self) -> None:
         """Build model and optimizer from `model.path`, open the publisher on rank 0, give up what `actor.offload` names."""

@@ -1,11 +1,10 @@
 """The train backend of language models under FSDP: packed micro-batches, one after the other, through the manager's model."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from rl_core.actors.backend import Objective, Proceed, Scores, StepCancelled
+from rl_core.actors.backend import Objective, Proceed, Scored, Scores, StepCancelled
 from rl_core.actors.forward import PackedBatch, score
 from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.rows import StepRows
@@ -14,7 +13,7 @@ from rl_core.algorithms.stats import Stat
 
 
 class FSDPBackend(FSDPModelManager):
-    """A TrainBackend, and a Critic. All its ranks are data ranks, and each has the whole model's scores and loss."""
+    """A TrainBackend. All its ranks are data ranks, and each has the whole model's scores and loss."""
 
     def forward_backward(
         self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
@@ -47,19 +46,19 @@ class FSDPBackend(FSDPModelManager):
             (result.loss * self.ranks.size).backward()
         return result.metrics
 
-    def score_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[torch.Tensor]:
-        """Return each part's log-probabilities [B, T] without gradient, on the CPU."""
-        return [numbers.log_probs.cpu() for numbers in self._numbers(parts, proceed, log_probs=True)]
-
-    def value_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[torch.Tensor]:
-        """Return each part's values [B, T] without gradient, on the CPU. Raises AttributeError for a job without a critic."""
-        return [numbers.values.cpu() for numbers in self._numbers(parts, proceed, log_probs=False, values=True)]
-
-    def _numbers(self, parts: Sequence[StepRows], proceed: Proceed, **wanted: bool) -> Iterator[Any]:
+    def score_rows(
+        self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
+    ) -> list[Scored]:
+        """Return what was asked for of each part. See TrainBackend."""
+        scored = []
         for rows in parts:
             proceed()
             with torch.no_grad():
-                yield score(self.model, self._pack(rows), temperature=self._temperature, **wanted)
+                found = score(
+                    self.model, self._pack(rows), temperature=self._temperature, log_probs=log_probs, values=values
+                )
+            scored.append(Scored(*(None if one is None else one.cpu() for one in (found.log_probs, found.values))))
+        return scored
 
     @property
     def _temperature(self) -> float:

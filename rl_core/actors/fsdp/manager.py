@@ -125,23 +125,14 @@ class FSDPModelManager(ModelManager):
                 )
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    @property
-    def has_critic(self) -> bool:
-        """Return whether a value head learns with the policy."""
-        return self.cfg.algorithm.critic_in_use is not None
-
-    @property
-    def _warming_up(self) -> bool:
-        """Return whether the critic alone trains in the next optimizer step."""
-        return self.counts.applied < self.cfg.actor.critic_warmup_steps
-
     def _begin_phase(self) -> None:
         """Build optimizer and schedule for what trains from here on: the critic alone in its warm-up, then everything, afresh."""
         self.optimizer = self.build_optimizer(self.model, enable_critic_warmup=self._warming_up)
         self.scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.actor.optimizer)
 
     def _before_state(self, counts: OptimizerCounts) -> None:
-        warming_up, self.counts = self._warming_up, counts
+        warming_up = self._warming_up
+        super()._before_state(counts)
         if self._warming_up != warming_up:
             self._begin_phase()
 
@@ -164,15 +155,6 @@ class FSDPModelManager(ModelManager):
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """Return the schedule over the optimizer steps of the run after critic warm-up; its argument is the number of applied ones."""
         return build_scheduler(optimizer, LRSchedule.from_spec(optim_config, total=self._scheduled_steps()))
-
-    def _scheduled_steps(self, steps: int | None = None) -> int:
-        """Return the optimizer steps of a run of `steps` (None: algorithm.steps) in which the policy trains."""
-        total = self._optimizer_steps(self.cfg.algorithm.steps if steps is None else steps)
-        return total - self.cfg.actor.critic_warmup_steps
-
-    @property
-    def _applied_in_phase(self) -> int:
-        return self.counts.applied - (0 if self._warming_up else self.cfg.actor.critic_warmup_steps)
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.

@@ -7,11 +7,8 @@ from torch import Tensor, nn
 
 from rl_core.actors.critic import of_critic
 from rl_core.actors.hf import named_parameters
-from rl_core.actors.schedule import MOMENTS, LRSchedule
+from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
 from rl_core.api.roles import OptimizerSpec
-
-CRITIC = "critic"
-"""Entry of a group: whether it is the critic's."""
 
 
 def build_adamw(
@@ -47,12 +44,6 @@ def build_adamw(
             **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
         }
     return optimizer
-
-
-def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
-    """Return the peak learning rate of the policy or of the critic."""
-    own = spec.value_learning_rate if critic else None
-    return spec.learning_rate if own is None else own
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, schedule: LRSchedule) -> torch.optim.lr_scheduler.LambdaLR:

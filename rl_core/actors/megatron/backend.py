@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_core.actors.backend import Objective, Proceed, Scores, StepCancelled
-from rl_core.actors.forward import PackedBatch
+from rl_core.actors.backend import Objective, Proceed, Scored, Scores, StepCancelled
+from rl_core.actors.forward import PackedBatch, TokenNumbers
 from rl_core.actors.megatron import library
 from rl_core.actors.megatron.manager import MegatronModelManager
 from rl_core.actors.megatron.packing import Packing
 from rl_core.actors.rows import StepRows
 from rl_core.algorithms.aggregation import LossNormalizers
-from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.algorithms.logprobs import hidden_scores, hidden_values
 from rl_core.algorithms.score_functions import VocabularyShard
 from rl_core.algorithms.stats import Stat
 from rl_core.batching.packing import unpack_rows
 
-Answer = Callable[[StepRows, Scores], Any]
+Answer = Callable[[StepRows, TokenNumbers], Any]
 """Made of a micro-batch's scores on a rank that has them."""
 
 
@@ -35,7 +35,9 @@ class MegatronBackend(MegatronModelManager):
         # The schedule divides by the number of micro-batches, reducing gradients by the data ranks; shares are to be summed.
         scale = len(parts) * self.ranks.data_size
 
-        def loss(rows: StepRows, scores: Scores) -> tuple[Tensor, dict[str, Stat]]:
+        def loss(rows: StepRows, found: TokenNumbers) -> tuple[Tensor, dict[str, Stat]]:
+            assert found.log_probs is not None and found.entropy is not None
+            scores = Scores(found.log_probs, found.entropy, found.values)
             result = objective(scores, rows.columns.to(self.compute_device), normalizers)
             return result.loss * scale, result.metrics
 
@@ -43,43 +45,62 @@ class MegatronBackend(MegatronModelManager):
             self._zero_gradients()
             self.is_grad_offloaded = False
         try:
-            stats: list[dict[str, Stat]] = self._run(parts, loss, proceed, entropy=True)
+            stats: list[dict[str, Stat]] = self._run(parts, loss, proceed, entropy=True, values=self.has_critic)
         except StepCancelled:
             self.drop_gradients()
             raise
         return stats if self.cut.rank == 0 else []
 
-    def score_rows(self, parts: Sequence[StepRows], *, proceed: Proceed) -> list[Tensor]:
-        """Return each part's log-probabilities [B, T] without gradient, on the CPU."""
+    def score_rows(
+        self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
+    ) -> list[Scored]:
+        """Return what was asked for of each part. See TrainBackend."""
 
-        def log_probs(rows: StepRows, scores: Scores) -> Tensor:
-            return scores.log_probs.cpu()
+        def answer(rows: StepRows, found: TokenNumbers) -> Scored:
+            return Scored(*(None if one is None else one.cpu() for one in (found.log_probs, found.values)))
 
         with torch.no_grad():
-            scored: list[Tensor] = self._run(
-                self._whole_rounds(parts), log_probs, proceed, entropy=False, forward_only=True
+            scored: list[Scored] = self._run(
+                self._whole_rounds(parts), answer, proceed, log_probs=log_probs, values=values, forward_only=True
             )
-        return self._from_last_stage(scored, parts)
+        return self._from_last_stage(scored[: len(parts)], parts, (log_probs, values))
 
     def _whole_rounds(self, parts: Sequence[StepRows]) -> list[StepRows]:
         """Return the parts, with masked ones after them where interleaved stages take as many at a time as there are stages."""
         missing = -len(parts) % self.parallel.pipeline if self.parallel.virtual_pipeline is not None else 0
         return [*parts, *(parts[0].masked_row() for _ in range(missing))]
 
-    def _from_last_stage(self, scored: list[Tensor], parts: Sequence[StepRows]) -> list[Tensor]:
-        """Return what the last stage scored, on all stages: masks and weights of the step follow from it."""
+    def _from_last_stage(
+        self, scored: list[Scored], parts: Sequence[StepRows], wanted: tuple[bool, bool]
+    ) -> list[Scored]:
+        """Return what the last stage scored on all stages: masks and weights of the step follow from it."""
         if self.parallel.pipeline == 1:
             return scored
+        state = library.parallel_state
+        last, group = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
         shapes = [rows.columns.input_ids.shape for rows in parts]
         sizes = [shape.numel() for shape in shapes]
-        flat = torch.cat([one.reshape(-1) for one in scored[: len(parts)]]) if scored else torch.empty(sum(sizes))
-        state = library.parallel_state
-        group = state.get_pipeline_model_parallel_group()
-        dist.broadcast(flat, state.get_pipeline_model_parallel_last_rank(), group=group)
-        return [one.view(shape) for one, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+        def told(numbers: list[Tensor]) -> list[Tensor]:
+            flat = torch.cat([one.reshape(-1) for one in numbers]) if numbers else torch.empty(sum(sizes))
+            dist.broadcast(flat, last, group=group)
+            return [one.view(shape) for one, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+        columns = [
+            told([one[at] for one in scored]) if asked else [None] * len(parts) for at, asked in enumerate(wanted)
+        ]
+        return [Scored(*one) for one in zip(*columns, strict=True)]
 
     def _run(
-        self, parts: Sequence[StepRows], answer: Answer, proceed: Proceed, *, entropy: bool, forward_only: bool = False
+        self,
+        parts: Sequence[StepRows],
+        answer: Answer,
+        proceed: Proceed,
+        *,
+        log_probs: bool = True,
+        values: bool = False,
+        entropy: bool = False,
+        forward_only: bool = False,
     ) -> list[Any]:
         """Run the schedule over `parts`; return what `answer` gave for each, its loss aside."""
         self._require_loaded("a forward pass")
@@ -97,11 +118,14 @@ class MegatronBackend(MegatronModelManager):
                 position_ids=batch.rows.position_ids,
                 attention_mask=None,
                 packed_seq_params=Packing.of(batch),
+                log_probs=log_probs,
+                values=values,
             )
             return hidden, partial(finish, rows, batch, stage)
 
         def finish(rows: StepRows, batch: PackedBatch, stage: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
-            return answer(rows, self._scores(hidden, batch, stage.module, entropy))
+            wanted = {"log_probs": log_probs, "values": values, "entropy": entropy}
+            return answer(rows, self._numbers(hidden, batch, stage.module, **wanted))
 
         with self.device_layer():
             answers: list[Any] = library.get_forward_backward_func()(
@@ -116,24 +140,37 @@ class MegatronBackend(MegatronModelManager):
             )
         return answers
 
-    def _scores(self, hidden: Tensor, batch: PackedBatch, model: Any, entropy: bool) -> Scores:
-        """Return the scores of a micro-batch from its last hidden states [L, 1, H], of which each tensor rank may have a part."""
+    def _numbers(
+        self, hidden: Tensor, batch: PackedBatch, model: Any, *, log_probs: bool, values: bool, entropy: bool
+    ) -> TokenNumbers:
+        """Return the numbers of a micro-batch from its last hidden states [L, n, H], of which each tensor rank may have a part.
+
+        n is 1, or 2 where a critic of its own ran beside the policy.
+        """
         if self.parallel.sequence:
-            # The gradient of the scores is summed over the tensor ranks already.
+            # The gradient of the scores is summed over the tensor ranks already, that of the values is whole on each.
             hidden = library.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        scores = hidden_scores(
-            hidden.transpose(0, 1),
-            model.output_weight,
-            batch.rows.input_ids,
-            temperature=self.cfg.rollout.sampling.temperature,
-            mask=batch.mask,
-            cu_seqlens=batch.layout.cu_seqlens,
-            entropy=entropy,
-            shard=self._shard(),
+        hidden = hidden.transpose(0, 1)
+        packed: list[Tensor | None] = [None, None, None]
+        if log_probs:
+            scores = hidden_scores(
+                hidden[:1],
+                model.output_weight,
+                batch.rows.input_ids,
+                temperature=self.cfg.rollout.sampling.temperature,
+                mask=batch.mask,
+                cu_seqlens=batch.layout.cu_seqlens,
+                entropy=entropy,
+                shard=self._shard(),
+            )
+            packed[:2] = scores.log_probs, scores.entropy
+        if values:
+            packed[2] = hidden_values(
+                hidden[-1:], model.head_weight, mask=batch.mask, cu_seqlens=batch.layout.cu_seqlens
+            )
+        return TokenNumbers(
+            *(None if one is None else unpack_rows(one, batch.rows, width=batch.width) for one in packed)
         )
-        log_probs = unpack_rows(scores.log_probs, batch.rows, width=batch.width)
-        entropies = log_probs if scores.entropy is None else unpack_rows(scores.entropy, batch.rows, width=batch.width)
-        return Scores(log_probs, entropies)
 
     def _shard(self) -> VocabularyShard | None:
         """Return this rank's part of the vocabulary; None where it has all of it."""

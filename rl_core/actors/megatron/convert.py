@@ -7,7 +7,7 @@ its gradient and its float32 copy, which have the same shape.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_core.actors.critic import HEAD, SEPARATE
 from rl_core.actors.slices import LocalSlice
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EMBEDDING = "model.embed_tokens.weight"
-WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight"}
+WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight", f"{HEAD}.weight": f"{HEAD}.weight"}
+OF_CRITIC = f"{SEPARATE}."
+"""Before the names of a critic with a decoder of its own; after it they are those of the policy."""
 VOCABULARY = {"embedding.word_embeddings.weight": EMBEDDING, "output_layer.weight": "lm_head.weight"}
 NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -167,6 +170,9 @@ class Cut:
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> list[Block]:
         """Return where the rows of a parameter of that name and shape lie in the folder's tensors."""
+        if name.startswith(OF_CRITIC):
+            blocks = self.blocks(name.removeprefix(OF_CRITIC), shape)
+            return [replace(block, name=OF_CRITIC + block.name) for block in blocks]
         if name in WHOLE:
             return [self._whole(WHOLE[name], shape)]
         if name in VOCABULARY:
@@ -229,9 +235,9 @@ def _layer_of(name: str) -> tuple[str, str]:
 
 def global_parameters(model: Any) -> Mapping[str, Any]:
     """Return the parameters of one stage by name, layers counted over the whole model."""
-    layers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
-    named = {}
-    for name, parameter in model.named_parameters():
-        found = LAYER.fullmatch(name)
-        named[f"decoder.layers.{layers[int(found[1])]}.{found[2]}" if found else name] = parameter
-    return named
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+
+    def counted(found: re.Match[str]) -> str:
+        return f"decoder.layers.{layers[int(found[1])]}.{found[2]}"
+
+    return {LAYER.sub(counted, name): parameter for name, parameter in model.named_parameters()}

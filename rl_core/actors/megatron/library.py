@@ -39,13 +39,23 @@ try:
         )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+        from megatron.core.optimizer import (
+            MegatronOptimizer,
+            OptimizerConfig,
+            get_megatron_optimizer,
+            get_standard_config_overrides,
+        )
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+        from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+        from megatron.core.tensor_parallel import (
+            gather_from_sequence_parallel_region,
+            param_is_not_tensor_parallel_duplicate,
+        )
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.module import param_is_not_shared
         from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
         from megatron.core.transformer.transformer_config import TransformerConfig
 except ImportError as error:
@@ -69,6 +79,8 @@ __all__ = [
     "MegatronOptimizer",
     "OptimizerConfig",
     "PackedSeqParams",
+    "ParamKey",
+    "ParamWithNamePredicate",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
@@ -76,9 +88,13 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
+    "get_grad_norm_fp32",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "get_standard_config_overrides",
     "mark_as_cut",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "param_is_not_shared",
+    "param_is_not_tensor_parallel_duplicate",
 ]

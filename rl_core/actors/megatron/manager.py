@@ -1,5 +1,6 @@
 """A model, its optimizer and its schedule under megatron-core. No reinforcement learning here."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,14 +9,15 @@ import torch
 from torch import Tensor
 
 from rl_core.actors import hf
+from rl_core.actors.critic import SEPARATE, of_critic
 from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.megatron import cpu, guards, library
 from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
-from rl_core.actors.megatron.model import build_model, transformer_config
-from rl_core.actors.megatron.optimizer import Share, build_optimizer, open_shares
+from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
+from rl_core.actors.megatron.optimizer import Share, build_optimizer, gradient_norm, open_shares
 from rl_core.actors.megatron.source import MegatronSource, SentParts
 from rl_core.actors.ranks import ParallelSizes
-from rl_core.actors.schedule import MOMENTS, LRSchedule
+from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
@@ -42,9 +44,8 @@ class MegatronModelManager(ModelManager):
         sizes = ParallelSizes(data=data, tensor=self.parallel.tensor, pipeline=self.parallel.pipeline)
         super().__init__(cfg, sizes, rank)
         self._distributed = cfg.actor.optimizer.distributed and data > 1
-        self._schedule = LRSchedule.from_spec(
-            self.cfg.actor.optimizer, total=self._optimizer_steps(self.cfg.algorithm.steps)
-        )
+        self._rates = self.cfg.actor.optimizer
+        self._schedule = LRSchedule.from_spec(self._rates, total=self._scheduled_steps())
 
     def device_layer(self) -> AbstractContextManager[None]:
         """Return the context in which megatron computes on this rank's device, in the calling thread."""
@@ -66,7 +67,7 @@ class MegatronModelManager(ModelManager):
                 self.cfg.actor, self.stages, dtype=self.dtype, distributed=self._distributed
             )
             self._shares = open_shares(self.optimizer, self._parameters())
-            self._follow_schedule()
+            self._set_rates()
             self._sent_parts = SentParts(self._sent(self.named_slices()), self.ranks)
 
     @property
@@ -75,7 +76,7 @@ class MegatronModelManager(ModelManager):
         return self.template.config
 
     def _parameter_tensors(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self._parameters().values()]
+        return [parameter.detach() for name, parameter in self._parameters().items() if not of_critic(name)]
 
     def _make_groups(self) -> None:
         state = library.parallel_state
@@ -135,14 +136,15 @@ class MegatronModelManager(ModelManager):
             hf_config,
             self.config,
             vocabulary=self.cut.padded_vocabulary,
-            rotary_frequencies=_rotary_frequencies(self.template),
+            rotary_frequencies=rotary_frequencies(self.template),
+            critic=self.cfg.algorithm.critic_in_use,
             pre_process=state.is_pipeline_first_stage(**place),
             post_process=state.is_pipeline_last_stage(**place),
             vp_stage=number,
         ).to(device=self.compute_device, dtype=self.dtype)
 
     def _fill(self, models: Iterable[Any], aliases: Mapping[str, str]) -> None:
-        """Read this rank's pieces of the model folder."""
+        """Read this rank's pieces of the model folder; a critic's decoder starts as the policy's."""
         places: dict[str, list[Piece]] = {}
         for model in models:
             for name, parameter in global_parameters(model).items():
@@ -151,7 +153,7 @@ class MegatronModelManager(ModelManager):
                 for piece in self.cut.pieces(name, parameter.shape, parameter):
                     places.setdefault(piece.name, []).append(piece)
         for name, stored, where in hf.stored_readers(self.template, self.cfg.model.path, aliases):
-            for piece in places.get(name, ()):
+            for piece in (*places.get(name, ()), *places.get(f"{SEPARATE}.{name}", ())):
                 box = torch.empty(piece.size, dtype=self.dtype, device=self.compute_device)
                 part = LocalSlice(
                     tensor=box, shape=piece.shape, offset=piece.offset, replicated=piece.cut_along is None
@@ -164,29 +166,51 @@ class MegatronModelManager(ModelManager):
 
         Not collective. Raises ConfigError when the schedule does not fit them.
         """
-        optimizer = self.cfg.actor.optimizer.model_copy(update={"learning_rate": learning_rate})
-        self._schedule = LRSchedule.from_spec(optimizer, total=self._optimizer_steps(steps))
-        self._follow_schedule()
+        rates = self.cfg.actor.optimizer.model_copy(update={"learning_rate": learning_rate})
+        self._schedule = LRSchedule.from_spec(rates, total=self._scheduled_steps(steps))
+        self._rates = rates
+        self._set_rates()
 
     # Steps ----------------------------------------------------------------------------------------------------------
+
+    def _models(self) -> list[list[Tensor]]:
+        """Return what is updated of each model that is clipped by a norm of its own: the policy, and a critic that shares nothing with it."""
+        shares, critic = self._shares.items(), self.cfg.algorithm.critic_in_use
+        if critic is None or not critic.separate:
+            return [[share.values for _, share in shares]]
+        return [[share.values for name, share in shares if of_critic(name) is own] for own in (False, True)]
 
     def _gradient_norm(self) -> float:
         with self.device_layer():
             self.optimizer.prepare_grads()
-            return float(self.optimizer.get_grad_norm())
+            trains = self._training()
+            for name, share in self._shares.items():
+                if name not in trains:
+                    share.values.grad = None  # AdamW leaves alone what has no gradient
+            self._norms = [gradient_norm(self.optimizer, values) for values in self._models()]
+        return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:
+        clip = self.cfg.actor.grad_clip
         with self.device_layer():
-            if self.cfg.actor.grad_clip is not None:
-                for optimizer in self.optimizer.chained_optimizers:
-                    library.clip_grad_by_total_norm_fp32(
-                        optimizer.get_parameters(), max_norm=self.cfg.actor.grad_clip, total_norm=norm
-                    )
+            for values, own in zip(self._models(), self._norms, strict=True) if clip is not None else ():
+                library.clip_grad_by_total_norm_fp32(values, max_norm=clip, total_norm=own)
             self.optimizer.step_with_ready_grads()
 
     def _follow_schedule(self) -> None:
+        if self.counts.applied == self.cfg.actor.critic_warmup_steps:
+            # Everything trains from here on, with an optimizer that has seen nothing.
+            for share in self._shares.values():
+                for state in share.state.values():
+                    state.zero_()
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        factor = self._schedule(self._applied_in_phase) / self._schedule.peak
         for group in self.optimizer.param_groups:
-            group["lr"] = self._schedule(self.counts.applied)
+            critic = CRITIC in group
+            frozen = self._warming_up and not critic
+            group["lr"] = 0.0 if frozen else factor * peak_rate(self._rates, critic=critic)
 
     def drop_gradients(self) -> None:
         """Forget the gradients. Not collective."""
@@ -229,6 +253,10 @@ class MegatronModelManager(ModelManager):
         """Return this rank's parameters by megatron's name, layers counted over the whole model."""
         return {name: parameter for stage in self.stages for name, parameter in global_parameters(stage.module).items()}
 
+    def _training(self) -> dict[str, Share]:
+        """Return the shares that take optimizer steps: those of the critic alone in its warm-up."""
+        return {name: share for name, share in self._shares.items() if of_critic(name) or not self._warming_up}
+
     def named_slices(self) -> dict[str, LocalSlice]:
         """Return what this rank stores of the weights by Hugging Face name. Not collective."""
         parameters = self._parameters().items()
@@ -237,7 +265,7 @@ class MegatronModelManager(ModelManager):
 
     def master_slices(self) -> Slices:
         """Return what this rank updates of the weights by Hugging Face name. Not collective."""
-        return _slices(self._pieces(lambda share: share.values))
+        return _slices(self._pieces(self._shares, lambda share: share.values))
 
     def moment_slices(self) -> Slices:
         """Return what this rank stores of the moments. Not collective."""
@@ -248,15 +276,15 @@ class MegatronModelManager(ModelManager):
         }
 
     def _moment_pieces(self, moment: str) -> dict[str, list[Piece]]:
-        return self._pieces(lambda share: share.state[moment])
+        return self._pieces(self._training(), lambda share: share.state[moment])
 
-    def _pieces(self, of: Callable[[Share], Tensor]) -> dict[str, list[Piece]]:
-        """Return the pieces of what `of` takes from each share, by Hugging Face name."""
+    def _pieces(self, shares: Mapping[str, Share], of: Callable[[Share], Tensor]) -> dict[str, list[Piece]]:
+        """Return the pieces of what `of` takes from each of the `shares`, by Hugging Face name."""
+        parameters = self._parameters()
         found: dict[str, list[Piece]] = {}
-        for name, parameter in self._parameters().items():
-            if share := self._shares.get(name):
-                for piece in self.cut.pieces(name, parameter.shape, of(share), share.start):
-                    found.setdefault(piece.name, []).append(piece)
+        for name, share in shares.items():
+            for piece in self.cut.pieces(name, parameters[name].shape, of(share), share.start):
+                found.setdefault(piece.name, []).append(piece)
         return found
 
     def _sent(self, slices: dict[str, LocalSlice]) -> dict[str, LocalSlice]:
@@ -285,7 +313,7 @@ class MegatronModelManager(ModelManager):
         parameters = self._parameters()
         own = {
             block.name: float(share.state["step"])
-            for name, share in self._shares.items()
+            for name, share in self._training().items()
             for block in self.cut.blocks(name, parameters[name].shape)
         }
         # Rank 0 writes them, and has one stage.
@@ -294,18 +322,19 @@ class MegatronModelManager(ModelManager):
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         parameters = self._parameters()
         with torch.no_grad(), self.device_layer():
-            _fill(self._pieces(lambda share: share.values), weights)
+            _fill(self._pieces(self._shares, lambda share: share.values), weights)
             for moment in MOMENTS:
                 named = self._moment_pieces(moment)
                 _fill(named, {name: moments[f"{name}.{moment}"] for name in named})
             for name, share in self._shares.items():
                 flat = parameters[name].view(-1)
                 flat[share.start : share.start + share.values.numel()].copy_(share.values.view(-1))
+            for name, share in self._training().items():
                 share.state["step"].fill_(steps[self.cut.blocks(name, parameters[name].shape)[0].name])
             if self._distributed:
                 for stage in self.stages:
                     stage.start_param_sync(force_sync=True)  # each data rank read its own run
-        self._follow_schedule()
+        self._set_rates()
 
     def _version_source(self, dtype: str, bucket_bytes: int) -> MegatronSource:
         self._require_loaded("gathering the weights")
@@ -327,15 +356,3 @@ def _fill(pieces: Mapping[str, Sequence[Piece]], slices: Mapping[str, Sequence[L
     for name, found in pieces.items():
         for piece, part in zip(found, slices[name], strict=True):
             piece.fill(part.tensor)
-
-
-def _rotary_frequencies(template: Any) -> Tensor:
-    """Return [D / 2] the frequencies of a transformers model, its scaling included."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rotary = template.model.rotary_emb
-    if rotary.rope_type == "default":
-        frequencies, _ = rotary.compute_default_rope_parameters(template.config, device="cpu")
-    else:
-        frequencies, _ = ROPE_INIT_FUNCTIONS[rotary.rope_type](template.config, "cpu")
-    return frequencies

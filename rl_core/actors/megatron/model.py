@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from rl_core.actors.critic import HEAD, SEPARATE
 from rl_core.actors.megatron.convert import head_size
 from rl_core.actors.megatron.library import (
     GPTModel,
@@ -18,10 +19,38 @@ from rl_core.actors.megatron.library import (
     get_num_layers_to_build,
 )
 from rl_core.actors.megatron.packing import PackedAttention
+from rl_core.api.critic import CriticSpec
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage gives the hidden states [L, 1, H] after the final norm: scores are made of them in chunks."""
+    """A GPTModel whose last stage gives the hidden states [L, 1, H] after the final norm: scores are made of them in chunks.
+
+    A critic with a decoder of its own is one more of them inside it. Through the stages its hidden states travel beside the policy's,
+    [L, 2, H], so that one schedule runs both.
+    """
+
+    _arrived: Any = (None,)
+    """What the stage before sent, as megatron hands it over."""
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take what the stage before sent, a tensor or a list of one."""
+        self._arrived = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+
+    def forward(self, *, log_probs: bool = True, values: bool = False, **inputs: Any) -> Tensor:
+        """Return the hidden states of what scoring needs, policy first; asked alike on all stages. `inputs`: those of GPTModel."""
+        critic = getattr(self, SEPARATE, None)
+        wanted = [(self, True)] if critic is None else [(self, log_probs), (critic, values)]
+        running = [model for model, asked in wanted if asked]
+        (arrived,) = self._arrived
+        together = arrived is None or len(running) == 1
+        parts = [arrived] * len(running) if together else arrived.split(1, dim=1)
+        states = [model._run(part, inputs) for model, part in zip(running, parts, strict=True)]
+        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
+
+    def _run(self, arrived: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+        self.decoder.set_input_tensor(arrived)
+        hidden: Tensor = super().forward(**inputs)
+        return hidden
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -32,6 +61,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Return the weight [1, H] of the critic's head; on the last stage of a job with a critic."""
+        weight: Tensor = getattr(getattr(self, SEPARATE, self), HEAD).weight
+        return weight
 
 
 class Norm(nn.RMSNorm):  # type: ignore[misc]
@@ -82,27 +117,59 @@ def transformer_config(hf: Any, *, architecture: str, dtype: torch.dtype, **sett
     )
 
 
-def build_model(hf: Any, config: Any, *, vocabulary: int, rotary_frequencies: Tensor, **place: Any) -> PolicyModel:
+def build_model(
+    hf: Any,
+    config: Any,
+    *,
+    vocabulary: int,
+    rotary_frequencies: Tensor,
+    critic: CriticSpec | None = None,
+    **place: Any,
+) -> PolicyModel:
     """Return the part of the model that one stage holds; weights are zero.
 
     `vocabulary`: rows of the embedding with their padding; `rotary_frequencies` [D / 2]: those of the transformers model, so that every
     scaling of it is the same here. `place`: pre_process, post_process and vp_stage as GPTModel takes them.
     """
-    model = PolicyModel(
-        config=config,
-        transformer_layer_spec=_block_spec(config, place.get("vp_stage")),
-        vocab_size=vocabulary,
-        max_sequence_length=hf.max_position_embeddings,
-        parallel_output=True,
-        share_embeddings_and_output_weights=bool(hf.tie_word_embeddings),
-        position_embedding_type="rope",
-        **place,
-    )
-    model.rotary_pos_emb.inv_freq = rotary_frequencies.to(model.rotary_pos_emb.inv_freq)
+
+    def decoder(*, tied: bool) -> PolicyModel:
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=_block_spec(config, place.get("vp_stage")),
+            vocab_size=vocabulary,
+            max_sequence_length=hf.max_position_embeddings,
+            parallel_output=True,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            **place,
+        )
+        model.rotary_pos_emb.inv_freq = rotary_frequencies.to(model.rotary_pos_emb.inv_freq)
+        return model
+
+    model = holder = decoder(tied=bool(hf.tie_word_embeddings))
+    if critic is not None and critic.separate:
+        holder = decoder(tied=False)
+        holder.output_layer = None
+        model.add_module(SEPARATE, holder)
+    if critic is not None and holder.post_process:
+        # Every tensor rank has all of the head and the same hidden states: its gradients are equal, and none is added up.
+        holder.add_module(HEAD, nn.Linear(hf.hidden_size, 1, bias=False))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     return model
+
+
+def rotary_frequencies(template: Any) -> Tensor:
+    """Return [D / 2] the frequencies of a transformers model, its scaling included."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rotary = template.model.rotary_emb
+    if rotary.rope_type == "default":
+        frequencies, _ = rotary.compute_default_rope_parameters(template.config, device="cpu")
+    else:
+        frequencies, _ = ROPE_INIT_FUNCTIONS[rotary.rope_type](template.config, "cpu")
+    return frequencies
 
 
 def _block_spec(config: Any, vp_stage: int | None) -> Any:

@@ -4,15 +4,16 @@ With several data ranks it is megatron's distributed one (`actor.optimizer.distr
 buffer, and each data rank updates an equal run of it. A rank has moments, and in half precision float32 copies, of its run alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_core.actors.critic import of_critic
 from rl_core.actors.megatron import library
-from rl_core.actors.schedule import MOMENTS
+from rl_core.actors.schedule import CRITIC, MOMENTS
 from rl_core.api.roles import ActorSpec
 
 
@@ -46,9 +47,13 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
+    of_its_own = library.ParamWithNamePredicate(name=CRITIC, fn=lambda _, name: of_critic(name))
+    groups = library.get_standard_config_overrides(config) | {
+        library.ParamKey(with_name_predicate=of_its_own): {CRITIC: True}
+    }
     # Runs of float32 parameters are views of them; made with gradients on, each look at their `grad` would warn.
     with torch.no_grad():
-        optimizer = library.get_megatron_optimizer(config, stages, use_gloo_process_groups=False)
+        optimizer = library.get_megatron_optimizer(config, stages, groups, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # megatron leaves the product to a scheduler of its own, which is not used here.
         group["weight_decay"] = spec.weight_decay * group["wd_mult"]
@@ -74,3 +79,20 @@ def open_shares(optimizer: "library.MegatronOptimizer", parameters: Mapping[str,
         )
         shares[name] = Share(values, start, state)
     return shares
+
+
+def gradient_norm(optimizer: "library.MegatronOptimizer", values: Iterable[Tensor]) -> float:
+    """Return the norm of the gradients of `values`, those of shares, over all ranks: a parameter that several ranks have counts once.
+
+    Collective; some ranks may have none of them.
+    """
+    (chained,) = optimizer.chained_optimizers
+    counted = [
+        one.grad
+        for one in values
+        if one.grad is not None
+        and library.param_is_not_shared(one)
+        and library.param_is_not_tensor_parallel_duplicate(one)
+    ]
+    norm = library.get_grad_norm_fp32(counted, grad_stats_parallel_group=chained.get_grad_stats_parallel_group())
+    return float(norm)

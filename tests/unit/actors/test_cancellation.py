@@ -4,20 +4,10 @@ import asyncio
 
 import pytest
 import torch
+from actor_steps import train
 
 SMALL = {"actor__microBatchTokens": 32}
 """Several micro-batches per mini-batch."""
-
-
-def prepare(actor, records):
-    actor.load_batch(records)
-    actor.compute_log_probs()
-    actor.compute_advantages_and_returns()
-
-
-def train(actor, records):
-    prepare(actor, records)
-    return actor.run_training(1)
 
 
 def cancel_before(actor, micro_batch):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.actors.backend import Scores, StepCancelled
+from rl_core.actors.backend import Scored, Scores, StepCancelled
 from rl_core.actors.fsdp.backend import FSDPBackend
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
@@ -95,8 +95,9 @@ class TinyBackend:
             stats.append(result.metrics)
         return stats if self.has_loss else []
 
-    def score_rows(self, parts, *, proceed):
-        return [self.scores(rows).log_probs.detach() for rows in parts] if self.has_loss else []
+    def score_rows(self, parts, *, proceed, log_probs=True, values=False):
+        assert log_probs and not values
+        return [Scored(self.scores(rows).log_probs.detach(), None) for rows in parts] if self.has_loss else []
 
     def optimizer_step(self):
         self.gradients.append(self.table.grad)

@@ -115,11 +115,13 @@ def test_recomputed_layers_keep_their_inputs_and_one_of_them_all_when_the_logits
         assert found["activations"] + found["logits"] == kept + max(2048 * LAYER, found["logits"])
 
 
-def test_a_critic_of_its_own_is_a_second_model_in_training_and_none_for_reference_and_rollouts():
-    with_head = spec(algorithm={"name": "gae", "rewardKlCoefficient": 0.1})
-    apart = spec(algorithm={"name": "gae", "rewardKlCoefficient": 0.1, "critic": {"separate": True}})
+@pytest.mark.parametrize("backend", ["fsdp2", "megatron"])
+def test_a_critic_of_its_own_is_a_second_model_in_training_and_none_for_reference_and_rollouts(backend):
+    actor, algorithm = {"backend": backend}, {"name": "gae", "rewardKlCoefficient": 0.1}
+    with_head = spec(algorithm=algorithm, actor=actor)
+    apart = spec(algorithm=algorithm | {"critic": {"separate": True}}, actor=actor)
     one, two = (parts(estimate(job, FACTS), "actor", "train") for job in (with_head, apart))
-    doubled = {"weights", "optimizer", "gradients", "activations"}
+    doubled = {"weights", "master", "optimizer", "gradients", "activations"}
     assert two == {name: size * (2 if name in doubled else 1) for name, size in one.items()}
     assert estimate(with_head, FACTS).peak("rollout") == estimate(apart, FACTS).peak("rollout")
 
