@@ -121,6 +121,8 @@ class GroupIntake:
                     f"the rollouts are slow or gone: {error}"
                 ) from error
             if not isinstance(item, EndOfStep):
+                if item.times is not None:
+                    item.times.arrived = time.monotonic()
                 self._fresh.append(item)
             elif item.step == self._step:
                 self._ended = True
@@ -156,6 +158,12 @@ def group_entry(record: PromptGroupRecord, *, min_std: float | None, rank: int) 
     `min_std` None: no group is replaced for its rewards, so none is looked at, and all count as informative.
     """
     versions = [version for completion in record.completions for version in completion.policy_versions]
+    times = record.times
+    if times is not None:
+        times.asked, times.versions = (
+            time.monotonic(),
+            [completion.policy_versions for completion in record.completions],
+        )
     return GroupEntry(
         group_id=record.group_id,
         token=record.lease_token,
@@ -165,6 +173,7 @@ def group_entry(record: PromptGroupRecord, *, min_std: float | None, rank: int) 
         tokens=sum(_generated(completion.message_log) for completion in record.completions),
         informative=min_std is None or _is_informative(record, min_std),
         rank=rank,
+        times=times,
     )
 
 

@@ -88,6 +88,28 @@ class Completion:
 
 
 @dataclass(kw_only=True, slots=True)
+class GroupTimes:
+    """When things happened to a group, for the trace: seconds, each by the monotonic clock of the process that noted it."""
+
+    samples: list[list[float]]
+    """Rollout, by generation index: when the sample began, then in turns the end of each generation and of each environment step."""
+    rollout: str = ""
+    """Member that made the group."""
+    given: float = 0.0
+    """Runner: the lease was given out."""
+    began: float = 0.0
+    """Rollout: the lease came."""
+    sent: float = 0.0
+    """Rollout: the record was whole and left."""
+    arrived: float = 0.0
+    """Data rank: the record came."""
+    asked: float = 0.0
+    """Data rank: it asked for admission."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """By generation index: lowest and highest policy version of the sample's tokens."""
+
+
+@dataclass(kw_only=True, slots=True)
 class PromptGroupRecord:
     """A prompt with its N completions: the indivisible unit of training."""
 
@@ -107,6 +129,8 @@ class PromptGroupRecord:
     start_version: int = 0
     """Policy version when generation began."""
     end_version: int = 0
+    times: GroupTimes | None = None
+    """None where nobody noted them."""
 
 
 class EnvironmentReturn(NamedTuple):

@@ -183,6 +183,7 @@ def success_text(folder: Path, status: dict[str, Any]) -> str:
         f"model: {folder / 'model'}",
         f"metrics: {folder / 'metrics.jsonl'}",
         f"curves: tensorboard --logdir {folder / 'tensorboard'}",
+        f"traces: {folder / 'traces'} (open a file in https://ui.perfetto.dev)",
     ]
     return "\n".join(lines) + "\n"
 

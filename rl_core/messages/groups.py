@@ -11,7 +11,7 @@ runner  -> actor    EndOfStep on `trajectories`: no more groups come for a step 
 
 from typing import Literal
 
-from rl_core.api.records import DatumSpec
+from rl_core.api.records import DatumSpec, GroupTimes
 from rl_core.messages.registry import record
 
 LeaseMode = Literal["train", "validate"]
@@ -38,6 +38,8 @@ class PromptLease:
     """Softmax temperature of a validation group, 0 = greedy; None = the job's training settings."""
     lease_seconds: float
     """How long the lease runs unless it is renewed."""
+    given: float = 0.0
+    """Runner's clock when it was given out."""
 
 
 @record
@@ -58,6 +60,8 @@ class GroupEntry:
     """Whether its rewards differ enough to teach (dynamic sampling)."""
     rank: int
     """Data rank that holds it."""
+    times: GroupTimes | None = None
+    """None where nobody noted them."""
 
 
 @record

@@ -254,6 +254,8 @@ class RolloutWorkerBase(Worker):
 
     async def _make_group(self, lease: PromptLease) -> PromptGroupRecord:
         record = await self._built().groups.make(lease)
+        if record.times is not None:
+            record.times.rollout = self.identity.name
         self.record_progress("records")
         return record
 

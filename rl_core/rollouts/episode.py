@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,10 +39,19 @@ class Episode:
         self.turn_input_tokens: list[int] = []
         self.turn_gen_tokens: list[int] = []
         self.env_tokens = 0
-        self.env_seconds = 0.0
-        """Time spent waiting for the environment's answers and rewards."""
+        self.times = [time.monotonic()]
+        """When it began, then in turns the end of each generation and of each environment step."""
         self.worker_tokens: dict[int, int] = {}
         self.versions: list[int] = []
+
+    def mark(self) -> None:
+        """Note the end of a generation, or of an environment step."""
+        self.times.append(time.monotonic())
+
+    @property
+    def env_seconds(self) -> float:
+        """Return the time spent waiting for the environment's answers and rewards."""
+        return sum(after - before for before, after in zip(self.times[1::2], self.times[2::2], strict=False))
 
     @property
     def over(self) -> bool:
@@ -120,6 +130,7 @@ class Episode:
             "assistant_tokens": sum(self.turn_gen_tokens),
             "env_tokens": self.env_tokens,
             "env_seconds": self.env_seconds,
+            "times": self.times,
             "max_turns_reached": self.max_turns_reached,
             "turn_gen_tokens": self.turn_gen_tokens,
             "turn_input_tokens": self.turn_input_tokens,

@@ -26,7 +26,7 @@ from rl_core.api.errors import (
     RolloutDataFailure,
     text_of,
 )
-from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, PromptGroupRecord
+from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, GroupTimes, PromptGroupRecord
 from rl_core.data.tokenizer import head_of
 from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
 from rl_core.rollouts.episode import Episode
@@ -88,6 +88,7 @@ class AsyncRolloutImpl:
         results = await self._gather(input_sample)
         ran = time.perf_counter()
         completions = [completion for completion, _ in results]
+        times = GroupTimes(samples=[metrics.get("times", []) for _, metrics in results])
         metrics = self._aggregate_rollout_metrics(completions, [metrics for _, metrics in results])
         ended = time.perf_counter()
         metrics[f"{TIMERS}/total"] = ended - started
@@ -104,6 +105,7 @@ class AsyncRolloutImpl:
             attempt=input_sample.get("attempt", 1),
             start_version=start_version,
             end_version=self.policy_version,
+            times=times,
         )
 
     async def _gather(self, input_sample: Mapping[str, Any]) -> list[tuple[Completion, dict[str, Any]]]:
@@ -158,9 +160,9 @@ class AsyncRolloutImpl:
         assistant, lengths, generated = response
         input_length = int(lengths[0])
         episode.add_response(assistant, input_length, generated)
-        began = time.monotonic()
+        episode.mark()
         returned = await self._env_step(episode)
-        episode.env_seconds += time.monotonic() - began
+        episode.mark()
         episode.reward_components, reward = one_reward(returned.rewards, self._env(episode), where)
         episode.add_reward(reward)
         room = self.max_seq_len - input_length - len(assistant["token_ids"])

@@ -245,6 +245,7 @@ class PromptServer:
             self._give_back(group.lease, "stale", "the rollout stopped before the group ended")
 
     async def _serve_group(self, lease: PromptLease) -> None:
+        began = self._clock()
         try:
             record = await self._run(lease)
         except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is reported, never trained on
@@ -252,6 +253,8 @@ class PromptServer:
             self._give_back(lease, reason, f"{type(error).__name__}: {text_of(error)}")
             return
         try:
+            if record.times is not None:
+                record.times.given, record.times.began, record.times.sent = lease.given, began, self._clock()
             await self._deliver(lease, record)
         except Exception as error:  # noqa: BLE001 - task boundary, as above
             # RLJobError: the channel's fault. Any other TypeError or ValueError: the record cannot be encoded, also not if made again.

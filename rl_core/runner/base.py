@@ -17,6 +17,7 @@ from rl_core.runner.parts import Parts
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopKind, Stopped
 from rl_core.runner.streaks import Streaks
+from rl_core.runner.trace import Span
 
 logger = logging.getLogger(__name__)
 RESUMABLE = frozenset({"Suspended", "Interrupted"})
@@ -38,22 +39,31 @@ class RunSummary:
 
 @dataclass(slots=True)
 class StepTimers:
-    """Seconds per part of one step."""
+    """Seconds per part of one step, and the parts as the trace shows them."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    """Parts that ended and were not taken yet."""
 
-    def carried(self, name: str) -> dict[str, float]:
-        """Return the seconds of a part that is measured after its step was logged, for the next step's line."""
-        return {key: value for key, value in self.seconds.items() if key == f"time/{name}"}
+    def next_step(self, carried: str) -> "StepTimers":
+        """Return timers for the next step, with what was measured of the part `carried` after this one was logged."""
+        return StepTimers({k: v for k, v in self.seconds.items() if k == f"time/{carried}"}, self.spans)
+
+    def take_spans(self) -> list[Span]:
+        """Return the parts that ended since the last call."""
+        taken, self.spans = self.spans, []
+        return taken
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's wall time to `time/<name>`."""
-        began = time.perf_counter()
+        began = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + time.perf_counter() - began
+            ended = time.monotonic()
+            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began
+            self.spans.append(Span(name, began, ended))
 
 
 class Runner(ABC):

@@ -279,10 +279,11 @@ class Dispatcher:
     def admit(self, entries: Sequence[GroupEntry]) -> list[bool | None]:
         """Return for each finished group whether it trains in the open step: False = it is replaced, None = it waits for a later step."""
         answers: list[bool | None] = []
+        now = self._clock()
 
         def look() -> None:
             for entry in entries:
-                answers.append(self._account.admit(entry))
+                answers.append(self._account.admit(entry, now=now))
                 self._workload.came(entry.token, waits=answers[-1] is None)
 
         self._carry_out(look)
@@ -363,7 +364,7 @@ class Dispatcher:
         leases: list[PromptLease] = []
         if self._validation is not None:
             leases = self._validation.lease(want, poll.owner, served=served)
-        return leases + self._account.lease(want - len(leases), poll.owner, served=served)
+        return leases + self._account.lease(want - len(leases), poll.owner, served=served, now=self._clock())
 
     def _release(self, effects: _Effects) -> None:
         for poll, leases in effects.answers:

@@ -33,6 +33,7 @@ from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
 from rl_core.runner.time_sharing import build_phases
+from rl_core.runner.trace import Trace, build_trace
 from rl_core.runner.training_account import TrainingAccount
 from rl_core.workers.group import Cluster, WorkerGroup
 
@@ -64,6 +65,7 @@ class Parts:
     bring_up: BringUp
     phases: Phases
     trackers: Trackers
+    trace: Trace
     ledger_file: LedgerFile
 
     def controls(self) -> Controls:
@@ -88,6 +90,7 @@ class Parts:
         self.members.close()
         if self.check is not None:
             self.check.close()
+        self.trace.close()
         self.ledger_file.close()
 
 
@@ -217,5 +220,6 @@ def build_parts(
         bring_up=bring_up,
         phases=phases,
         trackers=trackers,
+        trace=build_trace(output, epoch),
         ledger_file=LedgerFile(output / "ledger.jsonl", attempt=saving.with_patience),
     )

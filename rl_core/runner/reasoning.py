@@ -6,16 +6,17 @@ One step at policy version v reads as `run_step` reads: give prompts out, receiv
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.plan.slots import device_count
-from rl_core.runner.base import Runner, StepTimers
+from rl_core.runner.base import Runner
 from rl_core.runner.parts import Parts
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import Stopped
-from rl_core.runner.training_account import StepState, reward_metrics
+from rl_core.runner.training_account import GroupSpan, StepState, reward_metrics
 from rl_core.runner.validation import Validation
 from rl_core.workers.group import WorkerGroupFuncResult
 
@@ -48,7 +49,7 @@ class ReasoningRunner(Runner):
 
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
-        self.timers = StepTimers(self.timers.carried("checkpoint"))
+        self.timers = self.timers.next_step("checkpoint")
         self.dispatcher.begin_usage()
         with self.timers.measure("step"):
             self.parts.bring_up.await_rollouts(at=self.heed)
@@ -68,9 +69,11 @@ class ReasoningRunner(Runner):
                 metrics |= self.evaluate()
         finally:  # also when validation is left, and before the checkpoint: a resume from it must find the line
             self._log(metrics | self._rates(taken))
+            self._trace(taken.spans)
         if (due := self.saving.due()) is not None:
             with self.timers.measure("checkpoint"):
                 self.saving.try_save(due)
+            self._trace()
         self.stops.leave_if_asked()
 
     def generate(self) -> dict[str, float]:
@@ -219,6 +222,10 @@ class ReasoningRunner(Runner):
         seconds = self.timers.seconds
         busy_actor = [seconds.get(f"time/{part}", 0.0) for part in ("inference", "train", "sync")]
         return {"time/idle_actor": seconds["time/rollout"], "time/idle_rollout": sum(busy_actor)}
+
+    def _trace(self, groups: Sequence[GroupSpan] = ()) -> None:
+        """Show what the loop did since the last call, and the groups of its step."""
+        self.parts.trace.add(self.progress.step, self.progress.version, self.timers.take_spans(), groups)
 
     def _log(self, metrics: dict[str, Any]) -> None:
         values = {"policy_version": self.progress.version, "epoch": self.parts.epoch, **metrics, **self.timers.seconds}

@@ -12,11 +12,25 @@ import numpy as np
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
+from rl_core.api.records import GroupTimes
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason
 from rl_core.runner.admission import Admission, Standing
 from rl_core.runner.ledger import Drop, GroupState, PromptLedger
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSpan:
+    """A group that a step decided about, for the trace."""
+
+    group_id: str
+    rank: int
+    """Data rank that asked."""
+    trains: bool
+    decided: float
+    """Runner's clock: when it was admitted or refused."""
+    times: GroupTimes
 
 
 @dataclass(slots=True)
@@ -42,6 +56,8 @@ class StepState:
     """When the trainer began to wait for them, as `tick` saw it."""
     ended: bool = False
     """Whether the data ranks were told that no more groups come."""
+    spans: list[GroupSpan] = field(default_factory=list)
+    """Groups that were admitted or refused, in that order."""
 
     @property
     def complete(self) -> bool:
@@ -120,8 +136,8 @@ class TrainingAccount:
 
     # --- giving out ------------------------------------------------------------------------------------------------
 
-    def lease(self, want: int, owner: str, *, served: int) -> list[PromptLease]:
-        """Return up to `want` groups for the rollout `owner`, which serves version `served`."""
+    def lease(self, want: int, owner: str, *, served: int, now: float = 0.0) -> list[PromptLease]:
+        """Return up to `want` groups for the rollout `owner`, which serves version `served`; `now` is the runner's clock, for the trace."""
         state = self._step
         if state is None or self.failure is not None:
             return []
@@ -139,6 +155,7 @@ class TrainingAccount:
                 policy_version=lease.policy_version,
                 temperature=None,
                 lease_seconds=self._lease_seconds,
+                given=now,
             )
             for lease in leases
         ]
@@ -162,11 +179,19 @@ class TrainingAccount:
 
     # --- taking in -------------------------------------------------------------------------------------------------
 
-    def admit(self, entry: GroupEntry) -> bool | None:
+    def admit(self, entry: GroupEntry, *, now: float = 0.0) -> bool | None:
         """Return whether a finished group trains in the open step; None = in a later one, as long as it is kept.
 
         Refused: an old token, a version the policy does not let train, surplus, a group without differing rewards under dynamic sampling.
+        `now` is the runner's clock, for the trace.
         """
+        state, trains = self._step, self._admit(entry)
+        if state is not None and trains is not None and entry.times is not None:
+            span = GroupSpan(group_id=entry.group_id, rank=entry.rank, trains=trains, decided=now, times=entry.times)
+            state.spans.append(span)
+        return trains
+
+    def _admit(self, entry: GroupEntry) -> bool | None:
         state = self._step
         if self._admission.waits and not self.ledger.awaits(entry.token):
             return self.ledger.complete(entry.token, entry)  # refused and counted, in whichever step it comes

@@ -275,6 +275,7 @@ def _check_tree(root: Any) -> None:
 _API: tuple[type, ...] = (
     api_records.Completion,
     api_records.PromptGroupRecord,
+    api_records.GroupTimes,
     api_records.EnvironmentReturn,
     api_identity.Identity,
     api_identity.WorkerAddress,

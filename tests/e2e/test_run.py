@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -44,6 +45,44 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
         p.name for p in (run.output / "logs").iterdir()
     }
     assert not list((run.output / "checkpoints").glob(".step*"))
+    assert f"traces: {run.output / 'traces'}" in run.text
+    assert_traced(run, metrics[-1])
+
+
+def assert_traced(run, last):
+    """Each trained sample has its whole way in the trace, in order and without a gap, and the loop's parts lie on a row of their own."""
+    (file,) = (run.output / "traces").glob("*.json")
+    events = json.loads(file.read_text().rstrip().removesuffix(",") + "]")
+    spans = [event for event in events if event["ph"] == "X"]
+    unknown = whole = 0
+    for line in run.lines("ledger.jsonl"):
+        (group,) = [one for one in spans if one["name"] == line["group_id"] and one["args"]["step"] == line["step"]]
+        way = within(spans, group)
+        assert [one["name"] for one in way] == ["put", "admit", "hold", "train"]
+        for index in range(group["args"]["samples"]):
+            (sample,) = [one for one in spans if one["name"] == f"{line['group_id']}_g{index}"]
+            assert sample["args"]["versions"] == [line["policy_version_min"], line["policy_version_max"]]
+            made = within(spans, sample)
+            assert [one["name"] for one in made] == ["lease", "generate", "env", "siblings"]
+            assert sample["ts"] + sample["dur"] == group["ts"], "the record leaves as a whole"
+            whole += sample["dur"] + group["dur"]
+            unknown += sample["dur"] + group["dur"] - sum(one["dur"] for one in (*made, *way))
+    assert unknown <= 0.001 * whole, f"{unknown / whole:.2%} of the samples' time is in no span"
+    loop = [
+        one["name"] for one in spans if one.get("args", {}).get("step") == last["step"] and "group" not in one["args"]
+    ]
+    assert {"step", "rollout", "train", "sync", "validation", "checkpoint"} <= set(loop)
+
+
+def within(spans, parent):
+    """Return the spans on the row of `parent` inside it, in order; they follow each other."""
+    end = parent["ts"] + parent["dur"]
+    row = [one for one in spans if (one["pid"], one["tid"]) == (parent["pid"], parent["tid"]) and one is not parent]
+    found = sorted(
+        (one for one in row if parent["ts"] <= one["ts"] and one["ts"] + one["dur"] <= end), key=lambda one: one["ts"]
+    )
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(found)), "spans overlap"
+    return found
 
 
 def flip_a_bit(path):

@@ -1,0 +1,156 @@
+"""Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open: rows by process and thread, spans on them, arrows between them.
+
+A file is an array that is never closed, as the format allows: one that a crash cut opens as far as it goes. Times are microseconds since
+1970. Files end at FILE_BYTES and the newest KEPT of them stay, so that a run of any length keeps a bounded folder.
+"""
+
+import heapq
+import json
+import logging
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rl_core.observability.append import AppendFile
+
+logger = logging.getLogger(__name__)
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+FILE_BYTES = 8 << 20
+KEPT = 8
+
+
+class Events:
+    """Events of one moment, as lines. Rows are named where a file uses them first."""
+
+    def __init__(self, rows: "Rows") -> None:
+        self._rows = rows
+        self._lines: list[str] = []
+
+    def span(
+        self, row: tuple[int, int], name: str, began: float, ended: float, args: Mapping[str, Any] | None = None
+    ) -> None:
+        """Show `name` from `began` to `ended` (seconds) on `row`; spans of one row are nested or apart. `args` None: its parent has them."""
+        process, thread = row
+        start = int(began * 1e6)
+        told = "" if args is None else f',"args":{_encode(args)}'
+        self._lines.append(
+            f'{{"ph":"X","pid":{process},"tid":{thread},"ts":{start},"dur":{max(int(ended * 1e6) - start, 0)},'
+            f'"name":{_text(name)}{told}}},\n'
+        )
+
+    def arrow(self, name: str, source: tuple[int, int], target: tuple[int, int], at: float) -> None:
+        """Point from the span that ends on `source` at `at` to the one that begins there on `target`."""
+        micros, label = int(at * 1e6), json.dumps(name)
+        for mark, (process, thread), when in (('"s"', source, micros - 1), ('"f","bp":"e"', target, micros)):
+            self._lines.append(
+                f'{{"ph":{mark},"pid":{process},"tid":{thread},"ts":{when},"id":{label},"cat":"group","name":"group"}},\n'
+            )
+
+    def text(self) -> str:
+        """Return the lines, those that name new rows first."""
+        return "".join([*self._rows.take_names(), *self._lines])
+
+
+@lru_cache(maxsize=256)
+def _text(name: str) -> str:
+    """Return a name as JSON; most come again and again."""
+    return json.dumps(name)
+
+
+class Rows:
+    """Processes and their threads by number. Threads are slots: a span takes one that is free when it begins."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._ends: dict[int, list[tuple[float, int]]] = {}
+        """End of the last span in each slot and the slot's number, by process, as a heap."""
+        self._named: set[tuple[int, int]] = set()
+        self._names: list[str] = []
+
+    def process(self, name: str) -> int:
+        """Return the number of a process."""
+        return self._processes.setdefault(name, len(self._processes) + 1)
+
+    def slot(self, process: str, began: float, ended: float, *, of: str) -> tuple[int, int]:
+        """Return a row of `process` on which nothing lies after `began`; `of` says what its slots hold."""
+        ends = self._ends.setdefault(self.process(process), [])
+        if ends and ends[0][0] <= began:
+            place = ends[0][1]
+            heapq.heapreplace(ends, (ended, place))
+        else:
+            place = len(ends) + 1
+            heapq.heappush(ends, (ended, place))
+        return self.row(process, place, f"{of} {place}")
+
+    def row(self, process: str, thread: int, name: str) -> tuple[int, int]:
+        """Return the row `thread` of `process`, named `name`."""
+        number = self.process(process)
+        row = (number, thread)
+        if row not in self._named:
+            if (number, 0) not in self._named:
+                self._named.add((number, 0))
+                self._name("process_name", number, 0, process)
+            self._named.add(row)
+            self._name("thread_name", number, thread, name)
+        return row
+
+    def take_names(self) -> list[str]:
+        """Return the lines that name rows since the last call."""
+        taken, self._names = self._names, []
+        return taken
+
+    def name_again(self) -> None:
+        """Name every row anew: another file begins."""
+        self._named.clear()
+
+    def _name(self, what: str, process: int, thread: int, name: str) -> None:
+        self._names.append(
+            f'{{"ph":"M","pid":{process},"tid":{thread},"name":"{what}","args":{{"name":{json.dumps(name)}}}}},\n'
+        )
+
+
+class TraceFolder:
+    """The files of a run's trace; one thread at a time."""
+
+    def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES, kept: int = KEPT) -> None:
+        """Write below `folder`, which is made with the first event."""
+        self._folder, self._file_bytes, self._kept = folder, file_bytes, kept
+        self._file: AppendFile | None = None
+        self._written = 0
+        self._complaint = ""
+        """The last failure, so that the same one is logged once."""
+
+    @property
+    def full(self) -> bool:
+        """Return whether the next events begin another file."""
+        return self._file is None or self._written >= self._file_bytes
+
+    def append(self, text: str, *, name: str) -> None:
+        """Append events, to a file `name`.json where one begins. Storage that refuses is logged: a trace is never worth the run."""
+        try:
+            if self.full:
+                self._begin(name)
+            assert self._file is not None
+            data = text.encode()
+            self._file.append(data)
+            self._written += len(data)
+        except OSError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.warning("the trace in %s has a gap, its storage refuses: %s", self._folder, error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(self, name: str) -> None:
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = AppendFile(self._folder / f"{name}.json")
+        self._file.append(b"[\n")
+        self._written = 0
+        for old in sorted(self._folder.glob("*.json"))[: -self._kept]:
+            old.unlink(missing_ok=True)

@@ -1,0 +1,131 @@
+"""The trace of a run in `traces/`: what the loop did, and each sample from its lease to the end of the step that trained it.
+
+    runner          | step                                                   |   parts of the loop: rollout, train, sync, checkpoint ...
+    rollout:0       | 0-7_g0: lease, generate, env, generate, env, siblings  |   one sample per slot
+    actor           |              0-7: put, admit, hold, score, train       |   one group per slot, an arrow from its rollout
+
+Every time is the runner's monotonic clock; no other host's clock is compared with it. A rollout's times count from the moment in which
+its lease came, which is put where the runner gave it out; a data rank's count back from the moment in which the runner decided. So a
+rollout's spans lie early, and a rank's late, by the time of one message.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl_core.observability.traces import Events, Rows, TraceFolder
+from rl_core.runner.training_account import GroupSpan
+
+logger = logging.getLogger(__name__)
+MOST_WAITING = 4
+"""Steps that wait to be written at most; what comes then is left out, so that slow storage takes no memory."""
+
+
+class Span(NamedTuple):
+    """A part of the loop, by the runner's monotonic clock."""
+
+    name: str
+    began: float
+    ended: float
+
+
+class Trace:
+    """Writes the trace on a thread of its own: the loop hands its times over and goes on."""
+
+    def __init__(
+        self,
+        folder: TraceFolder,
+        *,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Write to `folder`; `clock` is the dispatcher's."""
+        self._folder, self._epoch = folder, epoch
+        self._rows = Rows()
+        self._since_1970 = wall() - clock()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trace")
+        self._waiting: list[Future[None]] = []
+        self._left_out = 0
+
+    def add(self, step: int, version: int, parts: Sequence[Span], groups: Sequence[GroupSpan] = ()) -> None:
+        """Show `parts` of the loop, done for `step` at `version`, and the groups that the step decided about. From the loop's thread."""
+        self._waiting = [one for one in self._waiting if not one.done()]
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(self._pool.submit(self._write, step, version, parts, groups))
+        elif not self._left_out:
+            self._left_out += 1
+            logger.warning("the trace is written more slowly than steps end; it has gaps from step %s on", step)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self._pool.shutdown(wait=True)
+        self._folder.close()
+
+    def _write(self, step: int, version: int, parts: Sequence[Span], groups: Sequence[GroupSpan]) -> None:
+        try:
+            if self._folder.full:
+                self._rows.name_again()
+            events = Events(self._rows)
+            shared = {"step": step, "version": version}
+            loop = self._rows.row("runner", 1, "loop")
+            for name, began, ended in sorted(parts, key=lambda part: (part.began, -part.ended)):
+                events.span(loop, name, began + self._since_1970, ended + self._since_1970, shared)
+            trained = {part.name: part for part in parts if part.name in ("inference", "train")}
+            for group in sorted(groups, key=lambda group: group.times.given):
+                self._group(events, group, trained, shared)
+            self._folder.append(events.text(), name=f"e{self._epoch:04d}-s{step:07d}")
+        except Exception:
+            logger.exception("the trace lacks step %s; this is a bug", step)
+
+    def _group(self, events: Events, group: GroupSpan, trained: Mapping[str, Span], shared: Mapping[str, Any]) -> None:
+        times, zero = group.times, self._since_1970
+        given = times.given + zero
+        shift = given - times.began
+        sent = max(times.sent + shift, given)
+        decided = max(group.decided + zero, sent)
+        arrived = min(max(decided - (times.asked - times.arrived), sent), decided)
+        first: tuple[int, int] | None = None
+        for index, sample in enumerate(times.samples):
+            versions = times.versions[index] if index < len(times.versions) else ()
+            args = {"group": group.group_id, "sample": index, "versions": versions}
+            row = self._rows.slot(times.rollout, given, sent, of="sample")
+            first = first or row
+            events.span(row, f"{group.group_id}_g{index}", given, sent, args)
+            at = given
+            for place, mark in enumerate(sample):
+                name = "lease" if place == 0 else "generate" if place % 2 else "env"
+                ended = min(max(mark + shift, at), sent)
+                events.span(row, name, at, ended)
+                at = ended
+            events.span(row, "siblings", at, sent)
+        parts = [("put", sent, arrived), ("admit", arrived, decided)]
+        if group.trains and trained:
+            begins = min(part.began for part in trained.values()) + zero
+            parts.append(("hold", decided, begins))
+            names = (("inference", "score"), ("train", "train"))
+            parts += [
+                (name, trained[key].began + zero, trained[key].ended + zero) for key, name in names if key in trained
+            ]
+        ended = max(end for _, _, end in parts)
+        told = {
+            "group": group.group_id,
+            "samples": len(times.samples),
+            "trained": group.trains,
+            "rank": group.rank,
+            **shared,
+        }
+        row = self._rows.slot("actor", sent, ended, of="group")
+        events.span(row, group.group_id, sent, ended, told)
+        for name, began, end in parts:
+            events.span(row, name, began, end)
+        if first is not None:
+            events.arrow(f"{self._epoch}/{group.group_id}/{times.given}", first, row, sent)
+
+
+def build_trace(output: Path, epoch: int) -> Trace:
+    """Return the trace of a run with the output folder `output`."""
+    return Trace(TraceFolder(output / "traces"), epoch=epoch)
