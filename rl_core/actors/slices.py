@@ -41,6 +41,11 @@ class LocalSlice:
         """Return the index of the slice in the whole tensor; of one that is no run."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.tensor.shape, strict=True))
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return the interval of each dimension that the slice has of the whole tensor; of one that is no run."""
+        return tuple((start, start + n) for start, n in zip(self.offset, self.tensor.shape, strict=True))
+
     def boxes(self) -> "list[LocalSlice]":
         """Return the boxes that make up the slice: itself, or what a run has of a row where it begins, whole rows, and the rest."""
         if not self.run:

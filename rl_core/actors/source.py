@@ -1,39 +1,65 @@
 """The weights of a model that several ranks store, as a `VersionSource`: whole tensors on rank 0 only, bucket by bucket.
 
-The next bucket is on its way while the consumer works on one: two are in memory.
+Each rank offers the boxes that it stores; the plan says which of them go to rank 0, and a bucket is one message from each rank
+that gives some of it. The next bucket is on its way while the consumer works on one: two are in memory.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from rl_core.actors.ranks import Ranks
+from rl_core.actors.slices import LocalSlice
 from rl_core.weights.bucket import Bucket, Layout
+from rl_core.weights.host_alias import host_alias
+from rl_core.weights.reshard import Held, TensorSlice, Transfer, execute, plan_reshard
 from rl_core.weights.version_source import SourceBucket, SourceEntry
 
 
-class Arriving(Protocol):
-    """One bucket on its way to rank 0."""
+class GatheringPlan:
+    """Who gives rank 0 which boxes of each tensor; agreed on once, equal on all ranks."""
 
-    def wait(self) -> None:
-        """Wait until this rank's part in it is done."""
+    def __init__(self, slices: Mapping[str, LocalSlice], ranks: Ranks) -> None:
+        """`slices`: what this rank stores, by name; collective. Raises ValueError where the ranks together lack a part of a tensor."""
+        own = {name: [list(part.shape), [box.ranges for box in part.boxes()]] for name, part in slices.items()}
+        everybody = ranks.gather(own)
+        offered = [
+            TensorSlice(rank, name, tuple(shape), tuple((start, stop) for start, stop in ranges))
+            for rank, stored in enumerate(everybody)
+            for name, (shape, boxes) in stored.items()
+            for ranges in boxes
+        ]
+        shapes = {name: tuple(shape) for stored in everybody for name, (shape, _) in stored.items()}
+        whole = [TensorSlice(0, name, shape, tuple((0, size) for size in shape)) for name, shape in shapes.items()]
+        self.transfers: dict[str, list[Transfer]] = {name: [] for name in shapes}
+        """By name."""
+        # As if each rank were a node: what rank 0 stores itself does not travel.
+        for one in plan_reshard(offered, whole, nodes=range(ranks.size)):
+            self.transfers[one.name].append(one)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the whole tensors in their types on the wire; on rank 0, once it arrived."""
+    def at_home(self, name: str) -> bool:
+        """Return whether rank 0 has all of a tensor in one box."""
+        return [one.source for one in self.transfers[name]] == [0]
 
 
-class GatheredSource(ABC):
+class GatheredSource:
     """One version; every rank makes one and calls `finish` in the end, rank 0 lets the publisher take the buckets first."""
 
-    def __init__(self, entries: Sequence[SourceEntry], *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        entries: Sequence[SourceEntry],
+        slices: Mapping[str, LocalSlice],
+        plan: GatheringPlan,
+        ranks: Ranks,
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        """`slices`: what this rank stores, by name, cut as it was for `plan`."""
         self.entries = tuple(entries)
         self.layout = Layout.of(self.entries, bucket_bytes)
+        self._slices, self._plan, self._ranks = slices, plan, ranks
         self._gathering = self._gather()
-
-    @abstractmethod
-    def _start(self, place: Bucket) -> Arriving:
-        """Set a bucket off; all ranks do it in the same order."""
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
         """Yield the buckets on `device`, on rank 0; collective. What is not taken here is gathered by `finish`."""
@@ -45,11 +71,12 @@ class GatheredSource(ABC):
         for _ in self._gathering:
             pass
 
-    def _gather(self) -> Iterator[tuple[Bucket, Arriving]]:
+    def _gather(self) -> "Iterator[tuple[Bucket, _Gathered]]":
         """Yield every bucket, arrived; the next one is on its way."""
-        under_way: tuple[Bucket, Arriving] | None = None
+        under_way: tuple[Bucket, _Gathered] | None = None
         for place in self.layout.buckets:
-            started = place, self._start(place)
+            members = [self.entries[index] for index in place.entries]
+            started = place, _Gathered(members, self._slices, self._plan, self._ranks)
             if under_way is not None:
                 under_way[1].wait()
                 yield under_way
@@ -57,3 +84,44 @@ class GatheredSource(ABC):
         if under_way is not None:
             under_way[1].wait()
             yield under_way
+
+
+class _Gathered:
+    """One bucket on its way to rank 0. All ranks make it in the same order."""
+
+    def __init__(
+        self, members: Sequence[SourceEntry], slices: Mapping[str, LocalSlice], plan: GatheringPlan, ranks: Ranks
+    ) -> None:
+        self._slices = slices
+        self._dtypes = {one.name: getattr(torch, one.dtype) for one in members}
+        cut = [one for one in members if not plan.at_home(one.name)]
+        self._whole: dict[str, Tensor] = {}
+        """Of the tensors that are put together, on rank 0."""
+        if ranks.rank == 0:
+            self._whole = {
+                one.name: torch.empty(one.shape, dtype=self._dtypes[one.name], device=ranks.device) for one in cut
+            }
+        self._exchange = execute(
+            [transfer for one in cut for transfer in plan.transfers[one.name]],
+            rank=ranks.rank,
+            held={one.name: _held(slices[one.name]) for one in cut if one.name in slices},
+            room={name: Held(tuple((0, n) for n in whole.shape), whole) for name, whole in self._whole.items()},
+            dtypes=self._dtypes,
+            device=ranks.device,
+        )
+
+    def wait(self) -> None:
+        """Wait until this rank's part in it is done."""
+        self._exchange.wait()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the whole tensors in their types on the wire; on rank 0, once the bucket arrived."""
+        for name, dtype in self._dtypes.items():
+            if (whole := self._whole.get(name)) is None:
+                stored = self._slices[name]
+                whole = host_alias(stored.tensor.view(stored.shape).to(dtype))
+            yield whole
+
+
+def _held(part: LocalSlice) -> list[Held]:
+    return [Held(box.ranges, box.tensor) for box in part.boxes()]

@@ -20,11 +20,12 @@ from actor_samples import make_record
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_core.actors.critic import of_critic
-from rl_core.actors.fsdp.source import FSDPSource, Givers
+from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import RLJobError
 from rl_core.runner.build import ACTOR_CLASSES
-from rl_core.weights.manifest import checksum
+from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.version_source import SourceEntry
 from rl_core.workers.context import WorkerContext, stand_alone_identity
 
 
@@ -156,7 +157,11 @@ class Rank:
         cut["whole.buffer"] = torch.arange(5.0)
         slices = {name: strategy.slice_of(tensor) for name, tensor in cut.items()}
         names = [*((name, None) for name in cut), ("tied", "a")]
-        source = FSDPSource(slices, names, ranks, Givers.of(slices, ranks), dtype=dtype, bucket_bytes=bucket_bytes)
+        entries = [
+            SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
+            for name, tied in names
+        ]
+        source = GatheredSource(entries, slices, GatheringPlan(slices, ranks), ranks, bucket_bytes=bucket_bytes)
         given = {}
         for bucket in source.buckets("cpu") if self.rank == 0 else ():
             given |= {source.entries[i].name: t for i, t in zip(bucket.place.entries, bucket.tensors, strict=True)}

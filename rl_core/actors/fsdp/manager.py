@@ -19,15 +19,17 @@ from rl_core.actors.fsdp.optimizer import (
     set_step_counters,
     step_counters,
 )
-from rl_core.actors.fsdp.source import FSDPSource, Givers
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
 from rl_core.actors.manager import ModelManager, Slices, checked
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
 from rl_core.actors.slices import LocalSlice
+from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.roles import OptimizerSpec
+from rl_core.weights.manifest import wire_dtype
+from rl_core.weights.version_source import SourceEntry
 
 STRATEGIES: dict[str, type[Strategy]] = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
 """By actor.backend."""
@@ -75,8 +77,7 @@ class FSDPModelManager(ModelManager):
     def _set_up(self) -> None:
         self.model = self._build()
         self._begin_phase()
-        copy_size, group = self.strategy.copy_size, self.strategy.copy_group
-        self._givers = Givers.of(self.named_slices(), self.ranks, copy_size=copy_size, group=group)
+        self._gathering = GatheringPlan(self.named_slices(), self.ranks)
 
     @property
     def model_config(self) -> Any:
@@ -271,10 +272,13 @@ class FSDPModelManager(ModelManager):
         set_step_counters(self.model, self.optimizer, steps)
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
-    def _version_source(self, dtype: str, bucket_bytes: int) -> FSDPSource:
-        return FSDPSource(
-            self.named_slices(), self.sync_names, self.ranks, self._givers, dtype=dtype, bucket_bytes=bucket_bytes
-        )
+    def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
+        slices = self.named_slices()
+        entries = [
+            SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)
+            for name, tied in self.sync_names
+        ]
+        return GatheredSource(entries, slices, self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
 
 def _dropout(model: nn.Module) -> float:

@@ -79,11 +79,6 @@ class Strategy(ABC):
     def _mesh(self) -> DeviceMesh:
         return self._ranks.mesh if self._replicas == 1 else self._ranks.hybrid_mesh(self._replicas)
 
-    @property
-    def copy_group(self) -> Any:
-        """Return the process group of the ranks that share this rank's copy of the model; None = all ranks."""
-        return None if self._replicas == 1 else self._mesh.get_group("dp")
-
     @abstractmethod
     def before_micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of one micro-batch: gradients are reduced with the last only, or with each (less memory, same result)."""

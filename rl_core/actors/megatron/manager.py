@@ -15,10 +15,10 @@ from rl_core.actors.megatron import cpu, guards, library
 from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
 from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
 from rl_core.actors.megatron.optimizer import Share, build_optimizer, gradient_norm, open_shares
-from rl_core.actors.megatron.source import MegatronSource, SentParts
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
 from rl_core.actors.slices import LocalSlice
+from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
 from rl_core.weights.version_source import SourceEntry
@@ -68,7 +68,7 @@ class MegatronModelManager(ModelManager):
             )
             self._shares = open_shares(self.optimizer, self._parameters())
             self._set_rates()
-            self._sent_parts = SentParts(self._sent(self.named_slices()), self.ranks)
+            self._gathering = GatheringPlan(self.named_slices(), self.ranks)
 
     @property
     def model_config(self) -> Any:
@@ -287,12 +287,6 @@ class MegatronModelManager(ModelManager):
                 found.setdefault(piece.name, []).append(piece)
         return found
 
-    def _sent(self, slices: dict[str, LocalSlice]) -> dict[str, LocalSlice]:
-        """Return what this rank gives when all ranks put whole tensors together: each element comes from one rank."""
-        if self.ranks.data_rank:
-            return {}
-        return {name: part for name, part in slices.items() if self._gives(name, part)}
-
     def _written(self, slices: Slices) -> Slices:
         # Of a run that a data rank updates no other one has the elements.
         if self.ranks.data_rank and not self._distributed:
@@ -336,15 +330,14 @@ class MegatronModelManager(ModelManager):
                     stage.start_param_sync(force_sync=True)  # each data rank read its own run
         self._set_rates()
 
-    def _version_source(self, dtype: str, bucket_bytes: int) -> MegatronSource:
+    def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
         self._require_loaded("gathering the weights")
         shapes = hf.stored_tensors(self.template)
         entries = [
             SourceEntry(name, tuple(shapes[tied or name].shape), wire_dtype(shapes[tied or name], dtype), tied)
             for name, tied in self.sync_names
         ]
-        sent = self._sent(self.named_slices())
-        return MegatronSource(entries, sent, self._sent_parts, self.ranks, bucket_bytes=bucket_bytes)
+        return GatheredSource(entries, self.named_slices(), self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
 
 def _slices(pieces: Mapping[str, Sequence[Piece]]) -> Slices:
