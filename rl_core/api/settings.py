@@ -118,11 +118,13 @@ class WeightsSpec(Spec):
     syncer: Literal["bucket", "patch"] = "bucket"
     """bucket: full weights. patch: what changed, where that is smaller; by zmq."""
     verify_every: int = Field(10, ge=1, lt=2**31)
-    """At each so many-th patch unchanged tensors are verified too."""
+    """In so many patches each tensor is read whole once; 1 = all at each patch."""
     transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
     """auto: nccl between GPUs, else zmq (shared memory on one host, stream otherwise)."""
     bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096, lt=2**40)
     """Size of a bucket, bytes."""
+    fanout: Annotated[int | None, AfterValidator(none_for_zero)] = Field(None, ge=0, le=64)
+    """Receivers that a sender streams whole weights to at a time; who has them passes them on. 0 or null = the publisher serves all."""
     encrypt: bool = False
     """Encrypt the stream (CURVE) instead of authenticating it only."""
     on_update: Literal["wait", "abort_resume", "keep_kv"] = "wait"

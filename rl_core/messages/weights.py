@@ -5,6 +5,7 @@ publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverAp
 publisher -> receiver   weights_transfer(WeightTransfer) -> ReceiverApplied | ReceiverReady | ReceiverFailure
 publisher -> receiver   weights_commit(version, digest) -> ReceiverAck | ReceiverRefusal
 publisher -> receiver   weights_abort(generation): leave a process group that lost a member
+publisher -> receiver   weights_relay(digest, encrypted) -> StreamSource | ReceiverRefusal: a stream of what it has proven, for another receiver
 receiver  -> publisher  weights_pull(PullRequest) -> PullOffer | PullRefusal, then weights_pulled(ticket)
 """
 
@@ -56,6 +57,8 @@ class PublishReport:
     """Longest time a receiver served nothing."""
     patched: tuple[str, ...] = ()
     """Receivers that took the patch."""
+    relayed: tuple[str, ...] = ()
+    """Receivers that got the bytes from another one."""
     patch_share: float | None = None
     """Share of the elements that differ from the version before it; None = there was none to compare with."""
 
@@ -134,6 +137,8 @@ class BulkTicket:
     """Names the stream; used up when it is shown."""
     key: bytes
     """Key of the tags that authenticate each chunk."""
+    role: str = "actor"
+    """Role of the sender, whose CURVE key makes a stream secret."""
 
 
 @record
@@ -168,8 +173,8 @@ class PatchSource:
     """Digest of that version."""
     tensors: tuple[TensorPatch, ...]
     data: SharedSource | StreamSource
-    verify_all: bool
-    """Whether tensors that did not change are verified as well."""
+    verify: tuple[str, ...]
+    """Tensors that are read whole afterwards, changed or not."""
 
     @property
     def kind(self) -> str:
@@ -197,7 +202,7 @@ class WeightOffer:
     source: WeightSource | None = None
     """Where the data are already; None = they come with a transfer, after READY."""
     patch: PatchSource | None = None
-    """Where the patch is already, besides `source`; for receivers that serve its base."""
+    """Where the patch is already, for receivers that serve its base."""
     keep: bool = False
     """Whether later versions may come as patches: what the receiver cannot read back from its engine it keeps for them."""
 
@@ -273,6 +278,8 @@ class PullRequest:
 
     host_token: str
     """Equal to the publisher's when the two share memory."""
+    direct: bool = False
+    """Whether the publisher is to give it itself: what came from another receiver failed."""
 
 
 @record

@@ -20,7 +20,14 @@ from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.messages.members import MemberState
-from rl_core.messages.weights import ReceiverAck, ReceiverAnswer, WeightOffer, WeightTransfer
+from rl_core.messages.weights import (
+    ReceiverAck,
+    ReceiverAnswer,
+    ReceiverRefusal,
+    StreamSource,
+    WeightOffer,
+    WeightTransfer,
+)
 from rl_core.rollouts.engine import BuildEngine, Engine, Part, build_engine
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.gate import gated
@@ -72,7 +79,7 @@ class RolloutWorkerBase(Worker):
     """Weights in, prompts in, records out, with the engine that the job names."""
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
-        "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort"})
+        "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
     }
 
     def __init__(
@@ -126,6 +133,7 @@ class RolloutWorkerBase(Worker):
             device=self.device,
             device_uuid=next(iter(self.worker_info.device_uuids), None),
             on_state=self._on_weights,
+            host=self.worker_info.node_ip,
         )
         receiver.warm_up()
         recovery = Recovery(receiver, server)
@@ -178,6 +186,10 @@ class RolloutWorkerBase(Worker):
     async def weights_abort(self, generation: int) -> None:
         """Leave a transfer that a lost member blocks."""
         await self._built().receiver.abort(generation)
+
+    async def weights_relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
+        """Pass the proven version on to another rollout."""
+        return await self._built().receiver.relay(digest, encrypted)
 
     async def occupy(self, parts: list[Part], token: int) -> None:
         """Have `parts` of the engine on the device and no others, under `token` of the device lease; serve again once it is whole."""

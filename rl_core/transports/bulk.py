@@ -116,6 +116,7 @@ class BulkSender:
 
     def __init__(self, bind: str, keys: KeyRing | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._role = keys.role if keys is not None else "actor"
         self._socket = IoThread.shared().context.socket(zmq.ROUTER)
         sockets.configure(self._socket)
         self.address = IoThread.shared().run(lambda: self._bind(bind, keys))
@@ -149,7 +150,7 @@ class BulkSender:
         ticket, share = secrets.token_bytes(16), share or Share()
         with self._lock:
             self._offers[ticket] = _Stream(buffers, share, self._clock())
-        return BulkTicket(address=self.address, ticket=ticket, key=share.key)
+        return BulkTicket(address=self.address, ticket=ticket, key=share.key, role=self._role)
 
     def close(self) -> None:
         """End all streams and the thread."""
@@ -255,6 +256,7 @@ class BulkReceiver:
         wake: int | None = None,
     ) -> None:
         self._address, self._ticket, self._key = ticket.address, ticket.ticket, ticket.key
+        self._role = ticket.role
         self._keys, self._timeout, self._wake = keys, timeout, wake
         self._number = 0
 
@@ -268,7 +270,7 @@ class BulkReceiver:
             poller.register(self._wake, zmq.POLLIN)
         try:
             if self._keys is not None:
-                self._keys.connect(socket, "actor")
+                self._keys.connect(socket, self._role)
             socket.connect(self._address)
             socket.send_multipart([_HELLO, self._ticket])
             while (chunk := self._next(socket, poller)) is not None:

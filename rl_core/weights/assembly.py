@@ -25,6 +25,15 @@ Piece = tuple[int, np.ndarray]
 """(position in the host copy, uint8 bytes); starts and ends inside a tensor fall on whole 32-bit words."""
 
 
+def places(destinations: "Mapping[str, torch.Tensor]") -> dict[str, np.ndarray]:
+    """Return the bytes of those that can be written in place, views."""
+    return {
+        name: host_bytes(tensor)
+        for name, tensor in destinations.items()
+        if tensor.device.type == "cpu" and tensor.is_contiguous()
+    }
+
+
 class Assembly:
     """One transfer of `manifest`. `bad` names the tensors whose checksum differed; they are never handed out."""
 
@@ -56,11 +65,7 @@ class Assembly:
         for entry in manifest.entries:
             if entry.alias_of is not None:
                 self._aliases.setdefault(entry.alias_of, []).append(entry.name)
-        self._places = {
-            name: host_bytes(tensor)
-            for name, tensor in destinations.items()
-            if tensor.device.type == "cpu" and tensor.is_contiguous()
-        }
+        self._places = places(destinations)
         self._kept, self._base = kept, base
         self._memory = {**(kept or {}), **self._places}
         """Where the bytes of a tensor are written, by the name that travels."""
@@ -129,13 +134,15 @@ class Assembly:
     def patched(self, source: PatchSource, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Write the changes of `source` over the version before and yield (name, tensor) of what has no destination.
 
-        A tensor that did not change keeps the checksum that was proven then. Raises DataError for what is not a patch of that version.
+        The checksum that was proven then changes by what is read where the patch writes, before and after; the tensors of `source.verify`
+        are read whole. Raises DataError for what is not a patch of that version.
         """
         if self._base is None or self._base.digest != source.base:
             raise DataError(f"patch must be of the version in memory, got one of {source.base}")
         if self._kept is None or self._kept.keys() != self._without_place().keys():
             raise DataError("patch must find the tensors where the version before it left them, some are not there")
         proven = {entry.name: entry.checksum for entry in self._base.entries}
+        verify = frozenset(source.verify)
         changes = patch.by_name(source.tensors)
         for entry in self._entries:
             if entry.alias_of is not None:
@@ -143,7 +150,9 @@ class Assembly:
             self._check()
             memory = self._memory[entry.name]
             change = changes.pop(entry.name, None)
-            sums = proven.get(entry.name)
+            if entry.name not in proven:
+                raise DataError(f"patch must be of tensors of the version in memory, got {entry.name!r}")
+            sums = proven[entry.name]
             if change is not None:
                 if (change.shape, change.dtype) != (entry.shape, entry.dtype):
                     raise DataError(
@@ -151,8 +160,8 @@ class Assembly:
                     )
                 writing = patch.Writing.of(change, data)
                 self.touched = True
-                writing.write(memory)
-            if change is not None or source.verify_all:
+                sums = writing.write(memory, sums)
+            if entry.name in verify:
                 sums = words.sum_bytes(memory)
             yield from self._proven(entry, memory, sums)
         if changes:

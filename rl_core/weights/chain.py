@@ -7,13 +7,15 @@ matter: it names the digest that it serves.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from rl_core.weights import patch
+from rl_core.weights import patch, words
 from rl_core.weights.host_copy import HostCopies, HostCopy, PatchCopy
+from rl_core.weights.manifest import WeightEntry
 from rl_core.weights.version_source import SourceEntry, VersionSource
 
 
@@ -25,22 +27,21 @@ class Comparison:
         self.changes: list[patch.Change] = []
         self.changed = self.elements = 0
 
-    def look(self, entry: SourceEntry, start: int, new: np.ndarray, place: np.ndarray) -> None:
-        """Compare the tensor `new` (uint8) with the one at `start`; it will be written to `place`, perhaps over that one."""
+    def take(self, entry: SourceEntry, start: int, new: np.ndarray, place: np.ndarray) -> words.Sums:
+        """Compare the tensor `new` (uint8) with the one at `start`, write it to `place`, perhaps over that one, and return its checksum."""
         old = self._base.memory.data[start : start + new.size]
-        count, change = patch.compare(entry.name, entry.shape, entry.dtype, old, new)
+        count, change, sums = patch.compare(entry.name, entry.shape, entry.dtype, old, new, place)
         self.changed += count
         self.elements += prod(entry.shape)
-        if change is not None:
-            whole = change.gaps is None
-            self.changes.append(replace(change, values=place.view(change.values.dtype)) if whole else change)
+        self.changes += [] if change is None else [change]
+        return sums
 
 
 class Chain:
     """Writes versions with `copies`, one thread at a time."""
 
     def __init__(self, copies: HostCopies, *, verify_every: int) -> None:
-        """`verify_every`: a patch of so many has every tensor verified, changed or not."""
+        """`verify_every`: in so many patches each tensor is read whole once by who takes them, changed or not."""
         self._copies, self._verify_every = copies, verify_every
         self._base: HostCopy | None = None
         """The version written last, held."""
@@ -64,7 +65,7 @@ class Chain:
         comparison = Comparison(base)
         try:
             copy = self._copies.write(
-                source, version=version, epoch=epoch, device=device, base=base, look=comparison.look
+                source, version=version, epoch=epoch, device=device, base=base, take=comparison.take
             )
         except BaseException:
             self._copies.drop(base, self)
@@ -83,11 +84,21 @@ class Chain:
             return replace(copy, patch_share=share, chained=True)
         memory = self._copies.lend(nbytes)
         tensors = patch.fill(memory.data, comparison.changes)
-        verify_all = next(self._patches) % self._verify_every == 0
-        made = PatchCopy(
-            base=base.manifest.digest, tensors=tensors, memory=memory, nbytes=nbytes, verify_all=verify_all
-        )
+        verify = in_turn(copy.manifest.entries, next(self._patches), self._verify_every)
+        made = PatchCopy(base=base.manifest.digest, tensors=tensors, memory=memory, nbytes=nbytes, verify=verify)
         return replace(copy, patch=made, patch_share=share, chained=True)
+
+
+def in_turn(entries: Sequence[WeightEntry], number: int, every: int) -> tuple[str, ...]:
+    """Return the tensors that the patch `number` has read whole: each has its turn once in `every` patches, like bytes in each."""
+    total = sum(entry.nbytes for entry in entries if entry.alias_of is None)
+    names, start = [], 0
+    for entry in entries:
+        if entry.alias_of is None and entry.nbytes:
+            if start * every // total == number % every:
+                names.append(entry.name)
+            start += entry.nbytes
+    return tuple(names)
 
 
 def _alike(base: HostCopy, source: VersionSource) -> bool:

@@ -56,6 +56,8 @@ class Handshake:
         """What carried the bytes: shared, stream, gloo, nccl; "" = no bytes were needed."""
         self.patched = False
         """Whether a patch was enough."""
+        self.relayed = False
+        """Whether another receiver gave the bytes."""
         self.ready: ReceiverReady | None = None
         """Its last READY answer, once it gave one."""
         self.ack: ReceiverAck | None = None
@@ -63,6 +65,8 @@ class Handshake:
         self.changed: Callable[[], None] = lambda: None
         """Called at each change of state, on the loop."""
         self._since = time.monotonic()
+        self._digest = ""
+        """Of the version on offer."""
         self._offered: tuple[CallFuture, WeightSource | None] | None = None
         """The offer under way and its source."""
 
@@ -83,12 +87,14 @@ class Handshake:
 
     def start(self, offer: WeightOffer, timeout: float) -> None:
         """Send OFFER, from any thread; `offered` hears the answer."""
-        if offer.source is not None:
+        self._digest = offer.digest
+        source = offer.source or offer.patch
+        if source is not None:
             self.state = HandshakeState.LOADING
-        self._offered = (self.client.call_future("weights_offer", offer, timeout=timeout), offer.source)
+        self._offered = (self.client.call_future("weights_offer", offer, timeout=timeout), source)
 
     async def offered(self) -> None:
-        """Bring the receiver to READY; to APPLIED when the offer has a source; further when it has the version."""
+        """Bring the receiver to READY; to APPLIED when the offer says where the data are; further when it has the version."""
         if self._offered is None:
             raise AssertionError("bug: the offer must be started before its answer is awaited")
         sent, source = self._offered
@@ -103,14 +109,20 @@ class Handshake:
         elif answer is not None:
             self._take_applied(answer, source)
 
-    async def transfer(self, transfer: WeightTransfer, timeout: float) -> None:
-        """Bring the receiver from READY to APPLIED; it stays READY when a patch did not hold there."""
+    async def transfer(self, transfer: WeightTransfer, timeout: float, *, relayed: bool = False) -> None:
+        """Bring the receiver from READY to APPLIED; it stays READY when a patch did not hold there.
+
+        `relayed`: another receiver gives the bytes. It stays READY when that fails, with the reason, and must be offered the version again.
+        """
         self.transport = transfer.source.kind
         call = self.client.call("weights_transfer", transfer, timeout=timeout)
         answer = await self._heard(call, ReceiverApplied | ReceiverReady | ReceiverFailure)
         if isinstance(answer, ReceiverReady):
             self.ready = answer
+        elif relayed and isinstance(answer, ReceiverFailure):
+            self.reason = answer.reason
         elif answer is not None:
+            self.relayed = relayed
             self._take_applied(answer, transfer.source)
 
     def _take_applied(self, answer: ReceiverApplied | ReceiverFailure, source: WeightSource | None) -> None:
@@ -151,6 +163,9 @@ class Handshake:
             return None
         if not isinstance(answer, expected):
             self.fail(f"it answered with {type(answer).__name__}, which is no answer to that")
+            return None
+        if isinstance(answer, ReceiverApplied | ReceiverAck) and answer.digest != self._digest:
+            self.fail(f"it announced version {answer.version} with digest {answer.digest}, offered was {self._digest}")
             return None
         return answer
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Look = Callable[[SourceEntry, int, np.ndarray, np.ndarray], None]
-"""Sees (entry, its position in the whole, the new bytes, where they will be written) of each tensor before it is written."""
+Take = Callable[[SourceEntry, int, np.ndarray, np.ndarray], words.Sums]
+"""Writes a tensor, given (entry, its position in the whole, its bytes, where they belong), and returns its checksum."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,8 +62,8 @@ class PatchCopy:
     tensors: tuple[TensorPatch, ...]
     memory: HostMemory
     nbytes: int
-    verify_all: bool
-    """Whether its receivers verify tensors that did not change as well."""
+    verify: tuple[str, ...]
+    """Tensors that its receivers read whole, changed or not."""
     share: Share = field(default_factory=Share)
 
 
@@ -112,11 +112,11 @@ class HostCopies:
         epoch: int,
         device: str = "cpu",
         base: HostCopy | None = None,
-        look: Look | None = None,
+        take: Take | None = None,
     ) -> HostCopy:
         """Return a new copy of `source`, whose buckets are taken on `device`; nobody holds it yet.
 
-        It is written over `base`, a copy of the same layout, where only one holds that. `look` sees each tensor before it is written.
+        It is written over `base`, a copy of the same layout, where only one holds that. `take` writes each tensor; None = it is copied.
         Raises ValueError when the source does not give what its entries say.
         """
         layout = source.layout
@@ -125,7 +125,7 @@ class HostCopies:
         try:
             sums: dict[str, words.Sums] = {}
             for bucket in source.buckets(device):
-                sums.update(_write_bucket(memory.data, bucket, source, look))
+                sums.update(_write_bucket(memory.data, bucket, source, take))
             manifest = WeightManifest(version=version, epoch=epoch, entries=tuple(_with_sums(source.entries, sums)))
         except BaseException:
             if over is None:
@@ -171,7 +171,7 @@ class HostCopies:
 
 
 def _write_bucket(
-    data: np.ndarray, bucket: SourceBucket, source: VersionSource, look: Look | None
+    data: np.ndarray, bucket: SourceBucket, source: VersionSource, take: Take | None
 ) -> Iterator[tuple[str, words.Sums]]:
     for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
         entry = source.entries[index]
@@ -182,10 +182,10 @@ def _write_bucket(
             )
         start = source.layout.starts[index]
         place = data[start : start + entry.nbytes]
-        if look is not None:
-            tensor = tensor.cpu()
-            look(entry, start, host_bytes(tensor), place)
-        yield entry.name, write_tensor(place, tensor, entry)
+        if take is None:
+            yield entry.name, write_tensor(place, tensor, entry)
+        else:
+            yield entry.name, take(entry, start, host_bytes(tensor.cpu()), place)
 
 
 def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, words.Sums]) -> Iterator[WeightEntry]:

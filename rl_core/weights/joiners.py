@@ -10,8 +10,9 @@ import contextlib
 import secrets
 import threading
 
-from rl_core.messages.weights import PullOffer, PullRefusal, PullRequest
+from rl_core.messages.weights import PullOffer, PullRefusal, PullRequest, WeightSource
 from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.fanout import Relays
 from rl_core.weights.host_copy import HostCopies, HostCopy
 from rl_core.weights.outlets import Outlets, offer_of
 
@@ -19,8 +20,11 @@ from rl_core.weights.outlets import Outlets, offer_of
 class LateJoiners:
     """Answers `weights_pull` and `weights_pulled`; `withdraw`, `commit` and `settle` say how a publish goes."""
 
-    def __init__(self, copies: HostCopies, outlets: Outlets, deadlines: Deadlines) -> None:
-        self._copies, self._outlets, self._deadlines = copies, outlets, deadlines
+    def __init__(
+        self, copies: HostCopies, outlets: Outlets, deadlines: Deadlines, relays: Relays | None = None
+    ) -> None:
+        """`relays`: receivers that may give the version to joiners of other hosts."""
+        self._copies, self._outlets, self._deadlines, self._relays = copies, outlets, deadlines, relays
         self._committed: HostCopy | None = None
         self._lock = threading.Lock()
         """Guards `_committed`: a pull must not begin to hold a copy that the publishing thread is giving up."""
@@ -63,11 +67,16 @@ class LateJoiners:
                 self._copies.hold(copy, ticket)
         if copy is None:
             return PullRefusal(reason="no version is committed yet")
-        source = self._outlets.source(copy, request.host_token)
         manifest = copy.manifest
-        seconds = self._deadlines.total(manifest.total_bytes)
-        expiry = asyncio.get_running_loop().call_later(seconds, self._release, ticket)
+        expiry = asyncio.get_running_loop().call_later(
+            self._deadlines.total(manifest.total_bytes), self._release, ticket
+        )
         self._pulls[ticket] = (copy, expiry)
+        source: WeightSource | None = None
+        if self._relays is not None and not request.direct and not self._outlets.maps(copy, request.host_token):
+            source = await self._relays.for_joiner(manifest.digest)
+        if source is None:
+            source = self._outlets.source(copy, request.host_token)
         offer = offer_of(copy, source, self._deadlines)
         return PullOffer(ticket=ticket, version=manifest.version, epoch=manifest.epoch, offer=offer)
 

@@ -42,6 +42,10 @@ class Outlets:
             )
         return False
 
+    def is_near(self, copy: HostCopy, host_token: str, have: str) -> bool:
+        """Return whether that process, which serves the digest `have`, needs no stream of the whole version."""
+        return self.maps(copy, host_token) or (copy.patch is not None and copy.patch.base == have)
+
     def source(self, copy: HostCopy, host_token: str, have: str = "") -> WeightSource:
         """Return where that process gets the bytes of `copy`, of its patch where `have` (the digest it serves) is the patch's base."""
         if copy.patch is not None and copy.patch.base == have:
@@ -51,7 +55,7 @@ class Outlets:
     def patch_source(self, patch: PatchCopy, host_token: str) -> PatchSource:
         """Return where that process gets `patch`."""
         data = self._place(patch, host_token)
-        return PatchSource(base=patch.base, tensors=patch.tensors, data=data, verify_all=patch.verify_all)
+        return PatchSource(base=patch.base, tensors=patch.tensors, data=data, verify=patch.verify)
 
     def _place(self, copy: HostCopy | PatchCopy, host_token: str) -> SharedSource | StreamSource:
         """Return where the bytes are; a stream is good for one receiver."""

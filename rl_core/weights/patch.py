@@ -16,7 +16,7 @@ from rl_core.api.errors import DataError
 from rl_core.messages.weights import Patch, TensorPatch
 from rl_core.transports import frames
 from rl_core.transports.dtypes import CODES, ITEMSIZES
-from rl_core.weights import differences
+from rl_core.weights import differences, words
 from rl_core.weights.manifest import host_bytes
 
 if TYPE_CHECKING:
@@ -57,52 +57,57 @@ def _aligned(position: int) -> int:
 # --- making one ---------------------------------------------------------------------------------------------------------
 
 
-def compare(name: str, shape: Sequence[int], dtype: str, old: np.ndarray, new: np.ndarray) -> tuple[int, Change | None]:
-    """Return how many elements differ, and the change that makes `new` of `old` (uint8, of one size); None when nothing differs.
+def compare(
+    name: str, shape: Sequence[int], dtype: str, old: np.ndarray, new: np.ndarray, place: np.ndarray | None = None
+) -> tuple[int, Change | None, words.Sums]:
+    """Return how many elements differ, the change that makes `new` of `old` (uint8, of one size), and the checksum of `new`.
 
-    A change that goes whole views `new`.
+    The change is None when nothing differs. `new` is written to `place`, which may be `old`; None = nowhere. A change that goes
+    whole views `place`, or `new`.
     """
     kind = _BITS[ITEMSIZES[CODES[dtype]]]
-    old, new = old.view(kind), new.view(kind)
-    count, gaps, values = _differences(old, new)
+    over = place is not None and place.ctypes.data == old.ctypes.data
+    if place is not None and not over:
+        np.copyto(place, new)
+    count, gaps, values, sums = _differences(old.view(kind), new.view(kind), over=over)
     if not count:
-        return 0, None
+        return 0, None, sums
     if gaps is not None:
         sparse = Change(name, tuple(shape), dtype, count, gaps, values)
         if sparse.nbytes < new.nbytes:
-            return count, sparse
-    return count, Change(name, tuple(shape), dtype, new.size, None, new)
+            return count, sparse, sums
+    whole = (new if place is None else place).view(kind)
+    return count, Change(name, tuple(shape), dtype, whole.size, None, whole), sums
 
 
-def _differences(old: np.ndarray, new: np.ndarray) -> tuple[int, np.ndarray | None, np.ndarray]:
-    """Return how many elements of `new` differ from `old`, the gaps of their positions, and their values.
+def _differences(
+    old: np.ndarray, new: np.ndarray, *, over: bool
+) -> tuple[int, np.ndarray | None, np.ndarray, words.Sums]:
+    """Return how many elements of `new` differ from `old`, the gaps of their positions, their values, and the checksum of `new`.
 
     Gaps are in the narrowest type that holds them; None when none does or when they and the values would be larger than `new`.
     """
     most = new.nbytes // (new.itemsize + 1)
     count = last = largest = 0
+    sums = (0, 0)
     gaps: list[np.ndarray] = []
     values: list[np.ndarray] = []
-    room = np.empty(min(BLOCK, new.size), np.int64)
+    rooms = differences.Rooms(min(BLOCK, new.size), new.dtype)
     for start in range(0, new.size, BLOCK):
         before, block = old[start : start + BLOCK], new[start : start + BLOCK]
+        found = differences.find(before, block, rooms, last=last - start, offset=start * new.itemsize // 4, over=over)
+        sums = words.add(sums, found.sums)
+        count, last, largest = count + found.number, start + found.last, max(largest, found.largest)
         if count > most:
             gaps.clear()
             values.clear()
-            count += int(np.count_nonzero(before != block))
-            continue
-        positions = differences.positions(before, block, room)
-        count += positions.size
-        if positions.size:
-            distances = np.diff(positions, prepend=last - start)
-            largest = max(largest, int(distances.max()))
-            last = start + int(positions[-1])
-            gaps.append(distances.astype(np.uint32))
-            values.append(block[positions])
+        elif found.number:
+            gaps.append(rooms.gaps[: found.number].copy())
+            values.append(rooms.values[: found.number].copy())
     width = next((kind for kind in _GAPS if largest <= np.iinfo(kind).max), None)
     if not gaps or width is None or count > most:
-        return count, None, new[:0]
-    return count, np.concatenate(gaps).astype(width), np.concatenate(values)
+        return count, None, new[:0], sums
+    return count, np.concatenate(gaps).astype(width), np.concatenate(values), sums
 
 
 def size_of(changes: Iterable[Change]) -> int:
@@ -141,7 +146,7 @@ def encode(old: "Mapping[str, torch.Tensor]", new: "Mapping[str, torch.Tensor]")
         before, after = (_kind(one[name]) for one in (old, new))
         if before != after:
             raise ValueError(f"{name!r} must keep its shape and type, got {before} and {after}")
-        _, change = compare(name, *after, host_bytes(old[name].cpu()), host_bytes(tensor.cpu()))
+        _, change, _ = compare(name, *after, host_bytes(old[name].cpu()), host_bytes(tensor.cpu()))
         changes += [] if change is None else [change]
     data = np.zeros(size_of(changes), np.uint8)
     return Patch(tensors=fill(data, changes), data=data)
@@ -190,8 +195,8 @@ def apply(target: "Mapping[str, torch.Tensor]", patch: Patch) -> None:
 class Writing:
     """The change of one tensor, read and checked."""
 
-    positions: np.ndarray | None
-    """None = all."""
+    gaps: np.ndarray | None
+    """None = all elements."""
     values: np.ndarray
     """Unsigned integers."""
 
@@ -212,18 +217,19 @@ class Writing:
         gaps = _part(change, data, change.start, change.gap_bytes)
         if not gaps[1:].all():
             raise DataError(f"{change.name!r} must have rising positions in a patch, got one twice")
-        positions = np.cumsum(gaps, dtype=np.int64)
-        if positions[-1] >= size:
-            raise DataError(f"{change.name!r} must have positions below {size} in a patch, got {positions[-1]}")
-        return cls(positions, values)
+        last = int(gaps.sum(dtype=np.uint64))
+        if last >= size:
+            raise DataError(f"{change.name!r} must have positions below {size} in a patch, got {last}")
+        return cls(gaps, values)
 
-    def write(self, memory: np.ndarray) -> None:
-        """Write into the bytes of the tensor (uint8)."""
-        elements = memory.view(self.values.dtype)
-        if self.positions is None:
-            np.copyto(elements, self.values)
-        else:
-            elements[self.positions] = self.values
+    def write(self, memory: np.ndarray, sums: words.Sums = (0, 0)) -> words.Sums:
+        """Write into the bytes of the tensor (uint8), whose checksum was `sums`, and return its checksum.
+
+        What is written is read before and after; elements that do not change are taken for proven by `sums`.
+        """
+        if self.gaps is None:
+            return words.copy_bytes(memory, self.values.view(np.uint8))
+        return words.add(sums, differences.write(memory.view(self.values.dtype), self.gaps, self.values))
 
 
 def _part(change: TensorPatch, data: np.ndarray, start: int, itemsize: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.weights import words
 from rl_core.weights.chain import Chain
 from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.fanout import Relays
 from rl_core.weights.handshake import Gate, Handshake, HandshakeState
 from rl_core.weights.host_copy import HostCopies, HostCopy
 from rl_core.weights.joiners import LateJoiners
@@ -78,7 +79,8 @@ class WeightPublisher:
         own = self.cfg.weights
         self._chain = Chain(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
         self._outlets = Outlets(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
-        self._joiners = LateJoiners(self._copies, self._outlets, self._deadlines)
+        self._relays = Relays(own.fanout, encrypted=own.encrypt) if own.fanout else None
+        self._joiners = LateJoiners(self._copies, self._outlets, self._deadlines, self._relays)
         self._way = self._make_way(host, device_uuid)
         handlers = {"weights_pull": self._joiners.pull, "weights_pulled": self._joiners.pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
@@ -89,7 +91,7 @@ class WeightPublisher:
 
     def _make_way(self, host: str, device_uuid: str | None) -> Way:
         """Return how versions travel: patches go over ZeroMQ, and a CPU job does unless it asks for a group."""
-        transport, star = self.cfg.weights.transport, Star(self._outlets)
+        transport, star = self.cfg.weights.transport, Star(self._outlets, self._relays)
         if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or self._chain is not None)):
             return star
         return Together(
@@ -221,6 +223,7 @@ def _report(
         apply_seconds=max((ack.apply_seconds for ack in acks), default=0.0),
         pause_seconds=max((ack.pause_seconds for ack in acks), default=0.0),
         patched=tuple(handshake.name for handshake in acked if handshake.patched),
+        relayed=tuple(handshake.name for handshake in acked if handshake.relayed),
         patch_share=copy.patch_share,
     )
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from rl_core.messages.weights import (
     ReceiverReady,
     ReceiverRefusal,
     SharedSource,
+    StreamSource,
     WeightOffer,
     WeightSource,
     WeightTransfer,
@@ -39,13 +40,17 @@ from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights import words
-from rl_core.weights.assembly import Assembly
-from rl_core.weights.bucket import Layout
+from rl_core.weights.assembly import Assembly, places
+from rl_core.weights.bucket import DEFAULT_BUCKET_BYTES, Layout
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.fit import misfit, shape_and_dtype
 from rl_core.weights.manifest import WeightManifest
+from rl_core.weights.relay import Relay
 from rl_core.weights.sources import Sources
 from rl_core.weights.target import InPlaceTarget, WeightTarget
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +101,9 @@ class WeightReceiver:
         device_uuid: str | None = None,
         deadlines: Deadlines | None = None,
         on_state: Callable[[ReceiverState, int, str], None] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
+        """`host`: the address at which other receivers reach this process."""
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
         self.epoch = epoch
         self.state = ReceiverState.UNVERSIONED
@@ -118,6 +125,9 @@ class WeightReceiver:
         self._expiry: asyncio.TimerHandle | None = None
         self._paused_at: float | None = None
         self._applied_seconds = 0.0
+        self._bucket_bytes = DEFAULT_BUCKET_BYTES
+        """By which the version offered last is cut."""
+        self._relay = Relay(host, keys)
         self._sources = Sources(keys=keys, device=device, deadlines=self._deadlines)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
         shapes = [shape_and_dtype(wanted)[0] for wanted in target.names_and_shapes().values()]
@@ -135,6 +145,7 @@ class WeightReceiver:
             "weights_transfer": self.transfer,
             "weights_commit": self.commit,
             "weights_abort": self.abort,
+            "weights_relay": self.relay,
         }
 
     def current(self) -> tuple[int, str]:
@@ -152,6 +163,7 @@ class WeightReceiver:
     def forget(self) -> None:
         """End the sync under way and hold no version until the next offer: the memory is of an older epoch, or gone."""
         self._interrupt()
+        self._relay.withdraw()
         self._forget_offer()
         self._held = None
         self._enter(ReceiverState.UNVERSIONED)
@@ -179,16 +191,16 @@ class WeightReceiver:
         async with self._turn:
             self._arm(offer.deadline)
             self._pending = manifest
+            self._bucket_bytes = offer.bucket_bytes
             self._layout = layout = Layout.of(manifest.entries, offer.bucket_bytes)
             self._kept = (self._kept or {}) if offer.keep else None
             answer = await self._accept(manifest)
-            if not isinstance(answer, ReceiverReady) or offer.source is None:
-                return answer
-            if offer.patch is not None and offer.patch.base == self.current()[1]:
-                answer = await self._load(manifest, layout, offer.patch)
-                if not isinstance(answer, ReceiverReady):
-                    return answer
-            return await self._load(manifest, layout, offer.source)
+            patch = offer.patch
+            if isinstance(answer, ReceiverReady) and patch is not None and patch.base == self.current()[1]:
+                answer = await self._load(manifest, layout, patch)
+            if isinstance(answer, ReceiverReady) and offer.source is not None:
+                answer = await self._load(manifest, layout, offer.source)
+            return answer
 
     async def _accept(self, manifest: WeightManifest) -> ReceiverAnswer:
         if self._held is not None and self._held.digest == manifest.digest:
@@ -231,11 +243,11 @@ class WeightReceiver:
             return await self._load(manifest, layout, transfer.source)
 
     async def _load(self, manifest: WeightManifest, layout: Layout, source: WeightSource) -> ReceiverAnswer:
-        destinations = self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}
+        self._relay.withdraw()
         assembly = Assembly(
             manifest,
             layout,
-            destinations=destinations,
+            destinations=self._destinations(),
             wanted=self._target.names_and_shapes(),
             check=self._go_on,
             kept=self._kept,
@@ -260,6 +272,9 @@ class WeightReceiver:
         self._applied_seconds = time.monotonic() - started
         self._enter(ReceiverState.APPLIED)
         return _applied(manifest, loaded=True, patched=patch is not None)
+
+    def _destinations(self) -> "Mapping[str, torch.Tensor]":
+        return self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}
 
     def _ask_for_all(self, manifest: WeightManifest, reason: str, assembly: Assembly) -> ReceiverReady:
         """Hold no version any more and answer READY: what a patch was written to cannot be told from what it should have been."""
@@ -334,6 +349,18 @@ class WeightReceiver:
         """Leave the process group `generation`, so that a transfer blocked in it ends at once; it will be offered again."""
         self._sources.abort_group(self.epoch, generation, "the publisher ended it: a member was lost")
 
+    async def relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
+        """Return a stream of the version `digest` for another receiver; REFUSE when it is not proven here or cannot be read back."""
+        held = self._held
+        if held is None or held.digest != digest or self.state not in (ReceiverState.APPLIED, ReceiverState.SERVING):
+            return ReceiverRefusal(reason=f"digest {digest} is not proven here, the state is {self.state.value}")
+        memory = {**(self._kept or {}), **places(self._destinations())}
+        if any(entry.alias_of is None and entry.name not in memory for entry in held.entries):
+            return ReceiverRefusal(reason="the engine has tensors that cannot be read back")
+        if encrypted and self._keys is None:
+            return ReceiverRefusal(reason="a secret stream needs CURVE keys, there are none here")
+        return self._relay.stream(held, Layout.of(held.entries, self._bucket_bytes), memory, encrypted=encrypted)
+
     # --- late joiners ----------------------------------------------------------------------------------------------
 
     async def pull(self, address: str, *, timeout: float | None = None) -> tuple[int, str]:
@@ -346,8 +373,8 @@ class WeightReceiver:
         client.set_epoch(self.epoch)
         try:
             answer: ReceiverAnswer | None = None
-            for _ in range(2):
-                answer = await self._pull_once(client, timeout)
+            for again in (False, True):
+                answer = await self._pull_once(client, timeout, direct=again)
                 if isinstance(answer, ReceiverAck):
                     return self.current()
                 if isinstance(answer, ReceiverRefusal):
@@ -356,8 +383,8 @@ class WeightReceiver:
         finally:
             client.close()
 
-    async def _pull_once(self, client: RpcClient, timeout: float | None) -> ReceiverAnswer:
-        request = PullRequest(host_token=tokens.host_token())
+    async def _pull_once(self, client: RpcClient, timeout: float | None, *, direct: bool) -> ReceiverAnswer:
+        request = PullRequest(host_token=tokens.host_token(), direct=direct)
         pulled = await client.call("weights_pull", request, timeout=timeout or self._deadlines.sync_seconds)
         if not isinstance(pulled, PullOffer):
             raise InfrastructureError(f"the publisher at {client.address} has no weights to give: {pulled.reason}")
@@ -414,6 +441,7 @@ class WeightReceiver:
         self._forget_offer()
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         self._sources.close()
+        self._relay.close()
 
 
 def _applied(manifest: WeightManifest, *, loaded: bool, patched: bool = False) -> ReceiverApplied:

@@ -6,11 +6,13 @@ GPUs, gloo when the job says so). The publisher builds the handshakes, starts th
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.api.errors import ConfigError
 from rl_core.messages.weights import WeightTransfer
 from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.fanout import Relays
 from rl_core.weights.handshake import Gate, Handshake, HandshakeState
 from rl_core.weights.host_copy import HostCopy
 from rl_core.weights.outlets import Outlets, offer_of
@@ -39,20 +41,25 @@ class Way(Protocol):
 
 
 class Star:
-    """Each receiver by itself: a dead one costs the others nothing."""
+    """Each receiver by itself: a dead one costs the others nothing. With `relays` streams of whole versions come from any that has it."""
 
-    def __init__(self, outlets: Outlets) -> None:
-        self._outlets = outlets
+    def __init__(self, outlets: Outlets, relays: Relays | None = None) -> None:
+        self._outlets, self._relays = outlets, relays
 
     def start(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
-        """Send OFFER. A receiver of this host learns where the data are and loads in the same exchange."""
+        """Send OFFER. A receiver of this host learns where the data are and loads in the same exchange, and so does any with a patch."""
         source, patch, seconds = None, None, deadlines.ready_seconds
         if self._outlets.maps(copy, handshake.host_token):
             source = self._outlets.source(copy, handshake.host_token)
+        if copy.patch is not None:
+            patch = self._outlets.patch_source(copy.patch, handshake.host_token)
+        if source is not None or patch is not None:
             seconds += deadlines.transfer(copy.manifest.total_bytes)
-            if copy.patch is not None and self._outlets.maps(copy.patch, handshake.host_token):
-                patch = self._outlets.patch_source(copy.patch, handshake.host_token)
-        handshake.start(offer_of(copy, source, deadlines, patch), seconds)
+        offer = offer_of(copy, source, deadlines, patch)
+        if self._relays is not None and source is None:
+            # It may wait for its turn, and what it cannot read back from its engine it keeps for others.
+            offer = replace(offer, keep=True, deadline=deadlines.sync_seconds)
+        handshake.start(offer, seconds)
 
     async def deliver(self, handshakes: Sequence[Handshake], copy: HostCopy, gate: Gate, deadlines: Deadlines) -> None:
         """Serve every receiver to the end, independently of the others."""
@@ -68,13 +75,37 @@ class Star:
         for _ in range(TRANSFERS):
             if handshake.live:
                 have = handshake.ready.have[1] if handshake.ready is not None else ""
-                source = self._outlets.source(copy, handshake.host_token, have)
-                transfer = WeightTransfer(digest=manifest.digest, source=source)
-                await handshake.transfer(transfer, deadlines.transfer(manifest.total_bytes))
+                if self._relays is None or self._outlets.is_near(copy, handshake.host_token, have):
+                    await self._give(handshake, copy, deadlines, have)
+                else:
+                    await self._pass_on(self._relays, handshake, copy, deadlines)
         if handshake.live:
             handshake.fail(f"it asked for the version {TRANSFERS} times and applied none")
+        if self._relays is not None and handshake.applied and not self._outlets.maps(copy, handshake.host_token):
+            await self._relays.joined(manifest.digest, handshake)
         if handshake.state is HandshakeState.APPLIED and await gate.wait():
             await handshake.commit(manifest.version, manifest.digest, deadlines.commit_seconds)
+
+    async def _give(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines, have: str = "") -> None:
+        source = self._outlets.source(copy, handshake.host_token, have)
+        transfer = WeightTransfer(digest=copy.manifest.digest, source=source)
+        await handshake.transfer(transfer, deadlines.transfer(copy.manifest.total_bytes))
+
+    async def _pass_on(self, relays: Relays, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
+        """Have whoever has room give all of the version; the publisher does where that one fails."""
+        manifest = copy.manifest
+        async with relays.sender(manifest.digest) as peer:
+            source = await relays.stream(peer) if peer is not None else None
+            if peer is not None and source is not None:
+                transfer = WeightTransfer(digest=manifest.digest, source=source)
+                await handshake.transfer(transfer, deadlines.transfer(manifest.total_bytes), relayed=True)
+                if not handshake.live:
+                    return
+                await relays.failed(peer, f"{handshake.name}: {handshake.reason}")
+                self.start(handshake, copy, deadlines)
+                await handshake.offered()
+            if handshake.live:
+                await self._give(handshake, copy, deadlines)
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -47,11 +47,24 @@ def add(first: Sums, second: Sums) -> Sums:
     return (first[0] + second[0]) & _MASK, (first[1] + second[1]) & _MASK
 
 
+def subtract(first: Sums, second: Sums) -> Sums:
+    """Return what `second` lacks of `first`."""
+    return (first[0] - second[0]) & _MASK, (first[1] - second[1]) & _MASK
+
+
 def _kernels_for(words: np.ndarray) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the compiled kernels where they are loaded or worth it, else numpy's."""
-    if words.nbytes >= COMPILED_FROM or kernels.cache_info().currsize:
-        return kernels()
-    return _sum_numpy, _copy_numpy
+    return kernels() if worth_it(words.nbytes) else (_sum_numpy, _copy_numpy)
+
+
+def worth_it(nbytes: int) -> bool:
+    """Return whether compiled kernels are loaded, or are to be for so many bytes."""
+    return nbytes >= COMPILED_FROM or bool(kernels.cache_info().currsize)
+
+
+def are_compiled() -> bool:
+    """Return whether numba is installed; loads the kernels."""
+    return kernels()[0] is not _sum_numpy
 
 
 def _split(source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

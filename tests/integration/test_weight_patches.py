@@ -3,6 +3,8 @@
 The receivers are those of `test_weight_sync`: one is patched in place, one keeps the bytes that its engine copies.
 """
 
+import random
+
 import pytest
 import torch
 from weight_world import Receiver, about, model, publisher, serves, source_of, started, tensors
@@ -27,7 +29,7 @@ def test_patches_leave_every_receiver_with_exactly_the_published_bits(receivers,
     source, way = patching
     weights = tensors(1)
     assert source.publish(1, source_of(weights), about(receivers), 2).patched == ()
-    for version in (2, 3, 4, 9):  # one of three is verified whole
+    for version in (2, 3, 4, 9):  # in three each tensor has its turn to be read whole
         weights = stepped(weights, version)
         report = source.publish(version, source_of(weights), about(receivers), 2)
         assert report.patched == ("rollout:0", "rollout:1") and report.transport == way
@@ -42,6 +44,26 @@ def test_patches_leave_every_receiver_with_exactly_the_published_bits(receivers,
     weights = stepped(tensors(11), 12)
     assert len(source.publish(12, source_of(weights), about(receivers), 2).patched) == 2
     assert all(serves(receiver, 12, weights) for receiver in receivers)
+
+
+@pytest.mark.parametrize(
+    ("way", "syncer"),
+    [("shared", "bucket"), ("stream", "bucket"), ("gloo", "bucket"), ("shared", "patch"), ("stream", "patch")],
+)
+def test_after_each_of_50_random_updates_every_receiver_holds_bit_equal_weights(receivers, way, syncer):
+    chance = random.Random(f"{way} {syncer}")
+    weights, seen = tensors(1), set()
+    with publisher(way, syncer=syncer) as source:
+        for version in range(50):
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+            for name in chance.sample(sorted(weights), chance.randint(0, len(weights))):
+                raw = weights[name].view(torch.int32).view(-1)
+                count = chance.choice([1, 7, max(1, raw.numel() // 100), raw.numel()])
+                raw[torch.randint(raw.numel(), (count,))] ^= 1 << chance.randrange(31)  # NaN too
+            report = source.publish(version, source_of(weights), about(receivers), 2)
+            seen.add(bool(report.patched))
+            assert all(serves(receiver, version, weights) for receiver in receivers)
+    assert seen == ({True, False} if syncer == "patch" else {False})
 
 
 def test_a_receiver_that_missed_a_version_or_joins_late_gets_all_of_it_and_then_patches(receivers, patching):
@@ -67,18 +89,18 @@ def test_a_patch_that_does_not_hold_is_followed_by_the_whole_version_and_nothing
     source, _ = patching
     weights = tensors(1)
     source.publish(1, source_of(weights), about(receivers), 2)
-    receivers[0].call("flip", "a")  # a bit where the patch writes nothing
+    receivers[0].call("flip", "a", 2, 0)  # a bit of an element that the patch changes
     weights = stepped(weights, 2)
     report = source.publish(2, source_of(weights), about(receivers), 2)
     assert report.acked == ("rollout:0", "rollout:1") and report.patched == ("rollout:1",)
     assert all(serves(receiver, 2, weights) for receiver in receivers)
     assert receivers[0].call("probe")["states"][-5:] == ["ready", "dirty", "ready", "applied", "serving"]
-    receivers[0].call("flip", "d")  # in a tensor that does not change: seen by the patch that verifies all
+    receivers[0].call("flip", "d")  # where no patch writes: seen by the one in which "d" has its turn to be read whole
     patched = [
-        source.publish(v, source_of(weights := stepped(weights, v)), about(receivers), 2).patched for v in (3, 4)
+        source.publish(v, source_of(weights := stepped(weights, v)), about(receivers), 2).patched for v in (3, 4, 5)
     ]
-    assert patched == [("rollout:0", "rollout:1"), ("rollout:1",)]
-    assert all(serves(receiver, 4, weights) for receiver in receivers)
+    assert patched == [("rollout:0", "rollout:1"), ("rollout:0", "rollout:1"), ("rollout:1",)]
+    assert all(serves(receiver, 5, weights) for receiver in receivers)
 
 
 def test_a_receiver_that_dies_in_a_patch_is_named_and_a_restarted_publisher_begins_a_new_chain(receivers, patching):

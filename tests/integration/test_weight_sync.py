@@ -296,14 +296,14 @@ def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
     for name, text in generate_keys(["actor", "rollout"]).items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
-    with started(Receiver("rollout:0", keys=str(tmp_path))) as (receiver,):
+    with started(*(Receiver(f"rollout:{i}", keys=str(tmp_path)) for i in range(2))) as (receiver, other):
         for version, encrypt in ((1, False), (3, True)):
             identity = Identity(
                 job="j", namespace="n", uid="u", epoch=0, role="actor", pod="p", pod_index=0, group="actor", rank=0,
                 world_size=1,
             )  # fmt: skip
             keys = KeyRing(tmp_path, "actor")
-            weights = {"bucketBytes": 1 << 20, "encrypt": encrypt}
+            weights = {"bucketBytes": 1 << 20, "encrypt": encrypt, "fanout": 1}
             source = WeightPublisher(
                 {**SPEC, "weights": weights},
                 0,
@@ -314,8 +314,9 @@ def test_syncs_with_keys_over_an_authentic_and_an_encrypted_stream(tmp_path):
             )
             client = RpcClient(receiver.about.address, keys, identity, service="rollout")
             try:
-                report = source.publish(version, model(version), [receiver.about], 1)
-                assert report.transport == "stream" and report.acked == ("rollout:0",)
+                report = source.publish(version, model(version), about([receiver, other]), 2)
+                assert report.transport == "stream" and report.acked == ("rollout:0", "rollout:1")
+                assert len(report.relayed) == 1  # with the key of the rollout that passed it on
                 source.publish(version + 1, model(version + 1), [], 0)
                 assert client.call_sync("pull", source.address, elsewhere=True)[0] == version + 1
             finally:

@@ -6,6 +6,7 @@ Prints its address, then serves until its standard input ends. `probe` answers w
 """
 
 import asyncio
+import hashlib
 import json
 import os
 import signal
@@ -18,10 +19,15 @@ from rl_core.api.identity import Identity
 from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcServer
-from rl_core.weights.manifest import checksum
+from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.receiver import WeightReceiver
 
 OPTIONS = json.loads(sys.argv[1])
+
+
+def hash_of(tensor):
+    """Return a hash of the bytes that has nothing of the syncer's checksums."""
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
 
 
 class Engine:
@@ -84,6 +90,7 @@ async def main():
         OPTIONS.get("epoch", 0),
         engine,
         keys=keys,
+        deadlines=Deadlines(silence_seconds=OPTIONS.get("silence", 15.0)),
         on_state=lambda state, version, digest: states.append(state.value),
     )
 
@@ -93,7 +100,7 @@ async def main():
             "state": receiver.state.value,
             "states": states[-10:],
             "serving": engine.serving,
-            "sums": {name: [hex(part) for part in checksum(tensor)] for name, tensor in engine.weights.items()},
+            "bits": {name: hash_of(tensor) for name, tensor in engine.weights.items()},
             "loads": engine.loads,
         }
 
@@ -111,8 +118,8 @@ async def main():
     async def forget():
         receiver.forget()
 
-    async def flip(name):
-        engine.weights[name].view(torch.uint8)[-1, -1] ^= 1
+    async def flip(name, row=-1, byte=-1):
+        engine.weights[name].view(torch.uint8)[row, byte] ^= 1
 
     own = {"probe": probe, "pull": pull, "set_trap": set_trap, "set_epoch": set_epoch, "forget": forget, "flip": flip}
     handlers = {**own, **receiver.handlers()}

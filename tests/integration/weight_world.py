@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -14,7 +15,6 @@ import torch
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.manifest import checksum
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import StateSource
 
@@ -95,8 +95,11 @@ def source_of(weights):
 
 def serves(receiver, version, weights):
     probe = receiver.call("probe")
-    sums = {name: [hex(part) for part in checksum(tensor)] for name, tensor in weights.items()}
-    return probe["serving"] and probe["current"][0] == version and probe["sums"] == sums
+    bits = {
+        name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+        for name, tensor in weights.items()
+    }
+    return probe["serving"] and probe["current"][0] == version and probe["bits"] == bits
 
 
 def about(receivers):

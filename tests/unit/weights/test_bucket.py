@@ -104,6 +104,8 @@ def edit_header(frames, at, field, value):
     ("damage", "rule"),
     [
         (lambda f: f[:3] + f[5:], "without gaps: expected index 1, got 2"),
+        (lambda f: [*f[:5], *f[3:]], "without gaps: expected index 2, got 1"),
+        (lambda f: [*f[:3], *f[5:], *f[3:5]], "without gaps: expected index 1, got 2"),
         (lambda f: f[:5], "ended before header of bucket 2"),
         (lambda f: f[:6], "ended before bucket 2"),
         (lambda f: edit_header(f, 3, 0, 9), "must be of version 2 epoch 1, got 9"),

@@ -5,7 +5,7 @@ import torch
 
 from rl_core.messages.weights import Patch
 from rl_core.transports.shared_memory import SegmentStore
-from rl_core.weights.chain import Chain
+from rl_core.weights.chain import Chain, in_turn
 from rl_core.weights.host_copy import HostCopies
 from rl_core.weights.manifest import build_manifest
 from rl_core.weights.patch import apply
@@ -75,9 +75,15 @@ def test_a_patch_as_large_as_the_version_is_left_out_and_the_next_one_builds_on_
     assert write(chain, 3, {"a": torch.ones(500)}).patch.base == copy.manifest.digest
 
 
-def test_every_so_many_patches_all_tensors_are_verified(chain):
+def test_each_tensor_has_its_turn_once_in_so_many_patches_and_like_bytes_are_read_in_each(chain):
     write(chain, 1)
-    assert [write(chain, version).patch.verify_all for version in range(2, 7)] == [False, True, False, True, False]
+    turns = [write(chain, version).patch.verify for version in range(2, 6)]  # of 2000 and 6000 bytes, two patches
+    assert sorted(turns[0] + turns[1]) == ["a", "b"] and turns[:2] == turns[2:]
+    entries = build_manifest({f"t{i}": torch.zeros(10 + i % 3) for i in range(40)}, version=1, epoch=0).entries
+    turns = [in_turn(entries, number, 8) for number in range(8)]
+    assert sorted(sum(turns, ())) == sorted(entry.name for entry in entries)
+    assert all(4 <= len(turn) <= 6 for turn in turns)
+    assert in_turn(entries, 3, 1) == tuple(entry.name for entry in entries)
 
 
 @pytest.mark.parametrize("other", [{"x": torch.zeros(1)}, {"a": torch.zeros(501)}, {"a": torch.zeros(500).half()}])

@@ -1,10 +1,24 @@
-"""The gate commits when all live receivers applied, or when enough did and the others are slow; never with too few."""
+"""The gate commits when all live receivers applied, or when enough did and the others are slow; never with too few.
+
+A handshake ends for who announces something else, is late or dies.
+"""
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 
-from rl_core.weights.handshake import Gate
+from rl_core.api.errors import DeadlineExceeded, WorkerLost
+from rl_core.messages.weights import (
+    ReceiverAck,
+    ReceiverApplied,
+    ReceiverFailure,
+    ReceiverReady,
+    SharedSource,
+    WeightOffer,
+    WeightTransfer,
+)
+from rl_core.weights.handshake import Gate, Handshake, HandshakeState
 
 
 class FakeHandshake:
@@ -77,3 +91,79 @@ async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
 async def test_without_receivers_only_a_sync_that_needs_none_commits(min_acks, committed):
     gate, _, opened = gate_of(0, min_acks)
     assert await gate.wait() is committed and opened == [True] * committed
+
+
+class Client:
+    """Answers in order with what it was given; raises what is an error."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def call_future(self, method, *args, timeout):
+        future = Future()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return future
+
+    async def call(self, method, *args, timeout):
+        return self.call_future(method, timeout=timeout).result()
+
+
+OFFER = WeightOffer(digest="new", manifest=b"", bucket_bytes=1, deadline=1.0)
+TRANSFER = WeightTransfer(digest="new", source=SharedSource(segment="s", nbytes=1))
+READY, APPLIED = ReceiverReady(have=(-1, ""), device="cpu"), ReceiverApplied(version=2, digest="new", loaded=True)
+
+
+async def talk(*answers):
+    """Return the handshake with a receiver that gives these answers to OFFER, TRANSFER and COMMIT."""
+    handshake = Handshake(name="rollout:0", client=Client(*answers), host_token="h")
+    handshake.start(OFFER, 1.0)
+    await handshake.offered()
+    if handshake.live:
+        await handshake.transfer(TRANSFER, 1.0)
+    if handshake.state is HandshakeState.APPLIED:
+        await handshake.commit(2, "new", 1.0)
+    return handshake
+
+
+async def test_a_receiver_that_proves_and_acknowledges_the_version_serves_it():
+    handshake = await talk(READY, APPLIED, ReceiverAck(version=2, digest="new"))
+    assert handshake.state is HandshakeState.ACKED and handshake.transport == "shared"
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [ReceiverAck(version=1, digest="old")],
+        [ReceiverApplied(version=2, digest="old", loaded=False)],
+        [READY, ReceiverApplied(version=2, digest="old", loaded=True)],
+        [READY, APPLIED, ReceiverAck(version=2, digest="old")],
+    ],
+    ids=["has it", "loaded it", "applied it", "serves it"],
+)
+async def test_a_receiver_that_announces_another_version_is_out(answers):
+    handshake = await talk(*answers)
+    assert handshake.state is HandshakeState.FAILED
+    assert "with digest old, offered was new" in handshake.describe()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["offered", "ready", "applied"])
+@pytest.mark.parametrize("error", [DeadlineExceeded("not answered within 1 s"), WorkerLost("it is dead")])
+async def test_a_receiver_that_misses_its_deadline_or_dies_is_out_with_its_last_state(at, error):
+    answers = [READY, APPLIED][:at]
+    handshake = await talk(*answers, error)
+    state = ["offered, not ready", "ready, not applied", "committed, not acknowledged"][at]
+    assert handshake.state is HandshakeState.FAILED and not handshake.applied
+    assert handshake.reason == f"{state}: {type(error).__name__}: {error}"
+
+
+async def test_bytes_of_another_receiver_that_do_not_hold_leave_it_to_be_offered_again():
+    handshake = Handshake(name="rollout:0", client=Client(READY), host_token="h")
+    handshake.start(OFFER, 1.0)
+    await handshake.offered()
+    handshake.client.answers = [ReceiverFailure(names=("a",), reason="1 tensors do not have the checksum")]
+    await handshake.transfer(TRANSFER, 1.0, relayed=True)
+    assert handshake.live and handshake.reason == "1 tensors do not have the checksum" and not handshake.relayed

@@ -59,14 +59,27 @@ def test_a_patch_makes_the_new_state_of_the_old_one_bit_by_bit(tensors, share, s
 
 @pytest.mark.parametrize("bits", [8, 16, 32, 64])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5])
-def test_the_compiled_comparison_finds_what_numpy_finds(bits, share):
+def test_the_compiled_passes_find_write_and_sum_as_numpy_does(bits, share, monkeypatch):
     random, kind = np.random.default_rng(bits), np.dtype(f"u{bits // 8}")
     size = (words.COMPILED_FROM + 100) * 8 // bits + 3  # with a tail that is no whole word
     old = random.integers(0, 2**bits, size, kind)
     new = np.where(random.random(size) < share, old ^ kind.type(1 << (bits - 1)), old)
     new[-1] ^= kind.type(1)
-    found = differences.positions(old, new, np.empty(size, np.int64))
-    assert (found == np.flatnonzero(old != new)).all() and found[-1] == size - 1
+    results = []
+    for compiled in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(differences, "_compiled", lambda data, answer=compiled: answer)
+            memory, rooms = old.copy(), differences.Rooms(size, kind)
+            found = differences.find(memory, new, rooms, last=-7, offset=5, over=True)
+            assert (memory == new).all() and found.sums == words.sum_bytes(new.view(np.uint8), offset=5)
+            gaps, values = rooms.gaps[: found.number].copy(), rooms.values[: found.number].copy()
+            gaps[:1] -= 7
+            memory = old.copy()
+            change = differences.write(memory, gaps, values)
+            assert (memory == new).all()
+            assert words.add(words.sum_bytes(old.view(np.uint8)), change) == words.sum_bytes(new.view(np.uint8))
+            results.append((found, gaps.tolist(), values.tolist()))
+    assert results[0] == results[1] and found.last == size - 1
 
 
 @pytest.mark.parametrize("dtype", list(ODD), ids=str)

@@ -22,7 +22,7 @@ BASE = build_manifest(OLD, version=1, epoch=0)
 MANIFEST = build_manifest(NEW, version=2, epoch=0)
 PATCH = encode({name: OLD[name] for name in TRAVELS}, {name: NEW[name] for name in TRAVELS})
 SOURCE = PatchSource(
-    base=BASE.digest, tensors=PATCH.tensors, data=SharedSource(segment="s", nbytes=PATCH.data.size), verify_all=False
+    base=BASE.digest, tensors=PATCH.tensors, data=SharedSource(segment="s", nbytes=PATCH.data.size), verify=()
 )
 
 
@@ -63,13 +63,41 @@ def test_a_patch_applied_twice_over_the_same_memory_is_one_of_another_base():
         memory.take(base=None)
 
 
-@pytest.mark.parametrize(("name", "verify_all", "found"), [("a", False, True), ("c", False, False), ("c", True, True)])
-def test_damage_is_found_in_tensors_that_change_and_in_all_when_all_are_verified(name, verify_all, found):
+@pytest.mark.parametrize(
+    ("name", "byte", "verify", "found"),
+    [
+        ("a", 5 * 4 + 1, (), True),
+        ("a", 19, (), False),
+        ("a", 19, ("a",), True),
+        ("c", 19, ("a",), False),
+        ("c", 19, ("c",), True),
+    ],
+    ids=["where it writes", "beside", "beside, in its turn", "unchanged", "unchanged, in its turn"],
+)
+def test_damage_is_found_at_once_where_the_patch_writes_and_elsewhere_when_the_tensor_has_its_turn(
+    name, byte, verify, found
+):
     memory = Memory()
     damaged = host_bytes(memory.placed["a"]) if name == "a" else memory.kept[name]
-    damaged[19] ^= 1
-    assembly, _ = memory.take(replace(SOURCE, verify_all=verify_all))
+    damaged[byte] ^= 1
+    assembly, _ = memory.take(replace(SOURCE, verify=verify))
     assert assembly.bad == ([name] if found else [])
+
+
+def test_a_change_that_lands_one_element_beside_its_place_is_found():
+    memory, data = Memory(), PATCH.data.copy()
+    data[PATCH.tensors[0].start] += 1
+    layout = Layout.of(MANIFEST.entries)
+    assembly = Assembly(MANIFEST, layout, destinations=memory.placed, wanted=NEW, kept=memory.kept, base=BASE)
+    list(assembly.patched(SOURCE, data))
+    assert assembly.bad == ["a"]
+
+
+def test_a_base_without_one_of_the_tensors_is_refused():
+    entries = tuple(entry for entry in BASE.entries if entry.name != "c")
+    base = replace(BASE, entries=entries)
+    with pytest.raises(DataError, match="must be of tensors of the version in memory, got 'c'"):
+        Memory().take(replace(SOURCE, base=base.digest), base=base)
 
 
 def test_memory_that_moved_since_the_version_before_is_refused():

@@ -4,6 +4,7 @@ The publisher is played by hand, message by message, over a segment of this proc
 """
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,31 @@ async def test_an_offer_replaced_while_the_engine_stops_is_not_loaded(receiver, 
         assert isinstance(await receiver.transfer(new.transfer), ReceiverApplied)
     else:
         assert receiver.state is ReceiverState.UNVERSIONED
+
+
+async def test_an_epoch_that_changes_while_bytes_move_leaves_nothing_of_either_version(receiver, engine, copies):
+    began, go = threading.Event(), threading.Event()
+
+    def load(tensors, version):
+        name, tensor = next(tensors)
+        engine.weights[name].copy_(tensor)
+        began.set()
+        assert go.wait(60)
+        list(tensors)
+
+    engine.load, usual = load, engine.load
+    old, new = Wire(copies, 3), Wire(copies, 1, epoch=2)
+    offering = asyncio.ensure_future(receiver.offer(old.full_offer))
+    await asyncio.to_thread(began.wait, 60)
+    receiver.set_epoch(2)
+    go.set()
+    answer = await offering
+    assert isinstance(answer, ReceiverFailure) and "replaced by a newer offer" in answer.reason
+    assert receiver.current() == (-1, "") and receiver.state is not ReceiverState.SERVING
+    assert isinstance(await receiver.commit(*old.commit), ReceiverRefusal)
+    engine.load = usual
+    assert await sync(receiver, new) == [ReceiverReady, ReceiverApplied, ReceiverAck]
+    assert all((tensor == 1.0).all() for tensor in engine.weights.values())
 
 
 async def test_repeated_messages_change_nothing(receiver, engine, copies):

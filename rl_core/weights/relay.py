@@ -1,0 +1,59 @@
+"""The receiving end of `weights.fanout`: streams what a receiver has proven to others, from the memory where it lies.
+
+The engine reads that memory meanwhile; nobody writes it before the next version, which ends the streams.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from rl_core.api.errors import InfrastructureError
+from rl_core.messages.weights import StreamSource
+from rl_core.transports.bulk import BulkSender, Share
+from rl_core.transports.curve import KeyRing
+from rl_core.weights.bucket import Layout
+from rl_core.weights.manifest import WeightManifest
+
+
+class Relay:
+    """Opens streams of one version at a time. `host`: the address others reach this process at; `keys`: for secret streams."""
+
+    def __init__(self, host: str, keys: KeyRing | None) -> None:
+        self._host, self._keys = host, keys
+        self._bulk: BulkSender | None = None
+        self._digest = ""
+        self._share = Share()
+        """Key and tags of the streams of that version."""
+
+    def stream(
+        self, manifest: WeightManifest, layout: Layout, memory: Mapping[str, np.ndarray], *, encrypted: bool
+    ) -> StreamSource:
+        """Return a stream of `manifest`, whose tensors lie in `memory` (uint8, by the name that travels), for one receiver."""
+        if self._bulk is None:
+            self._bulk = BulkSender(f"tcp://{self._host}:0", self._keys if encrypted else None)
+        if self._digest != manifest.digest:
+            self._digest, self._share = manifest.digest, Share()
+        buffers = self._buffers(manifest, layout, memory)
+        return StreamSource(ticket=self._bulk.offer(buffers, share=self._share), encrypted=encrypted)
+
+    def withdraw(self) -> None:
+        """End the streams: the memory is about to be written. A chunk that is written on its way fails its tag."""
+        self._digest = ""
+
+    def _buffers(
+        self, manifest: WeightManifest, layout: Layout, memory: Mapping[str, np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        """Yield the bytes of the host copy that the publisher would have sent."""
+        end = 0
+        for index, start in layout.starts.items():
+            if self._digest != manifest.digest:
+                raise InfrastructureError("the version is being replaced at the receiver that gave it")
+            data = memory[manifest.entries[index].name]
+            yield np.zeros(start - end, np.uint8)
+            yield data
+            end = start + data.size
+
+    def close(self) -> None:
+        """End the streams and their thread."""
+        if self._bulk is not None:
+            self._bulk.close()
