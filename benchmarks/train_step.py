@@ -1,19 +1,23 @@
-"""One optimizer step of the actor, beside the usual padded loop and the time its matrix products alone need. Prints JSON.
+"""One optimizer step of the actor at a million parameters, beside others' and the time its matrix products alone need. Prints JSON.
 
-`ours_ms` is `load_batch` + `compute_advantages_and_returns` + `run_training` (records in, weights changed). `padded_ms` is the
-peer: the same model from transformers on right-padded rows with SDPA, all logits, the same clipped loss, clipping and fused
-AdamW. `limit_ms` is 6 x parameters x tokens operations at the speed this machine reaches on a large product with
-`torch.matmul` (MKL) and with oneDNN. Runs are interleaved, one thread, medians and minima over the repetitions; `_cpu_ms` is
-processor time, which a loaded machine changes less.
+Ours are `fsdp2` and `megatron` (TP 1): `load_batch` + `compute_advantages_and_returns` + `run_training`, records in, weights changed, rows
+packed. The peers (`_step_peers`) take the same rows padded: `trl` is what TRL's trainer does with a batch, `padded` the usual loop of
+torch, `megatron_loop` megatron-core's GPTModel, schedule and optimizer as they come. `lognormal` has completions as a reasoning model has
+them; in `even` all are equally long, so that packing gains nothing. `limit_ms` is 6 x parameters x tokens operations at the speed of a
+large product with `torch.matmul` (MKL) and with oneDNN. The sides take turns, one thread; medians of wall and of processor time, which a
+loaded machine changes less.
+
+    python benchmarks/train_step.py [lognormal] [even] [--repetitions 9]
 """
 
+import argparse
 import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,14 +25,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from _step_peers import PEERS, Row, Step
 
-REPETITIONS = 12
-SETUPS = {
-    # name: hidden, layers, vocabulary, intermediate, groups, rows per group, prompt, response tokens
-    "trl_recipe_32x40": (64, 2, 49, 128, 4, 8, 8, 32),
-    "one_million_256x24": (128, 4, 24, 512, 32, 8, 8, 16),
-    "mixed_lengths_64": (128, 4, 24, 512, 8, 8, 8, 240),
+VOCABULARY, GROUPS, GROUP_SIZE, PROMPT, LONGEST = 24, 4, 8, 8, 440
+SETUPS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "lognormal": lambda rng, count: rng.lognormal(np.log(64), 0.8, count).clip(1, LONGEST).astype(int),
+    "even": lambda rng, count: np.full(count, 88),
 }
+"""Name -> lengths of the completions."""
+ACTORS = {"fsdp2": "rl_core.actors.fsdp.actor:FSDPActor", "megatron": "rl_core.actors.megatron.actor:MegatronActor"}
 
 
 def make_folder(hidden: int, layers: int, vocabulary: int, intermediate: int, folder: Path) -> Path:
@@ -52,49 +57,55 @@ def make_folder(hidden: int, layers: int, vocabulary: int, intermediate: int, fo
     return folder
 
 
-def make_records(
-    vocabulary: int, groups: int, rows: int, prompt_tokens: int, response_tokens: int, *, mixed: bool
-) -> list:
+def make_rows(setup: str) -> list[Row]:
+    rng = np.random.default_rng(0)
+    lengths = SETUPS[setup](rng, GROUPS * GROUP_SIZE)
+    prompts = [torch.tensor(rng.integers(3, VOCABULARY, PROMPT)) for _ in range(GROUPS)]
+    return [
+        Row(prompts[number // GROUP_SIZE], torch.tensor(rng.integers(3, VOCABULARY, length)))
+        for number, length in enumerate(lengths)
+    ]
+
+
+def make_records(rows: list[Row]) -> list:
     from rl_core.api.records import Completion, PromptGroupRecord
 
-    rng = np.random.default_rng(0)
+    def completion(number: int, row: Row) -> Completion:
+        answer = {
+            "role": "assistant",
+            "content": "",
+            "token_ids": row.answer,
+            "generation_logprobs": torch.full((len(row.answer),), -3.0),
+        }
+        return Completion(message_log=[prompt(row), answer], reward=float(number % 3))
 
-    def message(role: str, length: int) -> dict:
-        made = {"role": role, "content": "", "token_ids": torch.tensor(rng.integers(0, vocabulary, length))}
-        if role == "assistant":
-            made["generation_logprobs"] = torch.full((length,), -float(np.log(vocabulary)))
-        return made
+    def prompt(row: Row) -> dict:
+        return {"role": "user", "content": "", "token_ids": row.prompt}
 
-    records = []
-    for group in range(groups):
-        prompt = [message("user", prompt_tokens)]
-        lengths = rng.integers(response_tokens // 8, response_tokens + 1, rows) if mixed else [response_tokens] * rows
-        completions = [
-            Completion(message_log=[*prompt, message("assistant", int(n))], reward=float(rng.random())) for n in lengths
-        ]
-        records.append(
-            PromptGroupRecord(
-                prompt_idx=group,
-                prompt=prompt,
-                extra_env_info=None,
-                metadata={},
-                completions=completions,
-                group_id=f"0-{group}",
-            )
+    return [
+        PromptGroupRecord(
+            prompt_idx=group,
+            prompt=[prompt(members[0])],
+            extra_env_info=None,
+            metadata={},
+            completions=[completion(number, row) for number, row in enumerate(members)],
+            group_id=f"0-{group}",
         )
-    return records
+        for group in range(GROUPS)
+        if (members := rows[group * GROUP_SIZE : (group + 1) * GROUP_SIZE])
+    ]
 
 
-def our_step(folder: Path, records: list) -> Callable[[], None]:
-    from rl_core.actors.fsdp.actor import FSDPActor
+def our_step(backend: str, folder: Path, records: list) -> Step:
+    from importlib import import_module
 
-    groups, rows = len(records), len(records[0].completions)
-    actor = FSDPActor(
+    module, _, name = ACTORS[backend].partition(":")
+    actor = getattr(import_module(module), name)(
         {
             "model": {"path": str(folder)},
             "data": {"train": "unused.jsonl"},
-            "algorithm": {"promptsPerStep": groups, "groupSize": rows},
-            "actor": {"optimizer": {"learningRate": 1e-6}},
+            "algorithm": {"promptsPerStep": GROUPS, "groupSize": GROUP_SIZE},
+            "actor": {"backend": backend, "optimizer": {"learningRate": 1e-6}},
         }
     )
     actor.init_worker()
@@ -107,83 +118,54 @@ def our_step(folder: Path, records: list) -> Callable[[], None]:
     return step
 
 
-def padded_step(folder: Path, records: list) -> Callable[[], None]:
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    logs = [completion.message_log for record in records for completion in record.completions]
-    width = max(sum(len(message["token_ids"]) for message in log) for log in logs)
-    ids, mask = torch.zeros(len(logs), width, dtype=torch.int64), torch.zeros(len(logs), width, dtype=torch.bool)
-    attention = torch.zeros(len(logs), width, dtype=torch.int64)
-    for row, (prompt, answer) in enumerate(logs):
-        start, end = len(prompt["token_ids"]), len(prompt["token_ids"]) + len(answer["token_ids"])
-        ids[row, :end] = torch.cat((prompt["token_ids"], answer["token_ids"]))
-        mask[row, start:end] = attention[row, :end] = True
-    old = torch.full(mask.shape, -3.0)[:, 1:]
-    advantages = torch.randn(len(logs), 1)
-
-    def step() -> None:
-        logits = model(ids, attention_mask=attention).logits[:, :-1]
-        log_probs = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        ratio = (log_probs - old).exp()
-        losses = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        (losses * mask[:, 1:]).sum().div(mask.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def operations_per_second() -> dict[str, float]:
     left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
     kinds = {"matmul": lambda: left @ right}
     if torch.backends.mkldnn.is_available():
         kinds["onednn"] = lambda: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
-    return {name: 2 * 2048**3 / min(timed(call) for _ in range(5)) for name, call in kinds.items()}
+    return {name: 2 * 2048**3 / min(timed(call)[0] for _ in range(5)) for name, call in kinds.items()}
 
 
-def timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return (wall, processor) seconds."""
+    wall, processor = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - started
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
-def measure(setup: tuple[int, ...], name: str) -> dict[str, object]:
-    hidden, layers, vocabulary, intermediate, groups, rows, prompt_tokens, response_tokens = setup
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_folder(hidden, layers, vocabulary, intermediate, Path(scratch))
-        records = make_records(vocabulary, groups, rows, prompt_tokens, response_tokens, mixed="mixed" in name)
-        steps = {"ours": our_step(folder, records), "padded": padded_step(folder, records)}
-        parameters = sum(t.numel() for t in _tensors(folder))
-    for step in steps.values():
-        step()
-        step()
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    processor: dict[str, list[float]] = {kind: [] for kind in steps}
-    for _ in range(REPETITIONS):
-        for kind, step in steps.items():
-            started = time.process_time()
-            seconds[kind].append(timed(step))
-            processor[kind].append(time.process_time() - started)
-    tokens = sum(
-        sum(len(message["token_ids"]) for message in completion.message_log)
-        for record in records
-        for completion in record.completions
-    )
-    rates = operations_per_second()
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+def measure(setup: str, repetitions: int, folder: Path) -> dict[str, object]:
+    rows = make_rows(setup)
+    records = make_records(rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # TRL before there are process groups, megatron's loop after megatron's actor has made them.
+        steps = {name: PEERS[name](folder, rows) for name in ("trl", "padded")}
+        steps |= {name: our_step(name, folder, records) for name in ACTORS}
+        steps["megatron_loop"] = PEERS["megatron_loop"](folder, rows)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+        for repetition in range(repetitions + 2):
+            for name, step in steps.items():
+                found = timed(step)
+                if repetition >= 2:  # the first ones compile and allocate
+                    taken[name].append(found)
+    tokens = sum(len(row.prompt) + len(row.answer) for row in rows)
+    wall = {name: statistics.median(seconds for seconds, _ in found) for name, found in taken.items()}
+    processor = {name: statistics.median(seconds for _, seconds in found) for name, found in taken.items()}
+    parameters = sum(tensor.numel() for tensor in _tensors(folder))
     return {
         "parameters": parameters,
-        "rows": groups * rows,
+        "rows": len(rows),
         "tokens": tokens,
-        **{f"{kind}_ms": round(value * 1e3, 2) for kind, value in medians.items()},
-        **{f"{kind}_min_ms": round(min(values) * 1e3, 2) for kind, values in seconds.items()},
-        **{f"{kind}_cpu_ms": round(statistics.median(values) * 1e3, 2) for kind, values in processor.items()},
-        **{f"limit_{kind}_ms": round(6e3 * parameters * tokens / rate, 2) for kind, rate in rates.items()},
-        "ours_over_padded": round(medians["ours"] / medians["padded"], 3),
-        "ours_tokens_per_second": round(tokens / medians["ours"]),
+        "padded_tokens": len(rows) * max(len(row.prompt) + len(row.answer) for row in rows),
+        "ms": {name: round(seconds * 1e3, 1) for name, seconds in wall.items()},
+        "cpu_ms": {name: round(seconds * 1e3, 1) for name, seconds in processor.items()},
+        "limit_ms": {
+            name: round(6e3 * parameters * tokens / rate, 1) for name, rate in operations_per_second().items()
+        },
+        "tokens_per_second": {name: round(tokens / seconds) for name, seconds in wall.items()},
+        "fsdp2_over_trl": round(wall["trl"] / wall["fsdp2"], 3),
+        "fsdp2_over_padded": round(wall["padded"] / wall["fsdp2"], 3),
+        "megatron_over_its_loop": round(wall["megatron_loop"] / wall["megatron"], 3),
     }
 
 
@@ -194,16 +176,23 @@ def _tensors(folder: Path) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("setups", nargs="*", choices=[*SETUPS, []])
+    parser.add_argument("--repetitions", type=int, default=9)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = sys.argv[1:] or list(SETUPS)
-    report = {name: measure(SETUPS[name], name) for name in chosen}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(
-        json.dumps(
-            {"torch": torch.__version__, "threads": 1, "load": os.getloadavg()[0], "peak_rss_mb": peak} | report,
-            indent=1,
-        )
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_folder(128, 4, VOCABULARY, 512, Path(scratch))
+        found = {setup: measure(setup, options.repetitions, folder) for setup in options.setups or SETUPS}
+    about = {
+        "torch": torch.__version__,
+        "threads": 1,
+        "repetitions": options.repetitions,
+        "load": os.getloadavg()[0],
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "targets": {"fsdp2_over_trl": 1.5, "megatron_over_its_loop": 0.95},
+    }
+    print(json.dumps(about | found, indent=1))
 
 
 if __name__ == "__main__":
