@@ -106,6 +106,7 @@ def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens:
         group_ids=batch.group_ids,
         valid=batch.valid,
         rewards=batch.rewards,
+        reward_components=_complete(batch) if algorithm.name == "gdpo" else batch.reward_components,
         log_probs=batch.rollout_log_probs if prepared.old_log_probs is None else prepared.old_log_probs,
         ref_log_probs=prepared.ref_log_probs,
         values=prepared.values,
@@ -126,6 +127,17 @@ def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens:
         prepared.returns = torch.zeros_like(prepared.values) if result.returns is None else result.returns
         explained = explained_variance(prepared.values, prepared.returns, batch.loss_mask, reduce=reduce)
         prepared.metrics["explained_variance"] = Stat("mean", torch.tensor(explained), torch.tensor(1.0))
+
+
+def _complete(batch: TrainingBatch) -> dict[str, Tensor]:
+    """Return the rewards by name, of which each valid sample has all. Raises DataError for a sample that lacks one of them."""
+    for name, rewards in batch.reward_components.items():
+        if lacking := (batch.valid & rewards.isnan()).nonzero().flatten().tolist():
+            raise DataError(
+                f"sample {batch.sample_ids[lacking[0]]} must have the reward {name!r} as others of its step have, got none; "
+                "have the environment give all of them, or None for the row"
+            )
+    return batch.reward_components
 
 
 def _with_token_rewards(inputs: AdvantageInputs, kl_coefficient: float) -> tuple[AdvantageInputs, dict[str, Stat]]:

@@ -11,15 +11,15 @@ from rl_core.api.cel import Cel, literal
 from rl_core.api.critic import CriticSpec
 from rl_core.api.loss import Aggregation, ImportanceSpec, LossSpec, one_of_or_function
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "raw")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo", "raw")
 ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus", "ppo": "gae"}
 """Other spellings a job may use -> the name."""
-GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "gdpo"})
 """Advantages that compare the samples of one prompt and therefore need at least two."""
-SELF_WHITENING: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Advantages that whiten by themselves."""
-PER_TOKEN = SELF_WHITENING | {"gae"}
+PER_TOKEN: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"})
 """Advantages with rewards per token."""
+SELF_WHITENING = PER_TOKEN - {"gae"} | {"gdpo"}
+"""Advantages that whiten by themselves."""
 
 
 NEEDING_RECOMPUTE = (
@@ -27,6 +27,10 @@ NEEDING_RECOMPUTE = (
     " + ($allowTruncatedSampling ? ['allowTruncatedSampling'] : []))"
 )
 RATIO_BOUNDS = "((has(self.maxPolicyRatio) ? ['maxPolicyRatio'] : []) + (has(self.maxPolicyKl) ? ['maxPolicyKl'] : []))"
+SHAPING = (
+    "((has(self.rewardScale) ? ['rewardScale'] : []) + (self.?overlong.?buffer.hasValue() ? ['overlong.buffer'] : [])"
+    " + (self.?overlong.?stopProperlyCoefficient.hasValue() ? ['overlong.stopProperlyCoefficient'] : []))"
+)
 """CEL lists of the fields given that need something."""
 
 
@@ -249,6 +253,24 @@ class AlgorithmSpec(Spec):
     def _critic_is_used(self) -> Iterator[str]:
         if self.critic is not None and self.name != "gae":
             yield f"critic needs name gae, got {self.name}; choose it or remove critic"
+
+    @rule(
+        Cel(
+            holds=f"$name != 'gdpo' || {SHAPING}.size() == 0",
+            refusal="%s needs one reward per row, got name gdpo, which takes several as they are; remove it",
+            values=(SHAPING,),
+            field="name",
+        )
+    )
+    def _several_rewards(self) -> Iterator[str]:
+        given = {
+            "rewardScale": self.reward_scale,
+            "overlong.buffer": self.overlong.buffer,
+            "overlong.stopProperlyCoefficient": self.overlong.stop_properly_coefficient,
+        }
+        shaping = [field for field, value in given.items() if value is not None]
+        if shaping and self.name == "gdpo":
+            yield f"{listed(shaping)} needs one reward per row, got name gdpo, which takes several as they are; remove it"
 
     @rule(
         Cel(

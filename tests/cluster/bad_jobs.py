@@ -142,6 +142,18 @@ CASES = (
             "actor.microBatchTokens must hold the longest row of rollout.maxSequenceLength 512 tokens, got 256; raise it",
             SAME,
         ),
+        "shaping-of-several-rewards": (
+            {
+                "algorithm": {
+                    "name": "gdpo",
+                    "rewardScale": {"sourceMin": 0.0, "sourceMax": 2.0},
+                    "overlong": {"buffer": 4},
+                }
+            },
+            "spec.algorithm.name",
+            '["rewardScale", "overlong.buffer"] needs one reward per row, got name gdpo, which takes several as they are; remove it',
+            SAME,
+        ),
         "critic-of-nobody": (
             {"algorithm": {"critic": {}}},
             "spec.algorithm.critic",
@@ -349,7 +361,7 @@ CASES = (
         "unknown-estimator": (
             {"algorithm": {"name": "ppo2"}},
             "spec.algorithm.name",
-            "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, raw, reinforce++, ppo or a function of yours as "
+            "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, gae, gdpo, raw, reinforce++, ppo or a function of yours as "
             "module:function, got ppo2; correct the name",
             SAME,
         ),

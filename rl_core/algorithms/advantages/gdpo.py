@@ -11,6 +11,7 @@ from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten
 from rl_core.algorithms.arguments import require_bool, require_rows
 from rl_core.algorithms.stats import Stat
+from rl_core.api.errors import ConfigError
 
 _GROUP_METRICS = ("groups/total", "groups/degenerate", "rows/total", "rows/invalid")
 
@@ -29,17 +30,18 @@ def gdpo_advantages(
 
     `reward_components` are at least two named [B] rewards and `weights` their factors (None = 1 each). Row values are
     whitened once over the valid rows of all ranks, then copied to the trainable tokens.
-    Source: NVIDIA, "GDPO" (2026). Raises ValueError for one component, or weights with other names.
+    Source: NVIDIA, "GDPO" (2026). Raises ConfigError for one component, ValueError for weights with other names. Without rows, as on a rank
+    left without groups, no component is looked for.
     """
-    factors = _factors(reward_components, weights)
+    factors = _factors(reward_components, weights) if group_ids.numel() else {}
     require_bool(mask=mask, valid=valid)
     require_rows("group_ids", group_ids, mask=mask, valid=valid)
     one_column = torch.ones_like(group_ids, dtype=torch.bool).unsqueeze(1)
     row = torch.zeros(group_ids.shape, dtype=torch.float32, device=mask.device)
     metrics: dict[str, Stat] = {}
-    for name, rewards in reward_components.items():
-        part = grpo_advantages(rewards, group_ids, one_column, valid=valid, eps=eps)
-        row = row + factors[name] * part.advantages.squeeze(1)
+    for name, factor in factors.items():
+        part = grpo_advantages(reward_components[name], group_ids, one_column, valid=valid, eps=eps)
+        row = row + factor * part.advantages.squeeze(1)
         metrics |= {key: part.metrics[key] for key in _GROUP_METRICS}
         metrics |= {
             f"{key}/{name}": stat for key, stat in part.metrics.items() if key.startswith(("rewards/", "groups/zero"))
@@ -52,8 +54,8 @@ def gdpo_advantages(
 
 def _factors(components: Mapping[str, Tensor], weights: Mapping[str, float] | None) -> dict[str, float]:
     if len(components) < 2:
-        raise ValueError(
-            f"reward_components must name at least two rewards, got {sorted(components)}; use grpo for one"
+        raise ConfigError(
+            f"gdpo needs an environment that gives at least two rewards by name, got {sorted(components)}; use grpo for one"
         )
     if weights is None:
         return dict.fromkeys(components, 1.0)

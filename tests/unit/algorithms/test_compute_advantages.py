@@ -207,7 +207,7 @@ def test_gdpo_compares_each_component_by_itself():
 
 def test_gdpo_mistakes_are_named():
     one = {"accuracy": REWARDS}
-    with pytest.raises(ValueError, match=r"at least two rewards, got \['accuracy'\]"):
+    with pytest.raises(ValueError, match=r"at least two rewards by name, got \['accuracy'\]"):
         gdpo_advantages(one, GROUP, MASK)
     with pytest.raises(ValueError, match="weights"):
         gdpo_advantages(one | {"format": REWARDS}, GROUP, MASK, weights={"accuracy": 1.0})
