@@ -53,11 +53,11 @@ def run(
 
 
 @app.command()
-def validate(file: JobFile, settings: Settings = None) -> None:
+def validate(file: JobFile, settings: Settings = None, device_memory: DeviceMemory = None) -> None:
     """Check a job and everything it names; print every problem. Exit code 2 when there are any."""
     from rl_core.cli.validate import validate_file
 
-    run_command(lambda: validate_file(file, settings or []))
+    run_command(lambda: validate_file(file, settings or [], device_memory=device_memory))
 
 
 @app.command()

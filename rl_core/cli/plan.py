@@ -8,12 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_core.api.roles import ActorSpec
-from rl_core.cli.validate import prepare
+from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.launch.local_plan import LOOPBACK
-from rl_core.plan.capacity import CapacityReport, ModelFacts, estimate
+from rl_core.plan.capacity import CapacityReport, admit
 from rl_core.plan.launch import LaunchPlan, PodPlan, ProcessPlan, build_launch_plan
-
-GIB = 1024**3
 
 
 def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | None = None) -> int:
@@ -27,11 +25,10 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
     console = Console()
     console.print(process_table(plan, local))
     console.print(layout_line(job.spec.actor))
-    available = None if device_memory is None else int(device_memory * GIB)
-    report = estimate(job.spec, ModelFacts.from_config(job.spec.model.path), device_memory=available)
+    report = memory_report(job, device_memory)
     console.print(memory_table(report))
     console.print(f"digest {plan.digest}", style="dim")
-    report.check()
+    admit(report)
     return 0
 
 

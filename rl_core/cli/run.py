@@ -18,10 +18,11 @@ import yaml
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.cli.progress import Progress
-from rl_core.cli.validate import prepare
+from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.launch.local import LocalCluster
 from rl_core.launch.ports import free_ports
 from rl_core.launch.workspace import Workspace
+from rl_core.plan.capacity import admit
 from rl_core.plan.keys import MASTER_BYTES, key_files, write_key_folder
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
 
@@ -63,27 +64,32 @@ def resume_argument(resume: str) -> str:
 
 
 def check_devices(job: RLJob) -> None:
-    """Raise ConfigError when the job asks for more accelerators than this machine shows; training on CPU by accident is refused."""
+    """Raise ConfigError when the job asks for more accelerators than this machine shows: training on CPU by accident is refused.
+
+    Raises CapacityError when the smallest of them has too little memory.
+    """
     spec = job.spec
     wanted = sum(role.gpus * role.replicas for role in (spec.actor, spec.rollout, spec.env))
     if not wanted:
         return
-    visible = count_devices()
-    if visible < wanted:
+    sizes = device_sizes()
+    if len(sizes) < wanted:
         raise ConfigError(
-            f"the job asks for {wanted} accelerators, got {visible} visible on this machine; lower gpus or set it to 0 for CPU"
+            f"the job asks for {wanted} accelerators, got {len(sizes)} visible on this machine; lower gpus or set it to 0 for CPU"
         )
+    admit(memory_report(job, min(sizes) / GIB))
 
 
-def count_devices() -> int:
-    """Return the number of NVIDIA devices, 0 without a driver."""
+def device_sizes() -> list[int]:
+    """Return the bytes of memory of each NVIDIA device; none without a driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
     except pynvml.NVMLError:
-        return 0
+        return []
 
 
 def check_output(folder: Path, resume: str) -> None:

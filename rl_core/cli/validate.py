@@ -14,22 +14,25 @@ from rl_core.data.hub import HUB_SCHEME, REFERENCE_FIELDS, fetch_references
 
 if TYPE_CHECKING:
     from rl_core.data.tokenizer import Tokenizer
+    from rl_core.plan.capacity import CapacityReport
 
+GIB = 1024**3
 NO_LIMIT = 1 << 30
 """Tokens of a prompt where the model does not tell how many it takes."""
 
 
-def validate_file(file: Path, settings: Sequence[str]) -> int:
+def validate_file(file: Path, settings: Sequence[str], *, device_memory: float | None = None) -> int:
     """Print every problem of a job; return 0 when there are none, else 2.
 
-    What lies on a volume of the actor's pods cannot be seen from here; it is named and left to the pods.
+    What lies on a volume of the actor's pods cannot be seen from here; it is named and left to the pods. `device_memory`: GiB of an
+    accelerator; None where that is not known.
     """
     try:
         job = load_job(file, settings)
     except JobProblems as error:
         raise JobProblems(file, [*error.problems, *find_file_problems(file, settings)]) from None
     mounted = paths_on_volumes(job)
-    check_references(job, file, files=not mounted)
+    check_references(job, file, files=not mounted, device_memory=device_memory)
     unseen = f"; not looked at, on volumes of the actor: {', '.join(mounted)}" if mounted else ""
     sys.stdout.write(
         f"{file}: valid ({job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps){unseen}\n"
@@ -47,9 +50,10 @@ def paths_on_volumes(job: RLJob) -> list[str]:
     ]
 
 
-def check_references(job: RLJob, file: Path, *, files: bool = True) -> None:
+def check_references(job: RLJob, file: Path, *, files: bool = True, device_memory: float | None = None) -> None:
     """Raise JobProblems listing everything outside the YAML that would stop the job; `files` False: but model and data."""
     problems = list(find_reference_problems(job, search_path=file.resolve().parent, files=files))
+    problems += _with_errors(lambda: _check_memory(job, device_memory))
     if problems:
         raise JobProblems(file, problems)
 
@@ -83,6 +87,23 @@ def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True
     without_files = (_check_user_code, _check_placement, _check_schedule)
     for check in (_check_files, *without_files) if files else without_files:
         yield from _with_errors(lambda check=check: check(job, search_path))  # type: ignore[misc]
+
+
+def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
+    """Return the estimate for a job whose model folder is here; `device_memory`: GiB of an accelerator, None = unknown."""
+    from rl_core.plan.capacity import ModelFacts, estimate
+
+    available = None if device_memory is None else int(device_memory * GIB)
+    return estimate(job, ModelFacts.from_config(job.spec.model.path), device_memory=available)
+
+
+def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:
+    """Yield the process that needs most beyond what an accelerator has; nothing where that or the model is not known."""
+    from rl_core.plan.capacity import admit
+
+    if device_memory is not None and (Path(job.spec.model.path) / "config.json").is_file():
+        admit(memory_report(job, device_memory))
+    yield from ()
 
 
 def _with_errors(check: Callable[[], Iterator[str]]) -> Iterator[str]:

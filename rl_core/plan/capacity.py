@@ -3,6 +3,8 @@
 An estimate from above, per process, from sizes alone. On CPU the device is the host: then `device` counts there too.
 """
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +14,12 @@ from rl_core.plan.model_facts import ModelFacts
 from rl_core.plan.slots import guests
 from rl_core.plan.trainer_memory import WIDTH, trainer_host, trainer_phases
 
-__all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "estimate"]
+__all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
+
+logger = logging.getLogger(__name__)
+
+CHECK_VARIABLE = "CAPACITY_CHECK"
+"""Environment variable; `warn`: a device that is too small by the estimate is told of and used."""
 
 CONTEXT_BYTES = 1024**3
 """What a process holds before it holds anything: device context, libraries, allocator."""
@@ -114,6 +121,18 @@ def estimate(
     )
 
 
+def admit(report: CapacityReport, role: str | None = None) -> None:
+    """Raise CapacityError as `report.check` does; with CAPACITY_CHECK=warn in the environment log it instead."""
+    try:
+        report.check(role)
+    except CapacityError as error:
+        if os.environ.get(CHECK_VARIABLE) != "warn":
+            raise CapacityError(
+                f"{error}; this is an estimate from above: where it is wrong set the variable {CHECK_VARIABLE}=warn, in a job with the role's env"
+            ) from None
+        logger.warning("%s=warn, so the job goes on: %s", CHECK_VARIABLE, error)
+
+
 def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     host = trainer_host(job, facts)
     return [
@@ -125,9 +144,12 @@ def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
 def _rollout_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     width = WIDTH[job.model.dtype]
     tokens = job.rollout.max_batch * (job.rollout.max_sequence_length or facts.max_length)
-    weights = {"weights": facts.parameters * width}
-    cache = {"kv_cache": 2 * facts.layers * facts.kv_heads * facts.head_dim * width * tokens}
-    logits = {"logits": job.rollout.max_batch * facts.vocab * LOGIT_BYTES}
+    # SGLang is tensor parallel over its pod's accelerators; key-value heads that they do not divide are there several times.
+    ranks = max(1, job.rollout.gpus) if job.rollout.engine == "sglang" else 1
+    weights = {"weights": -(-facts.parameters // ranks) * width}
+    heads = -(-facts.kv_heads // ranks)
+    cache = {"kv_cache": 2 * facts.layers * heads * facts.head_dim * width * tokens}
+    logits = {"logits": job.rollout.max_batch * -(-facts.vocab // ranks) * LOGIT_BYTES}
     buckets = 2 * job.weights.bucket_bytes
     return [
         _row("rollout", "load", weights),

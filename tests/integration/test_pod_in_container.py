@@ -187,3 +187,23 @@ def test_a_restartable_process_is_not_started_when_the_pod_is_refused(run):
     plan = pod(replace(process("a", "print('started')", devices=("5",)), restart=True))
     code, _, log = run(plan, visible="GPU-aaaa")
     assert code == 2 and "started" not in log
+
+
+def test_a_run_on_one_machine_is_refused_where_its_accelerators_are_too_small_or_too_few(tmp_path, library):
+    """They have 80 GiB; the 70 billion parameters of this model, their gradients and moments take more."""
+    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    rest = {"intermediate_size": 28672, "vocab_size": 128256, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | rest))
+    actor = {"gpus": 2, "processesPerPod": 2}
+    spec = {"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "actor": actor}
+    job = {"apiVersion": "rljob.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": "j"}, "spec": spec}
+    code = f"from rl_core.api.job import RLJob\nfrom rl_core.cli.run import check_devices\ncheck_devices(RLJob.model_validate({job}))"
+
+    def told(visible, **environ):
+        around = os.environ | {"LD_LIBRARY_PATH": str(library), "NVIDIA_VISIBLE_DEVICES": visible} | environ
+        done = subprocess.run([sys.executable, "-c", code], env=around, capture_output=True, text=True, check=False)
+        return done.stderr
+
+    assert "of device memory, got 80.00 GiB available; largest part" in told(",".join(UUIDS))
+    assert "the job asks for 2 accelerators, got 1 visible" in told(UUIDS[0])
+    assert "CAPACITY_CHECK=warn, so the job goes on: role actor" in told(",".join(UUIDS), CAPACITY_CHECK="warn")

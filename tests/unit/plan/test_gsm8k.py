@@ -9,7 +9,7 @@ from manifest_samples import make_job, make_pods
 from rl_core.actors.megatron.guards import refusals
 from rl_core.api.errors import CapacityError
 from rl_core.cli import plan
-from rl_core.cli.job_file import load_job
+from rl_core.cli.job_file import JobProblems, load_job
 from rl_core.cli.validate import validate_file
 from rl_core.plan.launch import build_launch_plan
 from rl_core.plan.model_facts import ModelFacts
@@ -100,3 +100,6 @@ def test_plan_shows_its_memory_and_refuses_it_on_devices_that_are_too_small(name
     with pytest.raises(CapacityError, match=r"of device memory, got 16\.00 GiB available"):
         plan.show_plan(EXAMPLES / name, settings, device_memory=16)
     assert "memory per process" in capsys.readouterr().out, "the table comes before the refusal"
+    assert validate_file(EXAMPLES / name, settings, device_memory=74.5) == 0
+    with pytest.raises(JobProblems, match=r"of device memory, got 16\.00 GiB available"):
+        validate_file(EXAMPLES / name, settings, device_memory=16)
