@@ -70,8 +70,8 @@ class Actor(Worker, ABC):
         """Send the weights as `version` to `receivers`."""
 
     @abstractmethod
-    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
-        """Write this rank's part of a checkpoint."""
+    def save_checkpoint(self, save_path: str, step: int = 0, in_background: bool = False) -> Any:
+        """Write this rank's part of a checkpoint; return path -> digest, `in_background` an awaitable of that once a copy is made."""
 
     @abstractmethod
     def load_checkpoint(self, load_path: str) -> None:

@@ -3,10 +3,15 @@
 model/shard-*.safetensors  optimizer/shard-*.safetensors  rng/rank-00000.json  actor.json
 """
 
+import concurrent.futures
 import json
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
@@ -15,12 +20,13 @@ from rl_core.api.errors import DataError
 from rl_core.checkpoint.files import sync_folder, write_failure, write_file
 from rl_core.checkpoint.manifest import MANIFEST, read_manifest
 from rl_core.checkpoint.state import capture_rng, derive_rng, restore_rng
-from rl_core.checkpoint.tensors import read_shards, write_shard
+from rl_core.checkpoint.tensors import Box, read_shards, write_shard
 
 COUNTERS = "actor.json"
 FORMAT = 1
 
 Slices = Mapping[str, Sequence[LocalSlice]]
+Boxes = Mapping[str, Sequence[Box]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,28 +74,104 @@ class Counters:
         )
 
 
-def save(folder: Path, ranks: Ranks, counters: Counters, *, model: Slices, optimizer: Slices) -> None:
-    """Write and sync this rank's part: the slices given, each by one rank.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPart:
+    """What one rank adds to a checkpoint, as it was when the part was taken."""
 
-    Raises InfrastructureError when the storage refuses; the caller drops the folder.
-    """
-    try:
-        (folder / "rng").mkdir(parents=True, exist_ok=True)
-        for name, slices in (("model", model), ("optimizer", optimizer)):
-            boxes = {
-                key: [(box.tensor, box.offset) for part in parts for box in part.boxes()]
-                for key, parts in slices.items()
+    step: int
+    rank: int
+    model: Boxes
+    optimizer: Boxes
+    rng: bytes
+    counters: bytes | None
+    """Of rank 0 alone."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, counters: Counters, *, model: Slices, optimizer: Slices) -> "RankPart":
+        """Return the part that is made of these slices, each written by one rank; it shares memory with them."""
+        return cls(
+            step=counters.step,
+            rank=ranks.rank,
+            model=_boxes(model),
+            optimizer=_boxes(optimizer),
+            rng=json.dumps(capture_rng()).encode(),
+            counters=counters.to_json() if ranks.rank == 0 else None,
+        )
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write and sync the files; return path in `folder` -> digest.
+
+        Raises InfrastructureError when the storage refuses; the caller drops the folder.
+        """
+        try:
+            (folder / "rng").mkdir(parents=True, exist_ok=True)
+            digests = {
+                f"{name}/{file}": digest
+                for name, boxes in (("model", self.model), ("optimizer", self.optimizer))
+                for file, digest in write_shard(folder / name, boxes, rank=self.rank).items()
             }
-            write_shard(folder / name, boxes, rank=ranks.rank)
-        write_file(_rng_file(folder, ranks.rank), json.dumps(capture_rng()).encode())
-        if ranks.rank == 0:
-            write_file(folder / COUNTERS, counters.to_json())
-        sync_folder(folder / "rng")
-        sync_folder(folder)
-    except OSError as error:
-        raise write_failure(
-            f"checkpoint of step {counters.step}, part of actor rank {ranks.rank}", folder, error
-        ) from error
+            path = _rng_file(folder, self.rank)
+            digests[path.relative_to(folder).as_posix()] = write_file(path, self.rng)
+            if self.counters is not None:
+                digests[COUNTERS] = write_file(folder / COUNTERS, self.counters)
+            sync_folder(folder / "rng")
+            sync_folder(folder)
+        except OSError as error:
+            raise write_failure(
+                f"checkpoint of step {self.step}, part of actor rank {self.rank}", folder, error
+            ) from error
+        return digests
+
+
+class BackgroundWriter:
+    """Writes a copy of a rank's part from a thread while the rank trains on; one at a time.
+
+    The copy's memory is kept for the next one: as much as model and optimizer take here, page-locked where it comes from an accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, str, int], Tensor] = {}
+        self._written: concurrent.futures.Future[dict[str, str]] | None = None
+
+    def write(self, part: RankPart, folder: Path) -> "concurrent.futures.Future[dict[str, str]]":
+        """Copy the part, begin to write the copy and return what `RankPart.write` will return. Waits for the part before it."""
+        if self._written is not None:
+            concurrent.futures.wait([self._written])  # it is written from the same memory
+        copy = replace(part, model=self._copy("model", part.model), optimizer=self._copy("optimizer", part.optimizer))
+        written: concurrent.futures.Future[dict[str, str]] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                written.set_result(copy.write(folder))
+            except Exception as error:  # noqa: BLE001 - the future carries it to whoever waits
+                written.set_exception(error)
+
+        # A daemon: a process that is told to end does not wait for a checkpoint that nobody will publish.
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        self._written = written
+        return written
+
+    def _copy(self, kind: str, boxes: Boxes) -> Boxes:
+        copied = {
+            name: [
+                (self._copied((kind, name, number), tensor), offset) for number, (tensor, offset) in enumerate(parts)
+            ]
+            for name, parts in boxes.items()
+        }
+        if any(tensor.is_cuda for parts in boxes.values() for tensor, _ in parts):
+            torch.cuda.synchronize()
+        return copied
+
+    def _copied(self, key: tuple[str, str, int], tensor: Tensor) -> Tensor:
+        held = self._memory.get(key)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._memory[key] = held
+        return held.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
+def _boxes(slices: Slices) -> Boxes:
+    return {key: [(box.tensor, box.offset) for part in parts for box in part.boxes()] for key, parts in slices.items()}
 
 
 def load(folder: Path, ranks: Ranks, *, model: Slices, optimizer: Slices, seed: int) -> Counters:

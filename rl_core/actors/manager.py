@@ -4,6 +4,8 @@ No reinforcement learning here. What is saved, exported and published is named a
 fits any cut of the same model.
 """
 
+import asyncio
+import concurrent.futures
 import logging
 import math
 from abc import abstractmethod
@@ -25,7 +27,7 @@ from rl_core.actors.slices import LocalSlice
 from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
-from rl_core.plan.capacity import ModelFacts, estimate
+from rl_core.plan.capacity import ModelFacts, admit, estimate
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class ModelManager(Residency):
         self.sync_names: list[tuple[str, str | None]] = []
         """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
         self._reference: ReferencePolicy | None = None
+        self._background = checkpoint.BackgroundWriter()
         super().__init__()
 
     # What the backend's manager answers -----------------------------------------------------------------------------
@@ -233,16 +236,23 @@ class ModelManager(Residency):
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, save_path: str, step: int = 0) -> None:
-        """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters."""
+    def save_checkpoint(self, save_path: str, step: int = 0, in_background: bool = False) -> Any:
+        """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters.
+
+        Returns path below `save_path` -> digest. `in_background`: copy them to host memory, return an awaitable of that and write from a
+        thread; the save before this one is waited for. Raises InfrastructureError when the storage refuses.
+        """
         with self.loaded(), self.ranks.guard("saving a checkpoint"):
-            checkpoint.save(
-                Path(save_path),
+            part = checkpoint.RankPart.of(
                 self.ranks,
                 self._counters(step),
                 model=self._written(self.master_slices()),
                 optimizer=self._written(self.moment_slices()),
             )
+            if not in_background:
+                return part.write(Path(save_path))
+            written = self._background.write(part, Path(save_path))
+        return _awaited(written)
 
     def _counters(self, step: int) -> checkpoint.Counters:
         return checkpoint.Counters(
@@ -336,6 +346,10 @@ class ModelManager(Residency):
         export.export_folder(path, source=self.cfg.model.path, plans=plans, tensors=tensors)
 
 
+async def _awaited(future: "concurrent.futures.Future[dict[str, str]]") -> dict[str, str]:
+    return await asyncio.wrap_future(future)
+
+
 def checked(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
     """Return a job's spec, validated where it is a mapping."""
     return cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
@@ -360,4 +374,4 @@ def compute_device(cfg: RLJobSpec, rank: int) -> torch.device:
 
 def check_memory(cfg: RLJobSpec, available: int) -> None:
     """Raise CapacityError where a process of the trainer needs more than a device has, `available` bytes; before it holds anything."""
-    estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available).check("actor")
+    admit(estimate(cfg, ModelFacts.from_config(cfg.model.path), device_memory=available), "actor")

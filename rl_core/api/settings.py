@@ -182,6 +182,8 @@ class CheckpointSpec(Spec):
     every_seconds: Annotated[float | None, AfterValidator(none_for_zero)] = Field(60, ge=0)
     """Least seconds until the next checkpoint between those of `everySteps`, made only while saving takes less than 2 % of this time and no
     rule of failurePolicy counts steps; the next checkpoint replaces it. 0 or null = none (0 on a cluster: plain `kubectl apply` drops nulls)."""
+    asynchronous: bool = False
+    """Write while training goes on, from a copy in host memory as large as the trainer's state; a failure is told at the next step."""
     keep: int = Field(3, ge=1, lt=2**31)
     """Newest checkpoints kept, besides one of `everySeconds`; fewer when the storage has no room for the next one otherwise."""
     keep_best: int = Field(0, ge=0, lt=2**31)

@@ -13,17 +13,13 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that say the disk, the quota or the file size limit is used up."""
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and sync it to the disk; the folder entry is synced by the store."""
+def write_file(path: Path, data: bytes) -> str:
+    """Write `data` to `path` and sync it to the disk; return its digest. The folder entry is synced by the store."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file that another library wrote."""
-    _sync(path, os.O_RDONLY)
+    return blake3.blake3(data).hexdigest()
 
 
 def sync_folder(path: Path) -> None:

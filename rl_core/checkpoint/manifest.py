@@ -48,10 +48,13 @@ class Manifest:
     """Whether the next checkpoint replaces it."""
 
     @classmethod
-    def of_folder(cls, folder: Path, *, step: int, epoch: int, **details: Any) -> "Manifest":
-        """Return the manifest of the files that lie in `folder`, digests computed here."""
+    def of_folder(
+        cls, folder: Path, *, step: int, epoch: int, digests: Mapping[str, str] | None = None, **details: Any
+    ) -> "Manifest":
+        """Return the manifest of the files that lie in `folder`; digests that are not in `digests` (name -> digest) are computed here."""
+        known = digests or {}
         files = {
-            name: FileEntry(bytes=path.stat().st_size, digest=file_digest(path))
+            name: FileEntry(bytes=path.stat().st_size, digest=known.get(name) or file_digest(path))
             for name, path in relative_files(folder)
             if name != MANIFEST
         }

@@ -104,9 +104,11 @@ class CheckpointStore:
         versions: Mapping[str, Any] | None = None,
         spec_digest: str = "",
         passing: bool = False,
+        digests: Mapping[str, str] | None = None,
     ) -> Checkpoint:
         """Write the manifest over the files in `staging` (None: the folder begun last), make it visible, retire old ones.
 
+        `digests`: of files whose writers know them, by path in the folder; the other files are read for theirs.
         Raises EpochFenced when a newer epoch began meanwhile; InfrastructureError when the storage refuses, the staging
         folder is then gone and every published checkpoint is untouched.
         """
@@ -119,7 +121,9 @@ class CheckpointStore:
             "passing": passing,
         }
         try:
-            manifest = Manifest.of_folder(folder, step=step, epoch=epoch, spec_digest=spec_digest, **manifest_fields)
+            manifest = Manifest.of_folder(
+                folder, step=step, epoch=epoch, digests=digests, spec_digest=spec_digest, **manifest_fields
+            )
             write_file(folder / MANIFEST, manifest.encode())
             for inner in (path for path in folder.rglob("*") if path.is_dir()):
                 sync_folder(inner)

@@ -1,25 +1,47 @@
 """Sharded tensors in a checkpoint: each rank writes what it holds as safetensors; any number of ranks reads them back.
 
 The files are those of torch Distributed Checkpoint's Hugging Face storage (`DCP_SHARDING_INFO` in the header), so any DCP
-reader can load them. No rank talks to another and nothing is pickled.
+reader can load them. No rank talks to another and nothing is pickled. A tensor goes to the file from its own memory, and its bytes are
+digested on the way: the library's writer copies all of them first and holds the interpreter while it writes.
 """
 
+import ctypes
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import blake3
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_core.api.errors import DataError
-from rl_core.checkpoint.files import sync_file, sync_folder
+from rl_core.checkpoint.files import sync_folder
 
 SHARDING = "DCP_SHARDING_INFO"
 """Entry of a file's header: where each of its tensors begins in the full one."""
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Type of a tensor -> its name in a safetensors header."""
+ALIGNMENT = 8
+"""Bytes of which a header is a multiple."""
+PIECE_BYTES = 2**20
+"""Bytes written and digested at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +61,61 @@ Box = tuple[Tensor, tuple[int, ...]]
 """(local tensor, offset of its first element in the full tensor)."""
 
 
-def write_shard(folder: Path, parts: Mapping[str, Sequence[Box]], *, rank: int) -> None:
+def write_shard(folder: Path, parts: Mapping[str, Sequence[Box]], *, rank: int) -> dict[str, str]:
     """Write and sync this rank's `parts`: name -> what the rank holds of the tensor, in boxes that do not overlap.
 
     A file has one box of a tensor at most: there are as many as the tensor in most boxes has, none for a rank without parts.
-    Raises OSError as the storage does.
+    Returns file name -> digest. Raises OSError as the storage does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: [box for box in boxes if box[0].numel()] for name, boxes in parts.items()}
-    files = max(map(len, held.values()), default=0)
+    files, digests = max(map(len, held.values()), default=0), {}
     for number in range(files):
         path = folder / f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{files:05d}.safetensors"
-        _write_file(path, {name: boxes[number] for name, boxes in held.items() if len(boxes) > number})
+        boxes = {name: boxes[number] for name, boxes in held.items() if len(boxes) > number}
+        digests[path.name] = _write_file(path, boxes)
     if files:
         sync_folder(folder)
+    return digests
 
 
-def _write_file(path: Path, boxes: Mapping[str, Box]) -> None:
+def _write_file(path: Path, boxes: Mapping[str, Box]) -> str:
+    """Write and sync a safetensors file; return its digest."""
+    # Wider types first: every tensor is then aligned to its own.
+    order = sorted(boxes, key=lambda name: (-boxes[name][0].element_size(), name))
+    digest = blake3.blake3()
+    with path.open("wb") as file:
+        # One tensor after the other: of one that is no plain host memory there is a copy, for the time of its pieces.
+        for data in chain([_header(boxes, order)], *(_pieces(boxes[name][0]) for name in order)):
+            file.write(data)
+            digest.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _header(boxes: Mapping[str, Box], order: Sequence[str]) -> bytes:
     offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in boxes.items()}
-    metadata = {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}
-    try:
-        save_file({name: tensor.detach().contiguous() for name, (tensor, _) in boxes.items()}, path, metadata)
-    except SafetensorError as error:
-        # The library wraps the system's error as text; writing the path again brings out the number.
-        raise _as_os_error(path, error) from error
-    sync_file(path)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}}
+    start = 0
+    for name in order:
+        tensor = boxes[name][0]
+        end = start + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, small enough to be digested while they are in the cache."""
+    held = tensor.detach().cpu().contiguous()
+    size = held.numel() * held.element_size()
+    # Not by `numpy()`: torch would never let the storage be resized again, as offloading does.
+    data = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr())).cast("B")
+    for start in range(0, size, PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
 
 
 def read_shards(folder: Path, parts: Mapping[str, Sequence[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]]) -> None:
@@ -135,10 +187,3 @@ def _fill(folder: Path, name: str, target: Tensor, offset: tuple[int, ...], stor
 
 def _box(starts: list[int], stops: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(start - at, stop - at) for start, stop, at in zip(starts, stops, origin, strict=True))
-
-
-def _as_os_error(path: Path, error: SafetensorError) -> OSError:
-    for number in (28, 122, 27):
-        if f"code: {number}" in str(error) or f"os error {number}" in str(error):
-            return OSError(number, str(error), str(path))
-    return OSError(None, str(error), str(path))

@@ -41,10 +41,15 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
 
 
 def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return what a process keeps on the host besides: the version that rank 0 gives late joiners, and its share of a reference policy."""
-    width = WIDTH[job.model.dtype]
+    """Return what a process keeps on the host besides: the version that rank 0 gives late joiners, and shares of a reference policy and
+    of what an asynchronous checkpoint is written from."""
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
-    return facts.parameters * width + (held["weights"] // _models(job) if job.algorithm.needs_reference else 0)
+    found = facts.parameters * WIDTH[job.model.dtype]
+    if job.algorithm.needs_reference:
+        found += held["weights"] // _models(job)
+    if job.checkpoint.asynchronous:
+        found += held["optimizer"] * (MASTER_BYTES + MOMENT_BYTES) // MOMENT_BYTES
+    return found
 
 
 def _models(job: RLJobSpec) -> int:

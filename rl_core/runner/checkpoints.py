@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rl_core.checkpoint.store import Checkpoint, CheckpointStore
 from rl_core.runner.history import Extent, Tally, cut_back, now_text, take_over, verify
 from rl_core.runner.invariants import changes, digest, other_model, state_of
 from rl_core.workers.group import WorkerGroup
-from rl_core.workers.result import WorkerErrors
+from rl_core.workers.result import WorkerErrors, WorkerGroupFuncResult
 
 logger = logging.getLogger(__name__)
 STATE_FILE = "runner.json"
@@ -26,6 +26,19 @@ WAY_OUT = (
     "put the file back from a copy, or leave all as it is and go on from here in a folder of its own: "
     "--resume {checkpoint} --output OTHER"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """A checkpoint whose ranks write."""
+
+    step: int
+    store: CheckpointStore
+    """Where it belongs, whatever `checkpoint.path` becomes meanwhile."""
+    staging: Path
+    ranks: WorkerGroupFuncResult
+    facts: dict[str, Any]
+    """What the manifest says besides files."""
 
 
 class Checkpoints:
@@ -41,6 +54,8 @@ class Checkpoints:
         self._taking_over = False
         """Whether the checkpoint found last is another run's, whose history this one goes on with."""
         self.last_step: int | None = None
+        self._writing: _Writing | None = None
+        """The one that is written in the background."""
         self._made_room: list[str] = []
         """Folders that were deleted before their time, the last few."""
         self._resumed: dict[str, Any] = {}
@@ -214,58 +229,82 @@ class Checkpoints:
         reward: float | None,
         passing: bool = False,
         wrong_steps: int = 0,
-    ) -> str:
+        in_background: bool = False,
+    ) -> str | None:
         """Write and publish the checkpoint of `step`; return its path. Where there is no room, older ones go before their time, but for one.
 
         `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them. `passing`: the next one replaces it.
-        `wrong_steps`: newest steps whose numbers a rule counts; the newest checkpoint before them is not retired.
+        `wrong_steps`: newest steps whose numbers a rule counts; the newest checkpoint before them is not retired. `in_background`: return
+        None when the actor has been asked; what it does next waits for its copy of the state alone, and `settle` publishes.
         """
         self.store.good_until = step - wrong_steps
         facts: dict[str, Any] = {
-            "version": version,
-            "weights_digest": weights_digest,
-            "reward": reward,
+            "metrics": {} if reward is None else {"reward": reward},
+            "versions": {"policy": version, "digest": weights_digest},
             "passing": passing,
+            "layout": {"backend": self._spec.actor.backend, "world_size": self._spec.actor.world_size},
+            "spec_digest": digest(self._spec),
         }
         while True:
             try:
-                return self._save(step, actor, state, **facts)
+                writing = self._begin(step, actor, state, facts, in_background=in_background)
+                if in_background:
+                    self._writing = writing
+                    return None
+                return self._publish(writing)
             except StorageFull as error:
-                if (gone := self.store.make_room()) is None:
+                if not self._make_room(error):
                     raise
-                self._made_room = [*self._made_room[-9:], gone]
-                logger.warning("%s is deleted before its time to make room: %s", gone, error)
 
-    def _save(
-        self,
-        step: int,
-        actor: WorkerGroup,
-        state: dict[str, Any],
-        *,
-        version: int,
-        weights_digest: str,
-        reward: float | None,
-        passing: bool,
-    ) -> str:
-        """Write and publish; a failure leaves earlier checkpoints as they were."""
-        staging = self.store.begin(step, self._epoch)
+    def settle(self, *, wait: bool = False) -> str | None:
+        """Publish the checkpoint that is written in the background; return its path, None when there is none or it is not written yet.
+
+        `wait`: wait for it. Raises as `save`; the next attempt finds the room that could be made.
+        """
+        writing = self._writing
+        if writing is None or not (wait or writing.ranks.done()):
+            return None
+        self._writing = None
         try:
-            actor.save_checkpoint(str(staging), step).wait(self._spec.runtime.deadlines.group_method)
+            return self._publish(writing)
+        except StorageFull as error:
+            self._make_room(error)
+            raise
+
+    def _make_room(self, error: StorageFull) -> bool:
+        if (gone := self.store.make_room()) is None:
+            return False
+        self._made_room = [*self._made_room[-9:], gone]
+        logger.warning("%s is deleted before its time to make room: %s", gone, error)
+        return True
+
+    def _begin(
+        self, step: int, actor: WorkerGroup, state: dict[str, Any], facts: dict[str, Any], *, in_background: bool
+    ) -> "_Writing":
+        """Write the runner's part and have the ranks begin theirs."""
+        store = self.store
+        staging = store.begin(step, self._epoch)
+        try:
             self._write_state(staging, state)
-            published = self.store.publish(
-                staging,
-                metrics={} if reward is None else {"reward": reward},
-                layout={"backend": self._spec.actor.backend, "world_size": self._spec.actor.world_size},
-                versions={"policy": version, "digest": weights_digest},
-                spec_digest=digest(self._spec),
-                passing=passing,
-            )
+            asked = {"in_background": True} if in_background else {}
+            return _Writing(step, store, staging, actor.save_checkpoint(str(staging), step, **asked), facts)
+        except RLJobError:
+            store.abort(staging)
+            raise
+
+    def _publish(self, writing: "_Writing") -> str:
+        """Publish what the ranks have written; a failure leaves earlier checkpoints as they were."""
+        try:
+            digests: dict[str, str] = {}
+            for of_rank in writing.ranks.wait(self._spec.runtime.deadlines.group_method):
+                digests |= of_rank or {}  # an actor that tells none leaves its files to the store
+            published = writing.store.publish(writing.staging, digests=digests, **writing.facts)
         except RLJobError as error:
-            self.store.abort(staging)
+            writing.store.abort(writing.staging)
             if isinstance(error, WorkerErrors):
                 raise as_one(error) from error
             raise
-        self.last_step = step
+        self.last_step = writing.step
         return str(published.path)
 
     def _write_state(self, staging: Path, state: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ class ReasoningRunner(Runner):
         finally:  # also when validation is left, and before the checkpoint: a resume from it must find the line
             self._log(metrics | self._rates(taken))
             self._trace(taken.spans)
+        self.saving.settle()
         if (due := self.saving.due()) is not None:
             with self.timers.measure("checkpoint"):
                 self.saving.try_save(due)

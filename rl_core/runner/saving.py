@@ -84,18 +84,32 @@ class Saving:
             return False
         return self._clock() - self._tried_at >= seconds
 
-    def save(self, due: Due = Due.LASTING) -> None:
-        """Publish a checkpoint of the last finished step, unless it exists. Raises InfrastructureError when the storage refuses."""
+    def save(self, due: Due = Due.LASTING, *, in_background: bool = False) -> None:
+        """Publish a checkpoint of the last finished step, unless it exists; `in_background`: begin to, and let `settle` publish it.
+
+        Raises InfrastructureError when the storage refuses. One checkpoint is written at a time.
+        """
+        self.settle(wait=True)
         if self.checkpoints.last_step == self._progress.step:
             return
         began = self._clock()
         try:
-            self._publish(passing=due is Due.PASSING)
+            self._publish(passing=due is Due.PASSING, in_background=in_background)
         finally:
             self._tried_at = self._clock()
             self._seconds = self._tried_at - began
 
-    def _publish(self, *, passing: bool) -> None:
+    def settle(self, *, wait: bool = False) -> None:
+        """Publish the checkpoint that the ranks wrote in the background, if they are done or after a `wait`; report one that failed."""
+        try:
+            if (path := self.checkpoints.settle(wait=wait)) is not None:
+                self._board.set(checkpoint=self.checkpoints.describe(path))
+        except WorkerLost:
+            raise
+        except InfrastructureError as error:
+            self._report_refusal(error, "training went on, and the next checkpoint is tried when it is due")
+
+    def _publish(self, *, passing: bool, in_background: bool) -> None:
         progress = self._progress
         state = progress.state_dict() | {"ledger": self._dispatcher.state_dict()}
         with self._board.during(Phase.CHECKPOINTING), self._phases.training():
@@ -108,13 +122,16 @@ class Saving:
                 reward=progress.reward,
                 passing=passing,
                 wrong_steps=max(self._board.fact("streaks").values(), default=0),
+                in_background=in_background,
             )
-        self._board.set(checkpoint=self.checkpoints.describe(path))
+        if path is not None:
+            self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def try_save(self, due: Due = Due.LASTING) -> None:
         """Publish a checkpoint, or report and count that the storage refused: the next one may succeed, and training loses nothing."""
+        last = self._progress.step >= self._applied.spec.algorithm.steps
         try:
-            self.save(due)
+            self.save(due, in_background=self._applied.spec.checkpoint.asynchronous and not last)
         except WorkerLost:
             raise
         except InfrastructureError as error:
@@ -122,6 +139,7 @@ class Saving:
 
     def finish(self, *, resumable: bool) -> None:
         """Save what the run came to: a checkpoint of the last step, and the model unless the run is to be resumed."""
+        self.settle(wait=True)
         if resumable:
             if self._stops.kind is StopKind.ROLLBACK:
                 self._leave_wrong_steps()

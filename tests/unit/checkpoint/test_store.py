@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import blake3
 import pytest
 
 from rl_core.api.errors import ConfigError, DataError, EpochFenced, InfrastructureError
@@ -55,6 +56,16 @@ def test_a_checkpoint_appears_only_when_published(store):
         "d",
     )
     assert hidden(store) == []
+
+
+def test_a_digest_that_the_writer_tells_is_what_the_file_is_held_against(store):
+    """What became of the bytes on their way to the disk shows when they are read."""
+    told = {"model/shard-00001.safetensors": blake3.blake3(b"sent").hexdigest()}
+    good = save(store, 1, content=b"sent", digests=told)
+    good.manifest.verify(good.path)
+    with pytest.raises(DataError, match=r"shard-00001\.safetensors has digest"):
+        bad = save(store, 2, content=b"kept", digests=told)
+        bad.manifest.verify(bad.path)
 
 
 def test_files_in_folders_are_listed_with_their_path(store):

@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from rl_core.api.errors import DataError
+from rl_core.checkpoint.files import file_digest
 from rl_core.checkpoint.state import capture_rng, derive_rng, restore_rng
 from rl_core.checkpoint.tensors import read_shards, write_shard
 
@@ -82,6 +84,21 @@ def test_vectors_and_half_precision_keep_their_bits(tmp_path):
     read_shards(tmp_path, whole_parts(targets))
     for name, tensor in parts.items():
         assert torch.equal(targets[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_the_files_are_safetensors_of_any_type_whose_digests_are_known(tmp_path):
+    held = {
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).bfloat16(),
+        "cut": torch.randn(4, 6)[:, 1:4],
+        "weights": torch.randn(700, 600),  # more than is written at a time
+    }
+    parts = {name: [(tensor, (0,) * tensor.dim())] for name, tensor in held.items()}
+    ((name, digest),) = write_shard(tmp_path, parts, rank=0).items()
+    assert digest == file_digest(tmp_path / name)
+    stored = load_file(tmp_path / name)
+    assert stored.keys() == held.keys() and all(torch.equal(stored[name], tensor) for name, tensor in held.items())
 
 
 @pytest.mark.parametrize(

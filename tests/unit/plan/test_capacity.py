@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.api.errors import CapacityError, ConfigError
 from rl_core.api.job import RLJob, RLJobSpec
-from rl_core.plan.capacity import CONTEXT_BYTES, ModelFacts, estimate
+from rl_core.plan.capacity import CONTEXT_BYTES, ModelFacts, admit, estimate
 
 GIB = 1024**3
 FACTS = ModelFacts(
@@ -138,6 +138,13 @@ def test_a_reference_policy_lies_on_the_host():
     assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "train")} == {2_000_000 + 4_000_000}
 
 
+def test_an_asynchronous_checkpoint_has_a_copy_of_float32_weights_and_moments_on_the_host():
+    report = estimate(spec(checkpoint={"asynchronous": True}), FACTS)
+    assert {row.host for row in report.rows if (row.role, row.phase) == ("actor", "train")} == {2_000_000 + 12_000_000}
+    cut = spec(actor={"backend": "megatron", "replicas": 4}, checkpoint={"asynchronous": True})
+    assert {row.host for row in estimate(cut, FACTS).rows if row.phase == "train"} == {2_000_000 + 3_000_000}
+
+
 def test_micro_batch_is_never_larger_than_the_rows_of_an_optimizer_step():
     report = estimate(spec(algorithm={"promptsPerStep": 1, "groupSize": 8, "optimizerStepsPerBatch": 2}), FACTS)
     assert parts(report, "actor", "train")["activations"] == 4 * 4 * 128 * LAYER
@@ -150,6 +157,22 @@ def test_generation_counts_weights_cache_and_logits():
         "kv_cache": 2 * 4 * 2 * 16 * 2 * 16 * 128,
         "logits": 16 * 500 * 8,
     }
+
+
+def test_sglang_cuts_weights_and_cache_over_the_accelerators_of_its_pod():
+    found = parts(estimate(spec(rollout={"engine": "sglang", "gpus": 4}), FACTS), "rollout", "generate")
+    # Two key-value heads on four ranks: each has one.
+    assert found == {"weights": 500_000, "kv_cache": 2 * 4 * 1 * 16 * 2 * 16 * 128, "logits": 16 * 125 * 8}
+
+
+def test_where_the_estimate_is_wrong_a_variable_lets_the_job_go_on(monkeypatch, caplog):
+    report = estimate(spec(actor={"gpus": 1}), FACTS, device_memory=GIB)
+    with pytest.raises(CapacityError, match=r"got 1\.00 GiB available.*set the variable CAPACITY_CHECK=warn"):
+        admit(report, "actor")
+    admit(report, "rollout")
+    monkeypatch.setenv("CAPACITY_CHECK", "warn")
+    admit(report, "actor")
+    assert "so the job goes on: role actor" in caplog.text
 
 
 def test_sync_holds_two_buckets_and_a_host_copy():

@@ -150,6 +150,49 @@ def test_a_checkpoint_that_finds_no_room_makes_some_and_tells_what_went(spec, ou
     assert checkpoints.describe("there")["deletedForRoom"] == ["step-00000002", "step-00000004"]
 
 
+class Writing(Actor):
+    """Ranks that are done when `ended` says so, `refusals` first."""
+
+    def __init__(self, *refusals):
+        self.ended, self.refusals = False, list(refusals)
+
+    def save_checkpoint(self, folder, step, in_background=False):
+        assert in_background
+        return super().save_checkpoint(folder, step)
+
+    def done(self):
+        return self.ended
+
+    def wait(self, timeout):
+        if self.refusals:
+            raise self.refusals.pop()
+        return [{"shard": "ff"}]
+
+
+def test_a_checkpoint_in_the_background_is_seen_when_its_ranks_are_done(spec, output):
+    checkpoints, actor = Checkpoints(spec, output=output, epoch=0), Writing()
+    state = {"step": 3}
+    assert checkpoints.save(3, actor, state, version=3, reward=None, in_background=True) is None
+    state["step"] = 4  # training goes on
+    assert checkpoints.settle() is None and checkpoints.store.complete_steps() == [] and checkpoints.last_step is None
+    actor.ended = True
+    path = checkpoints.settle()
+    assert path.endswith("step-00000003") and checkpoints.last_step == 3 and checkpoints.settle(wait=True) is None
+    assert checkpoints.store.latest().manifest.files["shard"].digest == "ff"
+    assert json.loads((output / "checkpoints/step-00000003/runner.json").read_text())["step"] == 3
+
+
+def test_one_in_the_background_that_finds_no_room_makes_some_for_the_next(spec, output):
+    saved(spec, output, 2, 4)
+    checkpoints, actor = Checkpoints(spec, output=output, epoch=0), Writing(FULL)
+    checkpoints.save(5, actor, {"step": 5}, version=5, reward=None, in_background=True)
+    with pytest.raises(StorageFull):
+        checkpoints.settle(wait=True)
+    assert checkpoints.store.complete_steps() == [4] and not list((output / "checkpoints").glob(".step-*"))
+    checkpoints.save(6, actor, {"step": 6}, version=6, reward=None, in_background=True)
+    assert checkpoints.settle(wait=True) and checkpoints.store.complete_steps() == [4, 6]
+
+
 def test_the_manifest_tells_the_version_and_the_digest_of_the_weights(spec, output):
     checkpoints = Checkpoints(spec, output=output, epoch=0)
     checkpoints.save(3, Actor(), {"step": 3}, version=4, weights_digest="d", reward=None)

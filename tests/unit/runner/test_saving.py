@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from account import Account
 
-from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull
+from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.phases import DisaggregatedPhases
@@ -22,7 +22,7 @@ class Checkpoints:
     """Stands in for runner.Checkpoints: refuses so many saves; `meanwhile(number)` happens at each refusal."""
 
     def __init__(self, refusals=0, meanwhile=lambda number: None):
-        self.passing = []
+        self.passing, self.writing, self.written, self.lost = [], [], False, []
         self.refusals, self.meanwhile, self.saved, self.last_step, self.asked = refusals, meanwhile, [], None, False
 
     def save(self, step, actor, state, **facts):
@@ -30,9 +30,21 @@ class Checkpoints:
             self.refusals -= 1
             self.meanwhile(self.refusals)
             raise StorageFull("checkpoint of step 3 could not be written: No space left on device")
-        self.saved.append(step)
         self.passing.append(facts["passing"])
+        if facts["in_background"]:
+            self.writing.append(step)
+            return None
+        self.saved.append(step)
         return "checkpoints/step-00000003"
+
+    def settle(self, *, wait=False):
+        if self.lost:
+            raise self.lost.pop()
+        if not self.writing or not (wait or self.written):
+            return None
+        self.last_step = self.writing.pop()
+        self.saved.append(self.last_step)
+        return f"checkpoints/step-{self.last_step:08d}"
 
     def leave_after(self, step):
         self.left_after = step
@@ -162,6 +174,38 @@ def test_a_step_that_is_saved_already_is_not_saved_again():
     run.checkpoints.last_step = 3
     run.saving.save()
     assert run.checkpoints.saved == []
+
+
+def test_an_asynchronous_checkpoint_is_told_of_when_it_is_written_and_waited_for_at_the_end():
+    run = Run(checkpoint={"everySteps": 3, "asynchronous": True})
+    run.saving.try_save()
+    run.saving.settle()
+    assert run.checkpoints.saved == [] and "path" not in run.board.fact("checkpoint")
+    run.checkpoints.written = True
+    run.saving.settle()
+    assert run.checkpoints.saved == [3] and run.board.fact("checkpoint")["path"] == "checkpoints/step-00000003"
+    run.checkpoints.written, run.progress.step = False, 6
+    run.saving.try_save()
+    run.progress.step = 9
+    run.saving.try_save()
+    assert run.checkpoints.saved == [3, 6], "one is written at a time"
+    run.stops.stop("SIGTERM", StopKind.INTERRUPT)
+    run.saving.finish(resumable=True)
+    assert run.checkpoints.saved == [3, 6, 9], "that of the last step, not a second one"
+    run.progress.step = 10
+    run.saving.try_save()
+    assert run.checkpoints.saved[-1] == 10, "the last step's is waited for"
+
+
+def test_an_asynchronous_checkpoint_that_failed_is_told_at_the_next_step_and_a_lost_rank_ends_the_run():
+    run = Run(checkpoint={"everySteps": 3, "asynchronous": True})
+    run.saving.try_save()
+    run.checkpoints.lost = [WorkerLost("actor:1 is gone"), StorageFull("No space left on device")]
+    run.saving.settle()
+    status = run.board.snapshot({}, [])
+    assert status["failures"] == {"runner/checkpoint": 1} and "No space left" in status["checkpoint"]["error"]
+    with pytest.raises(WorkerLost):
+        run.saving.settle()
 
 
 def test_training_goes_on_when_a_periodic_checkpoint_is_refused():
