@@ -2,18 +2,23 @@
 
 The trainer is built once on a two-layer model and only its loss is called, on a batch that covers its cases: rows of
 unequal length, old log-probabilities far enough away to be clipped on both sides, advantages of both signs. TRL runs as
-in training with one accumulation step; ours cuts the batch into three micro-batches.
+in training with one accumulation step; ours cuts the batch into three micro-batches. The same batch then goes through the actor of every
+backend as records, from YAML; what its optimizer took is the gradient. All on the CPU.
 """
 
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy
 from rl_core.algorithms import (
+    AdvantageInputs,
     LossInputs,
+    compute_advantages,
     compute_policy_loss,
     count_normalizers,
     grpo_advantages,
@@ -21,10 +26,14 @@ from rl_core.algorithms import (
     merge_stats,
     token_scores,
 )
+from rl_core.api.records import Completion, PromptGroupRecord
+from rl_core.runner.build import ACTOR_CLASSES
 
 VOCABULARY, ROWS, PROMPT, COMPLETION = 48, 8, 6, 10
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
 
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.5, 2.0, 1.0, 1.0, -1.0])
+GROUP_IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 GSPO_CLIP = {"epsilon_low": 0.03, "clip_low": 0.03, "epsilon_high": 0.04, "clip_high": 0.04}
 
 
@@ -33,6 +42,8 @@ class Case:
     trl_loss: str
     ours: str
     aggregation: str
+    name: str = "grpo"
+    """Of the advantage."""
     level: str = "token"
     epsilon_low: float = EPSILON_LOW
     epsilon_high: float = EPSILON_HIGH
@@ -44,7 +55,7 @@ CASES = {
     "grpo": Case("grpo", "ppo_clip", "seq-mean-token-mean"),
     "bnpo": Case("bnpo", "ppo_clip", "token-mean"),
     "dapo": Case("dapo", "ppo_clip", "token-mean"),
-    "dr_grpo": Case("dr_grpo", "ppo_clip", "seq-mean-token-sum-norm"),
+    "dr_grpo": Case("dr_grpo", "ppo_clip", "seq-mean-token-sum-norm", name="dr_grpo"),
     # TRL limits cispo's ratio above only, at epsilon_high itself.
     "cispo": Case("cispo", "cispo", "token-mean", epsilon_high=1.2, clip_low=1.0, clip_high=0.2),
     "gspo": Case("grpo", "gspo", "seq-mean-token-mean", level="sequence", **GSPO_CLIP),
@@ -115,9 +126,7 @@ def batch():
     lengths = torch.tensor([10, 4, 7, 1, 10, 10, 2, 5])
     prompt_mask = torch.arange(PROMPT) >= PROMPT - prompt_lengths.unsqueeze(1)
     completion_mask = torch.arange(COMPLETION) < lengths.unsqueeze(1)
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.5, 2.0, 1.0, 1.0, -1.0])
-    group_ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
-    advantages = grpo_advantages(rewards, group_ids, completion_mask, eps=1e-4).advantages
+    advantages = grpo_advantages(REWARDS, GROUP_IDS, completion_mask, eps=1e-4).advantages
     return {
         "prompt_ids": torch.randint(3, VOCABULARY, (ROWS, PROMPT), generator=generator) * prompt_mask,
         "prompt_mask": prompt_mask.long(),
@@ -203,3 +212,86 @@ def test_one_step_gradient_equals_trl(trainer, batch, name, fused):
     assert max(gradient.abs().max() for gradient in theirs) > 1e-3
     for mine, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, their, atol=1e-6, rtol=0)
+
+
+STRATEGIES = {"fsdp1": FSDP1Strategy, "fsdp2": FSDP2Strategy}
+
+
+@pytest.fixture(scope="module")
+def folder(trainer, tmp_path_factory):
+    """The trainer's model as a Hugging Face folder."""
+    path = tmp_path_factory.mktemp("model")
+    trainer.model.save_pretrained(path)
+    return path
+
+
+def spec_of(folder, backend: str, case: Case) -> dict:
+    """Return the job that trains as `case` does: no clipping of the norm, and a first moment that is the gradient."""
+    loss = {"name": case.ours, "aggregation": case.aggregation, "clipLow": case.clip_low, "clipHigh": case.clip_high}
+    optimizer = {"learningRate": 1e-6, "betas": [0.0, 0.999]}
+    return {
+        "model": {"path": str(folder)},
+        "data": {"train": "unused.jsonl"},
+        "algorithm": {"name": case.name, "promptsPerStep": 2, "groupSize": 4, "loss": loss},
+        "actor": {"backend": backend, "optimizer": optimizer, "gradClip": None, "microBatchTokens": 40},
+        "rollout": {"maxSequenceLength": 32, "sampling": {"temperature": 0.9, "maxNewTokens": COMPLETION}},
+    }
+
+
+def records_of(inputs) -> list[PromptGroupRecord]:
+    """Return TRL's batch as the groups that rollouts send."""
+
+    def message(role: str, ids: Tensor, **more) -> dict:
+        return {"role": role, "content": "", "token_ids": ids, **more}
+
+    def real(kind: str, row: int) -> Tensor:
+        return inputs[f"{kind}_ids"][row][inputs[f"{kind}_mask"][row].bool()]
+
+    def completion(row: int) -> Completion:
+        answer = real("completion", row)
+        old = inputs["old_per_token_logps"][row, : len(answer)]
+        log = [message("user", real("prompt", row)), message("assistant", answer, generation_logprobs=old)]
+        return Completion(message_log=log, reward=float(REWARDS[row]))
+
+    rows = [(group == GROUP_IDS).nonzero().flatten().tolist() for group in (0, 1)]
+    return [
+        PromptGroupRecord(
+            prompt_idx=group,
+            prompt=[message("user", real("prompt", members[0]))],
+            extra_env_info=None,
+            metadata={},
+            completions=[completion(row) for row in members],
+            group_id=f"0-{group}",
+        )
+        for group, members in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ACTOR_CLASSES)
+def test_every_backend_takes_the_gradient_of_trl(trainer, batch, folder, monkeypatch, backend, name):
+    case, (module, _, actor_class) = CASES[name], ACTOR_CLASSES[backend].partition(":")
+    if backend in STRATEGIES:  # one rank has a plain model otherwise
+        monkeypatch.setattr(STRATEGIES[backend], "shards", property(lambda self: True))
+    one_prompt = batch | {"prompt_ids": batch["prompt_ids"][GROUP_IDS * 4]}
+    advantages = compute_advantages(
+        case.name, AdvantageInputs(mask=batch["completion_mask"].bool(), group_ids=GROUP_IDS, rewards=REWARDS)
+    ).advantages
+    inputs = with_old_log_probs(trainer, one_prompt | {"advantages": advantages[:, 0]})
+    _, theirs = trl_gradients(trainer, inputs, case)
+    actor = getattr(import_module(module), actor_class)(spec_of(folder, backend, case))
+    actor.init_worker()
+    actor.load_batch(records_of(inputs))
+    actor.compute_advantages_and_returns()
+    metrics = actor.run_training()
+    assert metrics["actor/clip_fraction"] > 0.05
+    taken = {
+        part.removesuffix(".exp_avg"): one for part, one in actor.moment_slices().items() if "exp_avg_sq" not in part
+    }
+    names = [name for name, _ in trainer.model.named_parameters()]
+    assert taken.keys() == set(names)
+    for name, gradient in zip(names, theirs, strict=True):
+        (mine,) = taken[name]
+        torch.testing.assert_close(
+            mine.tensor, gradient, atol=1e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )

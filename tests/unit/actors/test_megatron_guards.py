@@ -1,6 +1,8 @@
 """What the Megatron backend cannot do is told by name, before anything is started."""
 
+import importlib
 import json
+import sys
 
 import pytest
 
@@ -46,3 +48,12 @@ def test_a_setting_it_has_no_equal_for_is_named(make_spec, config, changes, mode
     assert all(word in line for word in words)
     with pytest.raises(ConfigError, match=words[0]):
         check(spec, config | model)
+
+
+def test_a_backend_that_is_not_installed_is_told_with_the_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    monkeypatch.delitem(sys.modules, "rl_core.actors.megatron.library", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"megatron needs megatron-core in the image, got: .*; install it or choose fsdp2"
+    ):
+        importlib.import_module("rl_core.actors.megatron.library")
