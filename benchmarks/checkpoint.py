@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from train_step import GROUP_SIZE, GROUPS, make_folder, make_records, make_rows
+from train_step import GROUP_SIZE, GROUPS, Row, make_folder, make_records, make_rows
 
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.checkpoint.store import CheckpointStore
@@ -74,11 +74,8 @@ class Trainer:
             }
         )
         self.actor.init_worker()
-        self.store, self.records, self.steps = (
-            CheckpointStore(folder / "checkpoints", keep=1),
-            make_records(make_rows("even")),
-            0,
-        )
+        short = [Row(row.prompt[:4], row.answer[:4]) for row in make_rows("even")]
+        self.store, self.records, self.steps = CheckpointStore(folder / "checkpoints", keep=1), make_records(short), 0
         self.pool = concurrent.futures.ThreadPoolExecutor(1)
 
     def train(self) -> None:
