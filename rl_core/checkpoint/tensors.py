@@ -86,7 +86,10 @@ def _write_file(path: Path, boxes: Mapping[str, Box]) -> str:
     digest = blake3.blake3()
     with path.open("wb") as file:
         # One tensor after the other: of one that is no plain host memory there is a copy, for the time of its pieces.
-        for data in chain([_header(boxes, order)], *(_pieces(boxes[name][0]) for name in order)):
+        content: Iterator[bytes | memoryview] = chain(
+            [_header(boxes, order)], *(_pieces(boxes[name][0]) for name in order)
+        )
+        for data in content:
             file.write(data)
             digest.update(data)
         file.flush()
