@@ -123,6 +123,10 @@ class ParallelSpec(Spec):
     """Runs of layers per stage, interleaved; null = one."""
     sequence: bool = False
     """Share what is between the layers' matrices too, by token."""
+    context: int = Field(1, ge=1, le=64)
+    """Processes that share each row; 1 only: it needs Transformer Engine's attention."""
+    expert: int = Field(1, ge=1, le=64)
+    """Processes that share experts; 1 only: no supported architecture has any."""
     replicate: int = Field(1, ge=1, le=1024)
     """FSDP only: copies of the model, each cut over as many processes that follow each other (hybrid sharding)."""
 
@@ -130,6 +134,26 @@ class ParallelSpec(Spec):
     def model(self) -> int:
         """Return how many processes share a model."""
         return self.tensor * self.pipeline
+
+    @rule(
+        Cel(
+            holds="$context == 1",
+            refusal="context must be 1, got %d: megatron-core cuts rows only with Transformer Engine, which is not there; use tensor and sequence",
+            values=("$context",),
+            field="context",
+        ),
+        Cel(
+            holds="$expert == 1",
+            refusal="expert must be 1, got %d: no supported architecture has experts; use tensor or pipeline",
+            values=("$expert",),
+            field="expert",
+        ),
+    )
+    def _not_there(self) -> Iterator[str]:
+        if self.context > 1:
+            yield f"context must be 1, got {self.context}: megatron-core cuts rows only with Transformer Engine, which is not there; use tensor and sequence"
+        if self.expert > 1:
+            yield f"expert must be 1, got {self.expert}: no supported architecture has experts; use tensor or pipeline"
 
 
 class OffloadSpec(Spec):

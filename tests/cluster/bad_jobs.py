@@ -55,6 +55,18 @@ CASES = (
             "parallel needs backend megatron, got fsdp2; choose it or remove parallel",
             SAME,
         ),
+        "rows-cut-over-processes": (
+            {"actor": {"backend": "megatron", "replicas": 2, "parallel": {"context": 2}}},
+            "spec.actor.parallel.context",
+            "context must be 1, got 2: megatron-core cuts rows only with Transformer Engine, which is not there; use tensor and sequence",
+            SAME,
+        ),
+        "experts-cut-over-processes": (
+            {"actor": {"backend": "megatron", "replicas": 2, "parallel": {"expert": 2}}},
+            "spec.actor.parallel.expert",
+            "expert must be 1, got 2: no supported architecture has experts; use tensor or pipeline",
+            SAME,
+        ),
         "batches-by-group-without-its-own-engine": (
             {"rollout": {"engine": "sglang", "batching": "perGroup"}},
             "spec.rollout.engine",
