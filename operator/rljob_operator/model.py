@@ -179,6 +179,17 @@ class EventNote:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """Another number of rollouts for the job's spec, by the scale subresource."""
+
+    replicas: int
+    generation: int
+    """Of the spec that it was decided on: a newer one is the user's word, and wins."""
+    note: EventNote
+    """Told once it is written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What to do now, in this order."""
 
@@ -195,5 +206,6 @@ class Plan:
     """Pods."""
     calls: tuple[ControlCall, ...] = ()
     events: tuple[EventNote, ...] = ()
+    scale: Scale | None = None
     requeue_after: float | None = None
     """Seconds until the job must be looked at again though nothing changes; 0 = at once, None = when something does."""

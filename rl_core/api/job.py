@@ -33,6 +33,7 @@ MUTABLE_FIELDS = (
     "rollout.replicas",
     "rollout.minReplicas",
     "rollout.maxReplicas",
+    "rollout.autoscale",
     "env.replicas",
     "algorithm.steps",
     "algorithm.maxStaleness",
@@ -73,6 +74,8 @@ OF_CRITIC = (
     " + ($actor.criticWarmupSteps > 0 ? ['actor.criticWarmupSteps'] : []))"
 )
 """CEL of whether there is a critic, and of the settings given that need one."""
+NUMBERED = "has(self.placement) && has(self.placement.componentPlacement) && self.placement.componentPlacement.exists(k, k.contains('{}'))"
+"""CEL of whether the written placement numbers the pods of a role."""
 
 
 class RLJobSpec(Spec):
@@ -219,6 +222,19 @@ class RLJobSpec(Spec):
             yield f"weights.transport must not be nccl with placement.mode {mode}, as NCCL takes no device twice, got nccl; write auto"
         if rollout.engine == "sglang":
             yield f"rollout.engine must be hf with placement.mode {mode}, as sglang keeps its memory on the device, got sglang; write hf"
+
+    @rule(
+        Cel(
+            holds=f"!self.?rollout.?autoscale.hasValue() || ($placement.mode == 'disaggregated' && !({NUMBERED.format('rollout')}))",
+            refusal="rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode %s; remove it or the placement",
+            values=("$placement.mode",),
+            field="rollout.autoscale",
+        )
+    )
+    def _rollouts_scale_alone(self) -> Iterator[str]:
+        numbered = any("rollout" in names for names in self.placement.component_placement or {})
+        if self.rollout.autoscale is not None and (numbered or self.placement.mode != "disaggregated"):
+            yield f"rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode {self.placement.mode}; remove it or the placement"
 
     @rule(
         Cel(

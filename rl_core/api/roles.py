@@ -284,6 +284,17 @@ class SamplingSpec(Spec):
     """Token ids that end a generation besides the tokenizer's eos."""
 
 
+class AutoscaleSpec(Spec):
+    """The number of rollouts follows who waits for whom: more while the trainer waits for groups, fewer while rollouts wait for work."""
+
+    min: int = Field(1, ge=1, le=1024)
+    """Fewest rollouts; minReplicas is a bound too."""
+    max: int = Field(ge=1, le=1024)
+    """Most rollouts; maxReplicas is a bound too."""
+    target_idle: float = Field(0.2, gt=0, lt=1)
+    """Share of time in which rollouts may have nothing to generate before there are fewer."""
+
+
 class RolloutSpec(FabricRoleSpec):
     """The generators."""
 
@@ -295,6 +306,8 @@ class RolloutSpec(FabricRoleSpec):
     """Below this many serving pods the run waits as Degraded."""
     max_replicas: int | None = Field(None, ge=1, le=1024)
     """Upper bound of scaling; null = replicas."""
+    autoscale: AutoscaleSpec | None = None
+    """Let the operator, in a local run the launcher, set replicas by what the runner measures; null = never."""
     sampling: SamplingSpec = SamplingSpec()
     """Training sampling."""
     max_sequence_length: int | None = Field(None, ge=2, lt=2**31)
@@ -328,6 +341,27 @@ class RolloutSpec(FabricRoleSpec):
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             yield (
                 f"maxReplicas must not be below replicas {self.replicas}, got {self.max_replicas}; raise maxReplicas"
+            )
+
+    @rule(
+        Cel(
+            holds=(
+                "!has(self.autoscale) || ($minReplicas <= self.autoscale.?min.orValue(1) && self.autoscale.?min.orValue(1) <= $replicas && $replicas <= self.autoscale.max"
+                " && (!has(self.maxReplicas) || self.autoscale.max <= self.maxReplicas))"
+            ),
+            refusal="autoscale needs minReplicas <= min <= replicas <= max <= maxReplicas, got min %d, max %d beside replicas %d; change one",
+            values=("self.autoscale.?min.orValue(1)", "self.autoscale.max", "$replicas"),
+            field="autoscale",
+        )
+    )
+    def _autoscale_fits(self) -> Iterator[str]:
+        rule, most = self.autoscale, self.max_replicas
+        if rule is None:
+            return
+        bounds = [self.min_replicas, rule.min, self.replicas, rule.max, rule.max if most is None else most]
+        if bounds != sorted(bounds):
+            yield (
+                f"autoscale needs minReplicas <= min <= replicas <= max <= maxReplicas, got min {rule.min}, max {rule.max} beside replicas {self.replicas}; change one"
             )
 
     @rule(

@@ -1,6 +1,5 @@
 """`rljob scale` of a local run: changes the running job over the runner's control port, as the operator does on a cluster."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,10 +7,10 @@ from rl_core.api.errors import ConfigError
 from rl_core.cli.local_view import FINAL, read_status
 from rl_core.launch.control import ControlClient
 from rl_core.launch.local_plan import control_port
+from rl_core.launch.replicas import set_replicas
 from rl_core.launch.workspace import PRIVATE
 from rl_core.plan.keys import TOKEN_FILE
 from rl_core.plan.launch import LaunchPlan, PodPlan
-from rl_core.runner.history import write_json
 
 
 def scale(folder: Path, *, replicas: int | None, envs: int | None) -> int:
@@ -19,15 +18,10 @@ def scale(folder: Path, *, replicas: int | None, envs: int | None) -> int:
     status = read_status(folder)
     if status.get("phase") in FINAL:
         raise ConfigError(f"{folder} must hold a run that goes on, got one that has ended ({status['phase']})")
-    config = folder / PRIVATE / "job.json"
-    job = json.loads(config.read_text())
-    for role, count in (("rollout", replicas), ("env", envs)):
-        if count is not None:
-            job["spec"][role]["replicas"] = count
-    generation = int(status.get("appliedGeneration", 0)) + 1
-    if not connect(folder).change(generation, job["spec"]):
+    counts = {role: count for role, count in (("rollout", replicas), ("env", envs)) if count is not None}
+    applied = int(status.get("appliedGeneration", 0))
+    if not set_replicas(connect(folder), folder / PRIVATE / "job.json", counts, applied=applied):
         raise ConfigError(f"the run in {folder} must answer at its control port, got nothing; is it running?")
-    write_json(config, job)  # a restart of the actors reads it
     sys.stdout.write(f"{folder}: {_counts(replicas, envs)} from the next step on\n")
     return 0
 

@@ -24,6 +24,7 @@ from rl_core.launch.local_pods import LAST_SWEEP_SECONDS, LocalPods
 from rl_core.launch.policy import Action, Decision, RestartPolicy
 from rl_core.launch.ports import free_ports
 from rl_core.launch.registry import ProcessEntry
+from rl_core.launch.replicas import follow_workload
 from rl_core.launch.scaling import Moves, follow
 from rl_core.launch.workspace import INTERRUPTED, Workspace
 from rl_core.plan.launch import LaunchPlan, PodPlan
@@ -304,7 +305,16 @@ class LocalCluster:
                 self._tell(status)
             self._carry_out(self._policy.reported(status))
             if self._plan_for is not None:
+                await self._autoscale(status)
                 await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods}))
+
+    async def _autoscale(self, status: Mapping[str, Any]) -> None:
+        """Let the number of rollouts follow who waits for whom, where the job asks for it."""
+        config = self._space.config
+        if self._control is None or config is None or self._job is None or self._job.spec.rollout.autoscale is None:
+            return
+        if reason := await asyncio.to_thread(follow_workload, self._control, config, status):
+            self._say(reason)
 
     async def _scale(self, moves: Moves) -> None:
         """Start the pods that a changed spec wants, drain those it does not, end those that have drained."""

@@ -36,3 +36,8 @@ def follow(status: Mapping[str, Any], pods: Mapping[str, bool]) -> Moves:
         drain=tuple(pod for pod in drain if pods.get(pod, False)),
         end=tuple(pod for pod in drained if pods.get(pod, False)),
     )
+
+
+def rollouts_wanted(status: Mapping[str, Any]) -> int | None:
+    """Return how many rollouts the runner wants; None before it tells."""
+    return next((int(role["desired"]) for role in status.get("roles", []) if role["name"] == "rollout"), None)

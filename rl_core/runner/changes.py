@@ -19,7 +19,7 @@ from rl_core.api.pods import PodSpec
 
 POD_FIELDS = frozenset(field.alias or name for name, field in PodSpec.model_fields.items())
 """Fields of a role that take effect at a pod's next start."""
-STARTING_REPLICAS = {"replicas": 1, "minReplicas": 1, "maxReplicas": None}
+STARTING_REPLICAS = {"replicas": 1, "minReplicas": 1, "maxReplicas": None, "autoscale": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,8 @@ class _Rollout:
     asks: bool = False
     tokens: set[str] = field(default_factory=set)
     """Leases that it holds."""
+    groups: int = 0
+    """Groups of training that it finished."""
     busy: float = 0.0
     starved: float = 0.0
 
@@ -112,6 +114,8 @@ class Workload:
     def came(self, token: str, *, waits: bool) -> None:
         """Note that a finished group is with the trainer's side; `waits`: it is not taken yet."""
         self._count()
+        if (holder := self._holder.get(token)) is not None:
+            self._rollouts[holder].groups += 1
         self.ended(token)
         if waits:
             self._delivered.add(token)
@@ -199,8 +203,13 @@ class Workload:
             "rolloutQueue": round(usage.rollout_queue, 2),
             "actorQueue": round(usage.actor_queue, 2),
             "rollouts": [
-                {"name": name, "busy": share(busy), "starved": share(starved)}
-                for (name, _), (busy, starved) in sorted(usage.rollouts.items(), key=_rank)
+                {
+                    "name": rollout[0],
+                    "busy": share(busy),
+                    "starved": share(starved),
+                    "groups": self._rollouts[rollout].groups,
+                }
+                for rollout, (busy, starved) in sorted(usage.rollouts.items(), key=_rank)
             ],
         }
 

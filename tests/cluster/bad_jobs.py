@@ -115,6 +115,12 @@ CASES = (
             "maxReplicas must not be below replicas 4, got 2; raise maxReplicas",
             SAME,
         ),
+        "autoscaling-below-what-is-there": (
+            {"rollout": {"replicas": 4, "autoscale": {"max": 2}}},
+            "spec.rollout.autoscale",
+            "autoscale needs minReplicas <= min <= replicas <= max <= maxReplicas, got min 1, max 2 beside replicas 4; change one",
+            SAME,
+        ),
         "truncated-sampling": (
             {"rollout": {"sampling": {"topK": 5}}},
             "spec.rollout.sampling",

@@ -20,6 +20,15 @@ PLACEMENTS = {
         PAIRS.format("colocated"),
         SAME,
     ),
+    "autoscaling-of-numbered-rollouts": (
+        {
+            "placement": {"componentPlacement": {"actor": 0, "rollout": "1-2"}},
+            "rollout": {"replicas": 2, "autoscale": {"max": 4}},
+        },
+        "spec.rollout.autoscale",
+        "rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode disaggregated; remove it or the placement",
+        SAME,
+    ),
     "hybrid-with-an-actor-pod-that-has-no-rollout": (
         {"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}},
         "spec.placement.mode",

@@ -7,6 +7,9 @@
   resources: [rljobs/status]
   verbs: [patch]
 - apiGroups: [rljob.dev]
+  resources: [rljobs/scale]  # rollout.autoscale
+  verbs: [patch]
+- apiGroups: [rljob.dev]
   resources: [rljobs/finalizers]  # blockOwnerDeletion of its objects, where the cluster enforces it
   verbs: [update]
 - apiGroups: [""]

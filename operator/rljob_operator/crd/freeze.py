@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rl_core.api.job import MANAGER, MUTABLE_FIELDS, OPERATOR_FIELDS, RLJobSpec
+from rl_core.api.job import MANAGER, MUTABLE_FIELDS, NUMBERED, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
 from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry
 
@@ -39,11 +39,6 @@ QUOTED = (
 )
 """Fields with a rule of their own, whose message quotes both values; the others are compared block by block, to keep the definition small."""
 SUSPENDED = "oldSelf.?suspend.orValue(false)"
-PLACED = (
-    "has(self.placement) && has(self.placement.componentPlacement)"
-    " && self.placement.componentPlacement.exists(k, k.contains('{}'))"
-)
-"""Whether the written placement numbers the pods of a role."""
 WAY_OUT = "while the job is not suspended, got {}; set suspend: true, then edit it"
 
 
@@ -84,7 +79,7 @@ def _placed(role: str) -> Schema:
     path = f"{role}.replicas"
     new, old = (field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
     return rule_entry(
-        holds=f"{SUSPENDED} || !({PLACED.format(role)}) || {new} == {old}",
+        holds=f"{SUSPENDED} || !({NUMBERED.format(role)}) || {new} == {old}",
         refusal=f"{path} must stay %d while placement.componentPlacement numbers its pods, got %d; set suspend: true, then edit both",
         values=(old, new),
         field=path,

@@ -17,6 +17,7 @@ from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests
 from rljob_operator.model import ControlCall, Deletion, Object, Observed, OperatorConfig, Plan
 from rljob_operator.reconcile import (
+    autoscaling,
     cleanup,
     condition_facts,
     deadlines,
@@ -76,6 +77,7 @@ def _plan(situation: Situation, known: ParsedJob) -> Plan:
         create=_build(situation, course, moves.create),
         calls=(*moves.calls, *_control(situation, course)),
         events=notes.tell(situation.record, course, facts, status),
+        scale=autoscaling.wanted(situation, course, moves),
         requeue_after=_again(situation, course, moves, obstacle),
     )
 

@@ -27,6 +27,8 @@ EVENTS: Mapping[str, str] = {
     "CheckpointsNotDurable": "checkpoint.path is on no volume of a claim: a restart of the actor begins anew",
     "DefaultsLost": "the ConfigMap with the defaults that the job was accepted under is gone or was edited",
     "Draining": "surplus pods finish their work before they are deleted",
+    "Autoscaled": "rollout.autoscale set another number of rollouts; the message holds the numbers",
+    "AutoscaleRefused": "the API server refused it; the message holds its words",
     "PodReplaced": "a rollout or env pod ended and is replaced; the message holds its last words",
     "RoleRestarted": "all pods of a role are replaced; the message says why",
 }

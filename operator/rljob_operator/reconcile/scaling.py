@@ -117,7 +117,7 @@ def _drain(situation: Situation, record: Record) -> PodMoves:
     """
     leaving = [pod for role in ELASTIC for pod in situation.pods_of(role) if _leaves(situation, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
-    report, first = _answering(situation), situation.first_actor
+    report, first = answering(situation), situation.first_actor
     patience = situation.spec.runtime.drain_seconds + DRAIN_MARGIN
     draining = {pod.name: record.draining.get(pod.name, situation.now) for pod in leaving}
     delete, waiting, again = [], [], []
@@ -143,7 +143,7 @@ def _leaves(situation: Situation, record: Record, pod: PodView) -> bool:
     return pod.index not in situation.indices(pod.role) or pod.name in record.draining
 
 
-def _answering(situation: Situation) -> Report | None:
+def answering(situation: Situation) -> Report | None:
     """Return the runner's word if it still answers."""
     progress, first = situation.observed.progress, situation.first_actor
     if progress is None or progress.error or first is None or not first.ip or not is_active(first):

@@ -1,8 +1,8 @@
 """Carries out a Plan: the only place where a reconcile touches the cluster.
 
-Order: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls. A status that meets a newer object
-ends the application, since the rest was decided on old facts. Events come right after the status that they tell of: once it is
-written no later look makes them again. Every answer goes into the cache at once, so that the next reconcile
+Order: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls, the number of rollouts. A status that
+meets a newer object ends the application, since the rest was decided on old facts. Events come right after the status that they tell of:
+once it is written no later look makes them again. Every answer goes into the cache at once, so that the next reconcile
 sees what this one did. Nothing here decides: a name that is taken or a create that is refused is noted in the job's memory, and
 `reconcile` makes words of it.
 """
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from rljob_operator import kinds
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from rljob_operator.kinds import Kind
-from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan
+from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan, Scale
 from rljob_operator.naming import ANNOTATION_MANIFEST_HASH, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.naming import secret as secret_name
 from rljob_operator.runtime import status_patch
@@ -115,6 +115,8 @@ class Applier:
         await self._assert_secret(work)
         pauses += await self._each(work.plan.create, lambda pod: self._create(work, pod))
         pauses += await self._each(work.plan.calls, lambda call: self._call(work, call))
+        if work.plan.scale is not None:
+            pauses.append(await self._scale(work, work.plan.scale))
         if work.plan.requeue_after is not None:
             pauses.append(work.plan.requeue_after)
         return Applied(again_after=min(pauses, default=None))
@@ -140,6 +142,34 @@ class Applier:
             return None
         work.memory.refused_change = (generation, words) if words else None
         return 0.0 if work.memory.refused_change != before else None
+
+    async def _scale(self, work: Application, scale: Scale) -> float:
+        """Set the number of rollouts as `kubectl scale` does and tell of it; return the seconds until the next look.
+
+        The version that is known now is the one our own status write left. Where the spec was edited since the decision nothing is
+        written, and the API server refuses the same for an edit that we have not seen yet.
+        """
+        now, job = self._clock(), self._cache.job(work.key)
+        if job is None or job["metadata"].get("generation") != scale.generation:
+            return 0.0
+        if (pause := work.memory.scaling.left(now)) > 0:
+            return pause
+        meta = job["metadata"]
+        body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "spec": {"replicas": scale.replicas}}
+        try:
+            await self._cluster.patch(kinds.RLJOB, work.key.namespace, work.key.name, body, subresource="scale")
+        except (Forbidden, Invalid) as error:  # rights of an earlier chart, a policy of the cluster, a bound of the job
+            pause = work.memory.scaling.failed(now)
+            words = f"{scale.note.message}; it was refused: {error.message}"
+            self._recorder.record(job, EventNote(type="Warning", reason="AutoscaleRefused", message=words))
+            return pause
+        except (Conflict, NotFound):
+            pass
+        else:
+            work.memory.scaling = BackOff()
+            self._recorder.record(job, scale.note)
+        await self._reread_job(work.key)
+        return 0.0
 
     async def _write_status(self, work: Application, pauses: list[float]) -> bool:
         """Write the status, unless it is progress whose time has not come; return False when the job is newer or gone."""

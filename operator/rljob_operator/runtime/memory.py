@@ -58,6 +58,8 @@ class JobMemory:
     """(generation, the runner's words) of a changed spec that the runner refused."""
     futile: dict[str, BackOff] = field(default_factory=dict)
     """By uid: deletions that were accepted and changed nothing, as a finalizer holds the object."""
+    scaling: BackOff = field(default_factory=BackOff)
+    """Writes of spec.rollout.replicas that were refused."""
     foreign: set[str] = field(default_factory=set)
     """`Kind/name` of names held by others."""
     progress_written: float = 0.0

@@ -37,7 +37,7 @@ AT_TIMES: dict[Right, str] = {
 }
 
 
-async def exercise(jobs: Jobs, kubelet: Kubelet) -> None:
+async def exercise(jobs: Jobs, kubelet: Kubelet, runner: FakeRunner) -> None:
     """Have the operator do everything it can do."""
     claim = {
         "metadata": {"name": "models"},
@@ -67,15 +67,22 @@ async def exercise(jobs: Jobs, kubelet: Kubelet) -> None:
     await jobs.change({"ttlSecondsAfterFinished": 1})
     await kubelet.end("job-actor-0", code=0)
     await jobs.wait_gone(kinds.RLJOB, "job")
+    runner.status["workload"] = {"full": True, "seconds": 60, "starved": 0.9, "actorStarved": 0.0, "rollouts": [{}, {}]}
+    await jobs.create("scaled", rollout={"autoscale": {"max": 2}})
+
+    async def scaled() -> bool:
+        return (await jobs.get("scaled"))["spec"]["rollout"]["replicas"] == 1
+
+    await until(scaled, "one rollout wanted by rollout.autoscale")
 
 
 async def test_the_charts_rights_are_sufficient_and_each_is_used(
     jobs: Jobs, start, kubelet: Kubelet, rights: list[dict], account: Path
 ) -> None:
     witness = Witness()
-    async with FakeRunner(jobs, address=kubelet.address("job-actor-0"), step=1):
+    async with FakeRunner(jobs, address=kubelet.address("scaled-actor-0"), step=1, appliedGeneration=99) as runner:
         replica = await start(kubeconfig=account, wrap=witness.wrap)
-        await exercise(jobs, kubelet)
+        await exercise(jobs, kubelet, runner)
         await replica.settle()
         await replica.stop()  # which gives the Lease back: it may be updated
     assert witness.refused == []

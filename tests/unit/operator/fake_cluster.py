@@ -17,6 +17,8 @@ class FakeCluster:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.calls: list[tuple[str, str, str]] = []
+        self.scaled: list[tuple[str, int]] = []
+        """(name, replicas) of writes to the scale subresource."""
         self._failures: dict[tuple[str, str], list[ApiError]] = {}
         self._numbers = itertools.count(1)
 
@@ -80,6 +82,9 @@ class FakeCluster:
         wanted = body.get("metadata", {})
         if any(known["metadata"][field] != wanted[field] for field in ("resourceVersion", "uid") if field in wanted):
             raise Conflict("the object has been modified")
+        if subresource == "scale":
+            self.scaled.append((name, body["spec"]["replicas"]))
+            return {"kind": "Scale", "spec": body["spec"]}
         merged = merge_patch(known, {field: value for field, value in body.items() if field != "metadata"})
         return self.put(kind, namespace, merged)
 

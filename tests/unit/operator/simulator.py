@@ -51,6 +51,8 @@ class World:
     runner_epoch: int = 0
     applied: int = 0
     streaks: dict[str, int] = field(default_factory=dict)
+    workload: dict[str, Any] | None = None
+    """What the runner tells of waiting; None = a release that tells nothing."""
     stall: dict[str, Any] | None = None
     drained: set[str] = field(default_factory=set)
     operator_ahead: float = 0.0
@@ -134,6 +136,7 @@ class World:
             "roles": [{"name": "rollout", "ready": ready, "lag": 0, "versions": {str(self.steps): ready}}],
             "appliedGeneration": self.applied,
             "streaks": self.streaks,
+            "workload": self.workload,
             "checkpoint": {"lastStep": self.saved} if self.saved else {},
         }
 
@@ -166,6 +169,8 @@ class World:
             yield lambda pod=pod: self._create(pod)
         for call in plan.calls:
             yield lambda call=call: self._call(call)
+        if plan.scale is not None and plan.scale.generation == self.job["metadata"]["generation"]:
+            yield lambda: self.edit(rollout={"replicas": plan.scale.replicas})
 
     def _ensure(self, obj: Any) -> None:
         made = copy.deepcopy(dict(obj))

@@ -14,6 +14,7 @@ MUTABLE = {
     "rollout.replicas": 5,
     "rollout.minReplicas": 2,
     "rollout.maxReplicas": 16,
+    "rollout.autoscale": {"min": 2, "max": 8, "targetIdle": 0.3},
     "env.replicas": 3,
     "algorithm.steps": 7,
     "algorithm.maxStaleness": 0,

@@ -90,6 +90,7 @@ def test_delivered_groups_wait_in_the_trainers_queue_until_they_are_admitted_or_
     s.at(4)
     assert s.account.admit(first, version=0) == [True]
     assert s.account.admit(second, version=0) == [None], "it is for the next step"
+    assert [one["groups"] for one in s.dispatcher.workload()["rollouts"]] == [2]
     s.at(8)
     assert s.dispatcher.usage()["actor/queue_depth"] == pytest.approx((2 * 2 + 1 * 4) / 8)
 
