@@ -13,10 +13,12 @@ from rl_core.api.errors import DeadlineExceeded, RLJobError, WeightsDiverged
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.phases import Phases
-from rl_core.workers.group import Cluster, WorkerGroup
+from rl_core.workers.cluster import Cluster, PendingCall
+from rl_core.workers.group import WorkerGroup
 
 logger = logging.getLogger(__name__)
-PROBE_TOKENS = 4
+PROBE_TOKENS = 2
+"""One by the prefill, one by a decode step over its cache: each costs an asynchronous step the time of one more decode step."""
 PROBE_PROMPT_LIMIT = 64
 
 
@@ -59,7 +61,10 @@ class ContentCheck:
             self._running = self._pool.submit(self._compare, *due)
 
     def confirm(self) -> None:
-        """Wait for the check of the last sync. Raises WeightsDiverged when a rollout scores the prompt differently."""
+        """Wait for the check of the last sync. Raises WeightsDiverged when a rollout scores the prompt differently.
+
+        Due before every training, whatever it trains: the next optimizer step takes away the weights to score with.
+        """
         self.begin()
         running, self._running = self._running, None
         if running is not None:
@@ -70,8 +75,11 @@ class ContentCheck:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compare(self, version: int, names: tuple[str, ...]) -> None:
+        seconds = self._applied.spec.runtime.deadlines.rpc
+        asked = [self._prompt, PROBE_TOKENS]
         with self._phases.generating():
-            answers = {name: self._ask(name, version) for name in names}
+            calls = {name: self._cluster.submit(name, "probe", asked, {}, timeout=seconds) for name in names}
+            answers = {name: self._answer(name, call, version) for name, call in calls.items()}
         scored: dict[tuple[int, ...], list[float]] = {}
         with self._phases.training():
             for name, answer in answers.items():
@@ -81,11 +89,10 @@ class ContentCheck:
                     self._judge(name, version, answer, scored)
                     self.counts.passed += 1
 
-    def _ask(self, name: str, version: int) -> ProbeAnswer | None:
+    def _answer(self, name: str, call: PendingCall, version: int) -> ProbeAnswer | None:
         """Return how a rollout goes on with the prompt; None when it is gone, busy, or serves another version."""
-        seconds = self._applied.spec.runtime.deadlines.rpc
         try:
-            answer: ProbeAnswer = self._cluster.call(name, "probe", self._prompt, PROBE_TOKENS, timeout=seconds)
+            answer: ProbeAnswer = call.future.result().value
         except (RLJobError, DeadlineExceeded) as error:
             logger.warning("content check of %s skipped, it is gone or busy: %s", name, error)
             return None

@@ -89,7 +89,8 @@ class ReasoningRunner(Runner):
             self.open_step()
             received = self._receive(receiving, limit)
         if self.parts.check is not None:
-            self.parts.check.confirm()
+            with self.timers.measure("check"):
+                self.parts.check.confirm()
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
 
     def open_step(self) -> None:

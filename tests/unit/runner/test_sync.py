@@ -1,6 +1,7 @@
 """A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run (I2)."""
 
 import threading
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -72,12 +73,14 @@ class FakeCluster:
             for name in self.answers
         ]
 
-    def call(self, name, method, *args, timeout):
+    def submit(self, name, method, args, kwargs, *, timeout):
         assert method == "probe"
-        answer = self.answers[name]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        future = Future()
+        if isinstance(answer := self.answers[name], Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(SimpleNamespace(value=answer))
+        return SimpleNamespace(future=future)
 
 
 class Run:
