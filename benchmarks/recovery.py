@@ -39,17 +39,19 @@ IMPORTS = "import rl_core.workers.host, rl_core.rollouts.hf.worker"
 class Victim:
     """A run that is to lose a process."""
 
-    def __init__(self, folder: Path, *, rollouts: int) -> None:
-        """Start the run and wait until it trains."""
+    def __init__(self, folder: Path, *, rollouts: int, warm_steps: int = WARM_STEPS, **blocks: dict) -> None:
+        """Start the run, with fields of `blocks` over those of the task, and wait until it has trained `warm_steps`."""
         self.output = folder / "out"
         _letters.make_task(folder, 0)
         document = _letters.job_document(
             folder, seed=0, steps=100_000, rollouts=rollouts, checkpoint={"everySteps": 10, "keep": 2}
         )
+        for block, fields in blocks.items():
+            document["spec"][block] |= fields
         (folder / "job.yaml").write_text(yaml.safe_dump(document))
         command = [RLJOB, "run", str(folder / "job.yaml"), "--output", str(self.output), "--no-progress"]
         self.run = Watched(command, cwd=folder, env=_letters.one_thread(), log=folder / "run.txt")
-        self.wait(lambda: self.step() >= WARM_STEPS, "the first steps")
+        self.wait(lambda: self.step() >= warm_steps, "the first steps")
 
     def wait(self, condition: Callable[[], object], what: str) -> float:
         """Return the time at which `condition` came true."""

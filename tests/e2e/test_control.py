@@ -43,8 +43,14 @@ def end_soon(run):
     return run.status()["step"]
 
 
-def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(start):
-    run = start(algorithm={"steps": 4000}, rollout={"replicas": 1, "maxSequenceLength": 32}, validation=QUIET)
+@pytest.mark.parametrize("staleness", [0, 2], ids=["on-policy", "asynchronous"])
+def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(start, staleness):
+    """Also those that a rollout which leaves holds, or has finished for a later step."""
+    run = start(
+        algorithm={"steps": 4000, "maxStaleness": staleness},
+        rollout={"replicas": 1, "maxSequenceLength": 32},
+        validation=QUIET,
+    )
     run.start()
     run.at_step(2)
     told = rljob("scale", str(run.output), "--replicas", "3", "--env", "2")
@@ -68,7 +74,7 @@ def test_rollouts_join_and_leave_in_mid_run_and_every_group_is_trained_once(star
     run.until(lambda: (rollout := rollouts(run.status()))["desired"] == rollout["ready"] == 1, "one rollout is wanted")
     run.at_step(run.status()["step"] + 3)
     last = end_soon(run)
-    assert_trained_once(run, steps=last, groups=4)
+    assert_trained_once(run, steps=last, groups=4, staleness=staleness)
     assert run.status()["failures"] == {} and {line["epoch"] for line in run.lines("ledger.jsonl")} == {0}
     assert rljob("scale", str(run.output), "--replicas", "2").returncode == 2
 
