@@ -24,8 +24,9 @@ Admit = Callable[[list[PromptGroupRecord]], Awaitable[list[bool | None]]]
 
 FETCHES = 16
 """Most records asked of the channel at once."""
-ASK_AGAIN_S = 0.5
-"""Pause until the runner is asked again about records that it put off: an older group for which it kept a place may be gone."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+"""Pauses until the runner is asked again about records that it put off: another rank may have the older group for which it kept a place,
+or that group may be gone. Each is twice as long as the one before, until a record is admitted."""
 REWARD = "total_reward/"
 """Prefix of a group's metrics that mean nothing without a reward."""
 
@@ -61,6 +62,7 @@ class GroupIntake:
         self._later: list[PromptGroupRecord] = []
         """Put off by the runner; back to the channel at the end, as another rank may lack them."""
         self._ask_again_at = 0.0
+        self._next_pause = FIRST_PAUSE_S
         self._answer: asyncio.Future[list[bool | None]] | None = None
         self._ended = False
 
@@ -146,9 +148,12 @@ class GroupIntake:
             if taken:
                 self.admitted.append(record)
                 self._progress()
+                self._next_pause = FIRST_PAUSE_S
             elif taken is None:
                 self._later.append(record)
-                self._ask_again_at = time.monotonic() + ASK_AGAIN_S
+        if None in answers:
+            self._ask_again_at = time.monotonic() + self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_S)
         self._asked, self._answer = [], None
 
 

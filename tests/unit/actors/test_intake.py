@@ -162,8 +162,7 @@ async def test_what_is_put_off_goes_back_to_the_channel_when_the_rank_has_its_gr
     assert sorted(await left(channel)) == ["0-0", "0-2", "0-4"]
 
 
-async def test_what_is_put_off_is_asked_about_again_for_no_more_places_than_there_are(channel, monkeypatch):
-    monkeypatch.setattr("rl_core.actors.intake.ASK_AGAIN_S", 0.01)
+async def test_what_is_put_off_is_asked_about_again_for_no_more_places_than_there_are(channel):
     runner = Runner(later=["0-0", "0-1", "0-2"])
     receiving = receive(runner, channel, 2)
     await put(channel, 0, 1, 2)
