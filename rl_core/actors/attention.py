@@ -7,7 +7,9 @@ taken together as a dense causal batch: right padding is never seen by real toke
 Legend: L packed tokens, R rows of a run, W width of a run, A heads, D head size.
 """
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +111,15 @@ def packed_attention(
         return output, None
     window = sliding_window if sliding_window is not None and sliding_window < packed.max_length else None
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+    if query.is_cuda and dropout == 0.0 and _flash_takes(query):
         return _varlen(query, key, value, packed, scaling, window)[None], None
     outputs = [_dense(run, query, key, value, scaling, dropout, window) for run in packed.runs]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def _flash_takes(query: Tensor) -> bool:
+    """Return whether flash attention has a kernel for the type and the head size of `query`."""
+    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _varlen(
@@ -121,6 +128,7 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     offsets, longest = packed.cu_seqlens, packed.max_length
+    grouped = query.shape[1] != key.shape[1]
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -131,8 +139,14 @@ def _varlen(
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": True} if grouped and asks_for_groups(varlen_attn) else {}),
     )
+
+
+@functools.cache
+def asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Return whether `varlen_attn` is to be told of fewer key heads than query heads; that of torch 2.11 takes them untold."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _dense(

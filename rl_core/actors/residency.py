@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_core.weights.offload import Offloader
+from rl_core.weights.offload import Offloader, give_back
 
 
 class Residency(ABC):
@@ -112,6 +112,8 @@ class Residency(ABC):
             self._give_up_gradients()
         if "weights" not in parts:
             self.offload_param_and_grad()
+        if "offload/bytes" in self._moved:
+            give_back(self.compute_device)
         if "weights" in parts:
             self.load_param_and_grad(index, load_grad="gradients" in parts)
         if "optimizer" in parts:

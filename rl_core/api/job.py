@@ -54,6 +54,9 @@ OPERATOR_FIELDS = (
 """Paths below spec that only the operator (in a local run: the launcher) reads. The pod fields (pods.PodSpec) take effect at a pod's
 next start. Everything else is fixed while a job is not suspended."""
 NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+ON_DEVICE = (
+    "weights.transport must be auto unless roles take turns on GPUs, got ipc; on one host auto takes shared memory"
+)
 TURNS = (
     "placement.mode colocated needs one rollout in each actor pod, hybrid at least one, with as many gpus, in turns; change rollout's replicas "
     "or gpus, or write maxStaleness: 0; "
@@ -235,6 +238,17 @@ class RLJobSpec(Spec):
         numbered = any("rollout" in names for names in self.placement.component_placement or {})
         if self.rollout.autoscale is not None and (numbered or self.placement.mode != "disaggregated"):
             yield f"rollout.autoscale needs rollouts that placement neither pairs nor numbers, got mode {self.placement.mode}; remove it or the placement"
+
+    @rule(
+        Cel(
+            holds="$weights.transport != 'ipc' || ($actor.gpus > 0 && $placement.mode != 'disaggregated')",
+            refusal=ON_DEVICE,
+            field="weights.transport",
+        )
+    )
+    def _a_device_is_shared(self) -> Iterator[str]:
+        if self.weights.transport == "ipc" and (not self.actor.gpus or self.placement.mode == "disaggregated"):
+            yield ON_DEVICE
 
     @rule(
         Cel(

@@ -119,8 +119,8 @@ class WeightsSpec(Spec):
     """bucket: full weights. patch: what changed, where that is smaller; by zmq."""
     verify_every: int = Field(10, ge=1, lt=2**31)
     """In so many patches each tensor is read whole once; 1 = all at each patch."""
-    transport: Literal["auto", "zmq", "gloo", "nccl"] = "auto"
-    """auto: nccl between GPUs, else zmq (shared memory on one host, stream otherwise)."""
+    transport: Literal["auto", "zmq", "gloo", "nccl", "ipc"] = "auto"
+    """auto: nccl between GPUs, ipc on a shared one, else zmq (shared memory on one host, stream otherwise)."""
     bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096, lt=2**40)
     """Size of a bucket, bytes."""
     fanout: Annotated[int | None, AfterValidator(none_for_zero)] = Field(None, ge=0, le=64)

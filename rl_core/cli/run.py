@@ -25,6 +25,7 @@ from rl_core.launch.workspace import Workspace
 from rl_core.plan.capacity import admit
 from rl_core.plan.keys import MASTER_BYTES, key_files, write_key_folder
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
+from rl_core.plan.slots import ROLES, own_pods
 
 HOST = "127.0.0.1"
 RUN_FOLDER = ".rljob"
@@ -69,7 +70,8 @@ def check_devices(job: RLJob) -> None:
     Raises CapacityError when the smallest of them has too little memory.
     """
     spec = job.spec
-    wanted = sum(role.gpus * role.replicas for role in (spec.actor, spec.rollout, spec.env))
+    # Of pods of its own: a guest in the actor's pod has the actor's.
+    wanted = sum(getattr(spec, role).gpus * len(own_pods(spec, role)) for role in ROLES)
     if not wanted:
         return
     sizes = device_sizes()

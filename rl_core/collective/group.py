@@ -6,8 +6,10 @@ publisher) forms the next generation without the lost member. Names travel in a 
 """
 
 import logging
+import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 ABORTED = b"aborted"
 JOINED = b"joined"
+POLL_SECONDS = 0.0005
+"""How often a broadcast between devices is looked at."""
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable that NCCL's watchdog reads when a group is made: 0 = it leaves errors to the caller."""
 
 
 class GroupStore:
@@ -83,13 +89,15 @@ class TensorGroup:
         seconds (None = that of the formation). Either poisons the group.
         """
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
+        limit = timeout if timeout is not None else self._timeout
+        # Else gloo gives it what was left of the formation's time.
+        options.rootRank, options.rootTensor, options.timeout = root, 0, timedelta(seconds=limit)
         with self._changed:
             self._refuse_if_poisoned()
             group, self._in_use = self._group, True
         try:
             work = group.broadcast([tensor], options)
-            self._wait(work, timeout if timeout is not None else self._timeout)
+            self._wait(work, tensor.device, limit)
         except RuntimeError as error:  # torch raises nothing narrower
             self.abort(str(error).partition("\n")[0].partition(". This is typically")[0])
         finally:
@@ -99,10 +107,10 @@ class TensorGroup:
                 self._changed.notify_all()
         self._refuse_if_poisoned()
 
-    def _wait(self, work: Any, timeout: float) -> None:
-        if self.plan.backend == "nccl":
-            work.wait()  # orders the stream; abort ends the kernels
-            torch.cuda.current_stream().synchronize()
+    def _wait(self, work: Any, device: torch.device, timeout: float) -> None:
+        if device.type == "cuda":
+            work.wait()  # orders this thread's stream after the broadcast, no more
+            self._poll(torch.cuda.current_stream(device).record_event().query, timeout)
             return
         finished: list[Any] = []
 
@@ -115,12 +123,21 @@ class TensorGroup:
         with self._changed:
             # not work.wait(): an abort does not end it
             if not self._changed.wait_for(lambda: finished or self._poison, timeout):
-                done = "by nobody" if self.rank == 0 else f"by {self.plan.members[0]}"
-                raise DeadlineExceeded(
-                    f"broadcast in group {self.plan.key} was not finished {done} within {timeout:g} s"
-                )
+                raise self._late(timeout)
         if finished:
             work.wait()  # at once; raises its error
+
+    def _poll(self, done: Callable[[], bool], timeout: float) -> None:
+        """Return once a device is `done`, which tells nobody, or the group is poisoned: abort ends its kernels."""
+        deadline = time.monotonic() + timeout
+        while not done() and not self._poison:
+            if time.monotonic() > deadline:
+                raise self._late(timeout)
+            time.sleep(POLL_SECONDS)
+
+    def _late(self, timeout: float) -> DeadlineExceeded:
+        done = "by nobody" if self.rank == 0 else f"by {self.plan.members[0]}"
+        return DeadlineExceeded(f"broadcast in group {self.plan.key} was not finished {done} within {timeout:g} s")
 
     def abort(self, reason: str) -> None:
         """Poison the group and end what is under way in it. Idempotent."""
@@ -173,7 +190,18 @@ def _connect(store: Any, plan: GroupPlan, rank: int, deadline: float) -> Any:
     if plan.backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, len(plan.members), left)
     if plan.backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = left
-        return dist.ProcessGroupNCCL(store, rank, len(plan.members), options)
+        return _nccl(store, plan, rank)
     raise ConfigError(f"backend must be gloo or nccl, got {plan.backend!r}")
+
+
+def _nccl(store: Any, plan: GroupPlan, rank: int) -> Any:
+    """Return a group whose errors and deadlines are ours: NCCL's watchdog would end this process, the trainer's, when a peer is lost."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, len(plan.members), options)
+    finally:
+        del os.environ[ERROR_HANDLING]
+        os.environ.update({} if before is None else {ERROR_HANDLING: before})

@@ -46,7 +46,7 @@ class PublishReport:
     bytes: int
     """Most bytes that a receiver needed: the size of the version, or of its patch where everybody who needed bytes took that."""
     transport: str
-    """What carried the bytes: shared, stream, gloo, nccl, joined by "+"; "none" when nobody needed any."""
+    """What carried the bytes: shared, stream, gloo, nccl, ipc, joined by "+"; "none" when nobody needed any."""
     copy_seconds: float
     """Gathering the weights and copying them to host memory."""
     sync_seconds: float
@@ -166,6 +166,15 @@ class GroupSource:
 
 
 @record
+class DeviceSource:
+    """Memory of the device that publisher and receiver share, with all buckets; good for one receiver."""
+
+    kind: ClassVar[str] = "ipc"
+    handle: tuple[int | bytes | bool, ...]
+    """What torch maps it by."""
+
+
+@record
 class PatchSource:
     """The data of a patch, for a receiver that serves the version it was made from."""
 
@@ -182,7 +191,7 @@ class PatchSource:
         return self.data.kind
 
 
-WeightSource = SharedSource | StreamSource | GroupSource | PatchSource
+WeightSource = SharedSource | StreamSource | GroupSource | DeviceSource | PatchSource
 
 # --- the handshake ------------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,14 @@ def _device(device: torch.device | str | int) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
+def give_back(device: torch.device) -> None:
+    """Return to `device` what its allocator keeps of freed memory: another process that shares the device cannot take it from there."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _synchronize(held: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
-    if any(storage.device.type == "cuda" for storage, _ in held):
-        torch.cuda.synchronize()
+    # Of each device by name: the calling thread's own may be another.
+    for device in {storage.device for storage, _ in held}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -22,13 +22,13 @@ class Outlets:
         """`host`: the address receivers reach this process at. `host_token` None = this host's."""
         self._host, self._encrypt = host, encrypt
         self._keys = keys if encrypt else None
-        self._host_token = host_token if host_token is not None else tokens.host_token()
+        self.host_token = host_token if host_token is not None else tokens.host_token()
         self._bulk: BulkSender | None = None
 
     def maps(self, copy: HostCopy | PatchCopy, host_token: str) -> bool:
         """Return whether a process with that token can map `copy`."""
         memory = copy.memory
-        if host_token != self._host_token or memory.segment is None:
+        if host_token != self.host_token or memory.segment is None:
             return False
         if memory.is_there():
             return True

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.identity import Identity
@@ -32,7 +32,10 @@ from rl_core.weights.host_copy import HostCopies, HostCopy
 from rl_core.weights.joiners import LateJoiners
 from rl_core.weights.outlets import Outlets
 from rl_core.weights.version_source import VersionSource
-from rl_core.weights.ways import Star, Together, Way
+from rl_core.weights.ways import OnDevice, Star, Together, Way
+
+if TYPE_CHECKING:
+    from rl_core.weights.device_memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,8 @@ class WeightPublisher:
         self._outlets = Outlets(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
         self._relays = Relays(own.fanout, encrypted=own.encrypt) if own.fanout else None
         self._joiners = LateJoiners(self._copies, self._outlets, self._deadlines, self._relays)
+        self._memory: DeviceMemory | None = None
+        """The version on the device, where receivers map it there."""
         self._way = self._make_way(host, device_uuid)
         handlers = {"weights_pull": self._joiners.pull, "weights_pulled": self._joiners.pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
@@ -90,10 +95,16 @@ class WeightPublisher:
         words.kernels()
 
     def _make_way(self, host: str, device_uuid: str | None) -> Way:
-        """Return how versions travel: patches go over ZeroMQ, and a CPU job does unless it asks for a group."""
+        """Return how versions travel: patches go over ZeroMQ, and a CPU job does unless it asks for another way."""
         transport, star = self.cfg.weights.transport, Star(self._outlets, self._relays)
         if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or self._chain is not None)):
             return star
+        if self._shares_devices:
+            from rl_core.weights.device_memory import DeviceMemory  # needs torch
+
+            self._memory = DeviceMemory()
+            own = self._outlets.host_token
+            return OnDevice(star, self._memory, wanted=transport, host_token=own, device=device_uuid or self._device)
         return Together(
             star,
             wanted=transport,
@@ -103,6 +114,12 @@ class WeightPublisher:
             device_uuid=device_uuid,
             timeout=self._deadlines.collective_seconds,
         )
+
+    @property
+    def _shares_devices(self) -> bool:
+        """Return whether a receiver may be on the device of the trained weights."""
+        transport, mode = self.cfg.weights.transport, self.cfg.placement.mode
+        return transport == "ipc" or (transport == "auto" and mode != "disaggregated")
 
     def current(self) -> tuple[int, str]:
         """Return (version, digest) that late joiners get; (-1, "") before the first commit and until a publish that began commits."""
@@ -127,6 +144,7 @@ class WeightPublisher:
             started = time.monotonic()
             self._joiners.withdraw()
             try:
+                source = source if self._memory is None else self._memory.filled_by(source)
                 write = self._copies.write if self._chain is None else self._chain.write
                 copy = write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.api.errors import ConfigError
-from rl_core.messages.weights import GroupSource, PatchSource, SharedSource, StreamSource, WeightSource
+from rl_core.messages.weights import DeviceSource, GroupSource, PatchSource, SharedSource, StreamSource, WeightSource
 from rl_core.transports.bulk import BulkReceiver
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
@@ -28,11 +28,13 @@ class Sources:
     """What a receiver keeps between syncs: mapped segments, a process group. `open` runs in one thread, the rest in any."""
 
     def __init__(self, *, keys: KeyRing | None, device: str, deadlines: Deadlines) -> None:
-        """`device`: where NCCL puts the bytes."""
+        """`device`: where NCCL puts the bytes, and the publisher's memory is mapped."""
         self._keys, self._device, self._deadlines = keys, device, deadlines
         self._segments = SegmentReader()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._group: GroupReceiver | None = None
+        self._maps = True
+        """Whether the publisher's memory of the device could be mapped the last time."""
 
     def open(self, source: WeightSource, assembly: Assembly) -> AbstractContextManager[Tensors]:
         """Return the verified tensors of `source` inside a `with`. Raises ConfigError for an unknown kind."""
@@ -42,9 +44,11 @@ class Sources:
             return self._stream(source, assembly)
         if isinstance(source, GroupSource):
             return self._collective(source, assembly)
+        if isinstance(source, DeviceSource):
+            return self._on_device(source, assembly)
         if isinstance(source, PatchSource):
             return self._patch(source, assembly)
-        raise ConfigError(f"source of weights must be shared, stream, group or patch, got {type(source).__name__}")
+        raise ConfigError(f"source of weights must be shared, stream, group, ipc or patch, got {type(source).__name__}")
 
     @contextlib.contextmanager
     def _shared(self, source: SharedSource, assembly: Assembly) -> Iterator[Tensors]:
@@ -81,6 +85,16 @@ class Sources:
             buckets = group.buckets(source, assembly.layout, device="cpu")
             yield assembly.tensors((bucket.start, buffer.numpy()) for bucket, buffer in buckets)
 
+    @contextlib.contextmanager
+    def _on_device(self, source: DeviceSource, assembly: Assembly) -> Iterator[Tensors]:
+        from rl_core.weights.device_memory import mapped  # needs torch
+
+        self._maps = False
+        with mapped(source.handle, self._device) as whole:
+            self._maps = True
+            buckets = assembly.layout.buckets
+            yield assembly.device_tensors((one, whole[one.start : one.start + one.nbytes]) for one in buckets)
+
     def _group_receiver(self) -> "GroupReceiver":
         if self._group is None:
             from rl_core.weights.collective import GroupReceiver
@@ -93,7 +107,9 @@ class Sources:
         self._group_receiver().abort(epoch, generation, reason)
 
     def group_ended(self, source: WeightSource) -> bool:
-        """Return whether a transfer from `source` ended because its process group did."""
+        """Return whether a transfer from `source` ended because its process group did, or never began: it can be offered by another way."""
+        if isinstance(source, DeviceSource):
+            return not self._maps
         return isinstance(source, GroupSource) and self._group_receiver().broken
 
     def interrupt(self) -> None:

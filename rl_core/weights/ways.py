@@ -1,16 +1,18 @@
 """How the bytes of an encoded version get from the publisher to its receivers: one class per way, chosen once per publisher.
 
-Each to itself over ZeroMQ (`Star`: shared memory on one host, stream otherwise), or all in one process group (`Together`: NCCL between
-GPUs, gloo when the job says so). The publisher builds the handshakes, starts the offers, and lets the way deliver.
+Each to itself over ZeroMQ (`Star`: shared memory on one host, stream otherwise) or, on the publisher's own device, where it lies
+(`OnDevice`), or all in one process group (`Together`: NCCL between GPUs, gloo when the job says so). The publisher builds the
+handshakes, starts the offers, and lets the way deliver.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.api.errors import ConfigError
-from rl_core.messages.weights import WeightTransfer
+from rl_core.messages.weights import DeviceSource, WeightTransfer
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.fanout import Relays
 from rl_core.weights.handshake import Gate, Handshake, HandshakeState
@@ -19,6 +21,9 @@ from rl_core.weights.outlets import Outlets, offer_of
 
 if TYPE_CHECKING:
     from rl_core.weights.collective import GroupSender
+    from rl_core.weights.device_memory import DeviceMemory
+
+logger = logging.getLogger(__name__)
 
 TRANSFERS = 2
 """A patch that does not hold at a receiver is followed by the whole version."""
@@ -106,6 +111,64 @@ class Star:
                 await handshake.offered()
             if handshake.live:
                 await self._give(handshake, copy, deadlines)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class OnDevice:
+    """A receiver on the publisher's device maps the version where it lies. Others get it as in `Star`, where the job does not say ipc."""
+
+    def __init__(self, star: Star, memory: "DeviceMemory", *, wanted: str, host_token: str, device: str) -> None:
+        """`memory` holds the version; `wanted`: weights.transport; `device`: UUID of the publisher's."""
+        self._star, self._memory = star, memory
+        self._wanted, self._host_token, self._device = wanted, host_token, device
+        self._unable: set[str] = set()
+        """Names of receivers that cannot map it."""
+
+    def start(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
+        """Send OFFER without a source: READY tells where the receiver is."""
+        handshake.start(offer_of(copy, None, deadlines), deadlines.ready_seconds)
+
+    async def deliver(self, handshakes: Sequence[Handshake], copy: HostCopy, gate: Gate, deadlines: Deadlines) -> None:
+        """Serve every receiver to the end; then the device's memory is free."""
+        try:
+            await asyncio.gather(*(self._deliver(one, copy, gate, deadlines) for one in handshakes))
+        finally:
+            self._memory.free()
+
+    async def _deliver(self, handshake: Handshake, copy: HostCopy, gate: Gate, deadlines: Deadlines) -> None:
+        await handshake.offered()
+        if handshake.live and handshake.ready is not None:
+            here = (handshake.host_token, handshake.ready.device) == (self._host_token, self._device)
+            if here and handshake.name not in self._unable:
+                await self._map(handshake, copy, deadlines)
+            elif self._wanted == "ipc":
+                raise ConfigError(
+                    f"weights.transport ipc needs a receiver on the trainer's device {self._device}, got {handshake.name} on "
+                    f"{handshake.ready.device}; use auto"
+                )
+        await self._star.finish(handshake, copy, gate, deadlines)
+
+    async def _map(self, handshake: Handshake, copy: HostCopy, deadlines: Deadlines) -> None:
+        """Have the receiver map the version; where it cannot, as containers may be kept apart, offer it by another way from then on."""
+        source = DeviceSource(handle=self._memory.handle())
+        transfer = WeightTransfer(digest=copy.manifest.digest, source=source)
+        await handshake.transfer(transfer, deadlines.transfer(copy.manifest.total_bytes))
+        if not handshake.live:
+            return
+        if self._wanted == "ipc":
+            raise ConfigError(
+                f"weights.transport ipc: {handshake.name} cannot map the device's memory: {handshake.reason}; use auto"
+            )
+        logger.warning(
+            "%s cannot map the device's memory, it gets the weights through the host: %s",
+            handshake.name,
+            handshake.reason,
+        )
+        self._unable.add(handshake.name)
+        self.start(handshake, copy, deadlines)
+        await handshake.offered()
 
     def close(self) -> None:
         """Nothing is kept."""

@@ -35,6 +35,12 @@ PLACEMENTS = {
         PAIRS.format("hybrid"),
         SAME,
     ),
+    "device-memory-mapped-from-another-device": (
+        {"weights": {"transport": "ipc"}},
+        "spec.weights.transport",
+        "weights.transport must be auto unless roles take turns on GPUs, got ipc; on one host auto takes shared memory",
+        SAME,
+    ),
     "unknown-placement": (
         {"placement": {"mode": "scattered"}},
         "spec.placement.mode",

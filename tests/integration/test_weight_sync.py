@@ -30,17 +30,18 @@ from weight_world import (
     tensors,
 )
 
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing, generate_keys
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.device_memory import DeviceMemory
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import StateSource
 
 
-@pytest.fixture(params=["shared", "stream", "gloo"])
+@pytest.fixture(params=["shared", "stream", "gloo", "ipc"])
 def transport(request):
     return request.param
 
@@ -138,6 +139,26 @@ def test_an_engine_that_fails_is_out_and_the_other_serves(receivers, transport):
         assert report.acked == ("rollout:0",)
         assert "KeyError" in report.failed["rollout:1"]
         assert serves(receivers[0], 1, tensors(1)) and not receivers[1].call("probe")["serving"]
+
+
+def test_a_receiver_on_another_device_is_refused_where_the_job_says_ipc(receivers):
+    elsewhere = [replace(one, host_token="elsewhere") for one in about(receivers)]
+    with (
+        publisher("ipc") as source,
+        pytest.raises(ConfigError, match="ipc needs a receiver on the trainer's device cpu"),
+    ):
+        source.publish(1, model(1), elsewhere, 2)
+
+
+def test_a_receiver_that_cannot_map_the_device_gets_the_version_through_the_host(receivers, monkeypatch):
+    monkeypatch.setattr(DeviceMemory, "handle", lambda memory: (b"", b"/nothing-there", 3))
+    with publisher("ipc") as source:
+        with pytest.raises(ConfigError, match="rollout:. cannot map the device's memory: .*; use auto"):
+            source.publish(1, model(1), about(receivers), 2)
+        source._way._wanted = "auto"
+        for version in (2, 3):
+            report = source.publish(version, model(version), about(receivers), 2)
+            assert report.transport == "shared" and all(serves(one, version, tensors(version)) for one in receivers)
 
 
 def test_a_model_of_another_shape_is_refused_before_any_data_moves(receivers):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
@@ -73,7 +74,10 @@ def publisher(transport="shared", epoch=None, **weights):
         weights["transport"] = "gloo"
     host_token = "elsewhere" if transport == "stream" else None
     epoch = next(epochs) if epoch is None else epoch
-    made = WeightPublisher({**SPEC, "weights": weights}, epoch, deadlines=QUICK, host_token=host_token)
+    cfg = RLJobSpec.model_validate({**SPEC, "weights": weights})
+    if transport == "ipc":  # no job may ask for it on a CPU, where shared memory stands in for the device's
+        cfg = cfg.model_copy(update={"weights": cfg.weights.model_copy(update={"transport": "ipc"})})
+    made = WeightPublisher(cfg, epoch, deadlines=QUICK, host_token=host_token)
     try:
         yield made
     finally:

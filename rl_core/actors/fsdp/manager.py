@@ -180,8 +180,9 @@ class FSDPModelManager(ModelManager):
         return [[parameter for name, parameter in named if of_critic(name) is critic] for critic in (False, True)]
 
     def _gradient_norm(self) -> float:
-        squares = torch.stack([self.strategy.grad_norm(parameters) for parameters in self._models()])
-        self._norms = [math.sqrt(square) for square in self.ranks.sum_rows(squares.cpu()).tolist()]
+        # To the CPU one by one: a rank without gradients of a model answers from there.
+        squares = torch.stack([self.strategy.grad_norm(parameters).cpu() for parameters in self._models()])
+        self._norms = [math.sqrt(square) for square in self.ranks.sum_rows(squares).tolist()]
         return math.hypot(*self._norms)
 
     def _apply_gradients(self, norm: float) -> None:

@@ -209,7 +209,7 @@ class LeanDecoder:
             key, value = windows[layer].unbind(0)
             if fused:
                 bias = None if flat_mask is None else flat_mask.view(count, kv_heads, 1, -1)
-                return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0).view(count, split)
+                return fused_attention(query, key, value, bias)
             # On CPU two batched products beat the fused kernel, which is made for many queries per key.
             query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
             key = key.transpose(1, 2)
@@ -249,3 +249,10 @@ class LeanDecoder:
         causal = columns[None, :] <= columns[:, None]
         begun = columns[None, None, :] >= starts[:, None, None]
         return ((causal & begun) | torch.eye(padded, dtype=torch.bool, device=self.device)).unsqueeze(1)
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Return [n, K Q D] of query [n, K, Q, D], not scaled, over key and value [n, K, W, D]; `bias` [n, K, 1, W]."""
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
+    # Not a view: the kernels write their output with heads and queries in the other order.
+    return attended.reshape(len(query), -1)

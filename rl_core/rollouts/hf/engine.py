@@ -73,6 +73,11 @@ class HFEngine:
         self._ended: list[tuple[int, GenerationOutput]] = []
 
     @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return self._decoder.device
+
+    @property
     def busy(self) -> bool:
         """Return whether anything runs or waits."""
         return bool(self._rows.requests or self._waiting or self._ended)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rl_core.rollouts.engine import Part
 from rl_core.rollouts.hf.loop import EngineLoop
-from rl_core.weights.offload import Offloader
+from rl_core.weights.offload import Offloader, give_back
 
 
 class EngineResidency:
@@ -15,7 +15,8 @@ class EngineResidency:
     def __init__(self, loop: EngineLoop) -> None:
         """Move the parts of the engine of `loop`."""
         self._loop, self._engine = loop, loop.engine
-        self._weights = Offloader()
+        self._device = self._engine.device
+        self._weights = Offloader(pin=self._device.type == "cuda")
         self._away: set[Part] = set()
 
     def offload(self, parts: Collection[Part]) -> None:
@@ -27,6 +28,7 @@ class EngineResidency:
             self._engine.release_cache()
         if "weights" in parts and not self._weights.is_offloaded:
             self._weights.offload(self._engine.stored_weights())
+        give_back(self._device)
         self._away.update(parts)
 
     def onload(self, parts: Collection[Part]) -> None:

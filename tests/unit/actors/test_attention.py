@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.actors.attention import PackedLayout, packed_attention
+from rl_core.actors.attention import PackedLayout, asks_for_groups, packed_attention
 
 
 def row_attention(query, key, value, window):
@@ -63,3 +63,11 @@ def test_runs_cover_every_token_once_with_little_padding(lengths):
 def test_equal_lengths_are_one_run_without_copies():
     (run,) = packed_of([7] * 5).runs
     assert run.dense is None and run.real is None and (run.rows, run.width) == (5, 7)
+
+
+def test_torch_is_told_of_grouped_heads_only_where_it_asks():
+    from torch.nn.attention.varlen import varlen_attn
+
+    def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)): ...
+
+    assert asks_for_groups(varlen_attn) and not asks_for_groups(of_torch_2_11)

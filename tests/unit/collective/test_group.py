@@ -118,6 +118,15 @@ def test_nor_does_a_broadcast_that_is_aborted_while_it_begins():
     assert ended_by.get(timeout=60) == "rljob-group-end"
 
 
+def test_a_device_that_is_not_done_in_time_is_not_waited_for():
+    group, looks = lone_group(SlowToEnd(queue.SimpleQueue())), iter([False, False, True])
+    group._poll(lambda: next(looks), 60)
+    with pytest.raises(DeadlineExceeded, match="broadcast in group w/1/1 was not finished by nobody within 0 s"):
+        group._poll(lambda: False, 0.0)
+    group.abort("lost")
+    group._poll(lambda: False, 60)  # abort ends its kernels
+
+
 def test_a_formation_that_misses_its_deadline_names_who_did_not_come(store):
     with pytest.raises(DeadlineExceeded, match="group weights/1/3 waits for rollout:0, rollout:1$"):
         TensorGroup.form(plan_of(store, 3, "p", "rollout:0", "rollout:1"), 0, timeout=0.3)

@@ -11,6 +11,7 @@ from rl_core.cpu import products
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.cache import KVCache
 from rl_core.rollouts.hf.config import DecoderConfig
+from rl_core.rollouts.hf.decoder import fused_attention
 from rl_core.rollouts.hf.rope import deinterleave, interleave
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.sampling import SamplingParams
@@ -322,6 +323,16 @@ def test_weights_are_read_back_as_they_were_written(raw):
     assert all(tensor.equal(tensors[name]) for name, tensor in weights.named_tensors())
     for name, place in weights.destinations().items():
         assert place.equal(tensors[name]) and place.is_contiguous()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernel_of_accelerators_attends_as_written_out(masked):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, 2, length, 8, generator=generator) for length in (4, 5, 5))
+    bias = torch.randn(3, 2, 1, 5, generator=generator) if masked else None
+    scores = query @ key.transpose(2, 3) + (0.0 if bias is None else bias)
+    expected = (scores.softmax(-1) @ value).reshape(3, 2 * 4 * 8)
+    assert torch.allclose(fused_attention(query, key, value, bias), expected, atol=1e-5)
 
 
 @given(st.integers(1, 4), st.sampled_from([2, 4, 8]))
