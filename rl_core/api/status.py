@@ -232,6 +232,8 @@ class RLJobStatus(StatusPart):
     """Accelerators by pod."""
     metrics: Annotated[list[Metric], Field(max_length=64)] = []
     """Numbers of the newest step."""
+    busy: Annotated[list[Metric], Field(max_length=1024)] = []
+    """Share of the last minute, or of four longer steps, in which each rollout held groups."""
     ends: Annotated[list[PodEnds], Field(max_length=2048)] = []
     """Pods that ended lately."""
     draining: Annotated[list[Draining], Field(max_length=1024)] = []

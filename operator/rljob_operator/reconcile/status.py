@@ -24,10 +24,13 @@ PROGRESS = (
     "runtimeSeconds",
     "checkpoint",
     "metrics",
+    "busy",
     "devices",
     "columns",
 )
 """Fields whose change alone may wait for the progress interval."""
+MOST_ROLLOUTS = 1024
+"""Most rollouts of a job."""
 DEVICES = 64
 """Most devices of a pod in a status."""
 METRICS = (
@@ -159,7 +162,7 @@ def _runner_progress(situation: Situation, phase: str) -> dict[str, Any]:
     before, report = situation.record.raw, situation.report
     kept = {
         key: before[key]
-        for key in ("step", "policyVersion", "reward", "lag", "checkpoint", "metrics", "devices")
+        for key in ("step", "policyVersion", "reward", "lag", "checkpoint", "metrics", "busy", "devices")
         if key in before
     }
     kept["totalSteps"] = situation.spec.algorithm.steps
@@ -176,9 +179,13 @@ def _runner_progress(situation: Situation, phase: str) -> dict[str, Any]:
         if report.number("reward") is not None
         else {"lag": _lag(situation)}
     )
-    kept |= {key: value for key, value in (("checkpoint", _checkpoint(report)), ("metrics", _metrics(report))) if value}
-    devices = _devices(situation, report)
-    return kept | ({"devices": devices} if devices else {})
+    told = {
+        "checkpoint": _checkpoint(report),
+        "metrics": _metrics(report),
+        "busy": _busy(report),
+        "devices": _devices(situation, report),
+    }
+    return kept | {key: value for key, value in told.items() if value}
 
 
 def _lag(situation: Situation) -> int:
@@ -204,6 +211,18 @@ def _metrics(report: Report) -> list[dict[str, str]]:
     found = {**found, **{name: workload.get(field) for name, field in SHARES.items()}}
     shown = [(name, value) for name in (*METRICS, *SHARES) if isinstance(value := found.get(name), int | float)]
     return [{"name": name, "value": f"{value:.6g}"} for name, value in shown]
+
+
+def _busy(report: Report) -> list[dict[str, str]]:
+    """Return the utilisation of each rollout, in hundredths so that a steady job is not written for less."""
+    rollouts = report.mapping("workload").get("rollouts")
+    told = [_mapping(one) for one in (rollouts if isinstance(rollouts, list) else [])[:MOST_ROLLOUTS]]
+    shares = {str(one.get("name"))[:LONGEST_NAME]: finite(one.get("busy")) for one in told}  # names are keys in the CRD
+    return [
+        {"name": name, "value": f"{share:.2f}"}
+        for name, share in shares.items()
+        if share is not None and 0 <= share <= 1
+    ]
 
 
 def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:

@@ -379,6 +379,10 @@ def test_devices_metrics_and_versions_are_told() -> None:
             "bestReward": 0.5,
         },
         "roles": [{"name": "rollout", "ready": 2, "lag": 3, "versions": {"47": 1, "50": 1}}],
+        "workload": {
+            "starved": 0.25,
+            "rollouts": [{"name": "rollout:0", "busy": 0.756}, {"busy": "x"}, 3, {"busy": 7}],
+        },
         "members": [{"pod": "x-actor-0", "deviceUuids": ["GPU-2"]}, {"pod": "x-actor-0", "deviceUuids": ["GPU-1"]}],
     }
     plan = reconcile(
@@ -391,7 +395,12 @@ def test_devices_metrics_and_versions_are_told() -> None:
     )
     assert plan.status is not None
     RLJobStatus.model_validate(plan.status)
-    shown = [{"name": "reward/mean", "value": "0.25"}, {"name": "train/loss", "value": "nan"}]
+    shown = [
+        {"name": "reward/mean", "value": "0.25"},
+        {"name": "train/loss", "value": "nan"},
+        {"name": "rollout/starved_share", "value": "0.25"},
+    ]
+    assert plan.status["busy"] == [{"name": "rollout:0", "value": "0.76"}]
     assert plan.status["metrics"] == shown, "a dozen that tell whether it is well, numbers only"
     assert plan.status["devices"] == [
         {"pod": "x-actor-0", "node": world.pods["x-actor-0"]["spec"]["nodeName"], "uuids": ["GPU-1", "GPU-2"]}
