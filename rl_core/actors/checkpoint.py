@@ -124,7 +124,7 @@ class RankPart:
 
 
 class BackgroundWriter:
-    """Writes a copy of a rank's part from a thread while the rank trains on; one at a time.
+    """Copies a rank's part and writes the copy, from a thread while the rank goes on; one at a time.
 
     The copy's memory is kept for the next one: as much as model and optimizer take here, page-locked where it comes from an accelerator.
     """
@@ -132,37 +132,50 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str, int], Tensor] = {}
         self._written: concurrent.futures.Future[dict[str, str]] | None = None
+        self._copied = threading.Event()
+        """Cleared while the thread reads model and optimizer."""
+        self._copied.set()
 
     def write(self, part: RankPart, folder: Path) -> "concurrent.futures.Future[dict[str, str]]":
-        """Copy the part, begin to write the copy and return what `RankPart.write` will return. Waits for the part before it."""
+        """Begin to copy and write the part; return what `RankPart.write` will return. Waits for the part before it."""
         if self._written is not None:
             concurrent.futures.wait([self._written])  # it is written from the same memory
-        copy = replace(part, model=self._copy("model", part.model), optimizer=self._copy("optimizer", part.optimizer))
         written: concurrent.futures.Future[dict[str, str]] = concurrent.futures.Future()
 
         def work() -> None:
             try:
-                written.set_result(copy.write(folder))
+                written.set_result(self._copy_of(part).write(folder))
             except Exception as error:  # noqa: BLE001 - the future carries it to whoever waits
                 written.set_exception(error)
 
+        self._copied.clear()
         # A daemon: a process that is told to end does not wait for a checkpoint that nobody will publish.
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         self._written = written
         return written
 
+    def release(self) -> None:
+        """Wait until model and optimizer are copied. Whoever changes or moves them calls it first, else the copy were of two steps."""
+        self._copied.wait()
+
+    def _copy_of(self, part: RankPart) -> RankPart:
+        try:
+            return replace(
+                part, model=self._copy("model", part.model), optimizer=self._copy("optimizer", part.optimizer)
+            )
+        finally:
+            self._copied.set()
+
     def _copy(self, kind: str, boxes: Boxes) -> Boxes:
         copied = {
-            name: [
-                (self._copied((kind, name, number), tensor), offset) for number, (tensor, offset) in enumerate(parts)
-            ]
+            name: [(self._held((kind, name, number), tensor), offset) for number, (tensor, offset) in enumerate(parts)]
             for name, parts in boxes.items()
         }
-        if any(tensor.is_cuda for parts in boxes.values() for tensor, _ in parts):
-            torch.cuda.synchronize()
+        for device in {tensor.device for parts in boxes.values() for tensor, _ in parts if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
         return copied
 
-    def _copied(self, key: tuple[str, str, int], tensor: Tensor) -> Tensor:
+    def _held(self, key: tuple[str, str, int], tensor: Tensor) -> Tensor:
         held = self._memory.get(key)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

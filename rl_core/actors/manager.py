@@ -157,6 +157,7 @@ class ModelManager(Residency):
                 "the reference policy is kept only with algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got 0; set one"
             )
         self._require_loaded("the reference policy")
+        self._release_state()
         return self._reference.swapped()
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -182,6 +183,7 @@ class ModelManager(Residency):
         norm = self._gradient_norm()
         self.counts.attempted += 1
         if math.isfinite(norm):
+            self._release_state()
             self._apply_gradients(norm)
             self.counts.applied += 1
             self._follow_schedule()
@@ -239,8 +241,8 @@ class ModelManager(Residency):
     def save_checkpoint(self, save_path: str, step: int = 0, in_background: bool = False) -> Any:
         """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters.
 
-        Returns path below `save_path` -> digest. `in_background`: copy them to host memory, return an awaitable of that and write from a
-        thread; the save before this one is waited for. Raises InfrastructureError when the storage refuses.
+        Returns path below `save_path` -> digest. `in_background`: return an awaitable of that at once, and copy them and write the copy from
+        a thread; the next optimizer step waits for the copy, the next save for all. Raises InfrastructureError when the storage refuses.
         """
         with self.loaded(), self.ranks.guard("saving a checkpoint"):
             part = checkpoint.RankPart.of(
@@ -253,6 +255,9 @@ class ModelManager(Residency):
                 return part.write(Path(save_path))
             written = self._background.write(part, Path(save_path))
         return _awaited(written)
+
+    def _release_state(self) -> None:
+        self._background.release()
 
     def _counters(self, step: int) -> checkpoint.Counters:
         return checkpoint.Counters(
@@ -270,6 +275,7 @@ class ModelManager(Residency):
         Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
         """
         with self.loaded(), self.ranks.guard("loading a checkpoint"):
+            self._release_state()
             self._before_state(checkpoint.Counters.read(Path(load_path)).counts)
             weights, moments = self.master_slices(), self.moment_slices()
             counters = checkpoint.load(

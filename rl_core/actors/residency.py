@@ -37,6 +37,10 @@ class Residency(ABC):
         """Return what this rank stores of the optimizer's state, step counters aside."""
 
     @abstractmethod
+    def _release_state(self) -> None:
+        """Wait until nobody else reads weights and moments: they are about to change or to go away."""
+
+    @abstractmethod
     def _grads_wait(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied."""
 
@@ -68,6 +72,7 @@ class Residency(ABC):
         if offload_grad:
             self._give_up_gradients()
         if not self.is_weight_offloaded:
+            self._release_state()
             self._weights.offload(self._weight_tensors())
             self._report("offload", self._weights)
 
@@ -87,6 +92,7 @@ class Residency(ABC):
     def offload_optimizer(self) -> None:
         """Take the moments away."""
         if not self.is_optimizer_offloaded:
+            self._release_state()
             self._moments.offload(self._moment_tensors())
             self._report("offload", self._moments)
 

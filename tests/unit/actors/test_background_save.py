@@ -1,6 +1,7 @@
 """A checkpoint that is written while training goes on is of the moment it was asked for."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -37,6 +38,25 @@ def test_what_training_changes_meanwhile_is_not_in_it(make_actor, records, tmp_p
         other.load_checkpoint(str(folder))
         assert same(state(other), expected) and not same(state(actor), expected)
         assert other.counts.applied == actor.counts.applied - 1
+
+
+def test_a_step_that_comes_before_the_copy_is_made_waits_for_it(make_actor, records, tmp_path, monkeypatch):
+    actor, other, arrived = make_actor(), make_actor(), threading.Event()
+    train(actor, records)
+    background, expected = actor._background, state(actor)
+    copy, release = background._copy_of, background.release
+
+    def late(part):
+        assert arrived.wait(60), "the optimizer step asks before it changes anything"
+        return copy(part)
+
+    monkeypatch.setattr(background, "_copy_of", late)
+    monkeypatch.setattr(background, "release", lambda: (arrived.set(), release()))
+    written = actor.save_checkpoint(str(tmp_path), 1, in_background=True)
+    train(actor, records)
+    asyncio.run(written)
+    other.load_checkpoint(str(tmp_path))
+    assert same(state(other), expected)
 
 
 def test_it_has_the_bytes_of_one_that_is_waited_for(make_actor, records, tmp_path):
