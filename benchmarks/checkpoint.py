@@ -3,8 +3,8 @@
 `save` is `begin` + `save_checkpoint` + `publish` (shards, digests, manifest, fsync of all), `load` is `load_checkpoint` with its check of
 the digests. `raw_save` writes as many bytes from one buffer to one file on the same disk and syncs it, `raw_load` reads them into a
 buffer that exists; before each load the files are dropped from the page cache, which a resume on another machine or after a while does
-not find them in either. `pause` is what an asynchronous save takes of the training loop: `begin` and asking for it, what the next optimizer
-step still waits for the copy, and `publish` once the ranks are done. The loop generates before that step, for `GENERATION` seconds here.
+not find them in either. `pause` is what an asynchronous save takes of the training loop: `begin` and asking for it, and what the next
+optimizer step still waits for the copy; the loop generates before that step, for `GENERATION` seconds here. `publish` is a thread's then.
 `step_meanwhile` is the training step beside the writing thread, `step` one without. The sides take turns, medians.
 
     python benchmarks/checkpoint.py [--folder DIR] [--repetitions 5]
@@ -107,7 +107,7 @@ class Trainer:
         digests = writing.result()
         found["written_after"] = time.perf_counter() - began
         published = seconds(lambda: self.store.publish(staging, digests=digests))
-        return found | {"asked": asked, "waited": waited, "published": published, "pause": asked + waited + published}
+        return found | {"waited": waited, "published": published, "pause": asked + waited}
 
 
 def main() -> None:

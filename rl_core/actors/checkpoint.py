@@ -17,6 +17,7 @@ from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.slices import LocalSlice
 from rl_core.api.errors import DataError
+from rl_core.checkpoint.background import begin
 from rl_core.checkpoint.files import sync_folder, write_failure, write_file
 from rl_core.checkpoint.manifest import MANIFEST, read_manifest
 from rl_core.checkpoint.state import capture_rng, derive_rng, restore_rng
@@ -140,19 +141,9 @@ class BackgroundWriter:
         """Begin to copy and write the part; return what `RankPart.write` will return. Waits for the part before it."""
         if self._written is not None:
             concurrent.futures.wait([self._written])  # it is written from the same memory
-        written: concurrent.futures.Future[dict[str, str]] = concurrent.futures.Future()
-
-        def work() -> None:
-            try:
-                written.set_result(self._copy_of(part).write(folder))
-            except Exception as error:  # noqa: BLE001 - the future carries it to whoever waits
-                written.set_exception(error)
-
         self._copied.clear()
-        # A daemon: a process that is told to end does not wait for a checkpoint that nobody will publish.
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
-        self._written = written
-        return written
+        self._written = begin(lambda: self._copy_of(part).write(folder))
+        return self._written
 
     def release(self) -> None:
         """Wait until model and optimizer are copied. Whoever changes or moves them calls it first, else the copy were of two steps."""

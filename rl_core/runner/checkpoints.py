@@ -4,12 +4,15 @@ import json
 import logging
 import os
 import threading
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError, RLJobError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
+from rl_core.checkpoint.background import begin
 from rl_core.checkpoint.files import write_failure, write_file
 from rl_core.checkpoint.source import find_source
 from rl_core.checkpoint.store import Checkpoint, CheckpointStore
@@ -32,7 +35,6 @@ WAY_OUT = (
 class _Writing:
     """A checkpoint whose ranks write."""
 
-    step: int
     store: CheckpointStore
     """Where it belongs, whatever `checkpoint.path` becomes meanwhile."""
     staging: Path
@@ -54,8 +56,8 @@ class Checkpoints:
         self._taking_over = False
         """Whether the checkpoint found last is another run's, whose history this one goes on with."""
         self.last_step: int | None = None
-        self._writing: _Writing | None = None
-        """The one that is written in the background."""
+        self._writing: tuple[int, Future[str]] | None = None
+        """The step of the one that is written in the background, and its path to come."""
         self._made_room: list[str] = []
         """Folders that were deleted before their time, the last few."""
         self._resumed: dict[str, Any] = {}
@@ -235,7 +237,7 @@ class Checkpoints:
 
         `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them. `passing`: the next one replaces it.
         `wrong_steps`: newest steps whose numbers a rule counts; the newest checkpoint before them is not retired. `in_background`: return
-        None when the actor has been asked; what it does next waits for its copy of the state alone, and `settle` publishes.
+        None when the actor has been asked; a thread waits for it and publishes, and `settle` tells.
         """
         self.store.good_until = step - wrong_steps
         facts: dict[str, Any] = {
@@ -249,27 +251,30 @@ class Checkpoints:
             try:
                 writing = self._begin(step, actor, state, facts, in_background=in_background)
                 if in_background:
-                    self._writing = writing
+                    self._writing = step, begin(partial(self._publish, writing))
                     return None
-                return self._publish(writing)
+                path = self._publish(writing)
+                self.last_step = step
+                return path
             except StorageFull as error:
                 if not self._make_room(error):
                     raise
 
     def settle(self, *, wait: bool = False) -> str | None:
-        """Publish the checkpoint that is written in the background; return its path, None when there is none or it is not written yet.
+        """Return the path of the checkpoint that was saved in the background, None when there is none or it is not published yet.
 
         `wait`: wait for it. Raises as `save`; the next attempt finds the room that could be made.
         """
-        writing = self._writing
-        if writing is None or not (wait or writing.ranks.done()):
+        if self._writing is None or not (wait or self._writing[1].done()):
             return None
-        self._writing = None
+        (step, published), self._writing = self._writing, None
         try:
-            return self._publish(writing)
+            path = published.result()
         except StorageFull as error:
             self._make_room(error)
             raise
+        self.last_step = step
+        return path
 
     def _make_room(self, error: StorageFull) -> bool:
         if (gone := self.store.make_room()) is None:
@@ -287,7 +292,7 @@ class Checkpoints:
         try:
             self._write_state(staging, state)
             asked = {"in_background": True} if in_background else {}
-            return _Writing(step, store, staging, actor.save_checkpoint(str(staging), step, **asked), facts)
+            return _Writing(store, staging, actor.save_checkpoint(str(staging), step, **asked), facts)
         except RLJobError:
             store.abort(staging)
             raise
@@ -304,7 +309,6 @@ class Checkpoints:
             if isinstance(error, WorkerErrors):
                 raise as_one(error) from error
             raise
-        self.last_step = writing.step
         return str(published.path)
 
     def _write_state(self, staging: Path, state: dict[str, Any]) -> None:

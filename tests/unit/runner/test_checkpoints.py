@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 
@@ -151,19 +152,17 @@ def test_a_checkpoint_that_finds_no_room_makes_some_and_tells_what_went(spec, ou
 
 
 class Writing(Actor):
-    """Ranks that are done when `ended` says so, `refusals` first."""
+    """Ranks that are done when `ended` says so; `refusals` first."""
 
     def __init__(self, *refusals):
-        self.ended, self.refusals = False, list(refusals)
+        self.ended, self.refusals = threading.Event(), list(refusals)
 
     def save_checkpoint(self, folder, step, in_background=False):
         assert in_background
         return super().save_checkpoint(folder, step)
 
-    def done(self):
-        return self.ended
-
     def wait(self, timeout):
+        assert self.ended.wait(60)
         if self.refusals:
             raise self.refusals.pop()
         return [{"shard": "ff"}]
@@ -175,8 +174,8 @@ def test_a_checkpoint_in_the_background_is_seen_when_its_ranks_are_done(spec, ou
     assert checkpoints.save(3, actor, state, version=3, reward=None, in_background=True) is None
     state["step"] = 4  # training goes on
     assert checkpoints.settle() is None and checkpoints.store.complete_steps() == [] and checkpoints.last_step is None
-    actor.ended = True
-    path = checkpoints.settle()
+    actor.ended.set()
+    path = checkpoints.settle(wait=True)
     assert path.endswith("step-00000003") and checkpoints.last_step == 3 and checkpoints.settle(wait=True) is None
     assert checkpoints.store.latest().manifest.files["shard"].digest == "ff"
     assert json.loads((output / "checkpoints/step-00000003/runner.json").read_text())["step"] == 3
@@ -185,6 +184,7 @@ def test_a_checkpoint_in_the_background_is_seen_when_its_ranks_are_done(spec, ou
 def test_one_in_the_background_that_finds_no_room_makes_some_for_the_next(spec, output):
     saved(spec, output, 2, 4)
     checkpoints, actor = Checkpoints(spec, output=output, epoch=0), Writing(FULL)
+    actor.ended.set()
     checkpoints.save(5, actor, {"step": 5}, version=5, reward=None, in_background=True)
     with pytest.raises(StorageFull):
         checkpoints.settle(wait=True)

@@ -1,0 +1,25 @@
+"""A thread for a piece of work of a checkpoint, whose end somebody asks for later. Torch-free."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def begin(work: Callable[[], T]) -> "Future[T]":
+    """Run `work` on a thread of its own; return the future of its value or error.
+
+    A daemon: a process that is told to end does not wait for a checkpoint that nobody will publish.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
