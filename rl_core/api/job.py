@@ -223,8 +223,6 @@ class RLJobSpec(Spec):
             )
         if self.weights.transport == "nccl":
             yield f"weights.transport must not be nccl with placement.mode {mode}, as NCCL takes no device twice, got nccl; write auto"
-        if rollout.engine == "sglang":
-            yield f"rollout.engine must be hf with placement.mode {mode}, as sglang keeps its memory on the device, got sglang; write hf"
 
     @rule(
         Cel(

@@ -35,20 +35,6 @@ class Residency(Protocol):
         ...
 
 
-class AlwaysResident:
-    """Residency of an engine that keeps everything where it is."""
-
-    def offload(self, parts: Collection[Part]) -> None:
-        """Refuse. Raises ConfigError."""
-        raise ConfigError(
-            "placement.mode must be disaggregated for an engine that cannot give its memory back, got colocated; write disaggregated, or "
-            "rollout.engine: hf"
-        )
-
-    def onload(self, parts: Collection[Part]) -> None:
-        """Have all."""
-
-
 class Engine(Protocol):
     """A model that generates. Implemented by `hf.served.ServedEngine` and `sglang.served.ServedEngine`."""
 

@@ -36,7 +36,7 @@ class Occupancy:
     async def become(self, parts: Collection[Part], token: int) -> None:
         """Have `parts` on the device and no others; nothing to do under a token older than the last.
 
-        What is still in flight is given back first. Raises ConfigError for an engine that keeps its memory.
+        What is still in flight is given back first.
         """
         wanted = ALL & set(parts)
         async with self._turn:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, WorkerLost
+from rl_core.api.errors import InfrastructureError, RLJobError, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.plan.slots import guests
@@ -125,8 +125,6 @@ class ColocatedPhases:
                 call.future.result()
             except WorkerLost as error:
                 logger.warning("%s has lost the devices: %s", member.name, error)
-            except ConfigError:
-                raise
             except RLJobError as error:
                 self._give_up(member, error)
 

@@ -16,6 +16,24 @@ def files():
     return {path.name for path in Path("/dev/shm").glob("sgl*")}
 
 
+def test_a_colocated_run_takes_turns_with_an_engine_in_a_process_of_its_own(start):
+    """On a CPU the engine only rests while the actor works; all else is as on a device: turns, proof on waking, no process left."""
+    run = start(
+        algorithm={"steps": 4},
+        placement={"mode": "colocated"},
+        rollout={"engine": "sglang", "replicas": 1, "maxBatch": 16},
+        validation={"everySteps": 2},
+    )
+    run.start()
+    run.at_step(1)
+    pids, owned = [entry["pid"] for entry in run.processes()], engines(run)
+    assert run.wait() == 0, run.text + run.logs()
+    assert len(owned) == 3 and run.status()["devices"]["token"] > 8
+    assert_trained_once(run, steps=4, groups=4)
+    assert run.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0
+    assert_nothing_left(run, pids)
+
+
 def test_a_run_learns_with_sglang_whose_engine_is_killed_in_mid_step_and_leaves_no_process_behind(start):
     """Generation runs ahead, so that an update interrupts it; the engine is lost while it generates, the worker is not."""
     run = start(

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,6 +51,28 @@ def random_state(seed: int) -> dict[str, torch.Tensor]:
         name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * 0.2
         for name, shape in shapes.items()
     }
+
+
+def flip_in_memory(pid: int, data: bytes) -> int:
+    """Flip a bit behind the first 64 bytes of `data` wherever the process holds them, as a stray write would; return how often."""
+    found, regions = 0, []
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if line.startswith("Rss:"):
+            resident = int(line.split()[1])
+            regions[-1] = (*regions[-1][:2], regions[-1][2] and resident > 0)
+        elif "-" in line.split(" ", 1)[0]:
+            place, rights = line.split()[:2]
+            start, end = (int(one, 16) for one in place.split("-"))
+            regions.append((start, end, rights.startswith("rw")))
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        for start, end, readable in regions:
+            if readable:
+                content = os.pread(memory.fileno(), end - start, start)
+                at = content.find(data[:64])
+                if at >= 0:
+                    os.pwrite(memory.fileno(), bytes([content[at + 64] ^ 1]), start + at + 64)
+                    found += 1
+    return found
 
 
 class EnvPod:

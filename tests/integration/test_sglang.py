@@ -10,9 +10,9 @@ import hashlib
 
 import pytest
 import torch
-from rollout_world import CONFIG, World, random_state, records
+from rollout_world import CONFIG, World, flip_in_memory, random_state, records
 
-from rl_core.api.errors import RolloutDataFailure
+from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.rollouts.engine import PROVEN
 from rl_core.rollouts.hf.config import DecoderConfig
@@ -200,6 +200,47 @@ def submit(world, *rows):
 
     world.engine.engine.submit(rows, sink)
     return futures
+
+
+AWAKE = ["weights", "kv_cache"]
+
+
+def test_an_engine_that_gave_its_device_away_keeps_its_rows_and_goes_on_with_the_weights_that_it_has_then(
+    world, published
+):
+    published()
+    alone, _, _ = ask(world, PROMPTS[:1], greedy=True, config={"ignore_eos": True})
+    params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    running = submit(world, Row(key="runs", prompt=PROMPTS[0], params=params, seed=1))
+    world.on_loop(world.worker.occupy([], 1))
+    waiting = submit(world, Row(key="waits", prompt=PROMPTS[0], params=params, seed=1))
+    with pytest.raises(GenerationUnavailable, match="given up its device"):
+        world.on_loop(world.worker.probe([3, 4, 5], 2))
+    world.on_loop(world.worker.occupy(AWAKE, 2))
+    assert running["runs"].result(60).ids == waiting["waits"].result(60).ids == alone[0]
+    world.on_loop(world.worker.occupy([], 3))
+    world.on_loop(world.worker.occupy(["weights"], 4))
+    late = submit(world, Row(key="late", prompt=PROMPTS[0], params=params, seed=1))
+    version, _ = published()  # it comes before the cache has its place
+    assert not late["late"].done()
+    world.on_loop(world.worker.occupy(AWAKE, 5))
+    output = late["late"].result(60)
+    wanted = hf_engine(world, version).generate([PROMPTS[0]], params)[0]
+    assert (output.ids, output.versions) == (wanted.ids, [(0, 20, version)])
+
+
+def test_weights_that_changed_while_the_engine_had_given_its_device_away_are_not_served(world, published):
+    version, _ = published()
+    world.on_loop(world.worker.occupy([], 6))
+    held = random_state(version)["model.layers.1.mlp.down_proj.weight"].numpy().tobytes()
+    assert flip_in_memory(world.engine.engine.pids[1], held) > 0
+    with pytest.raises(InfrastructureError, match="weights must be those of before"):
+        world.on_loop(world.worker.occupy(AWAKE, 7))
+    with pytest.raises(GenerationUnavailable, match="given up its device"):
+        world.on_loop(world.worker.probe([3, 4, 5], 2))
+    published()
+    world.on_loop(world.worker.occupy(AWAKE, 8))
+    assert len(ask(world, PROMPTS[:1])[0][0]) >= 1
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])

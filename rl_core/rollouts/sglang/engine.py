@@ -70,8 +70,12 @@ class SGLangEngine:
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int], Any] = lambda tokens: None,
         patience: float = PATIENCE_S,
+        restarts: bool = True,
     ) -> None:
-        """`memory` is the descriptor of the memory shared with the child, `environ` its variables; `on_tokens` hears of new tokens."""
+        """`memory` is the descriptor of the memory shared with the child, `environ` its variables; `on_tokens` hears of new tokens.
+
+        `restarts`: whether a child that is lost has a successor here; else the engine is given up.
+        """
         self.max_seq_len = max_seq_len
         self._vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -81,6 +85,7 @@ class SGLangEngine:
         """How its rows are paused; None = they run."""
         self._source, self._environ, self._memory = source, environ, memory
         self._start_seconds, self._patience, self._on_tokens = start_seconds, patience, on_tokens
+        self._restarts = restarts
         self._lost: Callable[[str], None] = lambda reason: None
         self._back: Callable[[RLJobError | None], None] = lambda error: None
         self._lock = threading.Lock()
@@ -226,8 +231,11 @@ class SGLangEngine:
                 if process is not None:
                     process.kill()
             if not self._closed.is_set():
-                logger.error("the engine is lost and is started again: %s", reason)
+                logger.error("the engine is lost: %s", reason)
                 self._lost(reason)
+                if not self._restarts:
+                    self._give_up(InfrastructureError(f"the engine is lost and may not start here again: {reason}"))
+                    return
         self._failure = GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
         self._up.set()
 

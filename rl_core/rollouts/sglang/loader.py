@@ -34,6 +34,8 @@ class Loader:
         self._manager = manager
         self._memory = torch.frombuffer(shared, dtype=torch.uint8)
         self._open, self._ranks = False, ranks
+        self.updates = 0
+        """Updates begun so far."""
         self._provable = device == "cpu"
         """On a GPU the engine's checksum is a kernel's: the weights lie in the worker's host memory and have none to compare with."""
 
@@ -41,6 +43,7 @@ class Loader:
         """Open an update; one that was left open by a transfer that failed is closed first."""
         if self._open:
             await self._close()
+        self.updates += 1
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
         self._open = True
 
@@ -71,10 +74,13 @@ class Loader:
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksum of each of the engine's tensors, by the engine's name for it."""
+        return (await self.checksums_of_ranks())[0]
+
+    async def checksums_of_ranks(self) -> list[dict[str, str]]:
+        """Return the checksums of each rank; on a GPU they compare only with others of that GPU."""
         success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
         _require((success, message))
-        found: dict[str, str] = ranks[0]["checksums"]
-        return found
+        return [rank["checksums"] for rank in ranks]
 
     async def _close(self) -> None:
         _require(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))

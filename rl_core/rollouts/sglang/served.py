@@ -12,7 +12,6 @@ from rl_core.api.errors import ConfigError, RLJobError, RolloutConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.engine import EngineSource
-from rl_core.rollouts.engine import AlwaysResident
 from rl_core.rollouts.generation import GenerationConfig
 from rl_core.rollouts.hf.config import DecoderConfig, unsupported
 from rl_core.rollouts.hf.weights import DecoderWeights
@@ -20,6 +19,7 @@ from rl_core.rollouts.model_files import generation_eos_ids, read_config, token_
 from rl_core.rollouts.sglang import cpu, setup
 from rl_core.rollouts.sglang.engine import PATIENCE_S, SGLangEngine
 from rl_core.rollouts.sglang.generation import SGLangGeneration
+from rl_core.rollouts.sglang.residency import EngineResidency
 from rl_core.rollouts.sglang.target import EngineTarget, SharedMemory, memory_for
 
 QUEUE_SHARE = 0.5
@@ -57,6 +57,8 @@ def build(
         eos_token_ids=_eos_ids(files),
         on_tokens=on_step,
         patience=patience,
+        # Where devices are shared, the trainer may have them by the time an engine is lost: the next one starts in its turn, as a joiner.
+        restarts=spec.placement.mode == "disaggregated",
     )
     served = ServedEngine(spec, engine, Tokenizer.from_files(files), folder, memory, shapes, device)
     try:
@@ -85,7 +87,7 @@ class ServedEngine:
         self.weight_target = EngineTarget(
             engine, memory, shapes, spec.runtime.deadlines.weight_sync, provable=device == "cpu"
         )
-        self.residency = AlwaysResident()
+        self.residency = EngineResidency(engine, spec.runtime.deadlines.weight_sync)
         self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)
         self.max_seq_len = engine.max_seq_len
         self._seconds = spec.runtime.deadlines.rpc

@@ -18,6 +18,7 @@ from rl_core.messages.engine import (
     EngineRows,
 )
 from rl_core.rollouts.sglang.loader import Loader
+from rl_core.rollouts.sglang.memory import DeviceMemory
 from rl_core.transports import pipe
 
 BAD_REQUEST = 400
@@ -29,9 +30,9 @@ class Server:
     def __init__(self, engine: Any, shared: mmap.mmap, writer: asyncio.StreamWriter) -> None:
         """`shared` is the memory in which tensors come."""
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
-        self._loader = Loader(
-            engine.tokenizer_manager, shared, device=engine.server_args.device, ranks=engine.server_args.tp_size
-        )
+        settings = engine.server_args
+        self._loader = Loader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
+        self._memory = DeviceMemory(self._manager, self._loader, frees=settings.enable_memory_saver)
         self._ended: list[EngineOutput] = []
         self._tokens = 0
         """Tokens of rows that ended."""
@@ -100,6 +101,8 @@ class Server:
             "load_weights": self._loader.load,
             "end_weights": self._loader.end,
             "checksums": self._loader.checksums,
+            "release_memory": self._memory.release,
+            "restore_memory": self._memory.restore,
         }
         return await methods[name](**arguments)
 

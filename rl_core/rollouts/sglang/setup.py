@@ -70,6 +70,9 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
     if device == "cpu":
         return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
     first = int(device.partition(":")[2] or 0)
+    if spec.placement.mode != "disaggregated":
+        # With a copy on the host, as weights that are not replaced meanwhile come back as they were.
+        common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return common | {"device": "cuda", "base_gpu_id": first, "tp_size": max(1, spec.rollout.gpus)}
 
 

@@ -133,9 +133,8 @@ def test_a_colocated_rollout_is_known_to_be_in_the_pod_of_its_actor():
         ({"placement": {"mode": "hybrid"}, "actor": {"replicas": 2}}, "got hybrid with 1 rollouts .* beside 2 actor pods"),
         ({"algorithm": {"maxStaleness": 1}}, "write maxStaleness: 0; got .* and maxStaleness 1"),
         ({"weights": {"transport": "nccl"}}, "weights.transport must not be nccl .* write auto"),
-        ({"rollout": {"engine": "sglang"}}, "rollout.engine must be hf .* got sglang; write hf"),
     ],
-    ids=["unequal", "too few", "asynchronous", "nccl", "engine"],
+    ids=["unequal", "too few", "asynchronous", "nccl"],
 )  # fmt: skip
 def test_what_cannot_take_turns_is_refused_by_name(blocks, words):
     spec = {"model": {"path": "m"}, "data": {"train": "t"}, "placement": {"mode": "colocated"}}

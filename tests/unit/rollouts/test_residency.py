@@ -6,8 +6,6 @@ import threading
 import pytest
 import torch
 
-from rl_core.api.errors import ConfigError
-from rl_core.rollouts.engine import AlwaysResident
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.loop import EngineLoop
@@ -119,8 +117,3 @@ async def test_what_is_in_flight_is_given_back_before_a_part_goes_and_a_newer_le
     occupancy.forget()
     await occupancy.become([], 1)
     assert occupancy.parts == frozenset(), "another runner counts from one"
-
-
-async def test_an_engine_that_keeps_its_memory_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"placement.mode must be disaggregated .* write disaggregated"):
-        await Occupancy(AlwaysResident(), Log()).become([], 1)

@@ -23,6 +23,9 @@ ARGUMENTS = [
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "update_weights_from_tensor", {"obj", "request"}),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "check_weights", {"obj"}),
     ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "get_internal_state", set()),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "flush_cache", set()),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "release_memory_occupation", {"obj", "request"}),
+    ("managers/tokenizer_control_mixin.py", "TokenizerControlMixin", "resume_memory_occupation", {"obj", "request"}),
     ("utils/common.py", "MultiprocessingSerializer", "serialize", {"obj"}),
 ]
 FIELDS = [
@@ -41,6 +44,9 @@ FIELDS = [
     ),
     ("managers/io_struct.py", "PauseGenerationReqInput", {"mode"}),
     ("managers/io_struct.py", "ContinueGenerationReqInput", set()),
+    ("managers/io_struct.py", "FlushCacheReqOutput", {"success"}),
+    ("managers/io_struct.py", "ReleaseMemoryOccupationReqInput", {"tags"}),
+    ("managers/io_struct.py", "ResumeMemoryOccupationReqInput", {"tags"}),
     (
         "sampling/sampling_params.py",
         "SamplingParams",
@@ -60,7 +66,8 @@ SETTINGS = (
         "port",
     }
     | {"skip_server_warmup", "log_level", "nccl_port", "device", "base_gpu_id", "attention_backend", "sampling_backend"}
-    | {"disable_cuda_graph", "max_total_tokens", "sleep_on_idle"}
+    | {"disable_cuda_graph", "max_total_tokens", "sleep_on_idle", "disable_radix_cache", "disable_overlap_schedule"}
+    | {"tp_size", "enable_memory_saver", "enable_weights_cpu_backup"}
 )
 
 

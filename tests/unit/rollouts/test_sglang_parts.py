@@ -1,5 +1,8 @@
 """Parts of the SGLang worker that need no engine: a row put together from pieces, and what the engine's tensors must hold."""
 
+import concurrent.futures
+import contextlib
+
 import pytest
 import torch
 
@@ -118,6 +121,41 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
     with pytest.raises(InfrastructureError, match="ValueError: filedescriptor out of range"):
         engine.start()
     assert isinstance(told[0], InfrastructureError)
+
+
+class Dying:
+    """An engine's process that is up and ends at once."""
+
+    def __init__(self, *arguments):
+        self.pids = [1]
+
+    def await_ready(self, seconds, gone):
+        pass
+
+    def receive(self, seconds, patience):
+        raise EOFError
+
+    def how_it_ended(self):
+        return "was killed by SIGKILL"
+
+    def kill(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("restarts", "started", "words"), [(False, 1, "may not start here again"), (True, 4, "died 4 times")]
+)
+def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(monkeypatch, restarts, started, words):
+    starts, told = [], concurrent.futures.Future()
+    monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
+    source = EngineSource(options={}, family="qwen2")
+    engine = SGLangEngine(
+        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, restarts=restarts
+    )
+    engine.watch(lambda reason: None, lambda error: error and told.set_result(error))
+    with contextlib.suppress(InfrastructureError):
+        engine.start()
+    assert words in str(told.result(60)) and len(starts) == started
 
 
 def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one_and_that_of_a_living_one_stays(

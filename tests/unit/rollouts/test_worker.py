@@ -10,7 +10,7 @@ from rl_core.api.errors import ConfigError, GenerationUnavailable, Infrastructur
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, RolloutWorkerBase
-from rl_core.rollouts.engine import PROVEN, AlwaysResident, build_engine
+from rl_core.rollouts.engine import PROVEN, build_engine
 from rl_core.rollouts.gate import gated
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.target import InPlaceTarget
@@ -59,13 +59,26 @@ class DictTarget:
         self.log.append(f"resume {version}")
 
 
+class Nap:
+    """Residency that notes what it is told."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def offload(self, parts):
+        self.log.append(f"offload {' '.join(parts)}")
+
+    def onload(self, parts):
+        self.log.append(f"onload {' '.join(parts)}")
+
+
 class FakeEngine:
     row_capacity, max_seq_len, policy_version = 12, 32, 5
     weights_proof = PROVEN
 
     def __init__(self):
         self.log, self.configs = [], []
-        self.weight_target, self.residency = DictTarget(self.log), AlwaysResident()
+        self.weight_target, self.residency = DictTarget(self.log), Nap(self.log)
         self.backend = CountingGeneration()
 
     def generation(self, config, *, validation=False):
@@ -160,23 +173,9 @@ async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_
         await worker.probe([3], 2)
 
 
-class Nap:
-    """Residency that notes what it is told."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def offload(self, parts):
-        self.log.append(f"offload {' '.join(parts)}")
-
-    def onload(self, parts):
-        self.log.append(f"onload {' '.join(parts)}")
-
-
 async def test_a_worker_serves_only_with_its_whole_engine_on_the_device_and_takes_weights_without_its_cache(
     worker, engine
 ):
-    engine.residency = Nap(engine.log)
     await worker.occupy([], 1)  # nothing is built yet
     worker.init_worker()
     publisher = WeightPublisher(worker.spec, 0)
