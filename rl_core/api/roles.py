@@ -295,11 +295,20 @@ class AutoscaleSpec(Spec):
     """Share of time in which rollouts may have nothing to generate before there are fewer."""
 
 
+class EngineParallelSpec(Spec):
+    """How a model is cut over the accelerators of a rollout pod."""
+
+    tensor: int | None = Field(None, ge=1, le=64)
+    """Accelerators that share each layer: gpus with engine sglang, else 1; null = that."""
+
+
 class RolloutSpec(FabricRoleSpec):
     """The generators."""
 
     engine: Literal["hf", "sglang"] = "hf"
     """Generation engine: rljob's own over transformers' models, or SGLang."""
+    parallel: EngineParallelSpec = EngineParallelSpec()
+    """How the model is cut."""
     replicas: int = Field(1, ge=1, le=1024)
     """Pods wanted."""
     min_replicas: int = Field(1, ge=0, le=1024)
@@ -318,6 +327,11 @@ class RolloutSpec(FabricRoleSpec):
     """perGroup: one prompt group = one engine batch, which makes results independent of load."""
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Return how many accelerators share each layer of the model."""
+        return max(1, self.gpus) if self.engine == "sglang" else 1
 
     @rule(
         Cel(
@@ -375,6 +389,21 @@ class RolloutSpec(FabricRoleSpec):
     def _engine_offers(self) -> Iterator[str]:
         if self.engine != "hf" and (self.batching == "perGroup" or self.compile):
             yield f"batching perGroup and compile need engine hf, got {self.engine}; choose it or remove them"
+
+    @rule(
+        Cel(
+            holds="!has(self.parallel) || !has(self.parallel.tensor) || self.parallel.tensor == ($engine == 'sglang' && $gpus > 1 ? $gpus : 1)",
+            refusal="parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got %d with engine %s and gpus %d; change gpus",
+            values=("self.parallel.tensor", "$engine", "$gpus"),
+            field="parallel",
+        )
+    )
+    def _one_engine_per_pod(self) -> Iterator[str]:
+        if self.parallel.tensor not in (None, self.tensor_parallel):
+            yield (
+                f"parallel.tensor must be gpus with engine sglang, as a pod has one engine, and 1 else, got {self.parallel.tensor} with engine {self.engine} "
+                f"and gpus {self.gpus}; change gpus"
+            )
 
 
 class EnvSpec(RoleSpec):

@@ -73,7 +73,7 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
     if spec.placement.mode != "disaggregated":
         # With a copy on the host, as weights that are not replaced meanwhile come back as they were.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    return common | {"device": "cuda", "base_gpu_id": first, "tp_size": max(1, spec.rollout.gpus)}
+    return common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
 
 
 def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
