@@ -166,6 +166,8 @@ class Heartbeat:
     state: MemberState
     policy_version: int | None = None
     digest: str | None = None
+    weights_proof: str = ""
+    """What proves that its engine holds them: its own tensors, or what it makes of a fixed prompt; "" = it holds none."""
     progress: Mapping[str, float] = field(default_factory=dict)
     """Counters by kind since the process started."""
     metrics: Mapping[str, float] = field(default_factory=dict)

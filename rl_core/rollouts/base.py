@@ -256,9 +256,10 @@ class RolloutWorkerBase(Worker):
     def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
         """Tell the hub what is held, and open the gate for a proven version only."""
         serving = state is ReceiverState.SERVING
-        self.set_policy_version(version if version >= 0 else None, digest or None)
-        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
         parts = self._built()
+        proof = parts.engine.weights_proof if serving else ""
+        self.set_policy_version(version if version >= 0 else None, digest or None, proof)
+        self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
         if serving and parts.occupancy.whole:
             parts.server.open()
         else:

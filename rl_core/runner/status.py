@@ -181,6 +181,7 @@ class StatusBoard:
                     "state": _public_state(m),
                     "detail": m.state,
                     "policyVersion": None if m.state == "lost" else m.policy_version,
+                    "weightsProof": None if m.state == "lost" else m.weights_proof or None,
                     "deviceUuids": [] if m.state == "lost" else list(m.device_uuids),
                 }
                 for m in known

@@ -88,6 +88,7 @@ class WorkerContext:
         """Whether this process drains for good; it takes no work any more, also of later epochs."""
         self.policy_version: int | None = None
         self.digest: str | None = None
+        self.weights_proof = ""
         self._on_change = on_change
         self._clock = clock
         self._lock = threading.Lock()
@@ -125,9 +126,9 @@ class WorkerContext:
         self.retired = True
         self.set_state(MemberState.DRAINING)
 
-    def set_policy_version(self, version: int | None, digest: str | None) -> None:
-        """Report to the hub at once which weights this process holds."""
-        self.policy_version, self.digest = version, digest
+    def set_policy_version(self, version: int | None, digest: str | None, proof: str = "") -> None:
+        """Report to the hub at once which weights this process holds, and by what that is proven."""
+        self.policy_version, self.digest, self.weights_proof = version, digest, proof
         process_log.set_policy_version(version)
         self._on_change()
 
@@ -153,6 +154,7 @@ class WorkerContext:
                 state=self.state,
                 policy_version=self.policy_version,
                 digest=self.digest,
+                weights_proof=self.weights_proof,
                 progress=dict(self._progress),
                 metrics=dict(self._metrics),
                 wait=None if wait is None else DeclaredWait(what=wait.what, on=wait.on, since_seconds=waited),

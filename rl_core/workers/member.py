@@ -17,6 +17,7 @@ class Member(MemberView):
     registration: int = 0
     """Counts the registrations of its process from 1."""
     device_uuids: tuple[str, ...] = ()
+    weights_proof: str = ""
     progress: Mapping[str, float] = field(default_factory=dict)
     """Counters by kind since the process started."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -110,6 +110,7 @@ class Membership:
                 state=beat.state,
                 policy_version=beat.policy_version,
                 digest=beat.digest,
+                weights_proof=beat.weights_proof,
                 progress=beat.progress,
                 metrics=beat.metrics,
                 wait=beat.wait,

@@ -194,9 +194,9 @@ class Worker:
         """Report a state to the hub at once: ready, updating, serving, draining."""
         self._context.set_state(state)
 
-    def set_policy_version(self, version: int | None, digest: str | None = None) -> None:
-        """Report to the hub at once which weights this worker holds; None = none."""
-        self._context.set_policy_version(version, digest)
+    def set_policy_version(self, version: int | None, digest: str | None = None, proof: str = "") -> None:
+        """Report to the hub at once which weights this worker holds, and by what that is proven; None = none."""
+        self._context.set_policy_version(version, digest, proof)
 
     @staticmethod
     def timer(tag: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

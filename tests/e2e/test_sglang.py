@@ -26,6 +26,10 @@ def test_a_colocated_run_takes_turns_with_an_engine_in_a_process_of_its_own(star
     )
     run.start()
     run.at_step(1)
+    run.until(
+        lambda: [m["weightsProof"] for m in run.status()["members"] if m["role"] == "rollout"] == ["engine tensors"],
+        "a proof",
+    )
     pids, owned = [entry["pid"] for entry in run.processes()], engines(run)
     assert run.wait() == 0, run.text + run.logs()
     assert len(owned) == 3 and run.status()["devices"]["token"] > 8

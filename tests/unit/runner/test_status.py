@@ -14,7 +14,7 @@ from rl_core.runner.status import MOST_GROUPS, Phase, StatusBoard
 SOON = {"stall": {"seconds": 10.0}}
 
 
-def member(name, *, state="serving", version=0, wait=None, progress=None, last_seen=0.0):
+def member(name, *, state="serving", version=0, proof="", wait=None, progress=None, last_seen=0.0):
     role, _, rank = name.partition(":")
     facts = {"metrics": {"env/steps_total": 3.0} if role == "env" else {}}
     facts |= {
@@ -24,6 +24,7 @@ def member(name, *, state="serving", version=0, wait=None, progress=None, last_s
         "last_seen": last_seen,
         "pod": f"j-{role}-{rank}",
         "policy_version": version,
+        "weights_proof": proof,
     }
     return SimpleNamespace(name=name, role=role, rank=int(rank), state=state, **facts)
 
@@ -57,6 +58,11 @@ def test_members_are_told_in_the_words_of_the_protocol_and_in_detail():
     assert {m["state"] for m in members} == {"joining", "updating", "serving", "draining", "drained"}
     assert [m["detail"] for m in members] == states * 3
     assert [m["state"] for m in members if m["detail"] == "ready"] == ["serving", "joining", "serving"]
+
+
+def test_a_rollout_tells_by_what_its_weights_are_proven():
+    proven, fresh = member("rollout:0", version=4, proof="engine tensors"), member("rollout:1")
+    assert [m["weightsProof"] for m in snapshot(board([proven, fresh]))["members"]] == ["engine tensors", None]
 
 
 def test_a_lost_member_is_told_while_it_is_wanted_and_counts_for_nothing():
