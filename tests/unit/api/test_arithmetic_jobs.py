@@ -39,4 +39,4 @@ def test_an_example_can_be_planned_with_either_engine(name, settings):
     job = load_job(EXAMPLES / name, settings)
     plan = build_launch_plan(job, name="sums", uid="u", epoch=0, host="127.0.0.1")
     processes = [process for pod in plan.pods for container in pod.containers for process in container.processes]
-    assert {process.role for process in processes} >= {"actor", "rollout", "env"}
+    assert {process.group for process in processes} >= {"actor", "rollout", "env"}
