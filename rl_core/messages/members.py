@@ -29,7 +29,7 @@ class MemberState(StrEnum):
     JOINING = "joining"
     """Said hello; holds no worker object."""
     CONSTRUCTING = "constructing"
-    """Builds its worker object."""
+    """Builds its worker object, or an engine for it in the place of one that was lost."""
     READY = "ready"
     """Takes method calls."""
     UPDATING = "updating"

@@ -136,7 +136,7 @@ class RolloutWorkerBase(Worker):
             host=self.worker_info.node_ip,
         )
         receiver.warm_up()
-        recovery = Recovery(receiver, server)
+        recovery = Recovery(receiver, server, starting=lambda: self.set_state(MemberState.CONSTRUCTING))
         engine.watch(recovery.lost, recovery.back)
         occupancy = Occupancy(engine.residency, server)
         self._parts = _Parts(engine, environment, groups, receiver, server, recovery, occupancy)

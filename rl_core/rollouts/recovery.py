@@ -1,6 +1,6 @@
 """What a rollout worker does when its engine is lost while the worker lives on: nothing is served until weights are proven anew.
 
-lost -> weights forgotten, gate closed, groups in flight given back -> another engine is up -> pull, verify -> gate open
+lost -> weights forgotten, gate closed, groups in flight given back, no receiver of versions -> another engine is up -> pull, verify -> gate open
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rl_core.api.errors import RLJobError, exit_code
@@ -23,9 +23,12 @@ PAUSE_S = 1.0
 class Recovery:
     """Watches one engine. Before the worker has joined there is nothing to recover: the runner has the join tried again."""
 
-    def __init__(self, receiver: WeightReceiver, server: PromptServer) -> None:
-        """`receiver` and `server` are those of the worker; both live on its event loop."""
-        self._receiver, self._server = receiver, server
+    def __init__(self, receiver: WeightReceiver, server: PromptServer, *, starting: Callable[[], None]) -> None:
+        """`receiver` and `server` are those of the worker; both live on its event loop.
+
+        `starting` tells the hub that an engine starts: a version that comes meanwhile is not to wait for it.
+        """
+        self._receiver, self._server, self._starting = receiver, server, starting
         self._publisher = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -67,6 +70,7 @@ class Recovery:
         if self._task is not None:
             self._task.cancel()
         self._receiver.forget()
+        self._starting()
         await self._server.pause(0)
 
     async def _load(self) -> None:

@@ -1,6 +1,7 @@
 """Publishes a version to the rollouts, and knows which of them proved it (invariant I2)."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
+TOLD_WITHIN = 2.0
+"""Heartbeats within which the hub hears of a loss."""
+LOOK_S = 0.05
 
 
 class WeightSync:
@@ -95,11 +99,20 @@ class WeightSync:
                 report: PublishReport = sending.wait(self._applied.spec.runtime.deadlines.weight_sync)[0]
                 return [(m.name, m.incarnation) for m in asked], report
             except DeadlineExceeded:
-                before, asked = asked, self._receivers()
-                left = {m.address for m in asked}
-                if all(m.address in left for m in before):
+                before, asked = asked, self._those_left(asked)
+                if len(asked) == len(before):
                     raise
-                logger.warning("version %s: %s of %s rollouts are left to take it", version, len(left), len(before))
+                logger.warning("version %s: %s of %s rollouts are left to take it", version, len(asked), len(before))
+
+    def _those_left(self, asked: list[Member]) -> list[Member]:
+        """Return who of `asked` can still take weights. A loss, of a process or of its engine, may reach the hub later than the publisher."""
+        addresses = {m.address for m in asked}
+        end = time.monotonic() + TOLD_WITHIN * self._applied.spec.runtime.deadlines.heartbeat
+        while True:
+            left = [m for m in self._receivers() if m.address in addresses]
+            if len(left) < len(asked) or time.monotonic() > end:
+                return left
+            time.sleep(LOOK_S)
 
     def _receivers(self) -> list[Member]:
         return [m for m in self._cluster.members("rollout") if m.state in ("serving", "updating", "ready")]

@@ -334,6 +334,8 @@ class WeightReceiver:
             ):
                 return ReceiverRefusal(reason=f"version {version} is not applied here, the state is {self.state.value}")
             await self._target.resume(version, digest)
+            if self._held is None:
+                return ReceiverRefusal(reason=f"version {version} went with the engine's memory")
             self._committed = True
             self._forget_offer()
             self._enter(ReceiverState.SERVING)

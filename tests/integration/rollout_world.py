@@ -156,13 +156,14 @@ class Ledger:
 class World:
     """Everything around one worker."""
 
-    def __init__(self, worker=HFRolloutWorker, max_seq_len=32, **rollout):
+    def __init__(self, worker=HFRolloutWorker, max_seq_len=32, spec=None, **rollout):
         self.spec = RLJobSpec.model_validate(
             {
                 "model": {"path": "unused"},
                 "data": {"train": "unused"},
                 "algorithm": {"promptsPerStep": 4, "groupSize": 4},
                 "rollout": {"maxBatch": 16, "sampling": {"maxNewTokens": 8}, **rollout},
+                **(spec or {}),
             }
         )
         self.env = EnvPod()

@@ -5,7 +5,6 @@ One engine for the whole file, in the order of the file: its start takes half a 
 
 import asyncio
 import concurrent.futures
-import functools
 import hashlib
 
 import pytest
@@ -21,17 +20,17 @@ from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import SGLangWorker
-from rl_core.rollouts.sglang.served import build
 
-PATIENCE_S = 120.0  # a busy machine stands still for longer than an engine in use should
+PATIENT = {
+    "runtime": {"deadlines": {"rpc": 120}}
+}  # a busy machine stands still for longer than an engine in use should
 MAX_SEQ_LEN = 64
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
 
 
 @pytest.fixture(scope="module")
 def world():
-    worker = functools.partial(SGLangWorker, build=functools.partial(build, patience=PATIENCE_S))
-    made = World(worker, max_seq_len=MAX_SEQ_LEN, maxBatch=64)
+    made = World(SGLangWorker, max_seq_len=MAX_SEQ_LEN, spec=PATIENT, engine="sglang", maxBatch=64)
     made.start()
     yield made
     made.close()

@@ -35,8 +35,6 @@ from rl_core.rollouts.sglang.pieces import Running
 from rl_core.rollouts.sglang.process import EngineProcess
 
 logger = logging.getLogger(__name__)
-PATIENCE_S = 60.0
-"""Silence after which a child counts as hung; longer than the longest prefill or load of weights."""
 PauseMode = Literal["in_place", "retract", "abort"]
 """in_place: rows keep their keys and values; retract: they are computed anew; abort: rows are cut, and go on from their tokens."""
 LOOK_S = 1.0
@@ -69,11 +67,12 @@ class SGLangEngine:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int], Any] = lambda tokens: None,
-        patience: float = PATIENCE_S,
+        patience: float,
         restarts: bool = True,
     ) -> None:
         """`memory` is the descriptor of the memory shared with the child, `environ` its variables; `on_tokens` hears of new tokens.
 
+        `patience`: seconds of silence after which a child counts as hung; longer than the longest prefill or load of weights.
         `restarts`: whether a child that is lost has a successor here; else the engine is given up.
         """
         self.max_seq_len = max_seq_len
@@ -195,8 +194,9 @@ class SGLangEngine:
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
         """Return once no row gets a further token until `go_on`; rows are neither lost nor given back."""
+        answer = self.call("pause", mode=mode)
         self.paused = mode
-        await asyncio.wait_for(asyncio.wrap_future(self.call("pause", mode=mode)), seconds)
+        await asyncio.wait_for(asyncio.wrap_future(answer), seconds)
 
     async def go_on(self, seconds: float) -> None:
         """Let paused rows go on, with the weights that the engine has then; nothing to do unless paused."""
@@ -230,12 +230,9 @@ class SGLangEngine:
             finally:
                 if process is not None:
                     process.kill()
-            if not self._closed.is_set():
-                logger.error("the engine is lost: %s", reason)
-                self._lost(reason)
-                if not self._restarts:
-                    self._give_up(InfrastructureError(f"the engine is lost and may not start here again: {reason}"))
-                    return
+            if not self._closed.is_set() and not self._restarts:
+                self._give_up(InfrastructureError(f"the engine is lost and may not start here again: {reason}"))
+                return
         self._failure = GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
         self._up.set()
 
@@ -264,11 +261,17 @@ class SGLangEngine:
         self._up.set()
         if restarted:
             self._back(None)
+        reason = "its keeper failed"
         try:
-            return self._read(process)
+            reason = self._read(process)
         finally:
             self._up.clear()
+            if not self._closed.is_set():
+                # First of all: who asks why a call failed must find the loss told.
+                logger.error("the engine is lost: %s", reason)
+                self._lost(reason)
             self._fail_all()
+        return reason
 
     def _read(self, process: EngineProcess) -> str:
         heard = asked = time.monotonic()

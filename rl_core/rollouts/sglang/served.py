@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from rl_core.api.errors import ConfigError, RLJobError, RolloutConfigError
+from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, RolloutConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.engine import EngineSource
@@ -17,7 +18,7 @@ from rl_core.rollouts.hf.config import DecoderConfig, unsupported
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.model_files import generation_eos_ids, read_config, token_ids
 from rl_core.rollouts.sglang import cpu, setup
-from rl_core.rollouts.sglang.engine import PATIENCE_S, SGLangEngine
+from rl_core.rollouts.sglang.engine import SGLangEngine
 from rl_core.rollouts.sglang.generation import SGLangGeneration
 from rl_core.rollouts.sglang.residency import EngineResidency
 from rl_core.rollouts.sglang.target import EngineTarget, SharedMemory, memory_for
@@ -27,13 +28,7 @@ QUEUE_SHARE = 0.5
 
 
 def build(
-    spec: RLJobSpec,
-    files: Mapping[str, bytes],
-    device: str,
-    max_seq_len: int,
-    on_step: Callable[[int], Any],
-    *,
-    patience: float = PATIENCE_S,
+    spec: RLJobSpec, files: Mapping[str, bytes], device: str, max_seq_len: int, on_step: Callable[[int], Any]
 ) -> ServedEngine:
     """Return the engine, up and with unfilled weights; see `rollouts.engine.build_engine`. Takes the minute that its start takes."""
     if importlib.util.find_spec("sglang") is None:
@@ -56,7 +51,7 @@ def build(
         vocab_size=int(read_config(files)["vocab_size"]),
         eos_token_ids=_eos_ids(files),
         on_tokens=on_step,
-        patience=patience,
+        patience=spec.runtime.deadlines.rpc,
         # Where devices are shared, the trainer may have them by the time an engine is lost: the next one starts in its turn, as a joiner.
         restarts=spec.placement.mode == "disaggregated",
     )
@@ -90,7 +85,7 @@ class ServedEngine:
         self.residency = EngineResidency(engine, spec.runtime.deadlines.weight_sync)
         self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)
         self.max_seq_len = engine.max_seq_len
-        self._seconds = spec.runtime.deadlines.rpc
+        self._seconds = spec.runtime.deadlines.weight_sync
         self._allow_truncated = spec.algorithm.allow_truncated_sampling
         self._tokenizer, self._folder, self._memory = tokenizer, folder, memory
         self._open = True
@@ -117,7 +112,8 @@ class ServedEngine:
 
     async def hold(self, *, keep_cache: bool) -> None:
         """Interrupt what generates; see `Engine.hold`. Rows go back to the engine's queue with the tokens they have, or stay in its batch."""
-        await self.engine.pause("in_place" if keep_cache else "retract", self._seconds)
+        with suppress(InfrastructureError):  # nothing generates in an engine that is gone
+            await self.engine.pause("in_place" if keep_cache else "retract", self._seconds)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Tell of the child's end and of its successor."""

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
 
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
     source = EngineSource(options={}, family="qwen2")
-    engine = SGLangEngine(source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8)
+    engine = SGLangEngine(source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, patience=60.0)
     told = []
     engine.watch(lambda reason: None, told.append)
     with pytest.raises(InfrastructureError, match="ValueError: filedescriptor out of range"):
@@ -127,7 +128,7 @@ class Dying:
     """An engine's process that is up and ends at once."""
 
     def __init__(self, *arguments):
-        self.pids = [1]
+        self.pids, self.asked = [1], threading.Event()
 
     def await_ready(self, seconds, gone):
         pass
@@ -135,11 +136,39 @@ class Dying:
     def receive(self, seconds, patience):
         raise EOFError
 
+    def send(self, message):
+        self.asked.set()
+
     def how_it_ended(self):
         return "was killed by SIGKILL"
 
     def kill(self):
         pass
+
+
+class DyingWhenAsked(Dying):
+    """One that ends with the first row."""
+
+    def receive(self, seconds, patience):
+        if self.asked.wait(seconds):
+            raise EOFError
+
+
+def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
+    told, ended = [], threading.Event()
+    monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
+    source = EngineSource(options={}, family="qwen2")
+    engine = SGLangEngine(
+        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, patience=60.0, restarts=False
+    )
+    engine.watch(told.append, lambda error: ended.set())
+    engine.start()
+    row = Row(key="k", prompt=[5], params=SamplingParams(), seed=1)
+    engine.submit([row], lambda results: told.append(results[0][1]))
+    assert ended.wait(60)
+    assert told[0] == "its process was killed by SIGKILL" and isinstance(told[1], GenerationUnavailable)
+    with pytest.raises(InfrastructureError, match="may not start here again"):
+        engine.submit([row], told.append)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +179,7 @@ def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(mon
     monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
     source = EngineSource(options={}, family="qwen2")
     engine = SGLangEngine(
-        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, restarts=restarts
+        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, patience=60.0, restarts=restarts
     )
     engine.watch(lambda reason: None, lambda error: error and told.set_result(error))
     with contextlib.suppress(InfrastructureError):

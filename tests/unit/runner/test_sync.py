@@ -86,10 +86,12 @@ class FakeCluster:
 class Run:
     """A sync over fakes of the cluster and the actors, with real parts between."""
 
-    def __init__(self, answers, actor=None, *, content_check=True):
-        weights = {"contentCheck": content_check}
-        spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "weights": weights})
-        applied, self.cluster = AppliedSpec(spec), FakeCluster(answers)
+    def __init__(self, answers, actor=None, *, content_check=True, cluster=FakeCluster):
+        weights, quick = {"contentCheck": content_check}, {"deadlines": {"heartbeat": 0.05}}
+        spec = RLJobSpec.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "t"}, "weights": weights, "runtime": quick}
+        )
+        applied, self.cluster = AppliedSpec(spec), cluster(answers)
         self.actor = actor(self.cluster) if actor else FakeActor()
         self.presence = Presence(spec, self.cluster, job="j", patient=False)
         self.check = ContentCheck(
@@ -195,6 +197,32 @@ def test_a_version_is_published_though_its_only_rollout_dies_while_it_is_sent():
     run = Run({"rollout:0": probe(-1.0)}, LosingActor)
     run.sync.publish(3)
     assert run.actor.asked == [(["rollout:0"], 1), ([], 0)] and run.presence.serving(3) == 0
+
+
+class RefusedActor(LosingActor):
+    """Nobody acknowledges, and nobody is lost by that."""
+
+    def __init__(self, cluster):
+        super().__init__(FakeCluster({}), lost=("rollout:0",))
+
+
+class LateCluster(FakeCluster):
+    """Tells only at its third look that the engine of a rollout starts anew."""
+
+    looks = 0
+
+    def members(self, role=None):
+        self.looks += 1
+        found = super().members(role)
+        for member in found:
+            member.state = "serving" if self.looks < 3 else "constructing"
+        return found
+
+
+def test_a_version_is_published_though_the_hub_hears_later_than_the_publisher_that_an_engine_is_gone():
+    run = Run({"rollout:0": probe(-1.0)}, RefusedActor, cluster=LateCluster)
+    run.sync.publish(3)
+    assert run.actor.asked == [(["rollout:0"], 1), ([], 0)]
 
 
 def test_a_rollout_that_lives_and_does_not_acknowledge_is_an_error():
