@@ -136,7 +136,7 @@ class RolloutWorkerBase(Worker):
             host=self.worker_info.node_ip,
         )
         receiver.warm_up()
-        recovery = Recovery(receiver, server, starting=lambda: self.set_state(MemberState.CONSTRUCTING))
+        recovery = Recovery(receiver, server, starting=self._on_engine_lost)
         engine.watch(recovery.lost, recovery.back)
         occupancy = Occupancy(engine.residency, server)
         self._parts = _Parts(engine, environment, groups, receiver, server, recovery, occupancy)
@@ -264,6 +264,10 @@ class RolloutWorkerBase(Worker):
             parts.server.open()
         else:
             parts.server.close()
+
+    def _on_engine_lost(self, losses: int) -> None:
+        self.record_metric("rollout/engines_lost_total", losses)
+        self.set_state(MemberState.CONSTRUCTING)
 
     async def _make_group(self, lease: PromptLease) -> PromptGroupRecord:
         record = await self._built().groups.make(lease)

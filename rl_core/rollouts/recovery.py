@@ -23,10 +23,10 @@ PAUSE_S = 1.0
 class Recovery:
     """Watches one engine. Before the worker has joined there is nothing to recover: the runner has the join tried again."""
 
-    def __init__(self, receiver: WeightReceiver, server: PromptServer, *, starting: Callable[[], None]) -> None:
+    def __init__(self, receiver: WeightReceiver, server: PromptServer, *, starting: Callable[[int], None]) -> None:
         """`receiver` and `server` are those of the worker; both live on its event loop.
 
-        `starting` tells the hub that an engine starts: a version that comes meanwhile is not to wait for it.
+        `starting(losses)` tells the hub that an engine starts: a version that comes meanwhile is not to wait for it.
         """
         self._receiver, self._server, self._starting = receiver, server, starting
         self._publisher = ""
@@ -70,7 +70,7 @@ class Recovery:
         if self._task is not None:
             self._task.cancel()
         self._receiver.forget()
-        self._starting()
+        self._starting(self.losses)
         await self._server.pause(0)
 
     async def _load(self) -> None:

@@ -124,17 +124,17 @@ class StatusBoard:
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
     def totals(self) -> dict[str, float]:
-        """Return `failures_total/<role>/<kind>`, `weights/lag_max` and the environments' own counters, for the step's metrics."""
+        """Return `failures_total/<role>/<kind>`, `weights/lag_max` and the own counters of environments and rollouts, for the step's metrics."""
         members = list(self._cluster.members())
         with self._lock:
             failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}
         lag = self._role("rollout", members)["lag"]
-        envs: dict[str, float] = {}
+        own: dict[str, float] = {}
         for member in members:
-            if member.role == "env":
-                for name, value in member.metrics.items():
-                    envs[name] = envs.get(name, 0.0) + float(value)
-        return failures | {"weights/lag_max": float(lag)} | envs
+            for name, value in member.metrics.items():
+                if member.role == "env" or name.endswith("_total"):
+                    own[name] = own.get(name, 0.0) + float(value)
+        return failures | {"weights/lag_max": float(lag)} | own
 
     def end(self, phase: Phase, failure: Mapping[str, Any] | None = None) -> None:
         """Enter a final phase."""

@@ -16,7 +16,8 @@ SOON = {"stall": {"seconds": 10.0}}
 
 def member(name, *, state="serving", version=0, proof="", wait=None, progress=None, last_seen=0.0):
     role, _, rank = name.partition(":")
-    facts = {"metrics": {"env/steps_total": 3.0} if role == "env" else {}}
+    own = {"env": {"env/steps_total": 3.0}, "rollout": {"rollout/engines_lost_total": 1.0, "gauge": 5.0}}
+    facts = {"metrics": own.get(role, {})}
     facts |= {
         "device_uuids": (),
         "progress": progress or {},
@@ -124,12 +125,13 @@ def test_a_failure_is_counted_and_told_at_the_end():
     assert status["phase"] == "Failed" and status["stall"] is None
 
 
-def test_totals_sum_over_environments_and_count_failures():
+def test_totals_sum_over_members_and_count_failures():
     told = board([member("env:0"), member("env:1"), member("rollout:0", version=4)])
     told.set(policyVersion=5)
     told.count_failure("env", "lost")
     failures = {"failures_total/actor/restart": 1.0, "failures_total/env/lost": 1.0}
-    assert told.totals() == failures | {"weights/lag_max": 1.0, "env/steps_total": 6.0}
+    own = {"env/steps_total": 6.0, "rollout/engines_lost_total": 1.0}
+    assert told.totals() == failures | {"weights/lag_max": 1.0} | own, "but not what is no count"
 
 
 def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
