@@ -208,15 +208,15 @@ def test_an_engine_that_gave_its_device_away_keeps_its_rows_and_goes_on_with_the
     world, published
 ):
     published()
-    alone, _, _ = ask(world, PROMPTS[:1], greedy=True, config={"ignore_eos": True})
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+    alone = submit(world, Row(key="alone", prompt=PROMPTS[0], params=params, seed=1))["alone"].result(60)
     running = submit(world, Row(key="runs", prompt=PROMPTS[0], params=params, seed=1))
     world.on_loop(world.worker.occupy([], 1))
     waiting = submit(world, Row(key="waits", prompt=PROMPTS[0], params=params, seed=1))
     with pytest.raises(GenerationUnavailable, match="given up its device"):
         world.on_loop(world.worker.probe([3, 4, 5], 2))
     world.on_loop(world.worker.occupy(AWAKE, 2))
-    assert running["runs"].result(60).ids == waiting["waits"].result(60).ids == alone[0]
+    assert running["runs"].result(60).ids == waiting["waits"].result(60).ids == alone.ids
     world.on_loop(world.worker.occupy([], 3))
     world.on_loop(world.worker.occupy(["weights"], 4))
     late = submit(world, Row(key="late", prompt=PROMPTS[0], params=params, seed=1))
