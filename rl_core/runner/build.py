@@ -39,7 +39,10 @@ ACTOR_CLASSES = {
     "fsdp2": "rl_core.actors.fsdp.actor:FSDPActor",
     "megatron": "rl_core.actors.megatron.actor:MegatronActor",
 }
-ROLLOUT_CLASS = "rl_core.rollouts.base:RolloutWorkerBase"
+ROLLOUT_CLASSES = {
+    "hf": "rl_core.rollouts.hf.worker:HFRolloutWorker",
+    "sglang": "rl_core.rollouts.sglang.worker:SGLangWorker",
+}
 ENV_CLASS = "rl_core.envs.worker:TextEnvWorker"
 ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 5, "stale": 20, "epoch": 1000}
 """Attempts of a group per reason; data and deadline failures were already retried by the rollout, losses count in a row."""
@@ -98,7 +101,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
 def launch_groups(job: RLJob, cluster: Cluster, *, max_seq_len: int) -> dict[str, WorkerGroup]:
     """Return the groups of the three roles; their members are constructed as they join."""
     spec, stable = job.spec, for_elastic_roles(job.spec)
-    rollout = WorkerGroup.of(ROLLOUT_CLASS, stable, {"max_seq_len": max_seq_len})
+    rollout = WorkerGroup.of(ROLLOUT_CLASSES[spec.rollout.engine], stable, {"max_seq_len": max_seq_len})
     return {
         "actor": WorkerGroup.of(ACTOR_CLASSES[spec.actor.backend], spec).launch(cluster, name="actor"),
         "rollout": rollout.launch(cluster, name="rollout"),

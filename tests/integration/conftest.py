@@ -1,9 +1,11 @@
-"""Started once for several files: an RPC service with its server and a client, receivers of weights."""
+"""Started once for several files: an RPC service with its server and a client, receivers of weights, a rollout with the SGLang engine."""
 
 import pytest
 import weight_world
+from rollout_world import World
 from rpc_samples import Service
 
+from rl_core.rollouts.sglang import SGLangWorker
 from rl_core.transports.rpc import RpcClient, RpcServer
 
 
@@ -29,6 +31,17 @@ def client(server):
     client = RpcClient(server.address)
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def sglang_world():
+    """A rollout worker with the real engine, to which versions come as patches where that is smaller."""
+    # A busy machine stands still for longer than an engine in use should.
+    spec = {"runtime": {"deadlines": {"rpc": 120}}, "weights": {"syncer": "patch", "verifyEvery": 3}}
+    made = World(SGLangWorker, max_seq_len=64, spec=spec, engine="sglang", maxBatch=64)
+    made.start()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

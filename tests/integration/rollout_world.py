@@ -14,7 +14,7 @@ from rl_core.channel import Channel
 from rl_core.messages.envs import EnvAnswer, EnvFailure
 from rl_core.messages.groups import PromptLease
 from rl_core.messages.members import MemberState, MemberView, View
-from rl_core.messages.weights import ReceiverAddress
+from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.hf.worker import HFRolloutWorker
@@ -73,6 +73,22 @@ def flip_in_memory(pid: int, data: bytes) -> int:
                     os.pwrite(memory.fileno(), bytes([content[at + 64] ^ 1]), start + at + 64)
                     found += 1
     return found
+
+
+def transformers_model(state):
+    """Return what transformers makes of `state`: the truth of what an engine computes with it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    names = {name: value for name, value in CONFIG.items() if name not in ("model_type", "architectures")}
+    model = Qwen2ForCausalLM(Qwen2Config(**names))
+    model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
+    return model.eval()
+
+
+def trainer_logprobs(model, prompt, ids, temperature=1.0):
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
 
 
 class EnvPod:
@@ -156,6 +172,9 @@ class Ledger:
 class World:
     """Everything around one worker."""
 
+    version = 0
+    """Published last by `publish_next`."""
+
     def __init__(self, worker=HFRolloutWorker, max_seq_len=32, spec=None, **rollout):
         self.spec = RLJobSpec.model_validate(
             {
@@ -193,6 +212,12 @@ class World:
     def publish(self, version: int, seed: int):
         receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
         return self.publisher.publish(version, StateSource(random_state(seed)), receivers, 1)
+
+    def publish_next(self, state) -> PublishReport:
+        """Publish `state` as the version after the last."""
+        self.version += 1
+        receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
+        return self.publisher.publish(self.version, StateSource(state), receivers, 1)
 
     def start(self):
         self.on_loop(self.worker.start_rollout(self.trajectories, self.validation))

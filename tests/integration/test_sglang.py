@@ -1,15 +1,17 @@
 """The real SGLang engine behind the rollout worker: what it generates and scores, which weights it holds.
 
-One engine for the whole file, in the order of the file: its start takes half a minute of processor time. Truth is transformers, our own engine, and checksums taken of the engine's own tensors.
+One engine for all files of the folder: its start takes half a minute of processor time. Truth is transformers, our own engine, and checksums taken of the engine's own tensors.
 """
 
 import asyncio
 import concurrent.futures
 import hashlib
+import os
+import signal
 
 import pytest
 import torch
-from rollout_world import CONFIG, World, flip_in_memory, random_state, records
+from rollout_world import CONFIG, flip_in_memory, random_state, records, trainer_logprobs, transformers_model, wait_for
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.data.tokenizer import Tokenizer
@@ -19,7 +21,6 @@ from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
-from rl_core.rollouts.sglang import SGLangWorker
 
 PATIENT = {
     "runtime": {"deadlines": {"rpc": 120}}
@@ -28,36 +29,21 @@ MAX_SEQ_LEN = 64
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
 
 
-@pytest.fixture(scope="module")
-def world():
-    made = World(SGLangWorker, max_seq_len=MAX_SEQ_LEN, spec=PATIENT, engine="sglang", maxBatch=64)
-    made.start()
-    yield made
-    made.close()
+@pytest.fixture
+def world(sglang_world):
+    return sglang_world
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def published(world):
     """Publish random weights as the next version; return the version and the model that transformers makes of them."""
-    version = 0
 
     def publish():
-        nonlocal version
-        version += 1
-        world.publish(version, seed=version)
-        return version, transformers_model(random_state(version))
+        state = random_state(world.version + 1)
+        world.publish_next(state)
+        return world.version, transformers_model(state)
 
     return publish
-
-
-def transformers_model(state):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM(
-        Qwen2Config(**{k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")})
-    )
-    model.load_state_dict({**state, "lm_head.weight": state["model.embed_tokens.weight"]})
-    return model.eval()
 
 
 def ask(world, prompts, greedy=False, config=None, **more):
@@ -78,12 +64,6 @@ def hf_engine(world, version):
     weights = DecoderWeights(DecoderConfig.from_dict(CONFIG))
     weights.load(random_state(version).items())
     return HFEngine(weights, Tokenizer.from_files(world.worker.files), max_batch=8, max_seq_len=MAX_SEQ_LEN)
-
-
-def trainer_logprobs(model, prompt, ids, temperature):
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
 
 
 def test_greedy_tokens_are_those_of_our_engine_and_of_transformers(world, published):
@@ -266,3 +246,17 @@ def test_an_interrupted_row_goes_on_with_its_tokens_log_probabilities_and_versio
     assert (torch.tensor(output.logprobs[:middle]) - wanted).abs().max() < 1e-4
     wanted = trainer_logprobs(after, [3, 4, 5], output.ids, 1.0)[middle:]
     assert (torch.tensor(output.logprobs[middle:]) - wanted).abs().max() < 1e-4
+
+
+def test_an_engine_that_the_kernel_kills_for_memory_fails_its_rows_at_once_and_nothing_is_served(world, published):
+    """The last one: what came after it would wait for the start of another engine."""
+    published()
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    futures = submit(world, *(Row(key=key, prompt=[3, 4, 5], params=params, seed=1) for key in range(32)))
+    os.kill(world.engine.engine.pids[1], signal.SIGKILL)
+    failures = [future.exception(60) for future in futures.values()]
+    assert any(isinstance(failure, GenerationUnavailable) for failure in failures)
+    wait_for(lambda: world.worker.status()["version"] == -1)
+    assert world.worker.status()["engines_lost"] == 1
+    with pytest.raises(GenerationUnavailable, match="no proven weights are served"):
+        world.on_loop(world.worker.probe([3, 4, 5], 2))

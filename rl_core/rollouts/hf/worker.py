@@ -1,4 +1,4 @@
-"""`HFRolloutWorker`: the public name of a rollout worker whose job says `rollout.engine: hf`."""
+"""`HFRolloutWorker`: the rollout worker of a job that says `rollout.engine: hf`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SGLangWorker`: the public name of a rollout worker whose job says `rollout.engine: sglang`, with what only this engine offers."""
+"""`SGLangWorker`: the rollout worker of a job that says `rollout.engine: sglang`, with what only this engine offers."""
 
 from __future__ import annotations
 

@@ -18,11 +18,9 @@ STARTED = {
 }
 FACES = {
     "rl_core.collective.routing": "workers of users cut their batches by it (runtime.md 6)",
-    "rl_core.rollouts.hf.worker": "the reference system's name of a rollout worker (rollouts.md 0)",
     "rl_core.rollouts.sglang.cpu.stand_in.sgl_kernel": "what sglang itself imports as sgl_kernel, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton": "what sglang itself imports as triton, in its processes on a CPU",
     "rl_core.rollouts.sglang.cpu.stand_in.triton.runtime": "a part of it",
-    "rl_core.rollouts.sglang.worker": "the reference system's name of a rollout worker (rollouts.md 0)",
 }
 """Modules that only code of users imports."""
 BY_NAME = re.compile(r"(rl_core(?:\.\w+)+)(?::\w+)?|([a-z_]+(?:\.[a-z_]+)*):\w+")
