@@ -127,6 +127,8 @@ class Ledger:
     def __init__(self):
         self.lock = threading.Lock()
         self.pending, self.polls, self.given_back = [], [], []
+        self.served = -1
+        """Version that the worker acknowledged last: a question that is older is answered for it."""
         self.server = RpcServer(
             "tcp://127.0.0.1:0",
             {"lease_groups": self.lease_groups, "renew": lambda tokens: [], "give_back": self.give_back},
@@ -152,6 +154,7 @@ class Ledger:
             if not self.polls:
                 return
             call, want, version = self.polls[0]
+            version = max(version, self.served)
             found = [one for one in self.pending if one.policy_version == version][:want]
             if found:
                 self.pending = [one for one in self.pending if one not in found]
@@ -217,7 +220,9 @@ class World:
         """Publish `state` as the version after the last."""
         self.version += 1
         receivers = [ReceiverAddress(name="rollout:0", address=self.server.address, host_token=tokens.host_token())]
-        return self.publisher.publish(self.version, StateSource(state), receivers, 1)
+        report = self.publisher.publish(self.version, StateSource(state), receivers, 1)
+        self.ledger.served = self.version
+        return report
 
     def start(self):
         self.on_loop(self.worker.start_rollout(self.trajectories, self.validation))

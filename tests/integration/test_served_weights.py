@@ -6,6 +6,7 @@ here, an old copy in a CUDA graph, which needs a GPU.
 """
 
 import functools
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -46,7 +47,11 @@ def world(request):
 def content_check(world, state):
     """Have the trainer, which is transformers here, score what the engine makes of a prompt. Raises WeightsDiverged."""
     model = transformers_model(state)
-    cluster = SimpleNamespace(call=lambda name, method, *args, timeout: world.on_loop(world.worker.probe(*args)))
+
+    def ask(name, method, args, named, *, timeout):
+        answer = Future()
+        answer.set_result(SimpleNamespace(value=world.on_loop(world.worker.probe(*args))))
+        return SimpleNamespace(future=answer)
 
     def score(ids, start):
         found = trainer_logprobs(model, ids[:start], ids[start:]).tolist()
@@ -54,7 +59,7 @@ def content_check(world, state):
 
     check = ContentCheck(
         AppliedSpec(world.spec),
-        cluster=cluster,
+        cluster=SimpleNamespace(submit=ask),
         actor=SimpleNamespace(score=score),
         phases=DisaggregatedPhases(),
         prompt_ids=PROMPT,

@@ -6,12 +6,10 @@ One engine for all files of the folder: its start takes half a minute of process
 import asyncio
 import concurrent.futures
 import hashlib
-import os
-import signal
 
 import pytest
 import torch
-from rollout_world import CONFIG, flip_in_memory, random_state, records, trainer_logprobs, transformers_model, wait_for
+from rollout_world import CONFIG, flip_in_memory, random_state, records, trainer_logprobs, transformers_model
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.data.tokenizer import Tokenizer
@@ -246,17 +244,3 @@ def test_an_interrupted_row_goes_on_with_its_tokens_log_probabilities_and_versio
     assert (torch.tensor(output.logprobs[:middle]) - wanted).abs().max() < 1e-4
     wanted = trainer_logprobs(after, [3, 4, 5], output.ids, 1.0)[middle:]
     assert (torch.tensor(output.logprobs[middle:]) - wanted).abs().max() < 1e-4
-
-
-def test_an_engine_that_the_kernel_kills_for_memory_fails_its_rows_at_once_and_nothing_is_served(world, published):
-    """The last one: what came after it would wait for the start of another engine."""
-    published()
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    futures = submit(world, *(Row(key=key, prompt=[3, 4, 5], params=params, seed=1) for key in range(32)))
-    os.kill(world.engine.engine.pids[1], signal.SIGKILL)
-    failures = [future.exception(60) for future in futures.values()]
-    assert any(isinstance(failure, GenerationUnavailable) for failure in failures)
-    wait_for(lambda: world.worker.status()["version"] == -1)
-    assert world.worker.status()["engines_lost"] == 1
-    with pytest.raises(GenerationUnavailable, match="no proven weights are served"):
-        world.on_loop(world.worker.probe([3, 4, 5], 2))
