@@ -381,7 +381,7 @@ def test_devices_metrics_and_versions_are_told() -> None:
         "roles": [{"name": "rollout", "ready": 2, "lag": 3, "versions": {"47": 1, "50": 1}}],
         "workload": {
             "starved": 0.25,
-            "rollouts": [{"name": "rollout:0", "busy": 0.756}, {"busy": "x"}, 3, {"busy": 7}],
+            "rollouts": [*[{"name": "rollout:0", "busy": 0.756}] * 2, {"busy": "x"}, 3, {"busy": 7}],
         },
         "members": [{"pod": "x-actor-0", "deviceUuids": ["GPU-2"]}, {"pod": "x-actor-0", "deviceUuids": ["GPU-1"]}],
     }
