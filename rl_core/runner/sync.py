@@ -81,6 +81,8 @@ class WeightSync:
             if report.patch_share is not None:
                 found["weights/patch_share"] = report.patch_share
                 found["weights/patched_receivers"] = float(len(report.patched))
+            if report.relayed:
+                found["weights/relayed_receivers"] = float(len(report.relayed))
         if self._check is not None:
             counts = self._check.counts
             found["weights/content_check_passed_total"] = float(counts.passed)

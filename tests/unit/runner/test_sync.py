@@ -134,12 +134,13 @@ def test_agreeing_rollouts_pass_and_are_known_to_serve():
     }
 
 
-def test_the_share_that_changed_is_told_where_versions_are_compared():
+def test_the_share_that_changed_and_who_passed_a_version_on_are_told():
     run = Run({"rollout:0": probe(-1.0)})
-    run.actor.patches = {"patch_share": 0.25, "patched": ("rollout:0",)}
+    run.actor.patches = {"patch_share": 0.25, "patched": ("rollout:0",), "relayed": ("rollout:0",)}
     run.sync.publish(3)
     metrics = run.sync.metrics()
     assert (metrics["weights/patch_share"], metrics["weights/patched_receivers"]) == (0.25, 1.0)
+    assert metrics["weights/relayed_receivers"] == 1.0
 
 
 @pytest.mark.parametrize("wrong", [-1.01, float("nan")], ids=["other weights", "nan"])
