@@ -46,7 +46,7 @@ class PublishReport:
     bytes: int
     """Most bytes that a receiver needed: the size of the version, or of its patch where everybody who needed bytes took that."""
     transport: str
-    """What carried the bytes: shared, stream, gloo, nccl, ipc, joined by "+"; "none" when nobody needed any."""
+    """What carried the bytes: shared, stream, message, gloo, nccl, ipc, joined by "+"; "none" when nobody needed any."""
     copy_seconds: float
     """Gathering the weights and copying them to host memory."""
     sync_seconds: float
@@ -152,6 +152,15 @@ class StreamSource:
 
 
 @record
+class MessageSource:
+    """The bytes themselves, of a patch so small that a stream would take longer to open."""
+
+    kind: ClassVar[str] = "message"
+    data: "np.ndarray"
+    """uint8."""
+
+
+@record
 class GroupSource:
     """Broadcasts of the buckets, one after the other, in a process group."""
 
@@ -181,7 +190,7 @@ class PatchSource:
     base: str
     """Digest of that version."""
     tensors: tuple[TensorPatch, ...]
-    data: SharedSource | StreamSource
+    data: SharedSource | StreamSource | MessageSource
     verify: tuple[str, ...]
     """Tensors that are read whole afterwards, changed or not."""
 

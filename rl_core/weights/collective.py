@@ -7,6 +7,7 @@ member (RPC `weights_abort`), offers the version again to those that are left, a
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -131,12 +132,24 @@ class GroupReceiver:
         return self._group is None or bool(self._group.poisoned)
 
     def buckets(self, source: GroupSource, layout: Layout, *, device: str) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield the buckets as they come, each in memory of its own: an aborted broadcast may still write the last."""
+        """Yield the buckets as they come; the next one is received while the consumer works on one.
+
+        Each has memory of its own: an aborted broadcast may still write the last.
+        """
         group = self._join(source.plan, source.rank)
-        for bucket in layout.buckets:
+
+        def receive(bucket: Bucket) -> tuple[Bucket, torch.Tensor]:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
             group.broadcast(buffer, timeout=self._timeout)
-            yield bucket, buffer
+            return bucket, buffer
+
+        with ThreadPoolExecutor(1, thread_name_prefix="rljob-weights-group") as thread:
+            coming = [thread.submit(receive, bucket) for bucket in layout.buckets[:1]]
+            for bucket in layout.buckets[1:]:
+                arrived = coming.pop().result()
+                coming.append(thread.submit(receive, bucket))
+                yield arrived
+            yield coming.pop().result()
 
     def _join(self, plan: GroupPlan, rank: int) -> TensorGroup:
         group = self._group

@@ -15,6 +15,11 @@ WORD = 8
 """Bytes compared at once: a word without a difference costs as much as one element."""
 BLOCK = 1 << 12
 """32-bit words that are summed before they are compared: they stay in the first cache, so that memory is read once."""
+LINE = 8
+"""64-bit words that are looked at together first: most have no difference."""
+
+RUN = 1 << 11
+"""Elements that are written before they are read again: no later one is written to the same place, and their memory is near yet."""
 
 
 class Rooms:
@@ -89,7 +94,7 @@ def _find_numpy(
 def write(memory: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> words.Sums:
     """Write `values` to `memory` (unsigned integers of one type) at the positions of `gaps`; return how its sums changed.
 
-    They change by what was read at those positions before, and again after the last value was written. No position may lie outside.
+    They change by what was read at those positions before, and again afterwards. Gaps but the first are above 0, no position lies outside.
     """
     if memory.itemsize <= 4 and _compiled(memory):
         first, second = _writer(memory.itemsize)(gaps.astype(np.uint32), values, memory)
@@ -136,22 +141,31 @@ def _find(old, new, halves, gaps, values, last, offset, over):  # type: ignore[n
             weighted += word * np.uint64(np.uint32(index + 1))
         first += plain
         second += weighted + plain * (np.uint64(start) + offset)
-        for index in range(start // 2, (start + block.size) // 2):
-            fresh = new[index]
-            differs = old[index] ^ fresh
-            if differs:
-                for place in range(each):
-                    shift = np.uint64(place * bits)
-                    if (differs >> shift) & mask:
-                        position = index * each + place
-                        gap = position - last
-                        gaps[count] = gap
-                        values[count] = (fresh >> shift) & mask
-                        largest = max(largest, gap)
-                        last = position
-                        count += 1
-                if over:
-                    old[index] = fresh
+        end = (start + block.size) // 2
+        for line in range(start // 2, end, LINE):
+            stop = min(line + LINE, end)
+            if stop - line == LINE:
+                seen = np.uint64(0)
+                for index in range(line, line + LINE):
+                    seen |= old[np.uint64(index)] ^ new[np.uint64(index)]
+                if not seen:
+                    continue
+            for index in range(line, stop):
+                fresh = new[index]
+                differs = old[index] ^ fresh
+                if differs:
+                    for place in range(each):
+                        shift = np.uint64(place * bits)
+                        if (differs >> shift) & mask:
+                            position = index * each + place
+                            gap = position - last
+                            gaps[count] = gap
+                            values[count] = (fresh >> shift) & mask
+                            largest = max(largest, gap)
+                            last = position
+                            count += 1
+                    if over:
+                        old[index] = fresh
     return count, largest, last, first, second
 
 
@@ -170,19 +184,23 @@ def _writer(itemsize: int) -> Callable[..., Any]:
 
 def _write(gaps, values, memory):  # type: ignore[no-untyped-def]  # compiled
     bits = np.uint64(memory.itemsize * 8)
-    each = np.uint64(4 // memory.itemsize)
+    # Of a position: which 32-bit word, and which element of it. Shifts, because a division takes longer than all the rest.
+    inside = np.uint64(4 // memory.itemsize - 1)
+    narrow = np.uint64(0 if memory.itemsize == 4 else 1 if memory.itemsize == 2 else 2)
     first, second = np.uint64(0), np.uint64(0)
     position = np.uint64(0)
-    for index in range(values.size):
-        position += np.uint64(gaps[index])
-        word = np.uint64(memory[position]) << (position % each * bits)
-        first -= word
-        second -= word * (position // each + np.uint64(1))
-        memory[position] = values[index]
-    position = np.uint64(0)
-    for index in range(values.size):
-        position += np.uint64(gaps[index])
-        word = np.uint64(memory[position]) << (position % each * bits)
-        first += word
-        second += word * (position // each + np.uint64(1))
+    for start in range(0, values.size, RUN):
+        stop, before = min(start + RUN, values.size), position
+        for index in range(start, stop):
+            position += np.uint64(gaps[index])
+            word = np.uint64(memory[position]) << ((position & inside) * bits)
+            first -= word
+            second -= word * ((position >> narrow) + np.uint64(1))
+            memory[position] = values[index]
+        position = before
+        for index in range(start, stop):
+            position += np.uint64(gaps[index])
+            word = np.uint64(memory[position]) << ((position & inside) * bits)
+            first += word
+            second += word * ((position >> narrow) + np.uint64(1))
     return first, second

@@ -53,7 +53,7 @@ class Handshake:
         self.verification_failed = False
         """Whether it got all bytes and some were wrong; a collective goes on then."""
         self.transport = ""
-        """What carried the bytes: shared, stream, gloo, nccl, ipc; "" = no bytes were needed."""
+        """What carried the bytes: shared, stream, message, gloo, nccl, ipc; "" = no bytes were needed."""
         self.patched = False
         """Whether a patch was enough."""
         self.relayed = False

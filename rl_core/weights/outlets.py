@@ -5,12 +5,15 @@ A receiver of the publisher's host maps the segment; every other one gets a stre
 
 import logging
 
-from rl_core.messages.weights import PatchSource, SharedSource, StreamSource, WeightOffer, WeightSource
+from rl_core.messages.weights import MessageSource, PatchSource, SharedSource, StreamSource, WeightOffer, WeightSource
 from rl_core.transports import tokens
 from rl_core.transports.bulk import BulkSender
 from rl_core.transports.curve import KeyRing
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.host_copy import HostCopy, PatchCopy
+
+MESSAGE_BYTES = 1 << 20
+"""Patches up to this size travel in the offer."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,11 @@ class Outlets:
 
     def patch_source(self, patch: PatchCopy, host_token: str) -> PatchSource:
         """Return where that process gets `patch`."""
-        data = self._place(patch, host_token)
+        data: SharedSource | StreamSource | MessageSource
+        if patch.nbytes <= MESSAGE_BYTES and not self.maps(patch, host_token):
+            data = MessageSource(data=patch.memory.data[: patch.nbytes])
+        else:
+            data = self._place(patch, host_token)
         return PatchSource(base=patch.base, tensors=patch.tensors, data=data, verify=patch.verify)
 
     def _place(self, copy: HostCopy | PatchCopy, host_token: str) -> SharedSource | StreamSource:

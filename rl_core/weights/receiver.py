@@ -21,6 +21,7 @@ from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureErro
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import (
+    MessageSource,
     PatchSource,
     PullOffer,
     PullRequest,
@@ -255,7 +256,9 @@ class WeightReceiver:
         )
         started = time.monotonic()
         patch = source if isinstance(source, PatchSource) else None
-        at_once = isinstance(self._target, InPlaceTarget) and isinstance(patch.data if patch else source, SharedSource)
+        at_once = isinstance(self._target, InPlaceTarget) and isinstance(
+            patch.data if patch else source, SharedSource | MessageSource
+        )
         if at_once and manifest.total_bytes <= AT_ONCE_BYTES:
             reason = self._feed(assembly, source)
         else:

@@ -20,7 +20,8 @@ class Relay:
 
     def __init__(self, host: str, keys: KeyRing | None) -> None:
         self._host, self._keys = host, keys
-        self._bulk: BulkSender | None = None
+        self._bulk: dict[bool, BulkSender] = {}
+        """Authentic and secret streams."""
         self._digest = ""
         self._share = Share()
         """Key and tags of the streams of that version."""
@@ -29,12 +30,12 @@ class Relay:
         self, manifest: WeightManifest, layout: Layout, memory: Mapping[str, np.ndarray], *, encrypted: bool
     ) -> StreamSource:
         """Return a stream of `manifest`, whose tensors lie in `memory` (uint8, by the name that travels), for one receiver."""
-        if self._bulk is None:
-            self._bulk = BulkSender(f"tcp://{self._host}:0", self._keys if encrypted else None)
+        if encrypted not in self._bulk:
+            self._bulk[encrypted] = BulkSender(f"tcp://{self._host}:0", self._keys if encrypted else None)
         if self._digest != manifest.digest:
             self._digest, self._share = manifest.digest, Share()
         buffers = self._buffers(manifest, layout, memory)
-        return StreamSource(ticket=self._bulk.offer(buffers, share=self._share), encrypted=encrypted)
+        return StreamSource(ticket=self._bulk[encrypted].offer(buffers, share=self._share), encrypted=encrypted)
 
     def withdraw(self) -> None:
         """End the streams: the memory is about to be written. A chunk that is written on its way fails its tag."""
@@ -55,5 +56,5 @@ class Relay:
 
     def close(self) -> None:
         """End the streams and their thread."""
-        if self._bulk is not None:
-            self._bulk.close()
+        for bulk in self._bulk.values():
+            bulk.close()

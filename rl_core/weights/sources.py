@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.api.errors import ConfigError
-from rl_core.messages.weights import DeviceSource, GroupSource, PatchSource, SharedSource, StreamSource, WeightSource
+from rl_core.messages.weights import (
+    DeviceSource,
+    GroupSource,
+    MessageSource,
+    PatchSource,
+    SharedSource,
+    StreamSource,
+    WeightSource,
+)
 from rl_core.transports.bulk import BulkReceiver
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.shared_memory import SegmentReader
@@ -71,6 +79,9 @@ class Sources:
     def _patch(self, source: PatchSource, assembly: Assembly) -> Iterator[Tensors]:
         if isinstance(source.data, SharedSource):
             yield assembly.patched(source, self._mapped(source.data))
+            return
+        if isinstance(source.data, MessageSource):
+            yield assembly.patched(source, source.data.data)
             return
         with self._chunks(source.data) as chunks:
             data = np.frombuffer(b"".join(chunks), np.uint8)
