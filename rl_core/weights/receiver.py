@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 NOTHING = (-1, "")
 """`current()` of a receiver that cannot prove any version."""
-AT_ONCE_BYTES = 1 << 20
+AT_ONCE_BYTES = 1 << 22
 """Models of this host up to this size are copied on the event loop: a hand-over to a thread takes as long."""
 STOPPED = "replaced by a newer offer, or its time was over"
 
