@@ -5,6 +5,8 @@ evenly or not), the plan follows from these slices alone: every rank makes the s
 `execute` only.
 """
 
+import bisect
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,12 +59,13 @@ def plan_reshard(
     from which the fewest elements go so far, then the lowest. Raises ValueError for an element that no source has, and where the two
     sides disagree about a shape, with name and interval.
     """
-    offered: dict[str, dict[Ranges, list[int]]] = defaultdict(dict)
+    boxes: dict[str, dict[Ranges, list[int]]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
     for one in sources:
         _check(one, shapes)
         if prod(_size(one.ranges)):
-            offered[one.name].setdefault(one.ranges, []).append(one.rank)
+            boxes[one.name].setdefault(one.ranges, []).append(one.rank)
+    offered = {name: _Offered(held) for name, held in boxes.items()}
     planned: dict[int, int] = defaultdict(int)
     transfers = []
     for one in destinations:
@@ -71,27 +74,41 @@ def plan_reshard(
         def preference(rank: int, node: Any = None if nodes is None else nodes[one.rank]) -> tuple[bool, int, int]:
             return nodes is not None and nodes[rank] != node, planned[rank], rank
 
-        for rank, ranges in _cover(one, offered[one.name], preference):
+        for rank, ranges in _cover(one, offered.get(one.name, _Offered({})), preference):
             planned[rank] += prod(_size(ranges))
             transfers.append(Transfer(rank, one.rank, one.name, ranges))
     return tuple(transfers)
 
 
-def _cover(
-    wanted: TensorSlice, offered: Mapping[Ranges, list[int]], preference: Callable[[int], Any]
-) -> Iterator[tuple[int, Ranges]]:
+class _Offered:
+    """Who has which boxes of one tensor."""
+
+    def __init__(self, held: Mapping[Ranges, list[int]]) -> None:
+        self._boxes = sorted(held.items())
+        self._starts = [ranges[0][0] for ranges, _ in self._boxes if ranges]
+        self._reach = list(itertools.accumulate((ranges[0][1] for ranges, _ in self._boxes if ranges), max))
+        """How far each box or one before it goes along the first dimension."""
+
+    def at(self, corner: Sequence[int]) -> Iterator[tuple[int, Ranges]]:
+        """Yield (rank, box) for the boxes that have the element `corner`."""
+        last = bisect.bisect_right(self._starts, corner[0]) if corner else len(self._boxes)
+        for index in range(last - 1, -1, -1):
+            if corner and self._reach[index] <= corner[0]:
+                return  # nor does any box before it
+            ranges, ranks = self._boxes[index]
+            if all(low <= at < high for at, (low, high) in zip(corner, ranges, strict=True)):
+                yield from ((rank, ranges) for rank in ranks)
+
+
+def _cover(wanted: TensorSlice, offered: _Offered, preference: Callable[[int], Any]) -> Iterator[tuple[int, Ranges]]:
     """Yield (rank, part) for parts that make up `wanted`; each is the most that the preferred rank has from where it begins."""
     left = [wanted.ranges]
     while left:
         part = left.pop()
         if not prod(_size(part)):
             continue
-        holders = [
-            (rank, _common(part, ranges))
-            for ranges, ranks in offered.items()
-            if all(low <= start < high for (start, _), (low, high) in zip(part, ranges, strict=True))
-            for rank in ranks
-        ]
+        corner = [start for start, _ in part]
+        holders = [(rank, _common(part, ranges)) for rank, ranges in offered.at(corner)]
         if not holders:
             raise ValueError(
                 f"{wanted.name!r} must be held by a source at {_text(part)}, got none that has its first element"
