@@ -331,7 +331,9 @@ async def test_an_unknown_source_is_refused(receiver, copies):
     wire = Wire(copies, 4)
     await receiver.offer(wire.offer)
     answer = await receiver.transfer(replace(wire.transfer, source="pigeon"))
-    assert isinstance(answer, ReceiverFailure) and "must be shared, stream, group or patch, got str" in answer.reason
+    assert (
+        isinstance(answer, ReceiverFailure) and "must be shared, stream, group, ipc or patch, got str" in answer.reason
+    )
 
 
 async def test_states_are_told_in_order(engine, copies):
