@@ -213,8 +213,13 @@ def pair(folder, models, four):
         scenarios += [scenario(f"{layout} {name}", spec, verbs, world_size=2) for name, (spec, verbs) in verbs.items()]
     whole = of_two(models["untied"], {}, actor__microBatchTokens=32, actor__optimizer__distributed=False, **CRITIC)
     scenarios.append(scenario("whole", whole, [["train", 1], ["offload"], ["train", 2], ["state"]], world_size=2))
+    lopsided = scenario("of rank 0", of_two(models["untied"], {}, **FULL), TRAIN_AND_LOOK, world_size=2)
+    scenarios.append(lopsided | {"groups": [[0, 1, 2, 3], []]})
     links = ("fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole")
     scenarios += [scenario(f"link {name}", *link(folder, models, name), world_size=2) for name in links]
+    # The last one: the process group is of no use after it.
+    lost = of_two(models["tied"], {"tensor": 2})
+    scenarios.append(scenario("lost", lost, [["die", 1], ["train", 1]], world_size=2))
     return run_ranks(folder, 2, scenarios)
 
 
@@ -230,6 +235,16 @@ def test_two_ranks_train_like_fsdp2(reference, pair, layout, case):
     seen = [rank[f"{layout} {' '.join(case)}"] for rank in pair]
     assert_trained_alike(seen[0], reference(*case))
     assert list(map(sums, seen[0]["metrics"])) == list(map(sums, seen[1]["metrics"])) and seen[1]["state"] == {}
+
+
+def test_a_data_rank_without_groups_trains_along_with_the_other(reference, pair):
+    assert_trained_alike(pair[0]["of rank 0"], reference("full", "untied"))
+    assert pair[1]["of rank 0"]["counts"] == pair[0]["of rank 0"]["counts"]
+
+
+def test_a_rank_that_dies_inside_a_step_is_named_to_the_one_that_shares_its_layers(pair):
+    assert "lost" not in pair[1] and pair[0]["lost"]["error"].startswith("InfrastructureError")
+    assert "missing: rank 1" in pair[0]["lost"]["error"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
