@@ -6,6 +6,8 @@ Legend: B rows of the micro-batch, T width of the longest.
 from dataclasses import replace
 from typing import Any
 
+from pydantic.alias_generators import to_camel
+
 from rl_core.actors.backend import Scores
 from rl_core.actors.rows import Columns
 from rl_core.algorithms.aggregation import LossNormalizers, aggregate
@@ -93,14 +95,16 @@ class PolicyObjective:
 def _policy_options(algorithm: AlgorithmSpec) -> dict[str, Any]:
     """Return the options the chosen policy loss honours: those it has a parameter for.
 
-    Raises ConfigError for a dual clip that a loss of the user has none for.
+    Raises ConfigError for a bound that a loss of the user has no parameter for.
     """
     loss = algorithm.loss
     accepted, _ = option_names(resolve("loss", loss.name))
-    if loss.dual_clip is not None and "dual_clip" not in accepted:
-        raise ConfigError(
-            f"algorithm.loss.dualClip needs a loss with a parameter dual_clip, got {loss.name} without; remove it or take it there"
-        )
+    bounds = {"dual_clip": loss.dual_clip, "behavior_weight_max": loss.behavior_weight_max}
+    for name, bound in bounds.items():
+        if bound is not None and name not in accepted:
+            raise ConfigError(
+                f"algorithm.loss.{to_camel(name)} needs a loss with a parameter {name}, got {loss.name} without; remove it or take it there"
+            )
     clip_low, clip_high = loss.clip
-    given = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": loss.dual_clip}
+    given = {"clip_low": clip_low, "clip_high": clip_high, **bounds}
     return {name: value for name, value in given.items() if name in accepted}

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_core.actors.rows import Columns
 from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages
 from rl_core.algorithms.advantages.reinforce import token_rewards
-from rl_core.algorithms.filtering import overlong_filter, sequence_error_mask
+from rl_core.algorithms.filtering import down_sample, overlong_filter, sequence_error_mask
 from rl_core.algorithms.losses.critic import explained_variance
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.rewards import scale_rewards, shape_overlong, shape_stop_properly
@@ -154,7 +154,7 @@ def _with_token_rewards(inputs: AdvantageInputs, kl_coefficient: float) -> tuple
 
 
 def _shape_rewards(batch: TrainingBatch, algorithm: AlgorithmSpec, max_new_tokens: int) -> TrainingBatch:
-    """Apply scale, overlong penalty, stop-properly and the overlong filter, in this order."""
+    """Apply scale, overlong penalty, stop-properly, the overlong filter and the choice of rows, in this order."""
     rewards, overlong, scale = batch.rewards, algorithm.overlong, algorithm.reward_scale
     if scale is not None:
         rewards = scale_rewards(rewards, **scale.model_dump())
@@ -174,6 +174,9 @@ def _shape_rewards(batch: TrainingBatch, algorithm: AlgorithmSpec, max_new_token
     if overlong.filter:
         valid, kept = overlong_filter(batch.valid, batch.truncated, keep_in_baseline=overlong.keep_in_baseline)
         sample_mask = sample_mask & kept
+    if algorithm.keep_per_group is not None:
+        kept = down_sample(rewards, batch.group_ids, keep=algorithm.keep_per_group, valid=valid & sample_mask)
+        valid, sample_mask = valid & kept, sample_mask & kept
     return _masked(replace(batch, rewards=rewards, valid=valid), sample_mask)
 
 

@@ -186,6 +186,8 @@ class AlgorithmSpec(Spec):
     """Weight of the per-token KL(policy || reference), estimator k1, taken off the rewards; with gae and reinforce_plus_plus(_baseline) only."""
     reward_scale: RewardScaleSpec | None = None
     """Linear map of rewards before advantages; null = raw rewards."""
+    keep_per_group: int | None = Field(None, ge=2, le=1024)
+    """Rows of a group that train: those whose rewards are spread widest; the others leave the statistics too. null = all (PODS)."""
     dynamic_sampling: DynamicSamplingSpec = DynamicSamplingSpec()
     """Replacement of uninformative groups."""
     overlong: OverlongSpec = OverlongSpec()

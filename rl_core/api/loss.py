@@ -47,6 +47,8 @@ class LossSpec(Spec):
     """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO); null = 0.2, 0.0004 for gspo."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound of the loss for negative advantages (dual-clip PPO); null = off. With ppo_clip and functions of yours that take `dual_clip`."""
+    behavior_weight_max: float | None = Field(None, gt=0)
+    """Tokens whose weight proximal / old policy is above train nothing; null = off. With decoupled_ppo and functions of yours that take it."""
     aggregation: Aggregation | None = None
     """How token losses become one number; null = token-mean, or seq-mean-token-sum-norm for dr_grpo."""
     kl_coefficient: float = Field(0.0, ge=0)
@@ -68,11 +70,21 @@ class LossSpec(Spec):
             refusal="dualClip is honoured by ppo_clip only, got loss %s; remove dualClip or choose ppo_clip",
             values=("$name",),
             field="dualClip",
-        )
+        ),
+        Cel(
+            holds="!has(self.behaviorWeightMax) || $name == 'decoupled_ppo' || $name.contains(':')",
+            refusal="behaviorWeightMax is honoured by decoupled_ppo only, got loss %s; remove it or choose decoupled_ppo",
+            values=("$name",),
+            field="behaviorWeightMax",
+        ),
     )
-    def _dual_clip_needs_ppo(self) -> Iterator[str]:
-        if self.dual_clip is not None and self.name != "ppo_clip" and ":" not in self.name:
+    def _bounds_have_their_loss(self) -> Iterator[str]:
+        if ":" in self.name:
+            return
+        if self.dual_clip is not None and self.name != "ppo_clip":
             yield (f"dualClip is honoured by ppo_clip only, got loss {self.name}; remove dualClip or choose ppo_clip")
+        if self.behavior_weight_max is not None and self.name != "decoupled_ppo":
+            yield f"behaviorWeightMax is honoured by decoupled_ppo only, got loss {self.name}; remove it or choose decoupled_ppo"
 
 
 class ImportanceSpec(Spec):

@@ -184,6 +184,12 @@ CASES = (
             '["rewardScale", "overlong.buffer"] needs one reward per row, got name gdpo, which takes several as they are; remove it',
             SAME,
         ),
+        "bound-of-another-loss": (
+            {"algorithm": {"loss": {"behaviorWeightMax": 2.0}}},
+            "spec.algorithm.loss.behaviorWeightMax",
+            "behaviorWeightMax is honoured by decoupled_ppo only, got loss ppo_clip; remove it or choose decoupled_ppo",
+            SAME,
+        ),
         "critic-of-nobody": (
             {"algorithm": {"critic": {}}},
             "spec.algorithm.critic",

@@ -282,6 +282,27 @@ def test_a_second_call_penalises_the_rows_that_the_first_one_masked(make_actor, 
     assert torch.equal(actor.engine.prepared.advantages, advantages)
 
 
+def test_the_rows_of_a_group_that_differ_most_train_and_are_what_it_is_compared_with(make_actor, records):
+    for record in records:
+        for completion, reward in zip(record.completions, (0.0, 3.0, 1.0, 1.5), strict=True):
+            completion.reward = reward
+    actor = make_actor(algorithm__keepPerGroup=2)
+    actor.load_batch(records)
+    actor.compute_advantages_and_returns()
+    prepared = actor.engine.prepared
+    trains = prepared.batch.loss_mask.any(dim=1)
+    lone = torch.tensor([record.completions[0].finish_reason == "error" for record in records])
+    for group in prepared.batch.group_ids.unique().tolist():
+        rows = prepared.batch.group_ids == group
+        expected = [False, True, True, False] if lone[group] else [True, True, False, False]
+        assert trains[rows].tolist() == expected
+    first = prepared.advantages[prepared.batch.group_ids == prepared.batch.group_ids[0]]
+    signs = [row[row != 0].unique().tolist() for row in first]
+    half = 0.5**0.5
+    assert signs[0] == pytest.approx([-half], abs=1e-5) and signs[1] == pytest.approx([half], abs=1e-5)
+    assert actor.run_training()["actor/grad_norm"] > 0
+
+
 def test_mismatched_rows_are_dropped_and_others_weighed(make_actor, records):
     actor = make_actor(
         algorithm__recomputeLogProbs=True,

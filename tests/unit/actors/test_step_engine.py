@@ -233,6 +233,10 @@ CORRECTIONS = {
     "tis": {"recomputeLogProbs": True, "importance": {"mode": "tis", "high": 1.2}},
     "icepop": {"recomputeLogProbs": True, "importance": {"mode": "icepop", "low": 0.7, "high": 1.3}},
     "decoupled_by_recompute": {"recomputeLogProbs": True, "loss": {"name": "decoupled_ppo"}},
+    "decoupled_with_a_bound": {
+        "recomputeLogProbs": True,
+        "loss": {"name": "decoupled_ppo", "behaviorWeightMax": 1.05},
+    },
     "decoupled_by_version": {"loss": {"name": "decoupled_ppo"}},
 }
 
@@ -256,7 +260,10 @@ def reference_loss(name, new, old, rollout, gain, age):
     if name == "decoupled_by_version":
         alpha = (age - 1) / age if age > 1 else 0.0
         proximal = rollout + alpha * (new.detach() - rollout)
-    return (proximal - rollout).exp() * clip((new - proximal).exp())
+    weight = (proximal - rollout).exp()
+    if name == "decoupled_with_a_bound" and weight > 1.05:
+        weight = 0.0
+    return weight * clip((new - proximal).exp())
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
