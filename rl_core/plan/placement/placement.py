@@ -58,6 +58,8 @@ class Placement:
             "LOCAL_HARDWARE_RANKS": ",".join(map(str, self.local_hardware_ranks)),
             "VISIBLE_DEVICES": devices,
             "CUDA_VISIBLE_DEVICES": devices,
+            # As NVML numbers them; torch alone would begin with the quickest.
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "ACCELERATOR_TYPE": self.accelerator_type or "",
             "ISOLATE_ACCELERATOR": str(int(self.isolate_accelerator)),
             "NODE_GROUP_LABEL": self.node_group_label,

@@ -115,7 +115,7 @@ def test_identity_variables_of_an_isolated_and_of_a_sharing_process():
     assert alone.to_env() == {
         "RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1", "CLUSTER_NODE_RANK": "1",
         "NODE_LOCAL_RANK": "2", "NODE_LOCAL_WORLD_SIZE": "4", "LOCAL_ACCELERATOR_RANK": "6", "LOCAL_HARDWARE_RANKS": "6",
-        "VISIBLE_DEVICES": "6", "CUDA_VISIBLE_DEVICES": "6", "ACCELERATOR_TYPE": "GPU", "ISOLATE_ACCELERATOR": "1",
+        "VISIBLE_DEVICES": "6", "CUDA_VISIBLE_DEVICES": "6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "ACCELERATOR_TYPE": "GPU", "ISOLATE_ACCELERATOR": "1",
         "NODE_GROUP_LABEL": "cluster",
     }  # fmt: skip
     sharing = Placement(
