@@ -193,21 +193,23 @@ class Case:
         dtype="float32",
         weights=None,
         state=None,
+        epoch=0,
+        others=None,
     ):
-        """`state`: the trained weights; None = random ones."""
+        """`state`: the trained weights; None = random ones. `others`: receivers of an earlier case; None = new ones."""
         import torch
 
         from rl_core.messages.weights import ReceiverAddress
         from rl_core.weights.publisher import WeightPublisher
 
         self.shapes = shapes
-        self.others = [
+        self.others = others or [
             Other("receiver", shapes=self.shapes, in_place=in_place, checksums=checksums, dtype=dtype)
             for _ in range(receivers)
         ]
         self.receivers = [ReceiverAddress(name=f"rollout:{i}", **other.about) for i, other in enumerate(self.others)]
         spec = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
-        self.publisher = WeightPublisher({**spec, "weights": weights or {}}, 0, host_token=host_token)
+        self.publisher = WeightPublisher({**spec, "weights": weights or {}}, epoch, host_token=host_token)
         self.state = state or {
             name: torch.randn(shape).to(getattr(torch, dtype)) for name, shape in self.shapes.items()
         }

@@ -151,21 +151,18 @@ def measure_pause(runs):
 
 def measure_fanout(runs):
     """The same bytes by stream to 8 receivers: from the publisher alone, and from who has them."""
-    cases = {
-        name: Case(shapes_of(FANOUT_BYTES), MANY, host_token="another host", weights={"fanout": fanout})
-        for name, fanout in (("publisher alone", None), ("fanout 1", 1), ("fanout 2", 2))
-    }
-    warm = 2
-    for _ in range(runs + warm):
-        for case in cases.values():
+    result, others, warm = {}, None, 2
+    for epoch, (name, fanout) in enumerate((("publisher alone", None), ("fanout 1", 1), ("fanout 2", 2))):
+        options = {"host_token": "another host", "weights": {"fanout": fanout}, "epoch": epoch, "others": others}
+        case = Case(shapes_of(FANOUT_BYTES), MANY, **options)
+        for _ in range(runs + warm):
             case.run()
-    result = {
-        name: summary(case.reports, warm)
-        | {"relayed": statistics.median(len(one.relayed) for one in case.reports[warm:]), "bit-equal": case.equal()}
-        for name, case in cases.items()
-    }
-    for case in cases.values():
-        case.close()
+        relayed = statistics.median(len(one.relayed) for one in case.reports[warm:])
+        result[name] = summary(case.reports, warm) | {"relayed": relayed, "bit-equal": case.equal()}
+        case.publisher.close()
+        others = case.others
+    for other in others:
+        other.close()
     return result
 
 
