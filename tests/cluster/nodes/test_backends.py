@@ -91,12 +91,25 @@ def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trai
     assert lines[-1]["weights/content_check_passed_total"] > 0
 
 
-def test_a_job_whose_rollout_runs_sglang_trains_to_its_end_in_a_pod_with_a_read_only_root(
+def test_sglang_trains_to_its_end_beside_the_actor_in_its_pod_and_in_a_pod_of_its_own(
     shared: Path, submit: Callable[[dict], Job]
 ) -> None:
+    """A hybrid job: rollout 0 is a second container of the actor's pod and takes turns with it, rollout 1 has a pod."""
     steps = 4
-    resources = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}
-    job = submit(tiny("engine", steps=steps, rollout__engine="sglang", rollout__resources=resources))
+    rollout = {
+        "engine": "sglang",
+        "replicas": 2,
+        "minReplicas": 2,
+        "topologySpreadConstraints": [],
+        "resources": {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+    }
+    fields = {f"rollout__{name}": value for name, value in rollout.items()}
+    job = submit(tiny("engine", steps=steps, placement={"mode": "hybrid"}, **fields))
+    job.wait(
+        "both rollouts", lambda status: (status.get("rollout") or {}).get("readyReplicas") == 2, seconds=5 * MINUTES
+    )
+    pods = {name: [one["name"] for one in pod["spec"]["containers"]] for name, pod in job.pods().items()}
+    assert pods == {"engine-actor-0": ["actor", "rollout"], "engine-env-0": ["env"], "engine-rollout-1": ["rollout"]}
     status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
     assert (status["phase"], status["step"], status["totalRestarts"]) == ("Succeeded", steps, 0), job.condition(
         "Failed"
