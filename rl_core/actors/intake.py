@@ -134,7 +134,7 @@ class GroupIntake:
     def _ask(self) -> None:
         self._asked, self._fresh = self._fresh, []
         if self._later:  # the oldest first, and no more than this rank has places for
-            lot = sorted([*self._later, *self._asked], key=lambda record: record.start_version)
+            lot = sorted([*self._later, *self._asked], key=lambda record: (record.start_version, record.order))
             places = self._wanted - len(self.admitted)
             self._asked, self._later = lot[:places], lot[places:]
         self._answer = asyncio.ensure_future(self._admit(self._asked))
@@ -154,6 +154,8 @@ class GroupIntake:
         if None in answers:
             self._ask_again_at = time.monotonic() + self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_S)
+        if False in answers:  # what was refused may have been what the others wait for
+            self._ask_again_at = 0.0
         self._asked, self._answer = [], None
 
 

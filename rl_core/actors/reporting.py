@@ -9,11 +9,12 @@ import torch
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.algorithms.mismatch import PREFIX as MISMATCH
+from rl_core.algorithms.mismatch import PARTS, PREFIX
 from rl_core.algorithms.stats import Stat, finish_stats, merge_stats, read_stats
 from rl_core.api.errors import ConfigError
 
-UNPREFIXED = ("perf/", "time/", MISMATCH)
+MISMATCH = (PREFIX, PARTS)
+UNPREFIXED = ("perf/", "time/", *MISMATCH)
 """Metrics that are named alike whoever reports them."""
 
 

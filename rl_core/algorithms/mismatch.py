@@ -9,6 +9,10 @@ from rl_core.algorithms.arguments import require_bool, require_float32, require_
 from rl_core.algorithms.stats import Stat, mean_stat
 
 PREFIX = "mismatch/"
+PARTS = "rollout/mismatch_"
+"""Prefix of the same numbers over a part of the tokens."""
+LENGTHS = (0, 256, 1024, 4096, 16384)
+"""Rows are told apart by trained tokens: so many and more, below the next."""
 OLDEST = 8
 """Ages above are reported as this one."""
 
@@ -25,8 +29,9 @@ def mismatch_stats(
     """Return the statistics of d = train - rollout over the tokens under `mask` that the trainer's own version sampled.
 
     `mismatch/kl`: mean of exp(d) - 1 - d, which estimates KL(rollout || trainer); `mean_abs_diff`: mean |d|; `max_ratio`: exp(max |d|);
-    `share_clipped`: share of tokens with exp(d) outside `bounds`. `ages` [B, T]: versions a token is older, None = none is; with it, kl
-    and mean_abs_diff are told for each age from 1 to `max_age` too, which then also hold what was learnt since.
+    `share_clipped`: share of tokens with exp(d) outside `bounds`. `rollout/mismatch_kl/length_N`: kl of the rows whose trained tokens number
+    N or more, up to the next of LENGTHS. `ages` [B, T]: versions a token is older, None = none is; with it, `rollout/mismatch_kl/age_N` and
+    `rollout/mismatch_abs_diff/age_N` tell of each age from 1 to `max_age`, which then also hold what was learnt since.
     A statistic over no token has count 0. Source: Schulman, "Approximating KL divergence" (2020).
     """
     require_bool(mask=mask)
@@ -45,9 +50,18 @@ def mismatch_stats(
         "max_ratio": Stat("max", largest.exp(), count),
         "share_clipped": mean_stat(outside, same, count),
     }
+    parts = _by_length(divergence, mask, same)
     oldest = min(max_age, OLDEST)
     if ages is not None:
         for age in range(1, oldest + 1):
             old = mask & (ages == age if age < oldest else ages >= age)
-            found |= {f"kl/age_{age}": mean_stat(divergence, old), f"mean_abs_diff/age_{age}": mean_stat(size, old)}
-    return {f"{PREFIX}{name}": stat for name, stat in found.items()}
+            parts |= {f"kl/age_{age}": mean_stat(divergence, old), f"abs_diff/age_{age}": mean_stat(size, old)}
+    return {f"{PREFIX}{name}": stat for name, stat in found.items()} | {f"{PARTS}{n}": s for n, s in parts.items()}
+
+
+def _by_length(divergence: Tensor, mask: Tensor, same: Tensor) -> dict[str, Stat]:
+    """Return the mean divergence over `same` by the number of tokens under `mask` in the row."""
+    places = torch.bucketize(mask.sum(-1), torch.tensor(LENGTHS[1:], device=mask.device), right=True)
+    totals = divergence.new_zeros(len(LENGTHS)).index_add_(0, places, torch.where(same, divergence, 0.0).sum(-1))
+    counts = totals.new_zeros(len(LENGTHS)).index_add_(0, places, same.sum(-1).to(totals.dtype))
+    return {f"kl/length_{low}": Stat("mean", totals[place], counts[place]) for place, low in enumerate(LENGTHS)}

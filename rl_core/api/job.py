@@ -201,6 +201,19 @@ class RLJobSpec(Spec):
 
     @rule(
         Cel(
+            holds="$rollout.oversample == 1.0 || $algorithm.maxStaleness == 0",
+            refusal="rollout.oversample needs maxStaleness 0, got %d, with which rollouts run ahead anyway; remove it",
+            values=("$algorithm.maxStaleness",),
+            field="rollout.oversample",
+        ),
+    )
+    def _issues_more_on_policy(self) -> Iterator[str]:
+        staleness = self.algorithm.max_staleness
+        if self.rollout.oversample > 1 and staleness:
+            yield f"rollout.oversample needs maxStaleness 0, got {staleness}, with which rollouts run ahead anyway; remove it"
+
+    @rule(
+        Cel(
             holds=(
                 "$placement.mode == 'disaggregated' || ([$rollout.gpus - $actor.gpus, $algorithm.maxStaleness] == [0, 0] && "
                 "($placement.mode == 'hybrid' ? $rollout.replicas >= $actor.replicas : $rollout.replicas == $actor.replicas))"

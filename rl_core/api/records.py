@@ -129,6 +129,8 @@ class PromptGroupRecord:
     start_version: int = 0
     """Policy version when generation began."""
     end_version: int = 0
+    order: int = 0
+    """Place of its prompt in the ledger's order."""
     times: GroupTimes | None = None
     """None where nobody noted them."""
 

@@ -327,6 +327,8 @@ class RolloutSpec(FabricRoleSpec):
     """perGroup: one prompt group = one engine batch, which makes results independent of load."""
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
+    oversample: float = Field(1.0, ge=1, le=8)
+    """On policy: groups given out over those that a step trains. The first that neither fail nor are filtered train, by order of issue."""
 
     @property
     def tensor_parallel(self) -> int:

@@ -40,6 +40,8 @@ class PromptLease:
     """How long the lease runs unless it is renewed."""
     given: float = 0.0
     """Runner's clock when it was given out."""
+    order: int = 0
+    """Place of its prompt in the ledger's order."""
 
 
 @record

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -122,7 +123,7 @@ class RolloutWorkerBase(Worker):
             group_rows=spec.algorithm.group_size,
             version=lambda: engine.policy_version,
             waiting=self.waiting,
-            records_wait=spec.algorithm.max_staleness > 0,
+            records_wait=spec.algorithm.max_staleness > 0 or spec.rollout.oversample > 1,
         )
         receiver = WeightReceiver(
             spec,
@@ -168,6 +169,10 @@ class RolloutWorkerBase(Worker):
         # Reported again: the hub knows a member that was cut off and came back without its version.
         if parts.receiver.state is ReceiverState.SERVING:
             self._on_weights(parts.receiver.state, *parts.receiver.current())
+
+    async def drop_groups(self, tokens: list[str]) -> None:
+        """Generate these leases no further: the runner counts them no longer."""
+        self._built().server.drop(tokens)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -283,7 +288,8 @@ class RolloutWorkerBase(Worker):
         """Return the engine's capacity, but no more than this worker's share of a step's rows."""
         algorithm = self.spec.algorithm
         serving = sum(member.state is MemberState.SERVING for member in self.members("rollout"))
-        share = -(-algorithm.prompts_per_step * algorithm.group_size // max(1, serving))
+        groups = math.ceil(algorithm.prompts_per_step * self.spec.rollout.oversample)
+        share = -(-groups * algorithm.group_size // max(1, serving))
         return min(self._built().engine.row_capacity, share)
 
     def _max_seq_len(self) -> int:

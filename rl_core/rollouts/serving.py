@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -143,6 +143,11 @@ class PromptServer:
         await self._give_all_back()
         self._renewal.close()
 
+    def drop(self, tokens: Iterable[str]) -> None:
+        """End the groups of leases that the runner counts no longer; one that has ended is ignored."""
+        for token in tokens:
+            self._disown(token)
+
     # --- asking ------------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
@@ -268,7 +273,7 @@ class PromptServer:
         if lease.mode == "validate":
             await self._validation.put_async(scores(lease, record))
         else:
-            record.lease_token = lease.token
+            record.lease_token, record.order = lease.token, lease.order
             await self._trajectories.put_async(record)
             if self._records_wait:
                 await self._tell(lease)

@@ -3,6 +3,7 @@
 `OnPolicy` is the policy of `ReasoningRunner`, `Bounded` that of `AsyncReasoningRunner`; nobody else compares versions.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,8 @@ class Standing:
     """Groups it holds."""
     out: Mapping[int, int]
     """Groups that are with rollouts or on their way back: how many by the version they were leased at, which no token is older than."""
+    ahead: int = 0
+    """Groups that stand before the one in question in the ledger's order and may still train."""
 
 
 class Admission(Protocol):
@@ -45,21 +48,32 @@ class Admission(Protocol):
 
 
 class OnPolicy:
-    """Every token of a step comes from the weights that the step trains."""
+    """Every token of a step comes from the weights that the step trains.
 
-    waits = False
+    `oversample` times the step's groups are out at once. Who trains is not a matter of speed: a finished group trains only once fewer
+    groups than the step lacks stand before it in the ledger's order. So those beyond the step's number only stand in for groups that
+    failed or were filtered, and a long sample is never replaced by a short one.
+    """
+
+    def __init__(self, oversample: float = 1.0) -> None:
+        """`oversample` 1 = as many as the step trains."""
+        self._oversample = oversample
+        self.waits = oversample > 1
 
     def adopt(self, algorithm: AlgorithmSpec) -> None:
         """Do nothing: a job that is on policy stays so while it runs."""
 
     def room(self, standing: Standing, *, served: int) -> int:
-        """Return what the step lacks: no group runs ahead for a later one."""
-        lacking = standing.target - standing.admitted - sum(standing.out.values())
-        return lacking if served == standing.version else 0
+        """Return what the step lacks and what may stand in for it: no group runs ahead for a later step."""
+        if standing.admitted >= standing.target or served != standing.version:
+            return 0
+        return math.ceil(standing.target * self._oversample) - standing.admitted - sum(standing.out.values())
 
     def may_train(self, entry: GroupEntry, standing: Standing) -> bool | None:
-        """Return whether all tokens are of the step's version."""
-        return entry.v_min == entry.v_max == standing.version
+        """Return whether all tokens are of the step's version; None while a place is not certain to be left by the groups before it."""
+        if not entry.v_min == entry.v_max == standing.version:
+            return False
+        return True if not self.waits or standing.ahead < standing.target - standing.admitted else None
 
 
 class Bounded:

@@ -79,7 +79,9 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
         trajectories=Channel.create("trajectories"),
         results=Channel.create("validation"),
         output=output,
-        admission=Bounded(staleness, spec.algorithm.prompts_per_step) if staleness else OnPolicy(),
+        admission=Bounded(staleness, spec.algorithm.prompts_per_step)
+        if staleness
+        else OnPolicy(spec.rollout.oversample),
         probe_prompt=[int(token) for message in train[0]["message_log"] for token in message["token_ids"]],
         epoch=identity.epoch,
         resume=resume,

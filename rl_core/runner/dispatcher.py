@@ -123,6 +123,15 @@ class Dispatcher:
         with self._lock:
             return self._account.close()
 
+    def cancel_rest(self) -> dict[str, list[str]]:
+        """Take back the groups beyond those of the open step, which has its own (rollout.oversample); return tokens by rollout."""
+        with self._lock:
+            found: dict[str, list[str]] = {}
+            for owner, token in self._account.cancel_rest():
+                self._workload.ended(token)
+                found.setdefault(owner.partition(" ")[0], []).append(token)
+            return found
+
     def acknowledge(self, step: int) -> list[TrainedGroup]:
         """Mark the groups of `step` as trained; return them in ledger order."""
         with self._lock:

@@ -12,24 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from rl_core.api.errors import ConfigError
 from rl_core.messages.groups import RequeueReason
-from rl_core.runner.prompt_order import PromptOrder
+from rl_core.runner.prompt_order import Dataset, PromptOrder
 
 SEED_REASONS: frozenset[str] = frozenset({"data", "deadline"})
 """Failures after which a sample is drawn with another seed; a redelivery after a loss repeats the same sample."""
-
-
-class Dataset(Protocol):
-    """Prompts by index; a list will do. Implemented by rl_core.data.dataset.PromptDataset."""
-
-    def __len__(self) -> int:
-        """Return the number of prompts."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return one prompt."""
 
 
 class GroupState(StrEnum):
@@ -220,11 +210,19 @@ class PromptLedger:
     def undo(self, token: str) -> None:
         """Take back a lease that never reached its owner: as if it had not been given out."""
         found = self._current(token)
-        if found is None or found[1].state is not GroupState.LEASED:
-            return
-        group_id, group = found
-        group.leases -= 1
-        self._back(group_id, group)
+        if found is not None and found[1].state in OUT:
+            found[1].leases -= 1
+            self._back(*found)
+
+    def left_over(self) -> list[tuple[str, str]]:
+        """Return (owner, token) of all that is out; no owner where the record has left it."""
+        out = [group for group in self._groups.values() if group.state in OUT]
+        return [(group.owner if group.state is GroupState.LEASED else "", group.token) for group in out]
+
+    def ahead(self, group_id: str) -> int:
+        """Return how many groups before this one in the order may still be trained: pending again, out or on their way back."""
+        open_states, position = (GroupState.PENDING, *OUT), self._group(group_id).position
+        return sum(group.position < position and group.state in open_states for group in self._groups.values())
 
     def renew(self, tokens: Iterable[str], owner: str) -> list[str]:
         """Let the leases of `owner` run on from now; return the tokens that are not its current leases (any more)."""

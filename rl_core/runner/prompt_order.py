@@ -1,6 +1,17 @@
 """The order in which a ledger gives its prompts out: a permutation per pass over the data set, seeded by (seed, data epoch)."""
 
 import random
+from typing import Any, Protocol
+
+
+class Dataset(Protocol):
+    """Prompts by index; a list will do. Implemented by rl_core.data.dataset.PromptDataset."""
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one prompt."""
 
 
 class PromptOrder:

@@ -88,10 +88,17 @@ class ReasoningRunner(Runner):
             receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
             self.open_step()
             received = self._receive(receiving, limit)
+            self.cancel_rest()
         if self.parts.check is not None:
             with self.timers.measure("check"):
                 self.parts.check.confirm()
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
+
+    def cancel_rest(self) -> None:
+        """Have the rollouts drop what they generate beyond the step's groups; a rollout that does not hear of it drops it when it renews."""
+        seconds = self.applied.spec.runtime.deadlines.rpc
+        for name, tokens in self.dispatcher.cancel_rest().items():
+            self.parts.cluster.submit(name, "drop_groups", (tokens,), {}, timeout=seconds)
 
     def open_step(self) -> None:
         """Give out the prompts of the next step; then, as engines would answer it first, begin the content check that is due."""
@@ -211,6 +218,7 @@ class ReasoningRunner(Runner):
             **(taken.sampling_metrics(spec.algorithm.prompts_per_step) if sampling else {}),
             "data/dropped_overlong": float(self.dropped_overlong),
             "rollout/stale_groups": float(taken.stale),
+            "rollout/cancelled_groups": float(taken.cancelled),
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / device_count(spec),
             **self.sync.metrics(),

@@ -50,6 +50,8 @@ class StepState:
     surplus: int = 0
     """Finished groups that came when the step had all it wanted."""
     stale: int = 0
+    cancelled: int = 0
+    """Groups that were out when the step had its own; their prompts are the first of the next step."""
     put_off: GroupEntry | None = None
     """The group that waits for older ones that still run, while one does."""
     put_off_at: float | None = None
@@ -156,6 +158,7 @@ class TrainingAccount:
                 temperature=None,
                 lease_seconds=self._lease_seconds,
                 given=now,
+                order=lease.order,
             )
             for lease in leases
         ]
@@ -224,7 +227,7 @@ class TrainingAccount:
             return standing
         version = self.ledger.version(entry.group_id)
         left = {**standing.out, version: standing.out[version] - 1}
-        return replace(standing, out=left)
+        return replace(standing, out=left, ahead=self.ledger.ahead(entry.group_id))
 
     def _surplus(self, entry: GroupEntry) -> bool:
         """Refuse a group that came when the step had all it wanted; of a step that was cut it is for a later one."""
@@ -233,6 +236,17 @@ class TrainingAccount:
         if self.ledger.outstanding().get(entry.group_id) is GroupState.LEASED:
             self.give_back(entry.token, "stale", "the step has its groups")
         return False
+
+    def cancel_rest(self) -> list[tuple[str, str]]:
+        """Take back what is still out of a step that has its groups, as if it had not been given out: (owner, token) of what is generated."""
+        state = self._step
+        if state is None or not state.complete:
+            return []
+        left_over = self.ledger.left_over()
+        for _, token in left_over:
+            self.ledger.undo(token)
+        state.cancelled += len(left_over)
+        return [(owner, token) for owner, token in left_over if owner]
 
     def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
         """Take back a group: pending again, or dropped when its attempts are used up."""

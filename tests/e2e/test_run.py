@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 
 def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(start):
-    run = start(algorithm={"steps": 4}, trackers=[{"name": "tensorboard"}])
+    run = start(algorithm={"steps": 4}, rollout={"oversample": 1.5}, trackers=[{"name": "tensorboard"}])
     run.start()
     run.at_step(1)
     pids = [entry["pid"] for entry in run.processes()]
@@ -23,6 +23,9 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     assert_trained_once(run, steps=4, groups=4)
     assert_nothing_left(run, pids)
     metrics = run.lines("metrics.jsonl")
+    cancelled = [line["rollout/cancelled_groups"] for line in metrics[1:]]
+    assert sum(cancelled) > 0 and max(cancelled) <= 2, "six groups are out, four train"
+)
     wanted = {
         "step", "policy_version", "epoch", "reward/mean", "train/policy_loss", "train/grad_norm", "train/staleness_max",
         "time/step", "time/rollout", "time/train", "time/sync", "perf/tokens_per_second", "perf/padding_waste", "perf/dp_imbalance",

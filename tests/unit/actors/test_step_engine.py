@@ -295,8 +295,8 @@ def test_a_correction_of_old_tokens_has_the_gradient_of_its_formula(name, num_ra
     (torch.stack(losses).sum() / len(losses)).backward()
     gradient = torch.stack([backend.gradients[0] for backend in backends]).sum(0)
     torch.testing.assert_close(gradient, model.table.grad, rtol=1e-4, atol=1e-7)
-    ages = {key for key in done[0][1] if key.startswith("mismatch/kl/age_")}
-    assert ages == {f"mismatch/kl/age_{age}" for age in (2, 3, 4)}
+    ages = {key for key in done[0][1] if key.startswith("rollout/mismatch_kl/age_")}
+    assert ages == {f"rollout/mismatch_kl/age_{age}" for age in (2, 3, 4)}
     assert "mismatch/kl" not in done[0][1], "no token is of the version that trained it"
 
 

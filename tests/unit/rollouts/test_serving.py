@@ -436,3 +436,13 @@ async def test_starting_twice_keeps_one_loop_and_a_stopped_server_starts_again(h
     await harness.serving(lease(1))
     assert (await harness.trajectories.get_async(timeout=60)).group_id == "g1"
     assert harness.started == ["g0", "g1"] and harness.runner.given_back == []
+
+
+async def test_a_group_that_the_runner_cancelled_ends_at_once_without_an_answer_and_its_rows_are_free(harness):
+    harness.limit = 4
+    harness.hold(0, 1)
+    await harness.serving(lease(0), lease(1))
+    harness.server.drop(["t0", "of a group that has ended"])
+    await harness.runner.put(lease(2))
+    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g2"
+    assert harness.runner.given_back == [] and harness.server.groups_in_flight == 1

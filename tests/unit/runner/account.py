@@ -43,7 +43,7 @@ class Poll:
 class Account:
     """`want` groups are leased by `lease`; `admit` is a data rank's call."""
 
-    def __init__(self, *, size=50, data_ranks=1, attempts=2, lease_seconds=60.0, **algorithm):
+    def __init__(self, *, size=50, data_ranks=1, attempts=2, lease_seconds=60.0, oversample=1.0, **algorithm):
         self.clock, self.ended, self.failures, self.gone, self.short = FakeClock(), [], [], set(), False
         spec = AlgorithmSpec.model_validate({"promptsPerStep": 4, "groupSize": 2, **algorithm})
         budgets = attempts if isinstance(attempts, dict) else dict.fromkeys(BUDGETS, attempts)
@@ -52,7 +52,7 @@ class Account:
             prompts, seed=0, shuffle=False, lease_seconds=lease_seconds, max_attempts=budgets, clock=self.clock
         )
         bound, per_step = spec.max_staleness, spec.prompts_per_step
-        admission = Bounded(bound, per_step) if bound else OnPolicy()
+        admission = Bounded(bound, per_step) if bound else OnPolicy(oversample)
         account = TrainingAccount(self.ledger, spec, admission, data_ranks=data_ranks, lease_seconds=lease_seconds)
         self.dispatcher = Dispatcher(
             account,
