@@ -1,12 +1,13 @@
 """Who waits for whom under bounded staleness: simulated time with lognormal lengths, and the quickstart on this machine. Prints JSON.
 
-    python benchmarks/asynchronous.py [--real MODEL_AND_DATA] [--steps N]
+    python benchmarks/asynchronous.py [--real MODEL_AND_DATA] [--steps N] [--plot docs/asynchronous.svg]
 
 `simulated`: the real account and admission in simulated time (tests/unit/runner/schedules.py). A group takes as long as the longest of 8
 samples of lognormal length (sigma 1), cut at 10 medians as maxNewTokens does; 64 groups per step, two rollouts of 16 groups at a time.
 `trainer` is the time of a training step as a share of the time in which the rollouts generate a step's groups when they never wait.
 `go_on` is a version that does not interrupt generation, `drain` one that waits for what is in flight (weights.onUpdate wait). `limit` is
 what is possible: the slower side busy all the time.
+`--plot` draws the busy shares by bound, and the ages of what was trained, into an SVG, and prints nothing else.
 `real`: medians of `rljob run` of job.yaml and asynchronous.yaml of examples/arithmetic, one after the other.
 """
 
@@ -80,11 +81,69 @@ def real(folder: Path, steps: int) -> dict[str, dict[str, float]]:
     return found
 
 
+BOUNDS, PLOTTED = (0, 1, 2, 3, 4), 0.9
+"""Bounds in the plot, and the trainer's time as a share of generation's."""
+WIDTH, HEIGHT, LEFT, TOP = 250, 150, 45, 40
+STYLE = "font-family='sans-serif' font-size='11'"
+
+
+def svg() -> str:
+    """Return the plot: two panels of lines over the bound, busy shares and ages."""
+    runs = {drain: [simulate(s, trainer=PLOTTED, drain=drain or not s) for s in BOUNDS] for drain in (False, True)}
+    busy = [
+        ("rollouts, abort_resume", "#1f77b4", "", [run["rollout_busy"] for run in runs[False]]),
+        ("rollouts, wait", "#1f77b4", "5,4", [run["rollout_busy"] for run in runs[True]]),
+        ("trainer, abort_resume", "#d62728", "", [run["trainer_busy"] for run in runs[False]]),
+        ("trainer, wait", "#d62728", "5,4", [run["trainer_busy"] for run in runs[True]]),
+    ]
+    ages = [
+        ("bound", "#999999", "2,3", [float(bound) for bound in BOUNDS]),
+        ("oldest, abort_resume", "#2ca02c", "", [run["age_max"] for run in runs[False]]),
+        ("mean, abort_resume", "#9467bd", "", [run["age_mean"] for run in runs[False]]),
+        ("mean, wait", "#9467bd", "5,4", [run["age_mean"] for run in runs[True]]),
+    ]
+    panels = panel(0, "share of time at work", busy, top=1.0) + panel(
+        WIDTH + 2 * LEFT, "age of trained groups", ages, top=4.0
+    )
+    size = f"width='{2 * WIDTH + 4 * LEFT}' height='{HEIGHT + TOP + 110}'"
+    return f"<svg xmlns='http://www.w3.org/2000/svg' {size}>\n<rect width='100%' height='100%' fill='white'/>\n{panels}</svg>\n"
+
+
+def panel(x: float, title: str, lines: list[tuple[str, str, str, list[float]]], *, top: float) -> str:
+    """Return one panel at `x`: axes, lines (label, colour, dashes, value by bound) and a key below."""
+    left, bottom = x + LEFT, TOP + HEIGHT
+    found = [f"<text x='{left}' y='{TOP - 18}' {STYLE} font-weight='bold'>{title}</text>"]
+    for part in range(5):
+        y = bottom - HEIGHT * part / 4
+        found.append(f"<line x1='{left}' x2='{left + WIDTH}' y1='{y:.1f}' y2='{y:.1f}' stroke='#dddddd'/>")
+        found.append(f"<text x='{left - 8}' y='{y + 4:.1f}' text-anchor='end' {STYLE}>{top * part / 4:g}</text>")
+    places = [left + WIDTH * index / (len(BOUNDS) - 1) for index in range(len(BOUNDS))]
+    for place, bound in zip(places, BOUNDS, strict=True):
+        found.append(f"<text x='{place:.1f}' y='{bottom + 16}' text-anchor='middle' {STYLE}>{bound}</text>")
+    found.append(
+        f"<text x='{left + WIDTH / 2}' y='{bottom + 32}' text-anchor='middle' {STYLE}>algorithm.maxStaleness</text>"
+    )
+    for number, (label, colour, dashes, values) in enumerate(lines):
+        points = " ".join(
+            f"{at:.1f},{bottom - HEIGHT * value / top:.1f}" for at, value in zip(places, values, strict=True)
+        )
+        drawn = f"fill='none' stroke='{colour}' stroke-width='2' stroke-dasharray='{dashes or 'none'}'"
+        found.append(f"<polyline points='{points}' {drawn}/>")
+        y = bottom + 50 + 14 * number
+        found.append(f"<line x1='{left}' x2='{left + 28}' y1='{y - 4}' y2='{y - 4}' {drawn}/>")
+        found.append(f"<text x='{left + 34}' y='{y}' {STYLE}>{label}</text>")
+    return "\n".join(found) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--real", type=Path, help="folder that examples/arithmetic/prepare.py has filled")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--plot", type=Path, help="where the SVG goes")
     options = parser.parse_args()
+    if options.plot is not None:
+        options.plot.write_text(svg())
+        return
     simulated: dict[str, object] = {}
     for trainer in (0.7, 0.9, 1.1):
         table = {"limit": {"rollout_busy": round(min(1, 1 / trainer), 3), "trainer_busy": min(1.0, trainer)}}

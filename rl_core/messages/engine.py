@@ -67,6 +67,9 @@ class EngineOutput:
     """Why the row was aborted by the engine, or failed."""
     data_fault: bool = False
     """Whether the row itself is at fault, so that it would fail again."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of its prompt whose keys and values another row had left."""
 
 
 @record

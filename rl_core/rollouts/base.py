@@ -36,6 +36,7 @@ from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, Gener
 from rl_core.rollouts.groups import GroupMaker
 from rl_core.rollouts.leases import HubLeases
 from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
+from rl_core.rollouts.meter import Meter
 from rl_core.rollouts.model_files import max_positions
 from rl_core.rollouts.occupancy import Occupancy
 from rl_core.rollouts.recovery import Recovery
@@ -106,7 +107,16 @@ class RolloutWorkerBase(Worker):
         if self._parts is not None:
             return
         spec = self.spec
-        engine = self._build(spec, self.files, self.device, self._max_seq_len(), self._count_tokens)
+        meter: list[Meter] = []
+
+        def count(tokens: int) -> None:
+            self.record_progress("tokens", tokens)
+            for one in meter:
+                one.count(tokens)
+
+        engine = self._build(spec, self.files, self.device, self._max_seq_len(), count)
+        meter.append(Meter(engine.load))
+        self.report_metrics(meter[0].read)
         environment = RemoteEnvironment(
             self._env_addresses,
             self.keys,
@@ -280,9 +290,6 @@ class RolloutWorkerBase(Worker):
             record.times.rollout = self.identity.name
         self.record_progress("records")
         return record
-
-    def _count_tokens(self, rows: int) -> None:
-        self.record_progress("tokens", rows)
 
     def _row_limit(self) -> int:
         """Return the engine's capacity, but no more than this worker's share of a step's rows."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rl_core.api.errors import ConfigError, RLJobError
 from rl_core.rollouts.generation import GenerationConfig, GenerationInterface
+from rl_core.rollouts.meter import EngineLoad
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
@@ -87,6 +88,10 @@ class Engine(Protocol):
 
         `back(error)`: it never can. From any thread. An engine in this process is never lost.
         """
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return what it has to do now. Cheap, and from any thread."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 from rl_core.api.job import RLJobSpec
@@ -31,6 +32,15 @@ class Phase(StrEnum):
     SUSPENDED = "Suspended"
 
 
+GENERATION: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "rollout/tokens_per_second": sum,
+    "rollout/running": sum,
+    "rollout/waiting": sum,
+    "rollout/kv_use": max,
+    "rollout/queue_seconds": max,
+    "rollout/prefix_hit_share": fmean,
+}
+"""What the rollouts' engines tell with their heartbeats, and how it becomes one number of the step; `/status` has it by rollout."""
 MOST_GROUPS = 256
 """Groups shown in `/status` at most, those that come first in the ledger's order."""
 UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
@@ -124,7 +134,7 @@ class StatusBoard:
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
     def totals(self) -> dict[str, float]:
-        """Return `failures_total/<role>/<kind>`, `weights/lag_max` and the own counters of environments and rollouts, for the step's metrics."""
+        """Return `failures_total/<role>/<kind>`, `weights/lag_max` and what environments, rollouts and engines count, for the step's metrics."""
         members = list(self._cluster.members())
         with self._lock:
             failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}
@@ -134,7 +144,12 @@ class StatusBoard:
             for name, value in member.metrics.items():
                 if member.role == "env" or name.endswith("_total"):
                     own[name] = own.get(name, 0.0) + float(value)
-        return failures | {"weights/lag_max": float(lag)} | own
+        told: dict[str, list[float]] = {}
+        for member in members:
+            for name in GENERATION.keys() & member.metrics.keys():
+                told.setdefault(name, []).append(float(member.metrics[name]))
+        engines = {name: float(GENERATION[name](values)) for name, values in told.items()}
+        return failures | {"weights/lag_max": float(lag)} | own | engines
 
     def end(self, phase: Phase, failure: Mapping[str, Any] | None = None) -> None:
         """Enter a final phase."""
@@ -183,6 +198,7 @@ class StatusBoard:
                     "policyVersion": None if m.state == "lost" else m.policy_version,
                     "weightsProof": None if m.state == "lost" else m.weights_proof or None,
                     "deviceUuids": [] if m.state == "lost" else list(m.device_uuids),
+                    "generation": _generation(m),
                 }
                 for m in known
                 if m.state != "lost" or m.name in self._presence.wanted(m.role)
@@ -271,6 +287,13 @@ def _public_state(member: Any) -> str:
     """
     ready = "joining" if member.role == "rollout" else "serving"
     return {"constructing": "joining", "ready": ready, "suspect": "updating"}.get(member.state, str(member.state))
+
+
+def _generation(member: Any) -> dict[str, float]:
+    """Return what a rollout's engine is doing; empty for other roles, and for one that is lost."""
+    if member.role != "rollout" or member.state == "lost":
+        return {}
+    return {name.partition("/")[2]: value for name, value in member.metrics.items() if name in GENERATION}
 
 
 def _group(held: HeldGroup) -> dict[str, Any]:

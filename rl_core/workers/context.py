@@ -94,6 +94,7 @@ class WorkerContext:
         self._lock = threading.Lock()
         self._progress: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
+        self._read_metrics: Callable[[], Mapping[str, float]] = dict
         self._waits: dict[int, _Wait] = {}
         self._wait_ids = itertools.count()
         self._members: dict[str, MemberView] = {}
@@ -113,6 +114,10 @@ class WorkerContext:
         """Set a gauge that travels with the heartbeats."""
         with self._lock:
             self._metrics[name] = value
+
+    def report_metrics(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Have the heartbeats carry what `read` returns too."""
+        self._read_metrics = read
 
     def set_state(self, state: str) -> None:
         """Report a new state to the hub at once. A retired process only drains: other states are not taken."""
@@ -146,7 +151,7 @@ class WorkerContext:
 
     def heartbeat(self) -> Heartbeat:
         """Return what the hub is to know of this process."""
-        memory = processes.memory_bytes(os.getpid())
+        memory, read = processes.memory_bytes(os.getpid()), self._read_metrics()
         with self._lock:
             wait = min(self._waits.values(), key=lambda w: w.since, default=None)
             waited = 0.0 if wait is None else self._clock() - wait.since
@@ -156,7 +161,7 @@ class WorkerContext:
                 digest=self.digest,
                 weights_proof=self.weights_proof,
                 progress=dict(self._progress),
-                metrics=dict(self._metrics),
+                metrics={**self._metrics, **read},
                 wait=None if wait is None else DeclaredWait(what=wait.what, on=wait.on, since_seconds=waited),
                 memory_bytes=memory,
                 view_version=self._view_version,

@@ -186,6 +186,10 @@ class Worker:
         """Set a gauge that the heartbeats carry to the runner."""
         self._context.record_metric(name, value)
 
+    def report_metrics(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Have each heartbeat carry what `read` returns at that moment too; it must be quick, on any thread."""
+        self._context.report_metrics(read)
+
     def waiting(self, what: str, on: str) -> AbstractContextManager[None]:
         """Declare, while the block runs, that this worker waits for `what` on `on` (member, role or channel)."""
         return self._context.waiting(what, on)

@@ -25,7 +25,6 @@ def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(st
     metrics = run.lines("metrics.jsonl")
     cancelled = [line["rollout/cancelled_groups"] for line in metrics[1:]]
     assert sum(cancelled) > 0 and max(cancelled) <= 2, "six groups are out, four train"
-)
     wanted = {
         "step", "policy_version", "epoch", "reward/mean", "train/policy_loss", "train/grad_norm", "train/staleness_max",
         "time/step", "time/rollout", "time/train", "time/sync", "perf/tokens_per_second", "perf/padding_waste", "perf/dp_imbalance",

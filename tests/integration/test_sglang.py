@@ -149,6 +149,8 @@ def test_groups_of_the_ledger_become_records_that_say_what_was_repeatable(world,
         assert {completion.policy_versions for completion in record.completions} == {(version, version)}
     world.put(7, mode="validate", version=version)
     assert len(world.validation.get(timeout=120).rewards) == 1
+    load = world.engine.load() if hasattr(world, "engine") else world.worker._parts.engine.load()
+    assert load.prompt_tokens > 0 and load.running == load.waiting == 0
     answer = world.on_loop(world.worker.probe([3, 4, 5], 4))
     assert answer.version == version and 1 <= len(answer.ids) == len(answer.logprobs) <= 4
 

@@ -31,9 +31,17 @@
 | rljob_actor_starved_seconds{namespace,name} | gauge | seconds of the last step that the trainer waited for groups |
 | rljob_rollout_queue_depth{namespace,name} | gauge | groups that may be given out and that no rollout takes, mean of the last step |
 | rljob_actor_queue_depth{namespace,name} | gauge | finished groups that wait for the trainer, mean of the last step |
+| rljob_rollout_tokens_per_second{namespace,name} | gauge | tokens that the engines of all rollouts generate |
+| rljob_rollout_running{namespace,name} | gauge | rows that generate, in all engines |
+| rljob_rollout_waiting{namespace,name} | gauge | rows that wait for a place in an engine |
+| rljob_rollout_kv_use_ratio{namespace,name} | gauge | share of the memory for keys and values in use, of the fullest engine |
+| rljob_rollout_queue_seconds{namespace,name} | gauge | how long a row waited for a place, of the slowest engine; SGLang does not tell |
+| rljob_rollout_prefix_hit_ratio{namespace,name} | gauge | share of prompt tokens computed before; absent for an engine without prefix cache |
+| rljob_mismatch_kl{namespace,name} | gauge | KL between engine and trainer on the same tokens, of the last step that measured it |
+| rljob_mismatch_max_ratio{namespace,name} | gauge | largest ratio of their probabilities of a token |
 
-The seven about waiting are there while the job runs. Job metrics carry the job's name, so their number is that of the jobs that exist;
-they are computed when asked for.
+Those about waiting, generation and mismatch are there while the job runs. Job metrics carry the job's name, so their number is that of
+the jobs that exist; they are computed when asked for.
 """
 
 from __future__ import annotations
@@ -61,6 +69,14 @@ WORKLOAD = {
     "actor/starved_seconds": ("rljob_actor_starved_seconds", "Seconds of the step without a group to train"),
     "rollout/queue_depth": ("rljob_rollout_queue_depth", "Groups that no rollout takes"),
     "actor/queue_depth": ("rljob_actor_queue_depth", "Groups that wait for the trainer"),
+    "rollout/tokens_per_second": ("rljob_rollout_tokens_per_second", "Tokens that all rollouts generate"),
+    "rollout/running": ("rljob_rollout_running", "Rows that generate"),
+    "rollout/waiting": ("rljob_rollout_waiting", "Rows that wait for a place in an engine"),
+    "rollout/kv_use": ("rljob_rollout_kv_use_ratio", "Memory for keys and values in use, of the fullest engine"),
+    "rollout/queue_seconds": ("rljob_rollout_queue_seconds", "How long a row waited for a place"),
+    "rollout/prefix_hit_share": ("rljob_rollout_prefix_hit_ratio", "Prompt tokens that were computed before"),
+    "mismatch/kl": ("rljob_mismatch_kl", "KL between engine and trainer"),
+    "mismatch/max_ratio": ("rljob_mismatch_max_ratio", "Largest probability ratio of a token"),
 }
 """Families made of `status.metrics`, by the name there."""
 SLOW = (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)

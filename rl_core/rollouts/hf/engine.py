@@ -7,6 +7,7 @@ samples), run one token for all rows, draw, record, and hand back what ended. `g
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from rl_core.rollouts.hf.models import decoder_for
 from rl_core.rollouts.hf.running import Request, Rows
 from rl_core.rollouts.hf.sampling import Draw
 from rl_core.rollouts.hf.stopping import StopIds, StopStrings
+from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import token_ids
 from rl_core.rollouts.padding import GenerationOutput
 from rl_core.rollouts.sampling import SamplingParams
@@ -69,6 +71,7 @@ class HFEngine:
         self._last = torch.zeros(0, dtype=torch.int64)
         self._draw: Draw | None = None
         self._next_ticket = 0
+        self._queued_seconds, self._queued_rows = 0.0, 0
         self._aborted: set[int] = set()
         self._ended: list[tuple[int, GenerationOutput]] = []
 
@@ -86,6 +89,16 @@ class HFEngine:
     def num_running(self) -> int:
         """Return the number of rows that generate."""
         return len(self._rows)
+
+    def load(self) -> EngineLoad:
+        """Return what it has to do. From any thread."""
+        return EngineLoad(
+            running=len(self._rows),
+            waiting=len(self._waiting),
+            kv_use=self._rows.num_tokens() / (self.max_batch * self.max_seq_len),
+            queued_seconds=self._queued_seconds,
+            queued_rows=self._queued_rows,
+        )
 
     def generate(
         self, input_ids: Sequence[Sequence[int]], sampling: Any, seeds: Sequence[int] | None = None
@@ -156,6 +169,7 @@ class HFEngine:
             limit_reason=reason,
             stop_set=self._stop_ids.set_index(stops),
             unit=unit,
+            queued=time.monotonic(),
         )
         self._waiting.append(request)
         return ticket
@@ -296,6 +310,10 @@ class HFEngine:
         distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
         rows = np.array([distinct[context] for context in contexts], dtype=np.int64)
         first = len(self._rows)
+        now = time.monotonic()
+        fresh = [request for request in requests if request.begun is None]
+        self._queued_seconds += sum(now - request.queued for request in fresh)
+        self._queued_rows += len(fresh)
         logits = self._decoder.prefill(list(distinct), rows)
         self._rows.add(requests)
         self._draw = None

@@ -12,9 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.rollouts.hf.engine import HFEngine
+from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.rows import Result, Row, Sink
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,11 @@ class EngineLoop:
     def statistics(self) -> dict[str, float]:
         """Return steps, rows, tokens, seconds at work and row-steps since the last `clear_statistics`."""
         return dict(self._stats)
+
+    def load(self) -> EngineLoad:
+        """Return what the engine has to do; rows that it was not handed yet wait too."""
+        load = self.engine.load()
+        return replace(load, waiting=load.waiting + len(self._inbox))
 
     def clear_statistics(self) -> None:
         """Start the statistics anew."""

@@ -34,6 +34,8 @@ class Request:
     """Rows of one unit run as a batch of their own; None = any batch."""
     begun: GenerationOutput | None = None
     """What it had generated when it was parked; None for a new row."""
+    queued: float = 0.0
+    """When it was submitted, by the monotonic clock."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -51,6 +53,7 @@ class Rows:
         self._with_strings = 0
         self._count = np.zeros(max_batch, dtype=np.int64)
         self._limit = np.zeros(max_batch, dtype=np.int64)
+        self._prompt = np.zeros(max_batch, dtype=np.int64)
         self.stop_sets = np.zeros(max_batch, dtype=np.int64)
         self._index = np.arange(max_batch)
         self._tokens = np.zeros((max_batch, 0), dtype=np.int64)
@@ -74,10 +77,17 @@ class Rows:
                 count = self._count[row] = len(request.begun.ids)
                 self._tokens[row, :count], self._logprobs[row, :count] = request.begun.ids, request.begun.logprobs
         self._limit[first:end] = [request.limit for request in requests]
+        self._prompt[first:end] = [len(request.prompt) for request in requests]
         self.stop_sets[first:end] = [request.stop_set for request in requests]
         seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-        starts = np.array([len(request.prompt) for request in requests], dtype=np.int64)
-        self._noise[first:end, :width] = uniforms(seeds[:, None], starts[:, None] + np.arange(width)[None, :])
+        self._noise[first:end, :width] = uniforms(
+            seeds[:, None], self._prompt[first:end, None] + np.arange(width)[None, :]
+        )
+
+    def num_tokens(self) -> int:
+        """Return the tokens of all rows, prompts included. From any thread: a row that ends meanwhile may be counted."""
+        count = len(self)
+        return int(self._prompt[:count].sum() + self._count[:count].sum())
 
     @property
     def with_strings(self) -> bool:
@@ -127,7 +137,15 @@ class Rows:
         moves = list(zip(sources, holes, strict=True))
         for source, target in moves:
             self.requests[target] = self.requests[source]
-            for array in (self._count, self._limit, self.stop_sets, self._tokens, self._logprobs, self._noise):
+            for array in (
+                self._count,
+                self._limit,
+                self._prompt,
+                self.stop_sets,
+                self._tokens,
+                self._logprobs,
+                self._noise,
+            ):
                 array[target] = array[source]
         del self.requests[left:]
         return moves

@@ -19,6 +19,7 @@ from rl_core.rollouts.hf.generation import HFGeneration
 from rl_core.rollouts.hf.loop import EngineLoop
 from rl_core.rollouts.hf.models import model_from_files
 from rl_core.rollouts.hf.residency import EngineResidency
+from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import generation_eos_ids
 from rl_core.weights.host_alias import host_alias
 
@@ -84,6 +85,10 @@ class ServedEngine:
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Do nothing: this engine ends with its process."""
+
+    def load(self) -> EngineLoad:
+        """Return what the engine has to do."""
+        return self.loop.load()
 
     def close(self) -> None:
         """Stop the engine's thread; idempotent."""

@@ -30,6 +30,7 @@ from rl_core.messages.engine import (
     EngineRows,
     EngineSource,
 )
+from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.rows import Result, Row, Sink
 from rl_core.rollouts.sglang.pieces import Running
 from rl_core.rollouts.sglang.process import EngineProcess
@@ -37,6 +38,8 @@ from rl_core.rollouts.sglang.process import EngineProcess
 logger = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract", "abort"]
 """in_place: rows keep their keys and values; retract: they are computed anew; abort: rows are cut, and go on from their tokens."""
+LOAD_S = 2.0
+"""How often the child is asked what it has to do."""
 LOOK_S = 1.0
 """How often the keeper looks whether it is to end, and at its rows."""
 STARTS, WITHIN_S = 4, 600.0
@@ -99,6 +102,9 @@ class SGLangEngine:
         self._starts: deque[float] = deque()
         self._tokens_seen = 0
         self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
+        self._prompt_tokens = self._cached_tokens = 0
+        self._scheduler: Mapping[str, float] = {}
+        """Rows that wait and use of the KV memory, as the child last told."""
         self._thread = threading.Thread(target=self._keep, name="rljob-engine", daemon=True)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -179,6 +185,18 @@ class SGLangEngine:
     def clear_statistics(self) -> None:
         """Start the statistics anew."""
         self._stats = dict.fromkeys(self._stats, 0.0)
+
+    def load(self) -> EngineLoad:
+        """Return what it has to do; what waits and the KV memory as the child told at most `LOAD_S` ago."""
+        rows, told = len(self._waiting.rows), self._scheduler
+        waiting = min(int(told.get("waiting", 0)), rows)
+        return EngineLoad(
+            running=rows - waiting,
+            waiting=waiting,
+            kv_use=told.get("kv_use"),
+            cached_tokens=self._cached_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +292,7 @@ class SGLangEngine:
         return reason
 
     def _read(self, process: EngineProcess) -> str:
-        heard = asked = time.monotonic()
+        heard = asked = loaded = time.monotonic()
         while not self._closed.is_set():
             try:
                 message = process.receive(min(LOOK_S, self._patience / 4), self._patience)
@@ -293,16 +311,23 @@ class SGLangEngine:
                 return f"its process {process.pids[0]} has answered nothing for {now - heard:.0f} s"
             if now - asked > self._patience / 4:
                 asked = now
-                self._ask_alive(process)
+                self._ask(process, "alive", self._note_tokens)
+            if now - loaded > LOAD_S:
+                loaded = now
+                self._ask(process, "load", self._note_load)
         return "closed"
 
-    def _ask_alive(self, process: EngineProcess) -> None:
+    def _ask(self, process: EngineProcess, method: str, note: Callable[[Future[Any]], None]) -> None:
         with self._lock:
             number = next(self._numbers)
             answer: Future[Any] = Future()
             self._waiting.calls[number] = answer
-            process.send(EngineCall(call=number, method="alive", arguments={}))
-        answer.add_done_callback(self._note_tokens)
+            process.send(EngineCall(call=number, method=method, arguments={}))
+        answer.add_done_callback(note)
+
+    def _note_load(self, answer: Future[Any]) -> None:
+        failed = answer.cancelled() or answer.exception() is not None
+        self._scheduler = {} if failed else answer.result()
 
     def _note_tokens(self, answer: Future[Any]) -> None:
         if answer.cancelled() or answer.exception() is not None:
@@ -335,6 +360,8 @@ class SGLangEngine:
                 if one is None:  # nobody waits for it any more
                     continue
                 tokens += len(output.ids)
+                self._prompt_tokens += output.prompt_tokens
+                self._cached_tokens += output.cached_tokens
                 result = one.take(output)
                 if result is None:
                     assert self._process is not None

@@ -16,6 +16,7 @@ from rl_core.messages.engine import EngineSource
 from rl_core.rollouts.generation import GenerationConfig
 from rl_core.rollouts.hf.config import DecoderConfig, unsupported
 from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import generation_eos_ids, read_config, token_ids
 from rl_core.rollouts.sglang import cpu, setup
 from rl_core.rollouts.sglang.engine import SGLangEngine
@@ -118,6 +119,10 @@ class ServedEngine:
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
         """Tell of the child's end and of its successor."""
         self.engine.watch(lost, back)
+
+    def load(self) -> EngineLoad:
+        """Return what the engine has to do."""
+        return self.engine.load()
 
     def close(self) -> None:
         """End the engine's process; idempotent."""

@@ -95,6 +95,7 @@ class Server:
     async def _method(self, name: str, arguments: dict[str, Any]) -> Any:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "alive": self._alive,
+            "load": self._load,
             "pause": self._pause,
             "go_on": self._go_on,
             "begin_weights": self._loader.begin,
@@ -111,6 +112,14 @@ class Server:
         await self._manager.get_internal_state()
         running = sum(len(state.output_ids) for state in list(self._manager.rid_to_state.values()))
         return self._tokens + running
+
+    async def _load(self) -> dict[str, float]:
+        """Return what the schedulers last wrote down of themselves; they are not asked, so it costs them nothing."""
+        loads = self._manager.load_snapshot_reader.read_all()
+        return {
+            "waiting": sum(load.num_waiting_reqs for load in loads),
+            "kv_use": max((load.token_usage for load in loads), default=0.0),
+        }
 
     async def _pause(self, mode: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -143,6 +152,8 @@ def _output(key: int, answer: dict[str, Any]) -> EngineOutput:
         reason=finish["type"],
         versions=[(part["start"], part["end"], part["version"]) for part in meta["weight_versions"]],
         message=str(finish.get("message", "")),
+        prompt_tokens=int(meta["prompt_tokens"]),
+        cached_tokens=int(meta["cached_tokens"]),
     )
 
 

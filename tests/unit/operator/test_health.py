@@ -54,6 +54,7 @@ async def test_the_jobs_are_in_the_metrics(bench):
     bench.cache.put(kinds.RLJOB, job("b", phase="Failed"))
     bench.cache.put(kinds.RLJOB, job("c"))
     waits = [{"name": "rollout/busy_share", "value": "0.75"}, {"name": "actor/starved_seconds", "value": "2.5"}]
+    waits += [{"name": "rollout/tokens_per_second", "value": "1234"}, {"name": "mismatch/kl", "value": "0.004"}]
     odd = [{"name": "rollout/queue_depth", "value": "many"}, {"value": "1"}, {"name": "train/loss", "value": "1"}]
     bench.cache.put(kinds.RLJOB, job("d", phase="Running", metrics=odd + waits))
     bench.cache.put(kinds.RLJOB, job("e", phase="Succeeded", metrics=waits))
@@ -62,6 +63,8 @@ async def test_the_jobs_are_in_the_metrics(bench):
         'rljob_jobs{phase="Running"} 2.0',
         'rljob_rollout_busy_ratio{name="d",namespace="ns"} 0.75',
         'rljob_actor_starved_seconds{name="d",namespace="ns"} 2.5',
+        'rljob_rollout_tokens_per_second{name="d",namespace="ns"} 1234.0',
+        'rljob_mismatch_kl{name="d",namespace="ns"} 0.004',
         'rljob_jobs{phase="Failed"} 1.0',
         'rljob_jobs{phase="Pending"} 1.0',
         'rljob_step{name="a",namespace="ns"} 7.0',

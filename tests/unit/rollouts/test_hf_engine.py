@@ -209,6 +209,22 @@ def test_stop_strings_end_a_row_at_the_token_that_completes_them(seed, length, a
     assert cut.ids == free.ids[:end] and cut.finish_reason == "stop"
 
 
+def test_the_load_counts_rows_memory_and_the_time_in_the_queue():
+    engine = make(max_batch=2, max_seq_len=10)
+    for seed, prompt in enumerate(([3, 4], [3, 4, 5], [6])):
+        engine.submit(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True), seed)
+    assert (engine.load().running, engine.load().waiting, engine.load().kv_use) == (0, 3, 0.0)
+    engine.step()
+    load = engine.load()
+    assert (load.running, load.waiting, load.kv_use) == (2, 1, (3 + 4) / 20)
+    assert load.queued_rows == 2 and load.queued_seconds > 0
+    engine.park()
+    while engine.busy:
+        engine.step()
+    load = engine.load()
+    assert (load.running, load.waiting, load.kv_use, load.queued_rows) == (0, 0, 0.0, 3), "a parked row waited once"
+
+
 def test_aborted_rows_leave_the_batch_and_no_output():
     engine = make(max_batch=2)
     tickets = [

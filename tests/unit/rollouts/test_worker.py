@@ -12,6 +12,7 @@ from rl_core.messages.groups import ProbeAnswer
 from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, RolloutWorkerBase
 from rl_core.rollouts.engine import PROVEN, build_engine
 from rl_core.rollouts.gate import gated
+from rl_core.rollouts.meter import EngineLoad
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.target import InPlaceTarget
 from rl_core.weights.version_source import StateSource
@@ -90,6 +91,9 @@ class FakeEngine:
 
     def watch(self, lost, back):
         self.lost, self.back = lost, back
+
+    def load(self):
+        return EngineLoad(running=0, waiting=0)
 
     def close(self):
         self.log.append("close")

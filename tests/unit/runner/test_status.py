@@ -134,6 +134,18 @@ def test_totals_sum_over_members_and_count_failures():
     assert told.totals() == failures | {"weights/lag_max": 1.0} | own, "but not what is no count"
 
 
+def test_engines_are_told_by_rollout_and_as_one_number_each_and_what_none_of_them_tells_is_absent():
+    first, second = member("rollout:0"), member("rollout:1")
+    first.metrics = {"rollout/tokens_per_second": 30.0, "rollout/waiting": 2.0, "rollout/kv_use": 0.9}
+    second.metrics = {"rollout/tokens_per_second": 12.0, "rollout/waiting": 0.0, "rollout/kv_use": 0.2, "other": 1.0}
+    told = board([first, second, member("env:0")])
+    engines = {name: value for name, value in told.totals().items() if name.startswith("rollout/")}
+    assert engines == {"rollout/tokens_per_second": 42.0, "rollout/waiting": 2.0, "rollout/kv_use": 0.9}
+    generation = {m["name"]: m["generation"] for m in snapshot(told)["members"]}
+    assert generation["rollout:1"] == {"tokens_per_second": 12.0, "waiting": 0.0, "kv_use": 0.2}
+    assert generation["env:0"] == {}
+
+
 def test_the_last_progress_is_that_of_the_members_too(monkeypatch):
     clock = iter(f"t{number}" for number in range(9))
     monkeypatch.setattr("rl_core.runner.status.now_text", lambda: next(clock))
