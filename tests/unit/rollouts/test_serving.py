@@ -445,4 +445,5 @@ async def test_a_group_that_the_runner_cancelled_ends_at_once_without_an_answer_
     harness.server.drop(["t0", "of a group that has ended"])
     await harness.runner.put(lease(2))
     assert (await harness.trajectories.get_async(timeout=60)).group_id == "g2"
+    await harness.settle()
     assert harness.runner.given_back == [] and harness.server.groups_in_flight == 1
