@@ -310,8 +310,8 @@ class LocalCluster:
 
     async def _autoscale(self, status: Mapping[str, Any]) -> None:
         """Let the number of rollouts follow who waits for whom, where the job asks for it."""
-        config = self._space.config
-        if self._control is None or config is None or self._job is None or self._job.spec.rollout.autoscale is None:
+        config = self._space.job_file
+        if self._control is None or not config.is_file():
             return
         if reason := await asyncio.to_thread(follow_workload, self._control, config, status):
             self._say(reason)

@@ -64,6 +64,8 @@ class Workspace:
         self.private = self.folder / PRIVATE
         self.key_folder = self.private / "keys"
         self.token_file = self.key_folder / keys.TOKEN_FILE
+        self.job_file = self.private / "job.json"
+        """The resolved job, whoever wrote it."""
         self.config: Path | None = None
         """The resolved job, if this workspace was given one to write."""
         self._lock: IO[str] | None = None
@@ -100,7 +102,7 @@ class Workspace:
         if not self.token_file.is_file():
             keys.write_key_folder(self.key_folder, keys.key_files(secrets.token_bytes(keys.MASTER_BYTES), uid))
         if job is not None:
-            self.config = self.private / "job.json"
+            self.config = self.job_file
             self.config.write_text(job.model_dump_json(by_alias=True))
 
     def _unwritable(self, error: OSError) -> ConfigError:

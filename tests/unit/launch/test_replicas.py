@@ -78,3 +78,11 @@ def test_a_refusal_ends_nothing(config, caplog):
 
 def test_a_status_that_tells_nothing_moves_nothing(config):
     assert follow_workload(FakeControl(), config, {}) == ""
+
+
+def test_a_run_without_the_rule_is_left_alone(config):
+    job = json.loads(config.read_text())
+    job["spec"]["rollout"]["autoscale"] = None
+    config.write_text(json.dumps(job))
+    control = FakeControl()
+    assert follow_workload(control, config, status()) == "" and control.told == []
