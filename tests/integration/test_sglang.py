@@ -20,9 +20,6 @@ from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 
-PATIENT = {
-    "runtime": {"deadlines": {"rpc": 120}}
-}  # a busy machine stands still for longer than an engine in use should
 MAX_SEQ_LEN = 64
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]
 
