@@ -34,6 +34,9 @@ class Admission(Protocol):
     waits: bool
     """Whether a finished group that the open step has no place for waits for a later one; else it is made again."""
 
+    runs_ahead: bool
+    """Whether a group that is out when the step has its own may still train in a later one."""
+
     def adopt(self, algorithm: AlgorithmSpec) -> None:
         """Go by another spec of the running job."""
         ...
@@ -54,6 +57,8 @@ class OnPolicy:
     groups than the step lacks stand before it in the ledger's order. So those beyond the step's number only stand in for groups that
     failed or were filtered, and a long sample is never replaced by a short one.
     """
+
+    runs_ahead = False
 
     def __init__(self, oversample: float = 1.0) -> None:
         """`oversample` 1 = as many as the step trains."""
@@ -84,7 +89,7 @@ class Bounded:
     the place of an older one that still runs waits for a later step, so that slow samples train as often as fast ones.
     """
 
-    waits = True
+    waits = runs_ahead = True
 
     def __init__(self, max_staleness: int, prompts_per_step: int) -> None:
         """`prompts_per_step`: places of each later step. Raises ValueError for a bound below 1, which `OnPolicy` is for."""

@@ -238,9 +238,12 @@ class TrainingAccount:
         return False
 
     def cancel_rest(self) -> list[tuple[str, str]]:
-        """Take back what is still out of a step that has its groups, as if it had not been given out: (owner, token) of what is generated."""
+        """Take back what is still out of a step that has its groups, as if it had not been given out: (owner, token) of what is generated.
+
+        Nothing where groups run ahead for later steps.
+        """
         state = self._step
-        if state is None or not state.complete:
+        if state is None or not state.complete or self._admission.runs_ahead:
             return []
         left_over = self.ledger.left_over()
         for _, token in left_over:

@@ -38,8 +38,8 @@ from rl_core.rollouts.sglang.process import EngineProcess
 logger = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract", "abort"]
 """in_place: rows keep their keys and values; retract: they are computed anew; abort: rows are cut, and go on from their tokens."""
-LOAD_S = 2.0
-"""How often the child is asked what it has to do."""
+ASK_S = 2.0
+"""How often, at the least, the child is asked whether its scheduler is alive, and what it has to do."""
 LOOK_S = 1.0
 """How often the keeper looks whether it is to end, and at its rows."""
 STARTS, WITHIN_S = 4, 600.0
@@ -187,7 +187,7 @@ class SGLangEngine:
         self._stats = dict.fromkeys(self._stats, 0.0)
 
     def load(self) -> EngineLoad:
-        """Return what it has to do; what waits and the KV memory as the child told at most `LOAD_S` ago."""
+        """Return what it has to do; what waits and the KV memory as the child told at most `ASK_S` ago."""
         rows, told = len(self._waiting.rows), self._scheduler
         waiting = min(int(told.get("waiting", 0)), rows)
         return EngineLoad(
@@ -292,7 +292,7 @@ class SGLangEngine:
         return reason
 
     def _read(self, process: EngineProcess) -> str:
-        heard = asked = loaded = time.monotonic()
+        heard = asked = time.monotonic()
         while not self._closed.is_set():
             try:
                 message = process.receive(min(LOOK_S, self._patience / 4), self._patience)
@@ -309,30 +309,26 @@ class SGLangEngine:
                 self._take(message)
             elif now - heard > self._patience:
                 return f"its process {process.pids[0]} has answered nothing for {now - heard:.0f} s"
-            if now - asked > self._patience / 4:
+            if now - asked > min(ASK_S, self._patience / 4):
                 asked = now
-                self._ask(process, "alive", self._note_tokens)
-            if now - loaded > LOAD_S:
-                loaded = now
-                self._ask(process, "load", self._note_load)
+                self._ask_alive(process)
         return "closed"
 
-    def _ask(self, process: EngineProcess, method: str, note: Callable[[Future[Any]], None]) -> None:
+    def _ask_alive(self, process: EngineProcess) -> None:
+        """Ask what only the scheduler can answer: the child itself goes on talking beside one that hangs."""
         with self._lock:
             number = next(self._numbers)
             answer: Future[Any] = Future()
             self._waiting.calls[number] = answer
-            process.send(EngineCall(call=number, method=method, arguments={}))
-        answer.add_done_callback(note)
+            process.send(EngineCall(call=number, method="alive", arguments={}))
+        answer.add_done_callback(self._note)
 
-    def _note_load(self, answer: Future[Any]) -> None:
-        failed = answer.cancelled() or answer.exception() is not None
-        self._scheduler = {} if failed else answer.result()
-
-    def _note_tokens(self, answer: Future[Any]) -> None:
+    def _note(self, answer: Future[Any]) -> None:
         if answer.cancelled() or answer.exception() is not None:
+            self._scheduler = {}
             return
-        tokens = int(answer.result())
+        self._scheduler = answer.result()
+        tokens = int(self._scheduler["tokens"])
         if tokens > self._tokens_seen:
             self._on_tokens(tokens - self._tokens_seen)
             self._tokens_seen = tokens

@@ -95,7 +95,6 @@ class Server:
     async def _method(self, name: str, arguments: dict[str, Any]) -> Any:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "alive": self._alive,
-            "load": self._load,
             "pause": self._pause,
             "go_on": self._go_on,
             "begin_weights": self._loader.begin,
@@ -107,16 +106,13 @@ class Server:
         }
         return await methods[name](**arguments)
 
-    async def _alive(self) -> int:
-        """Return the tokens generated so far, once the scheduler itself has answered."""
+    async def _alive(self) -> dict[str, float]:
+        """Return the tokens generated so far and what there is to do, once the scheduler itself has answered."""
         await self._manager.get_internal_state()
         running = sum(len(state.output_ids) for state in list(self._manager.rid_to_state.values()))
-        return self._tokens + running
-
-    async def _load(self) -> dict[str, float]:
-        """Return what the schedulers last wrote down of themselves; they are not asked, so it costs them nothing."""
         loads = self._manager.load_snapshot_reader.read_all()
         return {
+            "tokens": self._tokens + running,
             "waiting": sum(load.num_waiting_reqs for load in loads),
             "kv_use": max((load.token_usage for load in loads), default=0.0),
         }

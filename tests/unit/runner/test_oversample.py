@@ -113,3 +113,16 @@ def test_whatever_ends_first_a_step_trains_the_first_groups_of_the_order_that_te
         h.dispatcher.close()
         h.dispatcher.acknowledge(step)
         start = wanted[-1] + 1
+
+
+def test_groups_that_run_ahead_for_later_steps_go_on_when_a_step_has_its_own():
+    h = Account(maxStaleness=1, recomputeLogProbs=True)
+    h.dispatcher.open(1, 0)
+    first = h.lease()
+    assert len(first) == 8
+    assert h.admit(*first[:4]) == [True] * 4
+    assert h.dispatcher.cancel_rest() == {}
+    h.dispatcher.close()
+    h.dispatcher.acknowledge(1)
+    h.dispatcher.open(2, 1)
+    assert h.admit(*first[4:]) == [True] * 4
