@@ -87,6 +87,11 @@ def _on_meta(model_class: Any, settings: Any, dtype: torch.dtype) -> "PreTrained
             model: PreTrainedModel = model_class(settings)
     finally:
         torch.set_default_dtype(default)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = (
+                None  # packed rows have no padding: its token, once sampled, trains like any other, as under megatron
+            )
     return model
 
 

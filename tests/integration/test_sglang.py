@@ -6,6 +6,7 @@ One engine for all files of the folder: its start takes half a minute of process
 import asyncio
 import concurrent.futures
 import hashlib
+from itertools import count
 
 import pytest
 import torch
@@ -179,6 +180,8 @@ def submit(world, *rows):
 
 
 AWAKE = ["weights", "kv_cache"]
+TURNS = count(10_000)
+"""Tokens of the device lease; the engine is shared with other files, which use lower ones."""
 
 
 def test_an_engine_that_gave_its_device_away_keeps_its_rows_and_goes_on_with_the_weights_that_it_has_then(
@@ -188,18 +191,18 @@ def test_an_engine_that_gave_its_device_away_keeps_its_rows_and_goes_on_with_the
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     alone = submit(world, Row(key="alone", prompt=PROMPTS[0], params=params, seed=1))["alone"].result(60)
     running = submit(world, Row(key="runs", prompt=PROMPTS[0], params=params, seed=1))
-    world.on_loop(world.worker.occupy([], 1))
+    world.on_loop(world.worker.occupy([], next(TURNS)))
     waiting = submit(world, Row(key="waits", prompt=PROMPTS[0], params=params, seed=1))
     with pytest.raises(GenerationUnavailable, match="given up its device"):
         world.on_loop(world.worker.probe([3, 4, 5], 2))
-    world.on_loop(world.worker.occupy(AWAKE, 2))
+    world.on_loop(world.worker.occupy(AWAKE, next(TURNS)))
     assert running["runs"].result(60).ids == waiting["waits"].result(60).ids == alone.ids
-    world.on_loop(world.worker.occupy([], 3))
-    world.on_loop(world.worker.occupy(["weights"], 4))
+    world.on_loop(world.worker.occupy([], next(TURNS)))
+    world.on_loop(world.worker.occupy(["weights"], next(TURNS)))
     late = submit(world, Row(key="late", prompt=PROMPTS[0], params=params, seed=1))
     version, _ = published()  # it comes before the cache has its place
     assert not late["late"].done()
-    world.on_loop(world.worker.occupy(AWAKE, 5))
+    world.on_loop(world.worker.occupy(AWAKE, next(TURNS)))
     output = late["late"].result(60)
     wanted = hf_engine(world, version).generate([PROMPTS[0]], params)[0]
     assert (output.ids, output.versions) == (wanted.ids, [(0, 20, version)])
@@ -207,15 +210,15 @@ def test_an_engine_that_gave_its_device_away_keeps_its_rows_and_goes_on_with_the
 
 def test_weights_that_changed_while_the_engine_had_given_its_device_away_are_not_served(world, published):
     version, _ = published()
-    world.on_loop(world.worker.occupy([], 6))
+    world.on_loop(world.worker.occupy([], next(TURNS)))
     held = random_state(version)["model.layers.1.mlp.down_proj.weight"].numpy().tobytes()
     assert flip_in_memory(world.engine.engine.pids[1], held) > 0
     with pytest.raises(InfrastructureError, match="weights must be those of before"):
-        world.on_loop(world.worker.occupy(AWAKE, 7))
+        world.on_loop(world.worker.occupy(AWAKE, next(TURNS)))
     with pytest.raises(GenerationUnavailable, match="given up its device"):
         world.on_loop(world.worker.probe([3, 4, 5], 2))
     published()
-    world.on_loop(world.worker.occupy(AWAKE, 8))
+    world.on_loop(world.worker.occupy(AWAKE, next(TURNS)))
     assert len(ask(world, PROMPTS[:1])[0][0]) >= 1
 
 

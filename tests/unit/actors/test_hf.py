@@ -95,6 +95,23 @@ def test_packed_scores_and_gradients_equal_a_plain_padded_forward(architecture, 
         assert torch.allclose(parameter.grad, grads[name].grad, atol=1e-5), name
 
 
+def test_the_padding_token_trains_like_any_other_since_packed_rows_have_no_padding(copy):
+    ids, lengths = torch.randint(0, 24, (4, 12)), [12] * 4
+    gradients = []
+    for padding in (None, 3):
+        change_config(copy, pad_token_id=padding)
+        model = load(copy)
+        got, _, _ = score(
+            model,
+            PackedBatch.of(ids, lengths, torch.ones(4, 12, dtype=torch.bool), CPU),
+            temperature=1.0,
+            entropy=False,
+        )
+        got.sum().backward()
+        gradients.append(model.model.embed_tokens.weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_the_model_still_answers_the_usual_call(model_folder):
     model = load(model_folder)
     ids = torch.randint(0, 24, (2, 9))
