@@ -21,6 +21,7 @@ OFFLOAD = {"offload": {"params": True, "grads": True, "optimizer": True}}
 SAVING = {
     "fsdp2": OFFLOAD,
     "fsdp1": {"backend": "fsdp1", "processesPerPod": 2, **OFFLOAD},
+    "megatron": {"backend": "megatron", "processesPerPod": 2, "parallel": {"tensor": 2, "sequence": True}, **OFFLOAD},
 }
 
 
@@ -37,7 +38,7 @@ def exported(run) -> dict[str, torch.Tensor]:
     return dict(load_file(run.output / "model/model.safetensors"))
 
 
-def test_runs_of_both_kinds_of_fsdp_that_offload_train_what_one_does_that_never_does(start):
+def test_runs_of_all_backends_that_offload_train_what_one_does_that_never_does(start):
     plain = start(folder="plain", actor=ACTOR, **COMMON)
     saving = {name: start(folder=name, actor=ACTOR | changes, **COMMON) for name, changes in SAVING.items()}
     for run in (plain, *saving.values()):

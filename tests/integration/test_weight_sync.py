@@ -243,6 +243,7 @@ def test_training_goes_on_over_a_held_copy_and_the_segment_comes_back(receivers)
     with publisher() as source:
         source.publish(1, model(1), about(receivers), 2)
         store, held = source._copies._store, source._joiners.committed
+        lent = store.stats()["lent"]  # with those of publishers that other files keep
         source._copies.hold(held, "a slow joiner")
         before = held.memory.data.copy()
         for version in range(2, 6):
@@ -252,7 +253,7 @@ def test_training_goes_on_over_a_held_copy_and_the_segment_comes_back(receivers)
         source._copies.drop(held, "a slow joiner")
         for version in range(6, 9):
             source.publish(version, model(version), about(receivers), 2)
-        assert store.stats()["created"] == created and store.stats()["lent"] == 1
+        assert store.stats()["created"] == created and store.stats()["lent"] == lent
         assert all(serves(receiver, 8, tensors(8)) for receiver in receivers)
 
 
