@@ -33,6 +33,7 @@ def test_an_asynchronous_run_survives_deaths_and_an_interruption_with_every_grou
     assert run.run("--resume", "auto") == 0, run.text + run.logs()
     assert_trained_once(run, steps=12, groups=4, staleness=BOUND)
     assert 1 <= max(ages(run)) <= BOUND, "generation ran ahead"
+    assert {line["rollout/cancelled_groups"] for line in run.lines("metrics.jsonl") if line["step"]} == {0}
     scored = [line["step"] for line in run.lines("metrics.jsonl") if "val/accuracy" in line]
     left = {stopped} & {10}  # a validation that the interruption fell into is not made up for
     assert set(scored) | left == {5, 10, 12}, "validation goes on beside generation"
