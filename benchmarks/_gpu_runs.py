@@ -1,6 +1,5 @@
 """Parts of gpu.py: `rljob run` of examples/arithmetic on the one device, and SGLang alone, through the worker, asleep and awake."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 from _gpu_world import World, fill, sizes
+from _rows import tokens_made
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -189,8 +189,6 @@ def alone(world: World) -> dict:
 def through(world: World) -> dict:
     from rl_core.rollouts.hf.config import DecoderConfig
     from rl_core.rollouts.hf.weights import DecoderWeights
-    from rl_core.rollouts.rows import Row
-    from rl_core.rollouts.sampling import SamplingParams
     from rl_core.rollouts.sglang.served import build
 
     new, job, prompts = 16 if world.small else 128, _job(world), _prompts(world)
@@ -204,24 +202,10 @@ def through(world: World) -> dict:
         served.weight_target.load(weights.named_tensors(), 1)
         loaded = time.perf_counter() - began
         served.engine.version = 1
-        params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-
-        def generate() -> int:
-            rows = [Row(key=n, prompt=ids, params=params, seed=n) for n, ids in enumerate(prompts)]
-            done: concurrent.futures.Future[None] = concurrent.futures.Future()
-            found = []
-
-            def sink(results):
-                found.extend(results)
-                if len(found) == len(rows):
-                    done.set_result(None)
-
-            served.engine.submit(rows, sink)
-            done.result()
-            return sum(len(output.ids) for _, output in found)
-
         parts, residency = ["kv_cache", "weights"], served.residency
-        figures = _rates(world, generate) | {"weights_load_seconds": round(loaded, 3)}
+        figures = _rates(world, lambda: tokens_made(served.engine, prompts, new)) | {
+            "weights_load_seconds": round(loaded, 3)
+        }
         return figures | _nap(world, lambda: residency.offload(parts), lambda: residency.onload(parts))
     finally:
         served.close()

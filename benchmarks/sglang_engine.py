@@ -7,7 +7,6 @@ repetitions after one that warms up. Without a GPU the figures are of the CPU's 
 """
 
 import argparse
-import concurrent.futures
 import json
 import statistics
 import subprocess
@@ -15,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from _rows import tokens_made
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 32, 64
@@ -59,8 +60,6 @@ def measured(generate, repetitions: int) -> dict[str, float]:
 def through(repetitions: int) -> dict[str, float]:
     import torch
 
-    from rl_core.rollouts.rows import Row
-    from rl_core.rollouts.sampling import SamplingParams
     from rl_core.rollouts.sglang.served import build
 
     served = build(job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None)
@@ -69,23 +68,7 @@ def through(repetitions: int) -> dict[str, float]:
         shapes = served.weight_target.names_and_shapes()
         served.weight_target.load(((n, torch.randn(s, generator=generator) * 0.05) for n, (s, _) in shapes.items()), 1)
         served.engine.version = 1
-        params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-
-        def generate() -> int:
-            rows = [Row(key=n, prompt=ids, params=params, seed=n) for n, ids in enumerate(prompts())]
-            done: concurrent.futures.Future[None] = concurrent.futures.Future()
-            found = []
-
-            def sink(results):
-                found.extend(results)
-                if len(found) == len(rows):
-                    done.set_result(None)
-
-            served.engine.submit(rows, sink)
-            done.result()
-            return sum(len(output.ids) for _, output in found)
-
-        return measured(generate, repetitions)
+        return measured(lambda: tokens_made(served.engine, prompts(), NEW_TOKENS), repetitions)
     finally:
         served.close()
 

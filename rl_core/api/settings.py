@@ -211,7 +211,7 @@ class DeadlinesSpec(Spec):
     wait_ready: float = Field(600, gt=0)
     """Until all members are constructed."""
     rpc: float = Field(60, gt=0)
-    """One call."""
+    """One call; an SGLang engine whose scheduler answers none for so long is replaced."""
     group_method: float = Field(3600, gt=0)
     """One method on a group."""
     collective: float = Field(60, gt=0)
