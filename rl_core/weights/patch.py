@@ -215,9 +215,9 @@ class Writing:
         if not change.gap_bytes:
             return cls(None, values)
         gaps = _part(change, data, change.start, change.gap_bytes)
-        if not gaps[1:].all():
+        last, rises = differences.reach(gaps)
+        if not rises:
             raise DataError(f"{change.name!r} must have rising positions in a patch, got one twice")
-        last = int(gaps.sum(dtype=np.uint64))
         if last >= size:
             raise DataError(f"{change.name!r} must have positions below {size} in a patch, got {last}")
         return cls(gaps, values)

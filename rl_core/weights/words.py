@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 COMPILED_FROM = 1 << 20
 """Bytes of a tensor from which loading numba (about 120 MB of memory, once) pays; numpy does smaller ones until then."""
 BLOCK = 1 << 16
-"""Words per block: positions inside a block fit 32 bits, so products are 32 x 32 -> 64 bit, which vectorises."""
+"""Words that numpy sums at once; bounds its temporaries."""
 _MASK = (1 << 64) - 1
 
 Sums = tuple[int, int]
@@ -93,55 +93,11 @@ def worth_compiling(shapes: Iterable[Sequence[int]]) -> bool:
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return (sum, copy and sum) over uint32 arrays; compiled where numba is installed."""
     try:
-        import numba
+        from rl_core.weights.kernels import make_copy, make_sum
     except ImportError:
         logger.warning("numba is not installed; weight checksums use numpy, about 7 times slower")
         return _sum_numpy, _copy_numpy
-    total = numba.types.UniTuple(numba.uint64, 2)
-    target = numba.types.Array(numba.uint32, 1, "C", aligned=False)
-    source = numba.types.Array(numba.uint32, 1, "C", readonly=True, aligned=False)
-
-    return compiled(_sum, total(source, numba.uint64)), compiled(_copy, total(target, source, numba.uint64))
-
-
-def compiled(function: Callable[..., Any], signature: Any) -> Any:
-    """Return `function` compiled by numba, which must be installed, and cached on disk where there is a folder for it."""
-    import numba
-
-    try:
-        return numba.njit([signature], nogil=True, cache=True)(function)
-    except RuntimeError:  # no folder to cache in: read-only package and no home
-        return numba.njit([signature], nogil=True)(function)
-
-
-def _sum(words, offset):  # type: ignore[no-untyped-def]  # compiled
-    first, second = np.uint64(0), np.uint64(0)
-    for start in range(0, words.size, BLOCK):
-        block = words[start : start + BLOCK]
-        plain, weighted = np.uint64(0), np.uint64(0)
-        for index in range(block.size):
-            word = np.uint64(block[index])
-            plain += word
-            weighted += word * np.uint64(np.uint32(index + 1))
-        first += plain
-        second += weighted + plain * (np.uint64(start) + offset)
-    return first, second
-
-
-def _copy(destination, words, offset):  # type: ignore[no-untyped-def]  # compiled
-    first, second = np.uint64(0), np.uint64(0)
-    for start in range(0, words.size, BLOCK):
-        block, target = words[start : start + BLOCK], destination[start : start + BLOCK]
-        plain, weighted = np.uint64(0), np.uint64(0)
-        for index in range(block.size):
-            value = block[index]
-            target[index] = value
-            word = np.uint64(value)
-            plain += word
-            weighted += word * np.uint64(np.uint32(index + 1))
-        first += plain
-        second += weighted + plain * (np.uint64(start) + offset)
-    return first, second
+    return make_sum(), make_copy()
 
 
 _POSITIONS = np.arange(1, BLOCK + 1, dtype=np.uint64)

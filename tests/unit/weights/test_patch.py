@@ -74,6 +74,9 @@ def test_the_compiled_passes_find_write_and_sum_as_numpy_does(bits, share, monke
             assert (memory == new).all() and found.sums == words.sum_bytes(new.view(np.uint8), offset=5)
             gaps, values = rooms.gaps[: found.number].copy(), rooms.values[: found.number].copy()
             gaps[:1] -= 7
+            gaps = gaps.astype(np.min_scalar_type(gaps.max()))
+            assert differences.reach(gaps) == (size - 1, True)
+            assert differences.reach(np.append(gaps, gaps[:1] * 0)) == (size - 1, False)
             memory = old.copy()
             change = differences.write(memory, gaps, values)
             assert (memory == new).all()

@@ -1,0 +1,205 @@
+"""The compiled passes over host memory: sums, copies, comparisons and scattered writes. Imports numba: `words` and `differences` load it late.
+
+Each is compiled when it is first wanted and cached on disk, so that a process pays milliseconds. All arithmetic wraps mod 2^64.
+What they return is described where they are called.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+BLOCK = 1 << 16
+"""Words that are summed together: positions inside a block fit 32 bits, so products are 32 x 32 -> 64 bit, which vectorises."""
+NEAR = 1 << 12
+"""Words that are summed before they are compared: they stay in the first cache, so that memory is read once."""
+LINE = 8
+"""64-bit words that are looked at together first: most have no difference."""
+RUN = 1 << 9
+"""Elements that are written before they are read again: no later one is written to the same place, and their memory is near yet."""
+AHEAD = 16
+"""Elements whose memory is asked for before it is needed: the misses of so many overlap."""
+
+SUMS = numba.types.UniTuple(numba.uint64, 2)
+
+
+def view_of(element: Any, *, readonly: bool = False) -> Any:
+    """Return the type of a contiguous array of `element` that may lie anywhere in a message or a segment."""
+    return numba.types.Array(element, 1, "C", readonly=readonly, aligned=False)
+
+
+def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    """Return `function` compiled and cached on disk where there is a folder for it."""
+    try:
+        kernel: Callable[..., Any] = numba.njit([signature], nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder to cache in: read-only package and no home
+        kernel = numba.njit([signature], nogil=True)(function)
+    return kernel
+
+
+def make_sum() -> Callable[..., Any]:
+    """Return (words, offset) -> sums."""
+    return compiled(_sum, SUMS(view_of(numba.uint32, readonly=True), numba.uint64))
+
+
+def make_copy() -> Callable[..., Any]:
+    """Return (destination, words, offset) -> sums."""
+    return compiled(_copy, SUMS(view_of(numba.uint32), view_of(numba.uint32, readonly=True), numba.uint64))
+
+
+def make_find(itemsize: int) -> Callable[..., Any]:
+    """Return (old, new, new in halves, gaps, values, last, offset, over) -> (count, largest, last, sums) for elements of so many bytes."""
+    element, long, wide = _unsigned(itemsize), numba.int64, numba.uint64
+    states = view_of(wide), view_of(wide, readonly=True), view_of(numba.uint32, readonly=True)
+    result = numba.types.Tuple((long, long, long, wide, wide))
+    return compiled(_find, result(*states, numba.uint32[::1], element[::1], long, wide, numba.boolean))
+
+
+def make_reach(gap_bytes: int) -> Callable[..., Any]:
+    """Return (gaps) -> (their sum, the smallest but the first)."""
+    return compiled(_reach, SUMS(view_of(_unsigned(gap_bytes), readonly=True)))
+
+
+def make_write(gap_bytes: int, itemsize: int) -> Callable[..., Any]:
+    """Return (gaps, values, memory) -> sums for elements of 1, 2 or 4 bytes."""
+    gaps, element = _unsigned(gap_bytes), _unsigned(itemsize)
+    return compiled(_write, SUMS(view_of(gaps, readonly=True), view_of(element, readonly=True), view_of(element)))
+
+
+def _unsigned(itemsize: int) -> Any:
+    return numba.from_dtype(np.dtype(f"u{itemsize}"))
+
+
+@intrinsic
+def _prefetch(context, array, index):  # type: ignore[no-untyped-def]
+    """Have the processor bring `array[index]` near, to be written; it waits for nothing."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        view = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        address = builder.bitcast(builder.gep(view.data, [arguments[1]]), pointer)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        to_write, near, data = (ir.Constant(number, value) for value in (1, 3, 1))
+        builder.call(function, [address, to_write, near, data])
+        return context.get_dummy_value()
+
+    return numba.types.void(array, index), generate
+
+
+@register_jitable(inline="always")
+def _sum_block(block):  # type: ignore[no-untyped-def]
+    plain, weighted = np.uint64(0), np.uint64(0)
+    for index in range(block.size):
+        word = np.uint64(block[index])
+        plain += word
+        weighted += word * np.uint64(np.uint32(index + 1))
+    return plain, weighted
+
+
+def _sum(words, offset):  # type: ignore[no-untyped-def]
+    first, second = np.uint64(0), np.uint64(0)
+    for start in range(0, words.size, BLOCK):
+        plain, weighted = _sum_block(words[start : start + BLOCK])
+        first += plain
+        second += weighted + plain * (np.uint64(start) + offset)
+    return first, second
+
+
+def _copy(destination, words, offset):  # type: ignore[no-untyped-def]
+    first, second = np.uint64(0), np.uint64(0)
+    for start in range(0, words.size, BLOCK):
+        block, target = words[start : start + BLOCK], destination[start : start + BLOCK]
+        plain, weighted = np.uint64(0), np.uint64(0)
+        for index in range(block.size):
+            value = block[index]
+            target[index] = value
+            word = np.uint64(value)
+            plain += word
+            weighted += word * np.uint64(np.uint32(index + 1))
+        first += plain
+        second += weighted + plain * (np.uint64(start) + offset)
+    return first, second
+
+
+def _find(old, new, halves, gaps, values, last, offset, over):  # type: ignore[no-untyped-def]
+    bits = np.int64(values.itemsize * 8)
+    each = np.int64(64) // bits
+    mask = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - bits)
+    first, second = np.uint64(0), np.uint64(0)
+    count, largest = np.int64(0), np.int64(0)
+    for start in range(0, halves.size, NEAR):
+        block = halves[start : start + NEAR]
+        plain, weighted = _sum_block(block)
+        first += plain
+        second += weighted + plain * (np.uint64(start) + offset)
+        end = (start + block.size) // 2
+        for line in range(start // 2, end, LINE):
+            stop = min(line + LINE, end)
+            if stop - line == LINE:
+                seen = np.uint64(0)
+                for index in range(line, line + LINE):
+                    seen |= old[np.uint64(index)] ^ new[np.uint64(index)]
+                if not seen:
+                    continue
+            for index in range(line, stop):
+                fresh = new[index]
+                differs = old[index] ^ fresh
+                if differs:
+                    for place in range(each):
+                        shift = np.uint64(place * bits)
+                        if (differs >> shift) & mask:
+                            position = index * each + place
+                            gap = position - last
+                            gaps[count] = gap
+                            values[count] = (fresh >> shift) & mask
+                            largest = max(largest, gap)
+                            last = position
+                            count += 1
+                    if over:
+                        old[index] = fresh
+    return count, largest, last, first, second
+
+
+def _reach(gaps):  # type: ignore[no-untyped-def]
+    total, smallest = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
+    for index in range(1, gaps.size):
+        gap = np.uint64(gaps[index])
+        total += gap
+        smallest = min(smallest, gap)
+    return total + np.uint64(gaps[0]), smallest
+
+
+def _write(gaps, values, memory):  # type: ignore[no-untyped-def]
+    bits = np.uint64(memory.itemsize * 8)
+    # Of a position: which 32-bit word, and which element of it. Shifts, because a division takes longer than all the rest.
+    inside = np.uint64(4 // memory.itemsize - 1)
+    narrow = np.uint64(0 if memory.itemsize == 4 else 1 if memory.itemsize == 2 else 2)
+    first, second = np.uint64(0), np.uint64(0)
+    last = np.uint64(0)
+    places = np.empty(RUN + AHEAD, np.uint64)
+    for start in range(0, values.size, RUN):
+        number = min(RUN, values.size - start)
+        for index in range(number):
+            last += np.uint64(gaps[start + index])
+            places[index] = last
+        places[number : number + AHEAD] = last
+        for index in range(AHEAD):
+            _prefetch(memory, places[index])
+        for index in range(number):
+            _prefetch(memory, places[index + AHEAD])
+            place = places[index]
+            word = np.uint64(memory[place]) << ((place & inside) * bits)
+            first -= word
+            second -= word * ((place >> narrow) + np.uint64(1))
+            memory[place] = values[start + index]
+        for index in range(number):
+            place = places[index]
+            word = np.uint64(memory[place]) << ((place & inside) * bits)
+            first += word
+            second += word * ((place >> narrow) + np.uint64(1))
+    return first, second
