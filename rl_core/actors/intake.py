@@ -22,8 +22,6 @@ from rl_core.observability.statistics import aggregate_rollout_metrics
 
 Admit = Callable[[list[PromptGroupRecord]], Awaitable[list[bool | None]]]
 
-FETCHES = 16
-"""Most records asked of the channel at once."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 """Pauses until the runner is asked again about records that it put off: another rank may have the older group for which it kept a place,
 or that group may be gone. Each is twice as long as the one before, until a record is admitted."""
@@ -34,8 +32,8 @@ REWARD = "total_reward/"
 class GroupIntake:
     """Receives one step's groups of one rank.
 
-    As many records are fetched at a time as are missing, never more, so that none is taken from another rank. The runner is
-    asked about one lot at a time; what arrives meanwhile makes the next lot: groups that end together cost one or two calls.
+    What is there is fetched, up to as many records as are missing, so that none is taken from another rank. The runner is asked
+    about one lot at a time; what arrives meanwhile makes the next lot: groups that end together cost one or two calls.
     """
 
     def __init__(
@@ -56,11 +54,13 @@ class GroupIntake:
         self._channel, self._admit, self._progress = channel, admit, progress
         self._wanted, self._step = wanted, step
         self._limit, self._deadline = limit, time.monotonic() + limit
-        self._fetches: list[asyncio.Task[Any]] = []
+        self._fetch: asyncio.Task[list[Any]] | None = None
         self._fresh: list[PromptGroupRecord] = []
         self._asked: list[PromptGroupRecord] = []
         self._later: list[PromptGroupRecord] = []
         """Put off by the runner; back to the channel at the end, as another rank may lack them."""
+        self._behind: list[Any] = []
+        """Fetched behind the end of the step; back to the channel, another rank's end of it included."""
         self._ask_again_at = 0.0
         self._next_pause = FIRST_PAUSE_S
         self._answer: asyncio.Future[list[bool | None]] | None = None
@@ -84,52 +84,52 @@ class GroupIntake:
     async def _run(self) -> None:
         """Fetch and ask until the groups are there or the runner ends the step."""
         while self._answer or self._fresh or (len(self.admitted) < self._wanted and not self._ended):
-            if not self._ended:
-                missing = min(self._wanted - self._held, FETCHES) - len(self._fetches)
+            missing = self._wanted - self._held
+            if self._fetch is None and missing > 0 and not self._ended:
                 left = max(self._deadline - time.monotonic(), 0.001)
-                self._fetches += [asyncio.ensure_future(self._channel.get_async(timeout=left)) for _ in range(missing)]
+                self._fetch = asyncio.ensure_future(self._channel.get_some_async(missing, timeout=left))
             if self._answer is None and (self._fresh or (self._later and not self._pause())):
                 self._ask()
-            waited = [] if self._ended else self._fetches
             pause = self._pause() if self._later and self._answer is None else None
-            waits = {*waited, *filter(None, [self._answer])}
-            await asyncio.wait(waits, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [*filter(None, (self._fetch, self._answer))], timeout=pause, return_when=asyncio.FIRST_COMPLETED
+            )
             if self._answer is not None and self._answer.done():
                 self._settle(self._answer.result())
-            if not self._ended:
-                self._take()
+            if self._fetch is not None and self._fetch.done():
+                fetch, self._fetch = self._fetch, None
+                self._take(fetch)
 
     async def _close(self) -> None:
-        """End what is under way; a record that came and was not looked at goes back, as does another rank's end of step."""
-        fetches, self._fetches = self._fetches, []
-        for task in (*fetches, *filter(None, [self._answer])):
+        """End what is under way; what came and was not looked at goes back."""
+        fetch = self._fetch
+        for task in filter(None, (fetch, self._answer)):
             task.cancel()
-        if fetches:
-            await asyncio.wait(fetches)
-        came = [fetch.result() for fetch in fetches if not fetch.cancelled() and fetch.exception() is None]
-        for item in (*self._later, *came):
+        if fetch is not None:
+            await asyncio.wait([fetch])
+        came = [] if fetch is None or fetch.cancelled() or fetch.exception() is not None else fetch.result()
+        for item in (*self._later, *self._behind, *came):
             with suppress(RLJobError):  # the channel is gone, and everything in it
                 await self._channel.put_async(item)
 
-    def _take(self) -> None:
-        """Take up what was fetched, in the order of asking."""
-        for fetch in [fetch for fetch in self._fetches if fetch.done()]:
-            self._fetches.remove(fetch)
-            try:
-                item = fetch.result()
-            except DeadlineExceeded as error:
-                raise DeadlineExceeded(
-                    f"recv_batch must get {self._wanted} groups within deadlines.rollout {self._limit} s, got {self._held}; "
-                    f"the rollouts are slow or gone: {error}"
-                ) from error
-            if not isinstance(item, EndOfStep):
+    def _take(self, fetch: asyncio.Task[list[Any]]) -> None:
+        """Take up what was fetched."""
+        try:
+            items = fetch.result()
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"recv_batch must get {self._wanted} groups within deadlines.rollout {self._limit} s, got {self._held}; "
+                f"the rollouts are slow or gone: {error}"
+            ) from error
+        for item in items:
+            if self._ended:
+                self._behind.append(item)
+            elif not isinstance(item, EndOfStep):
                 if item.times is not None:
                     item.times.arrived = time.monotonic()
                 self._fresh.append(item)
-            elif item.step == self._step:
-                self._ended = True
-                break
-            # else the end of an earlier step, in which this rank was complete already
+            else:  # that of an earlier step, in which this rank was complete already, is passed over
+                self._ended = item.step == self._step
 
     def _ask(self) -> None:
         self._asked, self._fresh = self._fresh, []

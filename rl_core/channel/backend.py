@@ -25,13 +25,15 @@ class PutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeRequest:
-    """One take: of the oldest item, or of a batch."""
+    """One take: of the oldest items, or of a batch."""
 
     key: Key
     timeout: float
     nowait: bool = False
     target: float | None = None
-    """Weight of the batch; None = one item."""
+    """Weight of the batch; None = what is there, one item at least."""
+    most: int = 1
+    """Items at most, without a target."""
     allow_oversize: bool = False
 
 

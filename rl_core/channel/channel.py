@@ -124,6 +124,18 @@ class Channel:
         """Return the oldest item; a cancelled get returns it to the head."""
         return await self._take_async(TakeRequest(key=key, timeout=_seconds(timeout)), self._one)
 
+    async def get_some_async(self, most: int, key: Key = DEFAULT_KEY, timeout: float | None = None) -> list[Any]:
+        """Return the oldest items that are there, one at least, in one message: `most`, or fewer that are large.
+
+        Cancelled, they go back in order.
+        """
+        if most < 1:
+            raise ValueError(f"most must be at least 1, got {most}")
+        items: list[Any] = await self._take_async(
+            TakeRequest(key=key, timeout=_seconds(timeout), most=most), self._many
+        )
+        return items
+
     def get_nowait(self, key: Key = DEFAULT_KEY) -> Any:
         """Return the oldest item; ChannelEmpty when there is none, ChannelClosed when closed and drained."""
         request = TakeRequest(key=key, timeout=DEFAULT_TIMEOUT, nowait=True)

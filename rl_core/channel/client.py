@@ -99,7 +99,8 @@ class RemoteBackend:
         """Return a future of what was taken."""
         receipts = self._client.receipts.collect()
         args = (
-            self._name, request.key, request.timeout, request.nowait, request.target, request.allow_oversize, receipts
+            self._name, request.key, request.timeout, request.nowait, request.target, request.most, request.allow_oversize,
+            receipts,
         )  # fmt: skip
         try:
             timeout = request.timeout + MARGIN

@@ -108,7 +108,7 @@ class LocalBackend:
 
         take = Take(
             self._client, request.key, hand_over, lambda error: _fail(future, error), now + request.timeout, now,
-            target=request.target, allow_oversize=request.allow_oversize,
+            target=request.target, most=request.most, allow_oversize=request.allow_oversize,
         )  # fmt: skip
         with self._lock:
             self._core.take(now, take, nowait=request.nowait)

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from rl_core.messages.channel import Key
 
+MOST_BYTES = 1 << 20
+"""Bytes from which a take without a target waits for no further item: large ones are worked on one by one while the next travels."""
+
 
 class Client(Hashable, Protocol):
     """Who puts and takes: one process. Compared by identity."""
@@ -52,7 +55,8 @@ class Take:
     deadline: float
     since: float
     target: float | None = None
-    """Weight of a batch; None = one item of any weight."""
+    """Weight of a batch; None = `most` items of any weight, fewer where there are not so many or they are large."""
+    most: int = 1
     allow_oversize: bool = False
     held: list[Item] = field(default_factory=list)
     """Items of an unfinished batch."""
@@ -69,10 +73,10 @@ class Take:
 
     def pick(self, items: deque[Item]) -> bool:
         """Take what belongs to it from the head of `items`; return whether it is complete."""
+        if self.target is None:
+            self._pick_what_is_there(items)
+            return bool(self.held)
         while items:
-            if self.target is None:
-                self.held.append(items.popleft())
-                return True
             if not self._fits(items[0].weight, self.target):
                 if self.allow_oversize and not self.held:
                     self.held.append(items.popleft())
@@ -82,6 +86,12 @@ class Take:
             if math.fsum(self.weight) >= self.target:
                 return True
         return False
+
+    def _pick_what_is_there(self, items: deque[Item]) -> None:
+        nbytes = 0
+        while items and len(self.held) < self.most and nbytes < MOST_BYTES:
+            self.held.append(items.popleft())
+            nbytes += self.held[-1].nbytes
 
     def _fits(self, weight: float, target: float) -> bool:
         try:

@@ -281,7 +281,7 @@ class ChannelServer:
     # --- taking ---
 
     def _take(
-        self, call: IncomingCall, channel: str, key: Key, timeout: float, nowait: bool, target: float | None,
+        self, call: IncomingCall, channel: str, key: Key, timeout: float, nowait: bool, target: float | None, most: int,
         allow_oversize: bool, receipts: dict[str, list[str]],
     ) -> None:  # fmt: skip
         self._confirm_all(receipts)
@@ -295,8 +295,8 @@ class ChannelServer:
                 undo()  # more than a message carries
 
         take = Take(
-            call.peer, key, hand_out, call.fail, now + timeout, now, target=target, allow_oversize=allow_oversize
-        )
+            call.peer, key, hand_out, call.fail, now + timeout, now, target=target, most=most, allow_oversize=allow_oversize
+        )  # fmt: skip
         call.on_cancel = self._undo(call, lambda: core.cancel_take(self._clock(), take))
         core.take(now, take, nowait=nowait)
 

@@ -264,7 +264,7 @@ class TestAsync:
         for number in range(3):
             await remote.put_async(number, weight=1)
         await asyncio.to_thread(remote.close)
-        assert await remote.get_batch_async(2) == [0, 1] and await remote.get_async() == 2
+        assert await remote.get_batch_async(2) == [0, 1] and await remote.get_some_async(9) == [2]
         with pytest.raises(ChannelClosed):
             await remote.get_async()
 

@@ -363,10 +363,11 @@ class Shelf:
     def __init__(self, items):
         self.items = list(items)
 
-    async def get_async(self, timeout):
+    async def get_some_async(self, most, timeout):
         if not self.items:
             raise DeadlineExceeded("channel trajectories: nothing arrived")
-        return self.items.pop(0)
+        found, self.items = self.items[:most], self.items[most:]
+        return found
 
     async def put_async(self, item):
         self.items.append(item)

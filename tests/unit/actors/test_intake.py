@@ -5,7 +5,7 @@ import asyncio
 import actor_samples
 import pytest
 
-from rl_core.actors.intake import FETCHES, GroupIntake
+from rl_core.actors.intake import GroupIntake
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.channel import Channel
 from rl_core.messages.groups import EndOfStep
@@ -99,13 +99,15 @@ async def test_a_refused_group_is_replaced_by_one_that_comes_later(channel):
     assert await left(channel) == ["0-3"]
 
 
-async def test_more_groups_than_fetches_are_received(channel):
-    wanted = 2 * FETCHES + 3
-    await put(channel, *range(wanted))
-    assert len(await receive(Runner(), channel, wanted)) == wanted
+async def test_groups_that_wait_come_with_one_message_and_cost_one_question(channel):
+    runner = Runner()
+    await put(channel, *range(40))
+    assert len(await receive(runner, channel, 37)) == 37
+    assert [len(lot) for lot in runner.lots] == [37]
+    assert (await asyncio.to_thread(channel.stats)).gets == 37
 
 
-@pytest.mark.parametrize("wanted", [1, 3, FETCHES + 4])
+@pytest.mark.parametrize("wanted", [1, 3, 20])
 async def test_every_rank_finds_its_own_end_of_the_step(channel, wanted):
     ranks = [receive(Runner(), channel, wanted) for _ in range(3)]
     await settle()

@@ -67,7 +67,8 @@ class ModelKey:
         while self.stored:
             head = self.stored[0]
             if wait["goal"] is None:
-                wait["held"].append(self.stored.pop(0))
+                wait["held"] += self.stored[: wait["most"]]
+                del self.stored[: wait["most"]]
                 return True
             total = float(sum(Fraction(weight) for _, weight in [*wait["held"], head]))
             if total > wait["goal"]:
@@ -138,9 +139,9 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS), goal=st.sampled_from(GOALS), oversize=st.booleans(), who=st.integers(0, 1),
-        seconds=st.sampled_from([5.0, 1e9]),
+        seconds=st.sampled_from([5.0, 1e9]), most=st.integers(1, 3),
     )  # fmt: skip
-    def take(self, key, goal, oversize, who, seconds):
+    def take(self, key, goal, oversize, who, seconds, most):
         number, client = self.number(), self.clients[who]
 
         def on_items(take, deliveries):
@@ -151,8 +152,8 @@ class ChannelMachine(RuleBasedStateMachine):
             assert isinstance(error, DeadlineExceeded)
             self.late.add(number)
 
-        take = Take(client, key, on_items, on_error, self.now + seconds, self.now, goal, oversize)
-        wait = {"number": number, "goal": goal, "oversize": oversize, "held": []}
+        take = Take(client, key, on_items, on_error, self.now + seconds, self.now, goal, most, oversize)
+        wait = {"number": number, "goal": goal, "most": most, "oversize": oversize, "held": []}
         self.takes[number] = take, wait
         self.core.take(self.now, take)
         self.keys[key].waits.append(wait)
