@@ -15,6 +15,8 @@ import psutil
 import pytest
 import yaml
 
+from rl_core.cli.local_control import connect
+from rl_core.launch.workspace import PRIVATE
 from rl_core.transports.tokens import DIRECTORY as SEGMENTS
 
 STEP_DEADLINE_S = 300.0
@@ -123,6 +125,15 @@ class Run(Output):
     def status(self) -> dict:
         path = self.output / "status.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+    def devices(self) -> dict:
+        """Return `/status.devices` as the runner tells it now; {} while it does not answer."""
+        if not (self.output / PRIVATE / "actor-0.json").is_file():
+            return {}
+        return (connect(self.output).status() or {}).get("devices") or {}
+
+    def until_devices_are_for(self, use: str) -> None:
+        self.until(lambda: self.devices().get("use") == use, f"the devices to be used for {use}")
 
     def processes(self, **match) -> list[dict]:
         path = self.output / "processes.json"

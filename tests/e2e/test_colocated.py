@@ -4,9 +4,6 @@ import signal
 
 from harness import assert_trained_once
 
-from rl_core.cli.local_control import connect
-from rl_core.launch.workspace import PRIVATE
-
 ONE_EACH = {
     "rollout": {"replicas": 1, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},
     "validation": {"everySteps": 3, "maxPrompts": 4},
@@ -20,13 +17,6 @@ def numbers(run):
 
 def trained(run):
     return [(line["step"], line["group_id"], line["prompt_index"]) for line in run.lines("ledger.jsonl")]
-
-
-def devices(run):
-    """Return `/status.devices` as the runner tells it now; {} while it does not answer."""
-    if not (run.output / PRIVATE / "actor-0.json").is_file():
-        return {}
-    return (connect(run.output).status() or {}).get("devices") or {}
 
 
 def test_a_colocated_run_gives_bit_for_bit_what_a_disaggregated_one_gives(start):
@@ -52,20 +42,16 @@ def test_who_dies_or_is_stopped_with_the_device_in_hand_costs_no_group(start):
     run = start(algorithm={"steps": 16}, placement={"mode": "colocated"}, **ONE_EACH)
     run.start()
     run.at_step(2)
-
-    def wait_for(use):
-        run.until(lambda: devices(run).get("use") == use, f"the devices to be used for {use}")
-
-    wait_for("generating")
+    run.until_devices_are_for("generating")
     pid = run.kill(role="rollout")
     run.until(lambda: [p for p in run.processes(role="rollout") if p["pid"] != pid], "a replacement")
     run.at_step(5)
     assert run.status()["epoch"] == 0, "the actor goes on"
-    wait_for("training")
+    run.until_devices_are_for("training")
     run.kill(role="actor")
     run.until(lambda: run.status().get("epoch") == 1 and run.status().get("step", 0) >= 7, "steps of the next epoch")
     for use in ("generating", "training"):
-        wait_for(use)
+        run.until_devices_are_for(use)
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130, run.text + run.logs()
         stopped = run.status()["step"]

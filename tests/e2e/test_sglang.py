@@ -17,13 +17,18 @@ def files():
 
 
 def test_a_colocated_run_takes_turns_with_an_engine_in_a_process_of_its_own(start):
-    """On a CPU the engine only rests while the actor works; all else is as on a device: turns, proof on waking, no process left."""
+    """On a CPU the engine only rests while the actor works; all else is as on a device: turns, proof on waking, no process left.
+
+    Its scheduler is killed while the devices are in use for generating. The worker ends with it and starts no other: the trainer may have
+    the devices by then; its successor joins in the rollouts' turn.
+    """
     run = start(
-        algorithm={"steps": 4},
+        algorithm={"steps": 6},
         placement={"mode": "colocated"},
         rollout={"engine": "sglang", "replicas": 1, "maxBatch": 16},
         validation={"everySteps": 2},
     )
+    before = files()
     run.start()
     run.at_step(1)
     run.until(
@@ -31,11 +36,23 @@ def test_a_colocated_run_takes_turns_with_an_engine_in_a_process_of_its_own(star
         "a proof",
     )
     pids, owned = [entry["pid"] for entry in run.processes()], engines(run)
+    assert len(owned) == 3
+    run.until_devices_are_for("generating")
+    os.kill(owned[1], signal.SIGKILL)
+    run.until(lambda: len(set(engines(run)) - set(owned)) == 3, "another engine")
+    pids += [entry["pid"] for entry in run.processes()]
     assert run.wait() == 0, run.text + run.logs()
-    assert len(owned) == 3 and run.status()["devices"]["token"] > 8
-    assert_trained_once(run, steps=4, groups=4)
+    assert run.status()["devices"]["token"] > 8 and run.status()["epoch"] == 0
+    assert run.status()["failures"] == {"rollout/lost": 1}
+    log = (run.output / "logs/actor-0.log").read_text()
+    assert (
+        "this process ends, its engine cannot be had: the engine is lost and may not start here again: its process"
+        in log
+    )
+    assert_trained_once(run, steps=6, groups=4)
     assert run.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0
     assert_nothing_left(run, pids)
+    assert files() <= before, "in memory"
 
 
 def test_a_run_learns_with_sglang_whose_engine_hangs_in_mid_step_and_leaves_no_process_behind(start):

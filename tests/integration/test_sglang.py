@@ -164,6 +164,18 @@ def test_a_row_that_the_engine_refuses_fails_alone_and_as_its_own_fault(world, p
     assert len(futures["good"].result(60).ids) >= 1
 
 
+def test_rows_that_wait_and_the_use_of_the_memory_are_told_while_it_generates(world, published):
+    published()
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    futures = submit(world, *[Row(key=index, prompt=[3, 4], params=params, seed=1) for index in range(80)])
+    while not all(future.done() for future in futures.values()):
+        told = world.engine.engine.call("alive").result(60)
+        if told["waiting"] and told["kv_use"]:
+            break
+    assert 0 < told["waiting"] <= 80 and 0 < told["kv_use"] <= 1
+    assert [len(future.result(120).ids) for future in futures.values()] == [60] * 80
+
+
 def submit(world, *rows):
     """Give rows to the engine; return a future of each by key."""
     futures = {row.key: concurrent.futures.Future() for row in rows}

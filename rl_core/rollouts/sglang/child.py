@@ -39,8 +39,10 @@ def main() -> int:
         traceback.print_exc()
         sock.sendall(pipe.pack(EngineFailure(call=0, type=type(error).__name__, message=str(error))))
         return 2
-    # Its processes have it open; by name it would outlive an engine that is killed, as every one is in the end.
-    Path(engine.tokenizer_manager.load_snapshot_reader.path).unlink(missing_ok=True)
+    loads = engine.tokenizer_manager.load_snapshot_reader
+    loads.read_all()  # opened at the first look: it was made before the scheduler had made the file
+    # Both have it open; by name it would outlive an engine that is killed, as every one is in the end.
+    Path(loads.path).unlink(missing_ok=True)
     sock.sendall(pipe.pack(EngineReady(pids=[os.getpid(), *engine.get_all_child_pids()])))
     shared = mmap.mmap(memory, os.fstat(memory).st_size)
     try:
@@ -52,10 +54,20 @@ def main() -> int:
 
 def _build(source: EngineSource) -> Any:
     import sglang
+    from sglang.srt.entrypoints import engine
 
     _import_only(source.family, Path(sglang.__file__).parent)
     port, nccl_port = _free_ports(2)
-    return sglang.Engine(**source.options, port=port, nccl_port=nccl_port)
+
+    class Engine(engine.Engine):  # type: ignore[misc]
+        """Names its file in memory after the model folder: with that goes the file of an engine that is killed while it starts."""
+
+        @classmethod
+        def _launch_scheduler_processes(cls, args: Any, ports: Any, *more: Any, **named: Any) -> Any:
+            ports.instance_id = Path(args.model_path).name
+            return super()._launch_scheduler_processes(args, ports, *more, **named)
+
+    return Engine(**source.options, port=port, nccl_port=nccl_port)
 
 
 def _import_only(family: str, package: Path) -> None:

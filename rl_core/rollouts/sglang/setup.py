@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PREFIX, LOCK = "rljob-engine-", "lock"
 """Names of the engines' folders, and of the file in each that its worker holds locked."""
+MEMORY = Path("/dev/shm")
+"""Where an engine that starts has a file, named after its folder."""
 CONTEXT_MARGIN = 8
 """Tokens that the engine keeps free at the end of its context."""
 
@@ -35,8 +37,15 @@ class ModelFolder:
 
     def close(self) -> None:
         """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         self._lock.close()
+
+
+def _remove(folder: Path) -> None:
+    """Remove an engine's folder, and its file in memory if it was killed while it started."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for file in MEMORY.glob(f"sglang_loads_{folder.name}_*"):
+        file.unlink(missing_ok=True)
 
 
 def _remove_orphans() -> None:
@@ -47,7 +56,7 @@ def _remove_orphans() -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # its worker lives, or is of another user
             continue
-        shutil.rmtree(lock.parent, ignore_errors=True)
+        _remove(lock.parent)
 
 
 def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dict[str, Any]:

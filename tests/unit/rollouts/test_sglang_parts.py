@@ -190,13 +190,20 @@ def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(mon
 def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one_and_that_of_a_living_one_stays(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for folder in ("tmp", "memory"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(setup, "MEMORY", tmp_path / "memory")
     living = setup.ModelFolder({"config.json": b"{}"})
     killed = setup.ModelFolder({"config.json": b"{}"})
     killed._lock.close()  # the kernel unlocks what a dead process held
-    (tmp_path / f"{setup.PREFIX}other").mkdir()
+    (tmp_path / "tmp" / f"{setup.PREFIX}other").mkdir()
+    loads = {one: tmp_path / "memory" / f"sglang_loads_{one.path.name}_0123.shm" for one in (living, killed)}
+    for file in loads.values():  # as an engine leaves it that is killed while it starts
+        file.touch()
     setup.ModelFolder({}).close()
-    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, f"{setup.PREFIX}other"}
+    assert {path.name for path in (tmp_path / "tmp").iterdir()} == {living.path.name, f"{setup.PREFIX}other"}
+    assert list((tmp_path / "memory").iterdir()) == [loads[living]]
     assert (living.path / "config.json").read_bytes() == b"{}"
     living.close()
-    assert not living.path.exists()
+    assert not living.path.exists() and not loads[living].exists()
