@@ -123,10 +123,12 @@ def job_table(status: dict[str, Any]) -> Table:
 
 
 def role_table(status: dict[str, Any]) -> Table | None:
-    """Return a row per role, None before the operator has seen the job."""
+    """Return a row per role, None before the operator has seen the job; of rollouts the least and the most busy one."""
     if not status.get("roles"):
         return None
-    table = Table("ROLE", "READY", "ACTIVE", "VERSIONS", "RESTARTS", "FAILED", box=SIMPLE)
+    table = Table("ROLE", "READY", "ACTIVE", "VERSIONS", "BUSY", "RESTARTS", "FAILED", box=SIMPLE)
+    busy = sorted(float(one["value"]) for one in status.get("busy", []))
+    shares = "..".join(dict.fromkeys(f"{share:.0%}" for share in (busy[0], busy[-1]))) if busy else "-"
     for role in status["roles"]:
         versions = {str(role[field]) for field in ("minVersion", "maxVersion") if role.get(field) is not None}
         table.add_row(
@@ -134,6 +136,7 @@ def role_table(status: dict[str, Any]) -> Table | None:
             f"{role.get('ready', 0)}/{role.get('desired', 0)}",
             str(role.get("active", 0)),
             "..".join(sorted(versions, key=int)) or "-",
+            shares if role["name"] == "rollout" else "-",
             str(role.get("restarts", 0)),
             str(role.get("failed", 0)),
         )

@@ -21,6 +21,13 @@ def letter_a(prompts, completions, **columns):
 MINUTES = 60.0
 GROUPS = 8
 """Of a step, in jobs that `small` makes."""
+ENGINES = {
+    "rollout__engine": "sglang",
+    "rollout__replicas": 2,
+    "rollout__minReplicas": 2,
+    "rollout__topologySpreadConstraints": [],
+    "rollout__resources": {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,22 @@ def tiny(name: str, *, steps: int, **changes: Any) -> dict:
     return small(name, steps=steps, **chosen | changes)
 
 
+def ended(job: Job, shared: Path, *, steps: int, restarts: int) -> Output:
+    """Return what a job left on the volume, once it has succeeded after all its steps and so many restarts of its actors."""
+    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
+    seen = (status["phase"], status["step"], status["totalRestarts"])
+    assert seen == ("Succeeded", steps, restarts), job.condition("Failed")
+    (folder,) = (shared / "checkpoints").glob(f"{job.name}-*")
+    return Output(folder)
+
+
+def both_are_ready(job: Job) -> None:
+    """Wait until two rollouts serve."""
+    job.wait(
+        "both rollouts", lambda status: (status.get("rollout") or {}).get("readyReplicas") == 2, seconds=5 * MINUTES
+    )
+
+
 def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trains_every_group_once(
     shared: Path, submit: Callable[[dict], Job]
 ) -> None:
@@ -75,15 +98,10 @@ def test_a_megatron_layer_cut_over_two_nodes_survives_the_kill_of_a_pod_and_trai
     before = job.pods("actor")
     assert len({pod["spec"]["nodeName"] for pod in before.values()}) == 2
     job.kill("gang-actor-1")
-    status = job.wait("a new epoch", lambda status: status["epoch"] == then["epoch"] + 1, seconds=3 * MINUTES)
+    job.wait("a new epoch", lambda status: status["epoch"] == then["epoch"] + 1, seconds=3 * MINUTES)
     for name, pod in before.items():
         job.wait_replaced(name, pod["metadata"]["uid"], seconds=9 * MINUTES)
-    status = job.wait("the end", lambda status: status["phase"] in ("Succeeded", "Failed"), seconds=15 * MINUTES)
-    assert (status["phase"], status["step"], status["totalRestarts"]) == ("Succeeded", steps, 1), job.condition(
-        "Failed"
-    )
-    (folder,) = (shared / "checkpoints").glob("gang-*")
-    output = Output(folder)
+    output = ended(job, shared, steps=steps, restarts=1)
     assert_trained_once(output, steps=steps, groups=GROUPS)
     lines = [line for line in output.lines("metrics.jsonl") if line["step"]]
     rewards = [line["reward/mean"] for line in lines]
@@ -96,25 +114,34 @@ def test_sglang_trains_to_its_end_beside_the_actor_in_its_pod_and_in_a_pod_of_it
 ) -> None:
     """A hybrid job: rollout 0 is a second container of the actor's pod and takes turns with it, rollout 1 has a pod."""
     steps = 4
-    rollout = {
-        "engine": "sglang",
-        "replicas": 2,
-        "minReplicas": 2,
-        "topologySpreadConstraints": [],
-        "resources": {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
-    }
-    fields = {f"rollout__{name}": value for name, value in rollout.items()}
-    job = submit(tiny("engine", steps=steps, placement={"mode": "hybrid"}, **fields))
-    job.wait(
-        "both rollouts", lambda status: (status.get("rollout") or {}).get("readyReplicas") == 2, seconds=5 * MINUTES
-    )
+    job = submit(tiny("engine", steps=steps, placement={"mode": "hybrid"}, **ENGINES))
+    both_are_ready(job)
     pods = {name: [one["name"] for one in pod["spec"]["containers"]] for name, pod in job.pods().items()}
     assert pods == {"engine-actor-0": ["actor", "rollout"], "engine-env-0": ["env"], "engine-rollout-1": ["rollout"]}
-    status = job.wait("the end", lambda status: status.get("phase") in ("Succeeded", "Failed"), seconds=20 * MINUTES)
-    assert (status["phase"], status["step"], status["totalRestarts"]) == ("Succeeded", steps, 0), job.condition(
-        "Failed"
-    )
-    (folder,) = (shared / "checkpoints").glob("engine-*")
-    output = Output(folder)
+    output = ended(job, shared, steps=steps, restarts=0)
     assert_trained_once(output, steps=steps, groups=GROUPS)
     assert output.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0
+
+
+def test_an_asynchronous_job_loses_an_sglang_pod_and_trains_every_group_once_within_its_bound(
+    shared: Path, submit: Callable[[dict], Job]
+) -> None:
+    """Both rollouts have pods of their own; one of them is killed with its engine while groups of later steps are under way."""
+    asynchronous = {
+        "algorithm__maxStaleness": 2,
+        "algorithm__loss": {"name": "decoupled_ppo"},
+        "actor__optimizer__learningRate": 1.0e-4,
+        "checkpoint__everySteps": 1000,
+    }
+    job = submit(tiny("ahead", steps=100_000, **ENGINES, **asynchronous))
+    both_are_ready(job)
+    job.wait_steps(2, seconds=5 * MINUTES)
+    job.wait_replaced("ahead-rollout-0", job.kill("ahead-rollout-0"), seconds=9 * MINUTES)
+    both_are_ready(job)
+    steps = job.status()["step"] + 50
+    job.patch(algorithm={"steps": steps})
+    output = ended(job, shared, steps=steps, restarts=0)
+    assert_trained_once(output, steps=steps, groups=GROUPS, staleness=2)
+    lines = [line for line in output.lines("metrics.jsonl") if line["step"]]
+    assert max(line["train/staleness_max"] for line in lines) > 0, "generation ran ahead"
+    assert lines[-1]["weights/content_check_passed_total"] > 0

@@ -1,9 +1,12 @@
 """A job on real nodes, from `kubectl apply` to its end, and through all that its user may do to it meanwhile."""
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from harness import Output, assert_trained_once
 from jobs_on_nodes import SPREAD, Job, condition, example, small
 from testcluster.access import Access
 
@@ -126,6 +129,16 @@ class TestLife:
             "steps again", lambda status: status["phase"] == "Running" and status["step"] > saved, seconds=9 * MINUTES
         )
         assert (status["epoch"], status["restarts"]) == (before["epoch"] + 1, 0)
+
+    def test_through_all_of_it_each_group_was_trained_once(self, running: Job, tmp_path: Path) -> None:
+        """The rollout that joined and the one that drained included, and the steps after the resume."""
+        last = running.status()["step"]
+        for name in ("ledger.jsonl", "metrics.jsonl"):
+            words = ("exec", "life-actor-0", "-n", running.namespace, "-c", "actor", "--", "sh", "-c")
+            text = running.access.kubectl(*words, f"cat /data/checkpoints/life-*/{name}").stdout
+            told = [line for line in text.splitlines() if json.loads(line)["step"] <= last]
+            (tmp_path / name).write_text("".join(f"{line}\n" for line in told))
+        assert_trained_once(Output(tmp_path), steps=last, groups=8)
 
 
 def columns(status: dict) -> dict:
