@@ -241,6 +241,8 @@ class ReceiverReady:
     """Version and digest that it can prove; (-1, "") for none."""
     device: str
     """UUID of the device of its weights, or "cpu"."""
+    group: str = ""
+    """Key of the plan whose process group it is in; "" for none. A process that took a lost member's name and address is in none."""
 
 
 @record

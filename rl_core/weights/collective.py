@@ -67,7 +67,9 @@ class GroupSender:
 
     def _plan_for(self, handshakes: Sequence[Handshake]) -> GroupPlan:
         members = ("publisher", *(handshake.name for handshake in handshakes))
-        if self._plan is None or self._plan.members != members or self._group is None or self._group.poisoned:
+        held = {handshake.ready.group for handshake in handshakes if handshake.ready is not None}
+        whole = self._group is not None and not self._group.poisoned
+        if self._plan is None or self._plan.members != members or held != {self._plan.key} or not whole:
             if self._store is None:
                 self._store = GroupStore(self._host)
             if self._group is not None:
@@ -125,6 +127,11 @@ class GroupReceiver:
         self._aborted: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         """Guards both: an abort that arrives while the group forms must end it once it is formed."""
+
+    @property
+    def key(self) -> str:
+        """Return the key of the group that is formed and whole as far as this end knows, else ""."""
+        return self._group.plan.key if self._group is not None and not self._group.poisoned else ""
 
     @property
     def broken(self) -> bool:

@@ -220,7 +220,7 @@ class WeightReceiver:
         return self._ready()
 
     def _ready(self) -> ReceiverReady:
-        return ReceiverReady(have=self.current(), device=self._device)
+        return ReceiverReady(have=self.current(), device=self._device, group=self._sources.group)
 
     def _problem(self, manifest: WeightManifest) -> str:
         known = ((one.epoch, one.version) for one in (self._held, self._pending) if one is not None)
@@ -326,7 +326,13 @@ class WeightReceiver:
         self._sources.interrupt()
 
     async def commit(self, version: int, digest: str) -> ReceiverAck | ReceiverRefusal:
-        """Serve the applied version and answer ACK; REFUSE when it is not the one applied. Repeating it is harmless."""
+        """Serve the applied version and answer ACK; REFUSE when it is not the one applied. Repeating it is harmless.
+
+        It is carried out also when its caller gives it up meanwhile: the engine may serve already, and must not do so unversioned.
+        """
+        return await asyncio.shield(self._commit(version, digest))
+
+    async def _commit(self, version: int, digest: str) -> ReceiverAck | ReceiverRefusal:
         async with self._turn:
             if self.state is ReceiverState.SERVING and self.current() == (version, digest):
                 return self._acknowledge()

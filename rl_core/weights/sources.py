@@ -117,6 +117,11 @@ class Sources:
         """End the process group of that generation, so that a broadcast blocked in it fails at once."""
         self._group_receiver().abort(epoch, generation, reason)
 
+    @property
+    def group(self) -> str:
+        """Return the key of the process group that broadcasts can come through; "" for none."""
+        return self._group.key if self._group is not None else ""
+
     def group_ended(self, source: WeightSource) -> bool:
         """Return whether a transfer from `source` ended because its process group did, or never began: it can be offered by another way."""
         if isinstance(source, DeviceSource):

@@ -31,7 +31,7 @@ def hash_of(tensor):
 
 
 class Engine:
-    """Holds parameters by name; `trap` makes it die, freeze or fail in a load."""
+    """Holds parameters by name; `trap` makes it die, freeze or fail in a load, die of a COMMIT, or stop before it is answered."""
 
     def __init__(self):
         dtype = getattr(torch, OPTIONS.get("dtype", "float32"))
@@ -61,7 +61,13 @@ class Engine:
             self.weights[name].copy_(tensor)
 
     async def resume(self, version, digest):
+        if self.trap == "die_of_commit":
+            os.kill(os.getpid(), signal.SIGKILL)
         self.serving = True
+        if self.trap == "mute_commit":
+            self.trap = ""
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            await asyncio.sleep(0.3)  # what came meanwhile, as that the publisher gave the COMMIT up, is heard first
 
 
 class InPlaceEngine(Engine):
