@@ -116,7 +116,6 @@ class RolloutWorkerBase(Worker):
 
         engine = self._build(spec, self.files, self.device, self._max_seq_len(), count)
         meter.append(Meter(engine.load))
-        self.report_metrics(meter[0].read)
         environment = RemoteEnvironment(
             self._env_addresses,
             self.keys,
@@ -126,6 +125,7 @@ class RolloutWorkerBase(Worker):
             waiting=lambda address: self.waiting("environment step", self._env_at(address)),
         )
         groups = GroupMaker(spec, Tokenizer.from_files(self.files), engine, environment)
+        self.report_metrics(lambda: meter[0].read() | groups.metrics())
         server = PromptServer(
             self._make_group,
             HubLeases(self.hub_call),

@@ -40,6 +40,11 @@ class GroupMaker:
         sample["task_name"] = self._spec.env.type
         return await self._manager(lease.temperature, lease.num_generations).run(sample)
 
+    def metrics(self) -> dict[str, float]:
+        """Return `rollout/redispatch_total`: how often a group was begun again here, whatever failed it. From any thread."""
+        name = "rollout/redispatch_total"
+        return {name: float(sum(manager.metrics()[name] for manager in list(self._managers.values())))}
+
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
         """Return a continuation of `prompt_ids` drawn with the training settings and a fixed seed.
 

@@ -1,8 +1,10 @@
 """A rollout worker over real parts in one process: publisher, receiver, channels, RPC; only the env worker is a small RPC server."""
 
+import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +190,21 @@ def test_batches_per_group_repeat_bit_by_bit_under_any_load():
             assert one.message_log[1]["generation_logprobs"].equal(other.message_log[1]["generation_logprobs"])
     finally:
         world.close()
+
+
+def test_a_generation_that_finds_no_memory_fails_its_rows_with_the_reason_and_the_next_one_is_whole():
+    """Memory ends where keys and values are placed, where their mask is, and in a step; the group in such a batch is made again, once."""
+    child = Path(__file__).with_name("memory_child.py")
+    command = [sys.executable, str(child), "60", "60", "140", "165"]
+    told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=240).stdout)
+    assert len(told["short"]) == 4 and len(told["whole"]) == 3
+    for kinds in told["short"]:
+        (kind, text), *others = map(json.loads, kinds)
+        assert kind == "GenerationUnavailable" and not others
+        assert "a generation step failed: RuntimeError" in text and "can't allocate memory" in text
+    assert all(kinds == told["whole"][0] and len(kinds) == 1 for kinds in told["whole"])
+    assert len(json.loads(told["whole"][0][0])) == 3, "tokens"
+    assert told["record"] == ["train-1", 4, 1] and told["given_back"] == [] and told["retried"] == 1
 
 
 def test_a_rollout_process_never_imports_transformers():

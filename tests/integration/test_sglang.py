@@ -6,11 +6,13 @@ One engine for all files of the folder: its start takes half a minute of process
 import asyncio
 import concurrent.futures
 import hashlib
+import resource
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
-from rollout_world import CONFIG, flip_in_memory, random_state, records, trainer_logprobs, transformers_model
+from rollout_world import CONFIG, flip_in_memory, random_state, records, trainer_logprobs, transformers_model, wait_for
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.data.tokenizer import Tokenizer
@@ -258,3 +260,39 @@ def test_an_interrupted_row_goes_on_with_its_tokens_log_probabilities_and_versio
     assert (torch.tensor(output.logprobs[:middle]) - wanted).abs().max() < 1e-4
     wanted = trainer_logprobs(after, [3, 4, 5], output.ids, 1.0)[middle:]
     assert (torch.tensor(output.logprobs[middle:]) - wanted).abs().max() < 1e-4
+
+
+def test_an_engine_that_gets_no_memory_is_lost_with_that_reason_and_another_one_generates(world, published):
+    """Its scheduler may take no more than it has, as in a pod at its limit, and is given batches until it needs more."""
+    version, model = published()
+    world.on_loop(world.worker.join(world.publisher.address))
+    hold, given, calls = concurrent.futures.Future(), len(world.ledger.given_back), len(world.env.calls)
+    world.env.hold = hold
+    world.put(30, 31, version=version)
+    wait_for(lambda: sum(world.env.calls[calls:]) == 8)  # their rows are scored when the engine is lost
+    pids = world.engine.engine.pids
+    used = next(line for line in Path(f"/proc/{pids[1]}/status").read_text().splitlines() if line.startswith("VmSize:"))
+    resource.prlimit(pids[1], resource.RLIMIT_AS, (int(used.split()[1]) * 1024,) * 2)
+    errors = []
+    while not errors:
+        prompts = torch.randint(2, 43, (128, 60)).tolist()
+        params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        rows = [Row(key=index, prompt=prompt, params=params, seed=1) for index, prompt in enumerate(prompts)]
+        futures = submit(world, *rows)
+        errors = [error for future in futures.values() if (error := future.exception(120)) is not None]
+    for error in errors:
+        assert isinstance(error, GenerationUnavailable) and "the engine is lost" in str(error)
+        assert any(word in str(error) for word in ("can't allocate memory", "MemoryError", "bad_alloc")), error
+    assert world.worker.status()["engines_lost"] == 1
+    wait_for(lambda: len(world.ledger.given_back) == given + 2)
+    world.env.hold = None
+    hold.set_result(None)
+    wait_for(lambda: world.worker.status()["version"] == version)
+    assert not {*pids} & {*world.engine.engine.pids} and world.worker.status()["weights_proof"] == PROVEN
+    world.put(30, 31, version=version, again="-again")
+    for record in records(world, 2):
+        assert record.lease_token.endswith("-again"), "of the engine that was lost nothing was delivered"
+        for completion in record.completions:
+            asked, answer = (message["token_ids"].tolist() for message in completion.message_log[:2])
+            wanted = trainer_logprobs(model, asked, answer)
+            assert (completion.message_log[1]["generation_logprobs"] - wanted).abs().max() < 1e-4

@@ -288,7 +288,7 @@ class SGLangEngine:
                 # First of all: who asks why a call failed must find the loss told.
                 logger.error("the engine is lost: %s", reason)
                 self._lost(reason)
-            self._fail_all()
+            self._fail_all(reason)
         return reason
 
     def _read(self, process: EngineProcess) -> str:
@@ -374,15 +374,16 @@ class SGLangEngine:
         for sink, batch in results.items():
             sink(batch)
 
-    def _fail_all(self) -> None:
-        """Fail everything that waits: the child that had it is gone."""
+    def _fail_all(self, reason: str) -> None:
+        """Fail everything that waits: the child that had it is gone, for `reason`."""
         with self._lock:
             self._process = None
             self.version = -1
             self.paused = None
             waiting, self._waiting = self._waiting, _Waiting()
         for one in waiting.rows.values():
-            one.sink([(one.row.key, GenerationUnavailable("the engine's process is gone; the row was not finished"))])
+            error = GenerationUnavailable(f"the engine is lost, the row was not finished: {reason}")
+            one.sink([(one.row.key, error)])
         for answer in waiting.calls.values():
             if answer.set_running_or_notify_cancel():
-                answer.set_exception(InfrastructureError("the engine's process is gone; the call was not answered"))
+                answer.set_exception(InfrastructureError(f"the engine is lost, the call was not answered: {reason}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rl_core.api.errors import InfrastructureError
@@ -24,6 +26,11 @@ LOOK_S = 0.5
 """How often a start is looked at."""
 REAP_SECONDS = 10.0
 """How long a killed child may take to end; one that still lives then hangs in the kernel."""
+STDERR = 2
+END_S = 1.0
+"""How long the end of a child whose stream has ended, and that of its output, is waited for."""
+DEATH = re.compile(rb"hit an exception|crashed with exit code|terminate called")
+"""What SGLang writes when one of its processes dies: the exception's traceback follows, or the line says it all."""
 
 
 class EngineProcess:
@@ -39,6 +46,7 @@ class EngineProcess:
                 command + numbers,
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 pass_fds=(far.fileno(), memory),
                 start_new_session=True,  # Ctrl-C does not reach it, and all of it can be killed together
             )
@@ -50,6 +58,10 @@ class EngineProcess:
         self.pids = [self._process.pid]
         """The processes of the engine, the child's own first."""
         self._report("started", self._process.pid)
+        self._cause = ""
+        """Why one of its processes died, by their own words; "" while none said so."""
+        self._output = threading.Thread(target=self._pass_on, name="rljob-engine-err", daemon=True)
+        self._output.start()
         self._stream = near
         self._poll = select.poll()  # not select(), which knows no descriptor above 1,023
         self._poll.register(near, select.POLLIN)
@@ -96,12 +108,14 @@ class EngineProcess:
         self.pids = answer.pids
 
     def how_it_ended(self) -> str:
-        """Return the end of the child in words; waits for it for a moment."""
+        """Return the end of the child in words, with the cause that it told; waits for it for a moment."""
         try:
-            code = self._process.wait(timeout=1.0)
+            code = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
             return "closed its stream"
-        return f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        self._output.join(END_S)
+        ended = f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"{ended}; it said: {self._cause}" if self._cause else ended
 
     def kill(self) -> None:
         """End the child and all processes of the engine, and reap it. A second call does nothing."""
@@ -124,3 +138,21 @@ class EngineProcess:
                 self._stream.sendall(data)
             except OSError:  # it ended, or was killed; who reads its stream knows
                 return
+
+    def _pass_on(self) -> None:
+        """Write what the engine's processes write to the worker's own log, and remember the first cause of a death."""
+        traceback = False
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                with suppress(OSError):  # whoever read our log is gone; the engine must still find a reader
+                    os.write(STDERR, line)
+                if self._cause:
+                    continue
+                if DEATH.search(line):
+                    traceback = b"Traceback" in line
+                    if traceback:
+                        continue
+                elif not traceback or line[:1].isspace():
+                    continue
+                self._cause = line.decode(errors="replace").strip()

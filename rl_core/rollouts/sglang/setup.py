@@ -91,6 +91,9 @@ def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ
         **environ,
         "TMPDIR": str(folder),
         "HF_HUB_OFFLINE": "1",
+        # A dead scheduler is told of at once, not after a minute in which its dumps are waited for.
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin above may exceed what the model was made for
     }
     return found | (cpu.variables(environ.get("PYTHONPATH", "")) if device == "cpu" else {})
