@@ -132,7 +132,7 @@ def test_with_per_group_batching_a_disturbed_run_trains_the_same_groups_with_the
     }
     calm = start(folder="calm", **spec)
     assert calm.run() == 0, calm.text + calm.logs()
-    disturbed = start(folder="disturbed", **spec)
+    disturbed = start(folder="disturbed", checkpoint={"everySteps": 1, "asynchronous": True}, **spec)
     disturbed.start()
     disturbed.at_step(3)
     disturbed.kill(**victim)

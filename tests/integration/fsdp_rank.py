@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -95,6 +96,22 @@ class Rank:
     def save(self, path: str, step: int) -> None:
         """Save a checkpoint."""
         self.actor.save_checkpoint(path, step)
+
+    def save_beside(self, path: str, step: int) -> None:
+        """Begin to save a checkpoint in the background; it is read from model and optimizer when training is about to change them."""
+        background, asked = self.actor._background, threading.Event()
+        copy, release = background._copy_of, background.release
+
+        def late(part):
+            assert asked.wait(300), "training asks before it changes anything"
+            return copy(part)
+
+        background._copy_of, background.release = late, lambda: (asked.set(), release())
+        self.written = self.actor.save_checkpoint(path, step, in_background=True)
+
+    def saved(self) -> None:
+        """Wait for the checkpoint that is saved in the background and say which files this rank wrote."""
+        self.seen["saved"] = asyncio.run(self.written)
 
     def load(self, path: str) -> None:
         """Load a checkpoint."""

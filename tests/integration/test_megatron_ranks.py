@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from rl_core.checkpoint.files import file_digest, relative_files
 from rl_core.checkpoint.store import CheckpointStore
 from rl_core.checkpoint.tensors import SHARDING
 
@@ -149,14 +150,16 @@ PAIRED = [
     ("interleaved 2", ("recomputed", "llama")),
 ]
 CHAIN = [*OF_FOUR, "fsdp2 of two", "fsdp1 of two", *LAYOUTS, "data 2 whole", "one", "fsdp2 of one"]
-"""Each goes on from the checkpoint of the one before it."""
+"""Each goes on from the checkpoint of the one before it, the one that was saved while that one trained on."""
 
 
 def link(folder: Path, models: dict, name: str) -> tuple[dict, list]:
-    """Return (spec, verbs) of a link of the chain, a policy and a critic of its own: the first trains a step, each saves and trains another."""
+    """Return (spec, verbs) of a link of the chain, a policy and a critic of its own: the first trains a step, each saves and trains another,
+    and saves a second time while it does."""
     at, model = CHAIN.index(name), models["tied"]
-    begin = ["load", str(folder / f"chain {at - 1}")] if at else ["train", 1]
-    verbs = [begin, ["save", str(folder / f"chain {at}"), 1], ["train", 2]]
+    path = str(folder / f"chain {at}")
+    begin = ["load", str(folder / f"chain {at - 1} beside")] if at else ["train", 1]
+    verbs = [begin, ["save", path, 1], ["save_beside", f"{path} beside", 1], ["train", 2], ["saved"]]
     if name.startswith("fsdp"):
         return fsdp(model, actor__backend=name[:5], actor__replicas=2 if "two" in name else 1, **APART), verbs
     if name == "one":
@@ -292,19 +295,32 @@ def test_four_ranks_in_both_directions_train_like_fsdp2(reference, four, layout)
 def test_a_checkpoint_keeps_its_bits_through_every_layout_and_backend_and_each_goes_on_alike(
     folder, models, four, pair
 ):
-    seen = {name: ranks[0][f"link {name}"] for ranks in (four, pair) for name in CHAIN if f"link {name}" in ranks[0]}
-    seen |= {name: run_here(name, *link(folder, models, name)) for name in CHAIN if name not in seen}
+    links = {
+        name: [rank[f"link {name}"] for rank in ranks]
+        for ranks in (four, pair)
+        for name in CHAIN
+        if f"link {name}" in ranks[0]
+    }
+    links |= {name: [run_here(name, *link(folder, models, name))] for name in CHAIN if name not in links}
+    seen = {name: ranks[0] for name, ranks in links.items()}
     assert seen.keys() == set(CHAIN) and not any("error" in one for one in seen.values())
     first, counters = stored(folder / "chain 0"), json.loads((folder / "chain 0" / "actor.json").read_text())
     expected = seen[CHAIN[0]]["metrics"][-1]
     for at, name in enumerate(CHAIN):
-        again = stored(folder / f"chain {at}")
+        again, beside = stored(folder / f"chain {at}"), folder / f"chain {at} beside"
+        written = {file: digest for rank in links[name] for file, digest in rank["saved"].items()}
+        assert written == digests(beside) == digests(folder / f"chain {at}"), f"{name} saved while it trained on"
         assert again.keys() == first.keys(), name
         assert [key for key, tensor in first.items() if not torch.equal(again[key], tensor)] == [], name
         found = json.loads((folder / f"chain {at}" / "actor.json").read_text())
         assert found | {"world_size": 0} == counters | {"world_size": 0}, name
         for metric in ("actor/loss", "actor/value_loss", "actor/grad_norm", "actor/lr"):
             assert seen[name]["metrics"][-1][metric] == pytest.approx(expected[metric], rel=1e-6, abs=1e-6), name
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """Return the digest of each file of a checkpoint."""
+    return {name: file_digest(path) for name, path in relative_files(checkpoint)}
 
 
 def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
