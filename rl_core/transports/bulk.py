@@ -41,6 +41,8 @@ TICKET_SECONDS = 60.0
 """A ticket that nobody uses, or a stream that takes no chunk, ends after this time."""
 SWEEP_SECONDS = 1.0
 """How often those are looked for while streams run."""
+LAST_LOOK_MS = 1_000
+"""For how long a receiver looks once more after its timeout: if it stood still itself, what came meanwhile is found then."""
 _HELLO, _MORE, _CHUNK, _END, _REFUSED = b"H", b"M", b"C", b"E", b"R"
 
 
@@ -301,7 +303,7 @@ class BulkReceiver:
         return memoryview(body)
 
     def _wait(self, poller: zmq.Poller) -> None:
-        ready = dict(poller.poll(int(self._timeout * 1000)))
+        ready = dict(poller.poll(int(self._timeout * 1000)) or poller.poll(LAST_LOOK_MS))
         if self._wake in ready:
             raise InfrastructureError(f"the bulk stream from {self._address} was given up after {self._number} chunks")
         if not ready:

@@ -2,6 +2,12 @@
 
 import dataclasses
 import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -40,6 +46,47 @@ def test_chunks_are_bounded_and_do_not_cross_buffers(sender):
         )
     ]
     assert sizes == [bulk.CHUNK_BYTES, 5, 7]
+
+
+RECEIVERS = """
+import pickle, sys
+from threading import Thread
+from rl_core.transports.bulk import BulkReceiver
+
+def receive(ticket):
+    chunks = iter(BulkReceiver(ticket, timeout=1.0))
+    said = [bytes(next(chunks))]
+    print("began\\n", end="", flush=True)  # in one piece: four threads write
+    try:
+        said += map(bytes, chunks)
+    except Exception as error:
+        said.append(error)
+    print(f"{said}\\n", end="", flush=True)
+
+for ticket in pickle.load(sys.stdin.buffer):
+    Thread(target=receive, args=[ticket]).start()
+"""
+
+
+def test_a_receiver_that_stood_still_itself_does_not_take_the_sender_for_silent():
+    go_on, senders = threading.Event(), [BulkSender("tcp://127.0.0.1:0") for _ in range(4)]
+
+    def buffers():
+        yield b"first"
+        assert go_on.wait(60)
+        yield b"second"
+
+    with subprocess.Popen([sys.executable, "-c", RECEIVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        pickle.dump([sender.offer(buffers()) for sender in senders], process.stdin)
+        process.stdin.close()
+        assert [process.stdout.readline() for _ in senders] == [b"began\n"] * 4
+        process.send_signal(signal.SIGSTOP)
+        go_on.set()
+        time.sleep(1.5)  # longer than the receivers wait
+        process.send_signal(signal.SIGCONT)
+        assert [process.stdout.readline() for _ in senders] == [b"[b'first', b'second']\n"] * 4
+    for sender in senders:
+        sender.close()
 
 
 def test_a_ticket_is_good_for_one_stream(sender):
