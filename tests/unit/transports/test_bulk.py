@@ -18,6 +18,7 @@ from rl_core.messages.weights import BulkTicket
 from rl_core.transports import bulk
 from rl_core.transports.bulk import BulkReceiver, BulkSender
 from rl_core.transports.curve import KeyRing, generate_keys
+from rl_core.transports.sockets import IoThread
 
 
 @pytest.fixture
@@ -121,11 +122,9 @@ def test_a_stream_changed_on_the_way_is_refused(attack):
         del messages[1]
     else:
         del messages[2]
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
+    router = IoThread.shared().context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     receiver = iter(BulkReceiver(BulkTicket(address=f"tcp://127.0.0.1:{port}", ticket=b"t", key=key), timeout=20))
-    import threading
 
     def play():
         peer = router.recv_multipart()[0]
@@ -138,7 +137,6 @@ def test_a_stream_changed_on_the_way_is_refused(attack):
         list(receiver)
     thread.join(10)
     router.close(0)
-    context.term()
 
 
 def test_many_streams_run_side_by_side_and_a_stalled_one_stops_nobody(sender):
@@ -168,13 +166,11 @@ def test_the_error_of_the_source_reaches_the_receiver(sender):
 
 
 def test_a_silent_sender_is_a_deadline_with_address_and_progress():
-    context = zmq.Context()
-    router = context.socket(zmq.ROUTER)
+    router = IoThread.shared().context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(DeadlineExceeded, match=f"127.0.0.1:{port} sent nothing for 0.1 s after 0 chunks"):
         list(BulkReceiver(BulkTicket(address=f"tcp://127.0.0.1:{port}", ticket=b"t", key=bytes(32)), timeout=0.1))
     router.close(0)
-    context.term()
 
 
 def test_a_closed_sender_offers_nothing(sender):
