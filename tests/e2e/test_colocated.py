@@ -39,7 +39,7 @@ def test_a_colocated_run_gives_bit_for_bit_what_a_disaggregated_one_gives(start)
 
 def test_who_dies_or_is_stopped_with_the_device_in_hand_costs_no_group(start):
     """The rollout dies while it has the device, then the actor; Ctrl-C falls into a generation and into a training; each run goes on."""
-    run = start(algorithm={"steps": 16}, placement={"mode": "colocated"}, **ONE_EACH)
+    run = start(algorithm={"steps": 4000}, placement={"mode": "colocated"}, **ONE_EACH)
     run.start()
     run.at_step(2)
     run.until_devices_are_for("generating")
@@ -59,5 +59,6 @@ def test_who_dies_or_is_stopped_with_the_device_in_hand_costs_no_group(start):
         if use == "generating":
             run.start("--resume", "auto")
             run.at_step(stopped + 2)
-    assert run.run("--resume", "auto") == 0, run.text + run.logs()
-    assert_trained_once(run, steps=16, groups=4)
+    last = stopped + 2
+    assert run.run("--resume", "auto", "--set", f"algorithm.steps={last}") == 0, run.text + run.logs()
+    assert_trained_once(run, steps=last, groups=4)

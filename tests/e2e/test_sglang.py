@@ -23,7 +23,7 @@ def test_a_colocated_run_takes_turns_with_an_engine_in_a_process_of_its_own(star
     the devices by then; its successor joins in the rollouts' turn.
     """
     run = start(
-        algorithm={"steps": 6},
+        algorithm={"steps": 8},
         placement={"mode": "colocated"},
         rollout={"engine": "sglang", "replicas": 1, "maxBatch": 16},
         validation={"everySteps": 2},
@@ -49,7 +49,7 @@ def test_a_colocated_run_takes_turns_with_an_engine_in_a_process_of_its_own(star
         "this process ends, its engine cannot be had: the engine is lost and may not start here again: its process"
         in log
     )
-    assert_trained_once(run, steps=6, groups=4)
+    assert_trained_once(run, steps=8, groups=4)
     assert run.lines("metrics.jsonl")[-1]["weights/content_check_passed_total"] > 0
     assert_nothing_left(run, pids)
     assert files() <= before, "in memory"
