@@ -54,9 +54,10 @@ def main() -> int:
 
 def _build(source: EngineSource) -> Any:
     import sglang
-    from sglang.srt.entrypoints import engine
 
     _import_only(source.family, Path(sglang.__file__).parent)
+    from sglang.srt.entrypoints import engine
+
     port, nccl_port = _free_ports(2)
 
     class Engine(engine.Engine):  # type: ignore[misc]

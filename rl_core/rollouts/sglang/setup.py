@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.rollouts.sglang import cpu
+from rl_core.transports.tokens import DIRECTORY
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
 
 PREFIX, LOCK = "rljob-engine-", "lock"
 """Names of the engines' folders, and of the file in each that its worker holds locked."""
-MEMORY = Path("/dev/shm")
-"""Where an engine that starts has a file, named after its folder."""
 CONTEXT_MARGIN = 8
 """Tokens that the engine keeps free at the end of its context."""
 
@@ -44,7 +43,7 @@ class ModelFolder:
 def _remove(folder: Path) -> None:
     """Remove an engine's folder, and its file in memory if it was killed while it started."""
     shutil.rmtree(folder, ignore_errors=True)
-    for file in MEMORY.glob(f"sglang_loads_{folder.name}_*"):
+    for file in DIRECTORY.glob(f"sglang_loads_{folder.name}_*"):
         file.unlink(missing_ok=True)
 
 

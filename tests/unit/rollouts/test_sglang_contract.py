@@ -4,17 +4,23 @@ Read from its source: importing the engine takes half a minute of processor time
 """
 
 import ast
+import hashlib
 import importlib.metadata
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from rl_core.rollouts.sglang import setup
+
 SRT = Path(importlib.util.find_spec("sglang").origin).parent / "srt"
 ARGUMENTS = [
     ("entrypoints/engine.py", "Engine", "async_generate", {"input_ids", "sampling_params", "return_logprob", "rid"}),
     ("entrypoints/engine.py", "Engine", "get_all_child_pids", set()),
+    ("entrypoints/engine.py", "Engine", "_launch_scheduler_processes", {"server_args", "port_args"}),
+    ("managers/load_snapshot.py", "ShmLoadSnapshotReader", "read_all", set()),
     ("managers/tokenizer_manager.py", "TokenizerManager", "abort_request", {"rid", "abort_all"}),
     ("managers/tokenizer_manager.py", "TokenizerManager", "pause_generation", {"obj"}),
     ("managers/tokenizer_manager.py", "TokenizerManager", "continue_generation", {"obj"}),
@@ -42,6 +48,7 @@ FIELDS = [
         "FlattenedTensorMetadata",
         {"name", "shape", "dtype", "start_idx", "end_idx", "numel"},
     ),
+    ("server_args.py", "PortArgs", {"instance_id"}),
     ("managers/io_struct.py", "PauseGenerationReqInput", {"mode"}),
     ("managers/io_struct.py", "ContinueGenerationReqInput", set()),
     ("managers/io_struct.py", "FlushCacheReqOutput", {"success"}),
@@ -98,3 +105,23 @@ def test_the_engine_takes_the_settings_that_it_is_given():
     tree = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
     found = {node.target.id for node in tree if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     assert found >= SETTINGS, SETTINGS - found
+
+
+def test_the_variables_that_the_engine_is_given_are_its_own(tmp_path):
+    known = {node.id for node in ast.walk(ast.parse((SRT / "environ.py").read_text())) if isinstance(node, ast.Name)}
+    given = {name for name in setup.variables(tmp_path, "cuda", {}) if name.startswith("SGLANG_")}
+    assert given and given <= known, given - known
+
+
+def test_the_file_that_a_starting_engine_has_in_memory_goes_with_its_folder(tmp_path, monkeypatch):
+    """SGLang names it: its own function is asked."""
+    tree = ast.parse((SRT / "managers/load_snapshot.py").read_text())
+    (function,) = (node for node in tree.body if getattr(node, "name", "") == "shm_path_for")
+    space = {"hashlib": hashlib, "os": os}
+    exec(compile(ast.Module([function], []), "load_snapshot", "exec"), space)
+    monkeypatch.setattr(setup, "DIRECTORY", tmp_path)
+    folder = setup.ModelFolder({})
+    named = Path(space["shm_path_for"](folder.path.name))
+    (tmp_path / named.name).touch()
+    folder.close()
+    assert str(named.parent) == "/dev/shm" and not list(tmp_path.iterdir())

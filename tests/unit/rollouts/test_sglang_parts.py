@@ -193,7 +193,7 @@ def test_the_folder_of_a_worker_that_was_killed_is_removed_by_the_next_one_and_t
     for folder in ("tmp", "memory"):
         (tmp_path / folder).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(setup, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(setup, "DIRECTORY", tmp_path / "memory")
     living = setup.ModelFolder({"config.json": b"{}"})
     killed = setup.ModelFolder({"config.json": b"{}"})
     killed._lock.close()  # the kernel unlocks what a dead process held

@@ -1,8 +1,8 @@
 """Bulk streams: whole, in order, authentic, once per ticket; a bad peer costs only itself."""
 
 import dataclasses
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -50,8 +50,9 @@ def test_chunks_are_bounded_and_do_not_cross_buffers(sender):
 
 
 RECEIVERS = """
-import pickle, sys
+import json, sys
 from threading import Thread
+from rl_core.messages.weights import BulkTicket
 from rl_core.transports.bulk import BulkReceiver
 
 def receive(ticket):
@@ -64,7 +65,8 @@ def receive(ticket):
         said.append(error)
     print(f"{said}\\n", end="", flush=True)
 
-for ticket in pickle.load(sys.stdin.buffer):
+for address, ticket, key in json.loads(sys.argv[1]):
+    ticket = BulkTicket(address=address, ticket=bytes.fromhex(ticket), key=bytes.fromhex(key))
     Thread(target=receive, args=[ticket]).start()
 """
 
@@ -77,9 +79,9 @@ def test_a_receiver_that_stood_still_itself_does_not_take_the_sender_for_silent(
         assert go_on.wait(60)
         yield b"second"
 
-    with subprocess.Popen([sys.executable, "-c", RECEIVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        pickle.dump([sender.offer(buffers()) for sender in senders], process.stdin)
-        process.stdin.close()
+    tickets = [sender.offer(buffers()) for sender in senders]
+    told = json.dumps([[one.address, one.ticket.hex(), one.key.hex()] for one in tickets])
+    with subprocess.Popen([sys.executable, "-c", RECEIVERS, told], stdout=subprocess.PIPE) as process:
         assert [process.stdout.readline() for _ in senders] == [b"began\n"] * 4
         process.send_signal(signal.SIGSTOP)
         go_on.set()
