@@ -13,8 +13,8 @@ from pydantic import Field
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import listed
 from rl_core.api.cel import Cel
+from rl_core.api.roles import RoleName
 
-RoleName = Literal["actor", "rollout", "env"]
 RuleAction = Literal["RestartPod", "RestartRole", "RestartJob", "FailJob", "Ignore"]
 SemanticAction = Literal["RestartFromCheckpoint", "Pause", "FailJob"]
 Word = Annotated[str, Field(min_length=1, max_length=128)]

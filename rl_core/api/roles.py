@@ -1,15 +1,26 @@
 """`spec.actor`, `spec.rollout`, `spec.env`: the three kinds of process."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field
 
+from rl_core.api.backends import ENGINES, TRAINERS
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import none_for_zero
 from rl_core.api.cel import Cel
 from rl_core.api.egress import Egress
 from rl_core.api.pods import PodSpec
+
+RoleName = Literal["actor", "rollout", "env"]
+ROLES: tuple[str, ...] = get_args(RoleName)
+"""Names of the groups that every job has, in the order in which their pods are planned. A role is the name of a group in the job, in
+its status and in labels."""
+if TYPE_CHECKING:
+    TrainerName: TypeAlias = str
+    EngineName: TypeAlias = str
+else:  # the choices are those of the tables, which a type checker cannot read
+    TrainerName, EngineName = Literal[tuple(TRAINERS)], Literal[tuple(ENGINES)]
 
 
 class RoleSpec(PodSpec):
@@ -178,7 +189,7 @@ class ActorSpec(FabricRoleSpec):
 
     termination_grace_period_seconds: int = Field(120, ge=1, le=86400)
     """Seconds between the request to stop and the kill; a checkpoint is written in them."""
-    backend: Literal["fsdp1", "fsdp2", "megatron"] = "fsdp2"
+    backend: TrainerName = "fsdp2"
     """Training backend."""
     parallel: ParallelSpec = ParallelSpec()
     """How the model is cut."""
@@ -305,7 +316,7 @@ class EngineParallelSpec(Spec):
 class RolloutSpec(FabricRoleSpec):
     """The generators."""
 
-    engine: Literal["hf", "sglang"] = "hf"
+    engine: EngineName = "hf"
     """Generation engine: rljob's own over transformers' models, or SGLang."""
     parallel: EngineParallelSpec = EngineParallelSpec()
     """How the model is cut."""

@@ -9,9 +9,8 @@ from pydantic import AfterValidator, Field
 from rl_core.api.base import Spec, rule
 from rl_core.api.bounds import CheckpointStep, Name, Pattern, ShortName, listed, none_for_zero
 from rl_core.api.cel import Cel, literal, no_keys
+from rl_core.api.roles import ROLES
 
-ROLES = ("actor", "rollout", "env")
-"""Roles that have worker processes."""
 PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
 
@@ -74,7 +73,7 @@ class ValidationSpec(Spec):
             )
 
 
-COMPONENTS = r" *(actor|rollout|env) *(, *(actor|rollout|env) *)*"
+COMPONENTS = rf" *({'|'.join(ROLES)}) *(, *({'|'.join(ROLES)}) *)*"
 """Keys of componentPlacement: roles that have processes, joined by commas where they share."""
 _RANKS = r"[0-9]+( *- *[0-9]+)?"
 _PART = rf"(all|{_RANKS})( *: *{_RANKS})?"

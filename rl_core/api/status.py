@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rl_core.api.base import Spec
+from rl_core.api.roles import RoleName
 
 Phase = Literal["Pending", "Starting", "Running", "Suspending", "Suspended", "Restarting", "Succeeded", "Failed"]
 """Pending -> Starting -> Running -> Succeeded or Failed; Running -> Restarting -> Starting; Running -> Suspending -> Suspended -> Pending."""
@@ -55,7 +56,7 @@ class Condition(StatusPart):
 class RoleStatus(StatusPart):
     """Pods of one role."""
 
-    name: Literal["actor", "rollout", "env"]
+    name: RoleName
     """The role."""
     desired: Count = 0
     """Pods wanted."""

@@ -17,6 +17,7 @@ from rl_core.data.tokenizer import Tokenizer, read_files
 from rl_core.messages.members import Incarnation
 from rl_core.messages.rpc import Caller
 from rl_core.observability.trackers import Trackers
+from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, groups_of
 from rl_core.runner.admission import Bounded, OnPolicy
 from rl_core.runner.asynchronous import AsyncReasoningRunner
 from rl_core.runner.base import Runner
@@ -34,16 +35,6 @@ from rl_core.workers.hub import Hub
 
 logger = logging.getLogger(__name__)
 
-ACTOR_CLASSES = {
-    "fsdp1": "rl_core.actors.fsdp.actor:FSDPActor",
-    "fsdp2": "rl_core.actors.fsdp.actor:FSDPActor",
-    "megatron": "rl_core.actors.megatron.actor:MegatronActor",
-}
-ROLLOUT_CLASSES = {
-    "hf": "rl_core.rollouts.hf.worker:HFRolloutWorker",
-    "sglang": "rl_core.rollouts.sglang.worker:SGLangWorker",
-}
-ENV_CLASS = "rl_core.envs.worker:TextEnvWorker"
 ATTEMPTS = {"data": 1, "deadline": 1, "infrastructure": 3, "worker_lost": 5, "stale": 20, "epoch": 1000}
 """Attempts of a group per reason; data and deadline failures were already retried by the rollout, losses count in a row."""
 
@@ -102,12 +93,15 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
 
 def launch_groups(job: RLJob, cluster: Cluster, *, max_seq_len: int) -> dict[str, WorkerGroup]:
     """Return the groups of the three roles; their members are constructed as they join."""
-    spec, stable = job.spec, for_elastic_roles(job.spec)
-    rollout = WorkerGroup.of(ROLLOUT_CLASSES[spec.rollout.engine], stable, {"max_seq_len": max_seq_len})
+    stable = for_elastic_roles(job.spec)
+    arguments: dict[str, tuple[Any, ...]] = {
+        ACTOR: (job.spec,),
+        ROLLOUT: (stable, {"max_seq_len": max_seq_len}),
+        ENV: (stable.env,),
+    }
     return {
-        "actor": WorkerGroup.of(ACTOR_CLASSES[spec.actor.backend], spec).launch(cluster, name="actor"),
-        "rollout": rollout.launch(cluster, name="rollout"),
-        "env": WorkerGroup.of(ENV_CLASS, stable.env).launch(cluster, name="env"),
+        name: WorkerGroup.of(group.worker, *arguments[name]).launch(cluster, name=name)
+        for name, group in groups_of(job.spec).items()
     }
 
 
@@ -130,8 +124,8 @@ def serve_groups(hub: Hub, dispatcher: Dispatcher) -> None:
         "delivered": inline(deliver),
         "give_back": dispatcher.give_back,
     }
-    hub.add_handlers(calls, role="rollout")
-    hub.add_handlers({"admit": dispatcher.admit}, role="actor")
+    hub.add_handlers(calls, role=ROLLOUT)
+    hub.add_handlers({"admit": dispatcher.admit}, role=ACTOR)
 
 
 def _process(caller: Caller | None) -> tuple[str, Incarnation]:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_core.actors.critic import of_critic
 from rl_core.actors.source import GatheredSource, GatheringPlan
+from rl_core.api.backends import TRAINERS
 from rl_core.api.errors import RLJobError
-from rl_core.runner.build import ACTOR_CLASSES
 from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import SourceEntry
@@ -37,7 +37,7 @@ class Rank:
         self.rank, self.groups = rank, groups[rank]
         self.seen: dict = {"metrics": [], "scores": []}
         context = WorkerContext(replace(stand_alone_identity(), rank=rank, world_size=world_size))
-        module, _, name = ACTOR_CLASSES[spec["actor"].get("backend", "fsdp2")].partition(":")
+        module, _, name = TRAINERS[spec["actor"].get("backend", "fsdp2")].partition(":")
         self.actor = getattr(importlib.import_module(module), name).hosted(context, spec)
         self.actor.init_worker()
 

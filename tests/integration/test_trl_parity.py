@@ -26,8 +26,8 @@ from rl_core.algorithms import (
     merge_stats,
     token_scores,
 )
+from rl_core.api.backends import TRAINERS
 from rl_core.api.records import Completion, PromptGroupRecord
-from rl_core.runner.build import ACTOR_CLASSES
 
 VOCABULARY, ROWS, PROMPT, COMPLETION = 48, 8, 6, 10
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
@@ -268,9 +268,9 @@ def records_of(inputs) -> list[PromptGroupRecord]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", ACTOR_CLASSES)
+@pytest.mark.parametrize("backend", TRAINERS)
 def test_every_backend_takes_the_gradient_of_trl(trainer, batch, folder, monkeypatch, backend, name):
-    case, (module, _, actor_class) = CASES[name], ACTOR_CLASSES[backend].partition(":")
+    case, (module, _, actor_class) = CASES[name], TRAINERS[backend].partition(":")
     if backend in STRATEGIES:  # one rank has a plain model otherwise
         monkeypatch.setattr(STRATEGIES[backend], "shards", property(lambda self: True))
     one_prompt = batch | {"prompt_ids": batch["prompt_ids"][GROUP_IDS * 4]}

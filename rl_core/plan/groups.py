@@ -1,0 +1,140 @@
+"""The groups of worker processes of a job, as data.
+
+A group is a set of equal worker processes that run in pods of their own kind. Launch plan, keys, call rights, capacity, failure rules and
+the command line iterate over the groups of a job, so that a new group is an entry in `groups_of`. The names of the three groups of the
+built-in programs are `ACTOR`, `ROLLOUT` and `ENV`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from rl_core.api.backends import ENGINES, TRAINERS
+from rl_core.api.roles import ROLES
+
+if TYPE_CHECKING:
+    from rl_core.api.job import RLJobSpec
+    from rl_core.api.roles import RoleSpec
+
+ACTOR, ROLLOUT, ENV = ROLES
+CONTROL_GROUP = ACTOR
+"""The group whose pod 0 also runs the runner and the channel server."""
+TRAJECTORIES, VALIDATION = "trajectories", "validation"
+"""Channels of the built-in programs: groups of samples to train on, and results of a measurement."""
+
+
+class Lifecycle(StrEnum):
+    """What happens to a group when one of its members fails."""
+
+    GANG = "gang"
+    """The members have a fixed number; all of them restart together, under a new epoch."""
+    ELASTIC = "elastic"
+    """Each member is replaced alone; the number of members may change while the job runs."""
+
+
+class WeightSource(StrEnum):
+    """Where the members of a group get the weights of the policy."""
+
+    NONE = "none"
+    PULLS = "pulls"
+    """A member loads the committed version, and proves that it did, before it gets work."""
+
+
+class ChannelUse(StrEnum):
+    """What a process does with a channel."""
+
+    PUT = "put"
+    TAKE = "take"
+    PRODUCE = "produce"
+    """Register as a producer, whose end the channel waits for before it reports that no more items will come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupKind:
+    """What is true of a group whatever the fields of its job say: lifecycle, weights and rights."""
+
+    name: str
+    lifecycle: Lifecycle = Lifecycle.ELASTIC
+    weights: WeightSource = WeightSource.NONE
+    callers: frozenset[str] = frozenset()
+    """Groups whose key may call the RPC methods of the members. The runner always may."""
+    channels: Mapping[str, frozenset[ChannelUse]] = field(default_factory=dict)
+    """Uses of each channel that the key of the group permits. A channel that no group names is open to all groups."""
+
+    @property
+    def elastic(self) -> bool:
+        """Return whether members come and go one by one while the job runs."""
+        return self.lifecycle is Lifecycle.ELASTIC
+
+    @property
+    def pulls_weights(self) -> bool:
+        """Return whether the members load the weights of the trainer."""
+        return self.weights is WeightSource.PULLS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group(GroupKind):
+    """One group of a job: its kind, its worker class and its pods."""
+
+    worker: str
+    """Class of the worker processes, `module:Class`."""
+    spec: RoleSpec
+    """The fields of its pods."""
+    replicas: int
+    """Pods that the job asks for."""
+    processes_per_pod: int = 1
+    """Worker processes in each pod."""
+
+    @classmethod
+    def of_kind(
+        cls, kind: GroupKind, *, worker: str, spec: RoleSpec, replicas: int, processes_per_pod: int = 1
+    ) -> Self:
+        """Return a group of the given kind."""
+        traits = {trait.name: getattr(kind, trait.name) for trait in fields(GroupKind)}
+        return cls(**traits, worker=worker, spec=spec, replicas=replicas, processes_per_pod=processes_per_pod)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of worker processes of all pods."""
+        return self.replicas * self.processes_per_pod
+
+
+BUILT_IN: Mapping[str, GroupKind] = MappingProxyType(
+    {
+        ACTOR: GroupKind(
+            name=ACTOR,
+            lifecycle=Lifecycle.GANG,
+            callers=frozenset({ROLLOUT}),
+            channels={TRAJECTORIES: frozenset(ChannelUse)},
+        ),
+        ROLLOUT: GroupKind(
+            name=ROLLOUT,
+            weights=WeightSource.PULLS,
+            callers=frozenset({ACTOR}),
+            channels={TRAJECTORIES: frozenset({ChannelUse.PUT}), VALIDATION: frozenset({ChannelUse.PUT})},
+        ),
+        ENV: GroupKind(name=ENV, callers=frozenset({ROLLOUT})),
+    }
+)
+"""The groups that every job has, for code that runs before it knows the job."""
+
+
+def groups_of(spec: RLJobSpec) -> dict[str, Group]:
+    """Return the groups of a job by name, in the order in which their pods are planned."""
+    actor, rollout, env = spec.actor, spec.rollout, spec.env
+    groups = (
+        Group.of_kind(
+            BUILT_IN[ACTOR],
+            worker=TRAINERS[actor.backend],
+            spec=actor,
+            replicas=actor.replicas,
+            processes_per_pod=actor.processes_per_pod,
+        ),
+        Group.of_kind(BUILT_IN[ROLLOUT], worker=ENGINES[rollout.engine], spec=rollout, replicas=rollout.replicas),
+        Group.of_kind(BUILT_IN[ENV], worker="rl_core.envs.worker:TextEnvWorker", spec=env, replicas=env.replicas),
+    )
+    return {group.name: group for group in groups}
