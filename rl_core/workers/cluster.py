@@ -72,7 +72,7 @@ class Cluster:
         self._failures: dict[str, BaseException] = {}
         """What the last construction of a member raised, by its name."""
         self._lock = threading.Lock()
-        """Guards clients and failures: groups, the hub and the I/O thread all get here."""
+        """Guards `_clients` and `_failures`. The I/O thread takes it, so nobody may wait for the I/O thread while holding it."""
         self._on_joined: list[Callable[[Member], None]] = []
         hub.watch(self._on_change)
 
@@ -166,17 +166,30 @@ class Cluster:
         return PendingCall(member_name, self.hub, future)
 
     def _client(self, member_name: str) -> RpcClient:
+        while True:
+            member = self._present(member_name)
+            with self._lock:
+                known = self._clients.get(member_name)
+            if known is not None and known[0].address == member.address:
+                return known[1]
+            # Made without the lock: a new client waits for the I/O thread, whose callbacks take the lock.
+            client = RpcClient(member.address, self.hub.keys, self.hub.identity, service=member.role)
+            with self._lock:
+                added = self._clients.get(member_name) is known
+                if added:
+                    self._clients[member_name] = (member, client)
+            superseded = known[1] if added and known is not None else None if added else client
+            if superseded is not None:
+                superseded.close()
+            # Looks again: a loss before the client was stored found nothing to close.
+
+    def _present(self, member_name: str) -> Member:
         member = self.hub.get(member_name)
         if member is None:
             raise WorkerLost(f"{member_name} must be there to be called, but it never said hello")
         if member.state.gone:
             raise WorkerLost(f"{member_name} of pod {member.pod} is gone: {member.reason}")
-        with self._lock:
-            known, client = self._clients.get(member_name, (None, None))
-            if client is None or known is None or known.address != member.address:
-                client = RpcClient(member.address, self.hub.keys, self.hub.identity, service=member.role)
-                self._clients[member_name] = (member, client)
-        return client
+        return member
 
     def _on_change(self, change: Change) -> None:
         if change.kind == "lost":

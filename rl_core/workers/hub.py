@@ -224,8 +224,13 @@ class Hub:
 
     def _sweep(self) -> None:
         while not self._ended.wait(self._sweep_seconds):
-            with self._changing() as membership:
-                membership.sweep()
+            try:
+                with self._changing() as membership:
+                    membership.sweep()
+            except Exception:  # without this thread no silent member would ever be found
+                logger.exception(
+                    "the hub could not look for silent members; it looks again in %s s", self._sweep_seconds
+                )
 
     @contextmanager
     def _changing(self) -> Iterator[Membership]:
@@ -237,7 +242,7 @@ class Hub:
                 self._changed.notify_all()
             for change in changes:
                 for watcher in self._watchers:
-                    watcher(change)
+                    self._guarded(functools.partial(watcher, change), change)
                 self._queue.put(change)
 
     def _tell_listeners(self) -> None:

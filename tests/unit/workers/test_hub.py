@@ -126,3 +126,29 @@ def test_a_handler_of_the_runner_may_answer_later_from_another_thread(hub, membe
     assert want == 2 and not answer.done()
     call.reply(["a", "b"])
     assert answer.result(30) == ["a", "b"]
+
+
+def test_an_error_of_one_look_for_silent_members_does_not_end_the_looks(hub, monkeypatch, caplog):
+    looks, again = [], threading.Event()
+
+    def sweep():
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise ValueError("a bug")
+        again.set()
+
+    monkeypatch.setattr(hub, "_sweep_seconds", 0.001)
+    monkeypatch.setattr(hub._membership, "sweep", sweep)
+    hub.start()
+    assert again.wait(30)
+    assert "could not look for silent members" in caplog.text
+
+
+def test_a_watcher_that_fails_hides_the_change_from_no_listener(hub, member, caplog):
+    heard = queue.SimpleQueue()
+    hub.watch(lambda change: 1 / 0)
+    hub.listen(joined=lambda one: heard.put(one.name))
+    hub.start()
+    member().call_sync("hello", hello(), timeout=30)
+    assert heard.get(timeout=30) == "env:0"
+    assert "ZeroDivisionError" in caplog.text
