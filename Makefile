@@ -55,11 +55,12 @@ cluster-deps: env ## install the Debian packages that clusters run (only as root
 cluster-programs: env ## compile the cluster's programs, once per content (10 minutes on 2 cores)
 	@$(CLUSTER) -m testcluster build
 
-lint: env ## ruff (lint and format), import contracts, circles of files, file size, generated files
+lint: env ## ruff (lint and format), import contracts, circles of files, literal names of groups, file size, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tests/lint/circles.py
+	$(BIN)/python tests/lint/group_names.py
 	$(BIN)/python -m rl_core.cli.reference --check
 	$(BIN)/python -m rljob_operator.crd --check
 	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }

@@ -1,4 +1,4 @@
-"""Who a process is: read once from the environment that the launch plan wrote (operator or local launcher)."""
+"""The identity of a process, read once from the environment variables that the launch plan gives it."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from rl_core.api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The identity of one process of a job (runtime.md 2); where it runs is `rl_core.plan.placement.Placement`."""
+    """The identity of one process of a job; `rl_core.plan.placement.Placement` says where it runs."""
 
     job: str
     """Job name."""
@@ -18,23 +18,23 @@ class Identity:
     uid: str
     """Unique id of the job object; messages of another uid are refused."""
     epoch: int
-    """Epoch at process start; the hub's epoch wins afterwards."""
+    """Epoch at the start of the process; afterwards the epoch of the hub replaces it."""
     role: str
-    """runner, channel, actor, rollout, env or supervisor."""
+    """runner, channel, supervisor, or for a worker the name of its group."""
     pod: str
     """Pod name, `<job>-<role>-<index>`."""
     pod_index: int
-    """Index of the pod inside its role."""
+    """Index of the pod among those of its group."""
     group: str
-    """Worker group, normally the role."""
+    """Worker group; for workers the same as `role`."""
     rank: int
-    """Rank inside the group."""
+    """Rank in the group."""
     world_size: int
-    """Size of the group as planned; for elastic roles the hub's live set is the truth."""
+    """Planned number of processes of the group; elastic groups change it while they run."""
     attempt: int = 0
-    """Attempt given by the operator or launcher (first half of the incarnation)."""
+    """Number of the pod's start, given by the operator or the launcher; first half of the incarnation."""
     restarts: int = 0
-    """Child restarts counted by the supervisor (second half of the incarnation)."""
+    """Restarts of the process in its pod, counted by the supervisor; second half of the incarnation."""
     hub: str = ""
     """Address of the runner's hub, `tcp://host:port`."""
     channel: str = ""
@@ -42,13 +42,18 @@ class Identity:
     curve_dir: str = ""
     """Folder with CURVE keys; empty = no keys, loopback only."""
     config: str = ""
-    """Path of the resolved job (JSON); empty where the job arrives at hello."""
+    """Path of the resolved job (JSON); empty where the process gets the job when it registers."""
     pod_ip: str = ""
-    """Address of the pod that others reach this process at; empty = as its socket says."""
+    """Address under which other pods reach this process; empty = that of its socket."""
     rpc_port: int = 0
     """Port of this worker's RPC server; 0 = any free one."""
     in_cluster: bool = False
-    """Whether the process runs in a pod of a cluster, where missing members are waited for without a limit (protocol.md 4)."""
+    """Whether the process runs in a pod of a cluster, where the job waits for missing members without a limit."""
+
+    @property
+    def is_worker(self) -> bool:
+        """Return whether the process is a member of a worker group, in contrast to the runner and the channel server."""
+        return self.role not in ("runner", "channel", "supervisor")
 
     @property
     def incarnation(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from rl_core.cli.targets import ClusterSide, Place
+from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 2.0
 FINAL = frozenset({"Succeeded", "Failed", "Suspended"})
@@ -136,7 +137,7 @@ def role_table(status: dict[str, Any]) -> Table | None:
             f"{role.get('ready', 0)}/{role.get('desired', 0)}",
             str(role.get("active", 0)),
             "..".join(sorted(versions, key=int)) or "-",
-            shares if role["name"] == "rollout" else "-",
+            shares if role["name"] == ROLLOUT else "-",
             str(role.get("restarts", 0)),
             str(role.get("failed", 0)),
         )

@@ -9,6 +9,7 @@ from rl_core.launch.control import ControlClient
 from rl_core.launch.local_plan import control_port
 from rl_core.launch.replicas import set_replicas
 from rl_core.launch.workspace import PRIVATE
+from rl_core.plan.groups import CONTROL_GROUP, ENV, ROLLOUT
 from rl_core.plan.keys import TOKEN_FILE
 from rl_core.plan.launch import LaunchPlan, PodPlan
 
@@ -17,8 +18,8 @@ def scale(folder: Path, *, replicas: int | None, envs: int | None) -> int:
     """Set the number of rollouts or envs of the run in `folder`; return 0. Raises ConfigError when it has ended or refuses."""
     status = read_status(folder)
     if status.get("phase") in FINAL:
-        raise ConfigError(f"{folder} must hold a run that goes on, got one that has ended ({status['phase']})")
-    counts = {role: count for role, count in (("rollout", replicas), ("env", envs)) if count is not None}
+        raise ConfigError(f"{folder} must hold a run that has not ended, got one that has ({status['phase']})")
+    counts = {group: count for group, count in ((ROLLOUT, replicas), (ENV, envs)) if count is not None}
     applied = int(status.get("appliedGeneration", 0))
     if not set_replicas(connect(folder), folder / PRIVATE / "job.json", counts, applied=applied):
         raise ConfigError(f"the run in {folder} must answer at its control port, got nothing; is it running?")
@@ -29,15 +30,20 @@ def scale(folder: Path, *, replicas: int | None, envs: int | None) -> int:
 def connect(folder: Path) -> ControlClient:
     """Return the client of the run's control port. Raises ConfigError for a folder without a run."""
     try:
-        pod = PodPlan.from_json((folder / PRIVATE / "actor-0.json").read_text())
+        pod = PodPlan.from_json(_runner_plan(folder).read_text())
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder} must be the output folder of a run, got: {error}") from error
     port = control_port(LaunchPlan(job="", namespace="", uid="", epoch=0, pods=(pod,)))
     if port is None:
-        raise ConfigError(f"{folder} must hold the plan of a runner, got none in {PRIVATE}/actor-0.json")
+        raise ConfigError(f"{folder} must hold the plan of a runner, got none in {_runner_plan(folder)}")
     env = pod.containers[0].processes[0].env
     epoch = int(env["RLJOB_EPOCH"])
     return ControlClient(port, folder / PRIVATE / "keys" / TOKEN_FILE, uid=env["RLJOB_UID"], epoch=lambda: epoch)
+
+
+def _runner_plan(folder: Path) -> Path:
+    """Return the file with the plan of the runner's pod."""
+    return folder / PRIVATE / f"{CONTROL_GROUP}-0.json"
 
 
 def _counts(replicas: int | None, envs: int | None) -> str:

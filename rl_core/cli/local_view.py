@@ -14,6 +14,7 @@ from rich.table import Table
 
 from rl_core.api.errors import ConfigError
 from rl_core.launch.workspace import is_abandoned
+from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 1.0
 FINAL = frozenset({"Finished", "Failed", "Suspended"})
@@ -82,7 +83,7 @@ def _number(value: Any, digits: int = 3) -> str:
 def run_table(status: dict[str, Any]) -> Table:
     """Return the row that `kubectl get rljobs` shows."""
     metrics = status.get("metrics", {})
-    rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == "rollout"), {})
+    rollout: dict[str, Any] = next((role for role in status.get("roles", []) if role["name"] == ROLLOUT), {})
     table = Table(
         "PHASE", "STEP", "REWARD", "VAL", "VERSION", "LAG", "ROLLOUTS", "SAVED", "EPOCH", "TOK/S", "S/STEP", box=SIMPLE
     )

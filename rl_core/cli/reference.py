@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from rl_core.api.job import API_VERSION, RLJobSpec
 from rl_core.api.pods import PodSpec
+from rl_core.api.roles import ROLES
 from rl_core.api.status import RLJobStatus
 from rl_core.cli.reference_rows import Row, rows
 
@@ -71,7 +72,7 @@ def render_yaml() -> str:
 def render_markdown() -> str:
     """Return the fields as tables: those of the spec, the pod fields that three roles share, the status."""
     pod_fields = {str(field.alias) for field in PodSpec.model_fields.values()}
-    hidden = {f"{role}.{name}" for role in ("actor", "rollout", "env") for name in pod_fields}
+    hidden = {f"{role}.{name}" for role in ROLES for name in pod_fields}
     spec = [row for row in rows(RLJobSpec) if row.path.partition("[")[0] not in hidden and not _below(row.path, hidden)]
     parts = [
         ("RLJob fields", f"{GENERATED} Paths are below `spec`; `[]` is an entry of a list.", spec),

@@ -23,9 +23,10 @@ from rl_core.launch.local import LocalCluster
 from rl_core.launch.ports import free_ports
 from rl_core.launch.workspace import Workspace
 from rl_core.plan.capacity import admit
+from rl_core.plan.groups import groups_of
 from rl_core.plan.keys import MASTER_BYTES, key_files, write_key_folder
 from rl_core.plan.launch import LaunchPlan, build_launch_plan
-from rl_core.plan.slots import ROLES, own_pods
+from rl_core.plan.slots import own_pods
 
 HOST = "127.0.0.1"
 RUN_FOLDER = ".rljob"
@@ -51,6 +52,7 @@ def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume:
         plan_for=plan_for,
         policy=job.spec.failure_policy,
         resume=resume_argument(resume),
+        groups=groups_of(job.spec),
     )
     with Progress(folder, total=job.spec.algorithm.steps, live=progress) as display:
         display.say(f"{job.metadata.name}: {job.spec.algorithm.name}, {job.spec.algorithm.steps} steps -> {folder}")
@@ -70,8 +72,8 @@ def check_devices(job: RLJob) -> None:
     Raises CapacityError when the smallest of them has too little memory.
     """
     spec = job.spec
-    # Of pods of its own: a guest in the actor's pod has the actor's.
-    wanted = sum(getattr(spec, role).gpus * len(own_pods(spec, role)) for role in ROLES)
+    # Rollouts in pods of the actor use the accelerators of those pods.
+    wanted = sum(group.spec.gpus * len(own_pods(spec, name)) for name, group in groups_of(spec).items())
     if not wanted:
         return
     sizes = device_sizes()
@@ -136,7 +138,7 @@ def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":
     config = private / "job.json"
     config.write_text(json.dumps(resolved))
     uid = uuid.uuid4().hex
-    write_key_folder(private / "keys", key_files(secrets.token_bytes(MASTER_BYTES), uid))
+    write_key_folder(private / "keys", key_files(secrets.token_bytes(MASTER_BYTES), uid, groups_of(job.spec)))
     return PlanFor(job, uid=uid, config=config)
 
 

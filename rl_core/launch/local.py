@@ -1,8 +1,8 @@
-"""The launch plan as processes of this machine: LocalCluster plays the operator's part for `rljob run`.
+"""LocalCluster runs a launch plan as processes of this machine: for `rljob run` it does what the operator does on a cluster.
 
-A thread runs an event loop that starts the pods (`local_pods`), asks the runner for its status, and acts by `policy`. Invariant: when
-`wait` has returned, or this process is killed, no process of the run is left: supervisors end with their socket to us, their children
-with them, and a last sweep finds strays.
+A thread runs an event loop that starts the pods (`local_pods`), polls the status of the runner, and acts on it by `policy`. When `wait`
+has returned, or this process was killed, no process of the run is left: a supervisor ends when its socket to the launcher closes, its
+children end with it, and a final sweep kills processes that escaped.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from rl_core.launch.registry import ProcessEntry
 from rl_core.launch.replicas import follow_workload
 from rl_core.launch.scaling import Moves, follow
 from rl_core.launch.workspace import INTERRUPTED, Workspace
+from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, GroupKind
 from rl_core.plan.launch import LaunchPlan, PodPlan
 from rl_core.workers.supervisor import ExitCode
 
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-"""Everything is gone so many seconds after the first Ctrl-C."""
+"""Seconds from the first Ctrl-C until all processes have ended."""
 RUNNER_SHARE = 0.7
-"""Part of that time that the runner has to checkpoint."""
+"""Share of STOP_SECONDS in which the runner may save a checkpoint."""
 STATUS_SECONDS = 1.0
 ANNOUNCED = {
     Action.FAIL: "ending the run",
@@ -67,30 +68,32 @@ class LocalCluster:
         policy: FailurePolicySpec | None = None,
         resume: str = "none",
         job: "RLJob | None" = None,
+        groups: Mapping[str, GroupKind] = BUILT_IN,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare to run `plan` with `workdir` as output folder, or as the workspace of one that the caller has locked.
 
-        `plan_for(epoch)` gives the plan of a later epoch, `plan_for(epoch, {role: replicas})` that of a scaled run (None: the same
-        but for the epoch, never scaled). `policy` None: the job's, else the
-        defaults. `resume` (auto, none, a path) holds until the run has saved; restarts resume. `job` is written for the runner
-        where the plan's RLJOB_CONFIG does not exist. `environ` None: this process's environment.
+        `plan_for(epoch)` returns the plan of a later epoch, `plan_for(epoch, {group: replicas})` that of a scaled run; None = `plan` with
+        another epoch, never scaled. `policy` None = that of the job, else the defaults. `resume` (auto, none, a path) is used in the first
+        epoch; later epochs resume from what the run has saved. `job` is written for the runner where the file of RLJOB_CONFIG does not
+        exist; `groups` are its groups. `environ` None = the environment of this process.
         """
         self._space = workdir if isinstance(workdir, Workspace) else Workspace(workdir)
         self.status: dict[str, Any] = {}
-        """The runner's last status."""
+        """The last status of the runner."""
         self.failure = ""
-        """Why the run failed, with the last lines of the process at fault."""
+        """Why the run failed, with the last lines of the process that caused it."""
         self._first = plan
         self._plan_for = plan_for
         self._job = job
         self._resume = resume
         self._environ = dict(os.environ if environ is None else environ)
         spec = policy if policy is not None else (job.spec.failure_policy if job is not None else FailurePolicySpec())
-        self._policy = RestartPolicy(spec)
+        self._groups = groups
+        self._policy = RestartPolicy(spec, groups=self._groups)
         self._ports = free_ports()
         self._replicas: dict[str, int] = {}
-        """Pods of a role that was scaled up."""
+        """Group -> pods, of the groups that were scaled up."""
         self._code: int | None = None
         self._done = threading.Event()
         self._started = threading.Event()
@@ -100,7 +103,7 @@ class LocalCluster:
         self._say: Callable[[str], None] = lambda text: logger.warning("%s", text)
         self._interrupts = 0
 
-    # --- the public face (any thread) ------------------------------------------------------------------------------
+    # --- public methods (any thread) ------------------------------------------------------------------------------
 
     @property
     def workdir(self) -> Path:
@@ -114,7 +117,7 @@ class LocalCluster:
 
     @property
     def restarts(self) -> int:
-        """Counted restarts of the actor gang."""
+        """Counted restarts of the gang that have not been forgiven."""
         return self._policy.restarts
 
     def start(self) -> "LocalCluster":
@@ -128,9 +131,11 @@ class LocalCluster:
         return self
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Return the exit code once the run ended and every process is gone (0, 2, 3, 4; 130 interrupted); None after `timeout` s.
+        """Return the exit code when the run has ended and all processes are gone; None after `timeout` seconds.
 
-        On the main thread Ctrl-C and SIGTERM stop the run in order, the second one at once.
+        The code is 0, 2, 3, 4, or 130 when the run was interrupted.
+
+        On the main thread the first Ctrl-C or SIGTERM stops the run in order, the second one at once.
         """
         with self._signals():
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -147,7 +152,10 @@ class LocalCluster:
         on_status: Callable[[dict[str, Any]], None] | None = None,
         on_interrupt: Callable[[str], None] | None = None,
     ) -> int:
-        """Start, wait and return the exit code; `on_status` takes each new status, `on_interrupt` a line when a signal arrives."""
+        """Start, wait and return the exit code.
+
+        `on_status` is called with each new status, `on_interrupt` with a line of text when a signal arrives.
+        """
         self._listeners += [on_status] if on_status is not None else []
         self._say = on_interrupt or self._say
         with self._signals():
@@ -157,11 +165,11 @@ class LocalCluster:
         return code
 
     def stop(self, grace: float = STOP_SECONDS) -> None:
-        """Ask for a checkpoint and end everything within `grace` seconds; returns at once, `wait` for the end."""
+        """Ask for a checkpoint and end all processes within `grace` seconds. Returns at once; `wait` returns at the end."""
         self._schedule(lambda: self._begin_end(INTERRUPTED, "stopped on request", grace))
 
     def kill(self) -> None:
-        """End everything now; `wait` for the end."""
+        """End all processes now. Returns at once; `wait` returns at the end."""
         self._schedule(self._kill)
 
     def pids(self) -> list[ProcessEntry]:
@@ -179,7 +187,7 @@ class LocalCluster:
         self._pods = LocalPods(self._space, environ={**self._environ, **constant}, on_end=self._on_pod_end)
 
     def _client(self, port: int) -> ControlClient:
-        """Return the client of the runner; each call is signed under the epoch of its time."""
+        """Return the client of the runner; it signs each call with the epoch at that time."""
         return ControlClient(port, self._space.token_file, uid=self._plan.uid, epoch=lambda: self._plan.epoch)
 
     def _localised(self, plan: LaunchPlan) -> LaunchPlan:
@@ -212,15 +220,13 @@ class LocalCluster:
             for task in self._tasks:
                 task.cancel()
             await self._pods.kill(list(self._pods))
-            self._tell(self._space.final_status(self._code, self.failure, epoch=self.epoch))
+            self._publish(self._space.final_status(self._code, self.failure, epoch=self.epoch))
             self._space.close()
 
-    # --- watching --------------------------------------------------------------------------------------------------
-
     def _start_pod(self, plan: PodPlan) -> None:
-        """Start a pod. What the user wished to resume from holds in the first epoch; a restart goes on from what the run has saved."""
-        wished = self._plan.epoch == self._first.epoch or self._resume != "none"
-        self._pods.start(plan, RLJOB_RESUME=self._resume if wished else "auto")
+        """Start a pod. `resume` of the user is used in the first epoch; a restart resumes from what the run has saved."""
+        as_asked = self._plan.epoch == self._first.epoch or self._resume != "none"
+        self._pods.start(plan, RLJOB_RESUME=self._resume if as_asked else "auto")
 
     # --- watching --------------------------------------------------------------------------------------------------
 
@@ -229,10 +235,10 @@ class LocalCluster:
             return
         assert pod.returncode is not None
         reason = f"pod {pod.plan.name} ended with code {pod.returncode}" + (f": {pod.reason}" if pod.reason else "")
-        # A runner whose numbers a rule finds wrong ends by itself, perhaps before the next look at its status.
-        told = self._space.read_status() if pod.role == "actor" and self._space.is_final(self.epoch) else {}
+        # A runner whose metrics break a rule ends by itself, perhaps before the next poll of its status.
+        last = self._space.read_status() if pod.role == CONTROL_GROUP and self._space.is_final(self.epoch) else {}
         ended = self._policy.pod_ended
-        self._carry_out(self._policy.numbers(told) or ended(pod.role, pod.index, pod.returncode, reason), pod)
+        self._carry_out(self._policy.numbers(last) or ended(pod.role, pod.index, pod.returncode, reason), pod)
 
     def _carry_out(self, decision: Decision, pod: LocalPod | None = None) -> None:
         action = decision.action
@@ -251,8 +257,8 @@ class LocalCluster:
         elif action is Action.RESTART_ROLE:
             self._spawn(self._restart_role(decision.role))
         elif action is Action.RESTART_JOB:
-            for one in self._pods:
-                one.expected = one.expected or one.role == "actor"  # the gang ends together: once is enough
+            for other in self._gang():
+                other.expected = True  # the rest of the gang ends too: one restart is enough
             self._spawn(self._restart_job())
 
     async def _replace_pod(self, name: str, pause: float) -> None:
@@ -264,7 +270,7 @@ class LocalCluster:
 
     async def _restart_role(self, role: str) -> None:
         pods = [pod for pod in self._pods.of_role(role) if not pod.retired]
-        if not pods:  # its processes are in the actor's pods: they restart with the gang
+        if not pods:  # its processes run in pods of the actor and restart with them
             await self._restart_job()
             return
         await self._pods.kill(pods)
@@ -272,7 +278,7 @@ class LocalCluster:
             await self._replace_pod(pod.plan.name, 0.0)
 
     async def _restart_job(self) -> None:
-        """Tell the next epoch, end what is left of the actor gang, start it anew; rollouts and envs stay and find it again."""
+        """Begin the next epoch: end what is left of the gang and start it again. Members of elastic groups keep running and reconnect."""
         if self._ending.is_set():
             return
         epoch = self._plan.epoch + 1
@@ -281,35 +287,41 @@ class LocalCluster:
         self.status = {}
         last = self._space.read_status()
         failures = {**(last.get("failures") or {})}
-        failures["actor/restart"] = (
-            failures.get("actor/restart", 0) + 1
-        )  # the next runner goes on counting from the file
-        self._tell({**last, "phase": "Restarting", "epoch": epoch, "stall": None, "failures": failures})
-        await self._pods.kill(self._pods.of_role("actor"))
+        restarts = failures.get("actor/restart", 0)
+        failures["actor/restart"] = restarts + 1  # the next runner continues the count from the file
+        self._publish({**last, "phase": "Restarting", "epoch": epoch, "stall": None, "failures": failures})
+        await self._pods.kill(self._gang())
         if self._ending.is_set():
             return
         for pod in self._plan.pods:
-            if pod.role == "actor":
+            if self._is_gang(pod.role):
                 self._start_pod(pod)
+
+    def _is_gang(self, role: str) -> bool:
+        return role in self._groups and not self._groups[role].elastic
+
+    def _gang(self) -> list[LocalPod]:
+        """Return the pods that restart together under a new epoch."""
+        return [pod for pod in self._pods if self._is_gang(pod.role)]
 
     async def _poll_status(self) -> None:
         while self._control is not None:
             await asyncio.sleep(STATUS_SECONDS)
             epoch = self._plan.epoch
             status = await asyncio.to_thread(self._control.status)
-            late = epoch != self._plan.epoch  # of a gang that is being ended meanwhile
+            late = epoch != self._plan.epoch  # the answer is that of a gang which is being ended
             if status is None or late or status.get("epoch", epoch) != epoch or self._ending.is_set():
                 continue
             self.status = status
             if not self._space.is_final(epoch):
-                self._tell(status)
+                self._publish(status)
             self._carry_out(self._policy.reported(status))
             if self._plan_for is not None:
                 await self._autoscale(status)
-                await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods}))
+                await self._scale(follow(status, {pod.plan.name: not pod.retired for pod in self._pods}, self._groups))
 
     async def _autoscale(self, status: Mapping[str, Any]) -> None:
-        """Let the number of rollouts follow who waits for whom, where the job asks for it."""
+        """Apply `rollout.autoscale` where the job has it."""
         config = self._space.job_file
         if self._control is None or not config.is_file():
             return
@@ -317,7 +329,7 @@ class LocalCluster:
             self._say(reason)
 
     async def _scale(self, moves: Moves) -> None:
-        """Start the pods that a changed spec wants, drain those it does not, end those that have drained."""
+        """Start the pods that a changed spec asks for, drain those that it no longer needs, end those that have drained."""
         assert self._control is not None
         for name in moves.end:
             self._say(f"{name} has drained: ending it")
@@ -343,7 +355,7 @@ class LocalCluster:
         planned = {role: max(count, len(self._first.pods_of(role))) for role, count in self._replicas.items()}
         return self._plan_for(epoch, planned)
 
-    def _tell(self, status: dict[str, Any]) -> None:
+    def _publish(self, status: dict[str, Any]) -> None:
         self._space.write_status(status, restarts=self._policy.restarts)
         for listener in self._listeners:
             try:
@@ -361,7 +373,7 @@ class LocalCluster:
         self._ending.set()
 
     async def _end(self) -> None:
-        """Let the runner save when the user stopped the run, then end all pods in order, then kill what is left."""
+        """Let the runner save a checkpoint when the user stopped the run, then terminate all pods, then kill those that are left."""
         if self._code == INTERRUPTED:
             await self._finish_runner()
         pods = [pod for pod in self._pods if pod.running]
@@ -370,13 +382,13 @@ class LocalCluster:
         await self._pods.wait_ended(pods, self._deadline - time.monotonic() - min(1.0, self._grace / 4))
 
     async def _finish_runner(self) -> None:
-        """Ask for a checkpoint and an end over the control port, or by SIGTERM where it does not answer."""
-        actors = [pod for pod in self._pods.of_role("actor") if pod.running]
+        """Ask the runner to save a checkpoint and end, by its control port or, where that does not answer, by SIGTERM."""
+        actors = [pod for pod in self._pods.of_role(CONTROL_GROUP) if pod.running]
         first = [pod for pod in actors if pod.index == 0]
         for pod in actors:
             pod.expected = True
-        heard = self._control is not None and await asyncio.to_thread(self._control.finish)
-        if not heard:
+        answered = self._control is not None and await asyncio.to_thread(self._control.finish)
+        if not answered:
             for pod in first:
                 pod.terminate()
         await self._pods.wait_ended(first, self._grace * RUNNER_SHARE)

@@ -1,6 +1,6 @@
-"""What the local launcher does when a pod ends or the run stalls: the operator's rules (protocol.md 4), pure.
+"""Restart policy of a local run: what the launcher does when a pod ends, the run stalls or metrics go wrong.
 
-The decisions are values; `local.LocalCluster` carries them out. The clock is injected.
+It applies the same rules as the operator. Decisions are values that `local.LocalCluster` carries out; the clock is injected.
 """
 
 import time
@@ -12,27 +12,28 @@ from typing import Any
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.plan import failure_rules as rules
 from rl_core.plan.failure_rules import Budget, Ends, PodEnd
+from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, GroupKind
 from rl_core.workers.supervisor import ExitCode
 
 
 class Action(Enum):
-    """What to do."""
+    """What the launcher does next."""
 
     NONE = "none"
     FINISH = "finish"
-    """The run is done: end everything else."""
+    """The run has finished: end the other pods."""
     RESTART_POD = "restart_pod"
     RESTART_ROLE = "restart_role"
     RESTART_JOB = "restart_job"
-    """New actor gang under a new epoch; rollouts and envs stay."""
+    """Start the gang again under a new epoch; pods of elastic groups keep running."""
     PAUSE = "pause"
-    """Save a checkpoint and end the run; it can be resumed."""
+    """Save a checkpoint and end the run, which can be resumed."""
     FAIL = "fail"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """An action with its arguments."""
+    """An action and its arguments."""
 
     action: Action
     code: int = 0
@@ -40,32 +41,39 @@ class Decision:
     pause: float = 0.0
     """Seconds to wait before a pod is replaced."""
     role: str = ""
-    """For RESTART_ROLE."""
+    """The group to restart, for RESTART_ROLE."""
     reason: str = ""
 
 
 class RestartPolicy:
-    """Counts restarts and decides."""
+    """Decides what to do, and counts restarts against failurePolicy.maxRestarts."""
 
-    def __init__(self, spec: FailurePolicySpec, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        spec: FailurePolicySpec,
+        *,
+        groups: Mapping[str, GroupKind] = BUILT_IN,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._spec = spec
+        self._groups = groups
         self._clock = clock
         self._budget = Budget()
         self._step = 0
-        """The last finished step that was told."""
+        """The last finished step that the runner reported."""
         self._ends: dict[str, Ends] = {}
         self._stall_acted_at: float | None = None
 
     @property
     def restarts(self) -> int:
-        """Counted restarts of the job that finished steps have not given back."""
+        """Counted restarts that have not been forgiven."""
         return self._budget.restarts
 
     def pod_ended(self, role: str, index: int, code: int, reason: str) -> Decision:
-        """Decide on a pod that ended with `code` although nobody asked it to."""
-        if role == "actor" and code == ExitCode.DONE:
+        """Decide what to do about a pod that ended with exit code `code` although nobody asked it to."""
+        if role == CONTROL_GROUP and code == ExitCode.DONE:
             return Decision(action=Action.FINISH) if index == 0 else Decision(action=Action.NONE)
-        ruling = rules.rule_on(PodEnd(role=role, code=code, message=reason), self._spec.rules)
+        ruling = rules.rule_on(PodEnd(role=role, code=code, message=reason), self._spec.rules, self._groups)
         if ruling.action == "FailJob":
             return Decision(action=Action.FAIL, code=ExitCode.of(code) or ExitCode.INFRASTRUCTURE, reason=reason)
         if ruling.action == "RestartJob":
@@ -77,7 +85,7 @@ class RestartPolicy:
         return Decision(action=Action.RESTART_POD, pause=pause, reason=reason)
 
     def reported(self, status: Mapping[str, Any]) -> Decision:
-        """Decide on what the runner reports: bad numbers before a stall. Its step gives restarts back."""
+        """Decide what to do about a status of the runner, first by its metrics, then by a stall; forgive restarts by its step."""
         step = status.get("step")
         if isinstance(step, int):
             self._step = step
@@ -85,7 +93,7 @@ class RestartPolicy:
         return self.numbers(status) or self.stalled(status.get("stall"))
 
     def numbers(self, status: Mapping[str, Any]) -> Decision | None:
-        """Decide on numbers that a rule of failurePolicy finds wrong; None when it finds none."""
+        """Decide what to do about metrics that break a rule of failurePolicy; None when no rule is broken."""
         trip = rules.tripped(self._spec, status.get("streaks"), status.get("metrics"))
         if trip is None:
             return None
@@ -97,18 +105,19 @@ class RestartPolicy:
         return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
 
     def stalled(self, stall: Mapping[str, Any] | None) -> Decision:
-        """Decide on `/status.stall`: the first time by `stall.action`, then by restarting the job; each silence once per its duration."""
+        """Decide what to do about a stall of the runner, None = there is none: first `stall.action`, then a restart of the job."""
         if stall is None:
             self._stall_acted_at = None
             return Decision(action=Action.NONE)
-        now, sink = self._clock(), str(stall.get("reason"))
-        action, role = rules.rule_on_stall(self._spec.stall, sink, acts=self._budget.stall_acts)
+        now, cause = self._clock(), str(stall.get("reason"))
+        taken = self._budget.stall_actions
+        action, role = rules.rule_on_stall(self._spec.stall, cause, acts=taken, groups=self._groups)
         due = rules.stall_is_due(float(stall.get("since") or 0.0), at=now, acted_at=self._stall_acted_at)
         if action == "Ignore" or not due:
             return Decision(action=Action.NONE)
         self._stall_acted_at = now
-        self._charge(stall_acts=1)
-        reason = f"stalled: {sink}: {stall.get('message')}"
+        self._charge(stall_actions=1)
+        reason = f"stalled: {cause}: {stall.get('message')}"
         if action == "FailJob":
             return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=reason)
         if action == "Pause":

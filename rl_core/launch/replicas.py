@@ -1,6 +1,6 @@
-"""Another number of rollouts or envs for a local run: told to the runner, and kept for a restart of the actors.
+"""Changes the number of pods of an elastic group in a local run: sends it to the runner and stores it for restarts of the actors.
 
-`rljob scale` asks for it, and the launcher itself for `rollout.autoscale`.
+`rljob scale` calls it, and the launcher does for `rollout.autoscale`.
 """
 
 import json
@@ -13,23 +13,24 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.launch.scaling import rollouts_wanted
 from rl_core.plan import autoscale
+from rl_core.plan.groups import ROLLOUT
 from rl_core.runner.history import write_json
 
 logger = logging.getLogger(__name__)
 
 
 class Control(Protocol):
-    """Takes a changed spec; implemented by `control.ControlClient`."""
+    """Sends a changed spec to the runner; implemented by `control.ControlClient`."""
 
     def change(self, generation: int, spec: Mapping[str, Any]) -> bool:
-        """Send a changed spec; False when nobody heard it. Raises ConfigError with the runner's words when it is refused."""
+        """Send a changed spec; return False when the runner does not answer. Raises ConfigError with its message when it refuses."""
         ...
 
 
 def set_replicas(control: Control, config: Path, counts: Mapping[str, int], *, applied: int) -> bool:
-    """Set the replicas of roles by name; False when the runner does not hear. Raises ConfigError with its words when it refuses.
+    """Set the replicas of groups by name; return False when the runner does not answer. Raises ConfigError when it refuses.
 
-    `config` is the resolved job of the run, `applied` the generation that its runner follows.
+    `config` is the file with the resolved job of the run, `applied` the generation of the spec that its runner uses.
     """
     job = json.loads(config.read_text())
     for role, count in counts.items():
@@ -41,15 +42,15 @@ def set_replicas(control: Control, config: Path, counts: Mapping[str, int], *, a
 
 
 def follow_workload(control: Control, config: Path, status: Mapping[str, Any]) -> str:
-    """Set the number of rollouts that `rollout.autoscale` asks for; return why, empty when it stays as it is.
+    """Set the number of rollouts that `rollout.autoscale` asks for; return the reason, empty when the number stays.
 
-    The number that a person set last is where the rule goes on from; while that is on its way to the runner nothing is decided.
+    The rule starts from the number that was set last, by whomever. Nothing is decided until the runner has applied that number.
     """
     shares = autoscale.read(status.get("workload"))
     if shares is None:
         return ""
     spec = json.loads(config.read_text())["spec"]
-    if spec["rollout"].get("autoscale") is None:  # most runs: spare them the validation each second
+    if spec[ROLLOUT].get("autoscale") is None:  # the usual case; validating the spec each second costs time
         return ""
     rollout = RLJobSpec.model_validate(spec).rollout
     verdict = autoscale.decide(rollout, shares)
@@ -57,7 +58,7 @@ def follow_workload(control: Control, config: Path, status: Mapping[str, Any]) -
         return ""
     try:
         applied = int(status.get("appliedGeneration", 0))
-        taken = set_replicas(control, config, {"rollout": verdict.replicas}, applied=applied)
+        taken = set_replicas(control, config, {ROLLOUT: verdict.replicas}, applied=applied)
     except ConfigError as error:
         logger.warning("rollout.autoscale: %s; the runner refused: %s", verdict.reason, error)
         return ""

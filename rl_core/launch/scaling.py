@@ -1,29 +1,31 @@
-"""How a local run follows its number of rollouts and envs: which pods to start, drain and end. Pure; the operator's part of scaling."""
+"""Scaling of a local run: which pods to start, drain and end, as the operator decides on a cluster. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ELASTIC = ("rollout", "env")
+from rl_core.plan.groups import BUILT_IN, ROLLOUT, GroupKind
+
 LEAVING = ("draining", "drained")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
-    """What to do with pods, by name."""
+    """Names of the pods to start, to drain and to end."""
 
     start: tuple[str, ...] = ()
     drain: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
 
 
-def follow(status: Mapping[str, Any], pods: Mapping[str, bool]) -> Moves:
-    """Return the moves that bring the pods to what `/status` wants.
+def follow(status: Mapping[str, Any], pods: Mapping[str, bool], groups: Mapping[str, GroupKind] = BUILT_IN) -> Moves:
+    """Return what to do so that the pods of elastic groups become those that the runner's status asks for.
 
-    `pods`: whether each known pod runs or is about to; False = it ended because it had drained.
+    `pods` says of each known pod whether it runs or is about to; False = it ended because it had drained.
     """
-    members = [member for member in status.get("members", []) if member["role"] in ELASTIC]
-    missing = [entry["pod"] for entry in status.get("missing", []) if entry["role"] in ELASTIC]
+    elastic = {group.name for group in groups.values() if group.elastic}
+    members = [member for member in status.get("members", []) if member["role"] in elastic]
+    missing = [entry["pod"] for entry in status.get("missing", []) if entry["role"] in elastic]
     drain: list[str] = []
     for role in status.get("roles", []):
         here = [m for m in members if m["role"] == role["name"] and m["state"] not in (*LEAVING, "lost")]
@@ -39,5 +41,5 @@ def follow(status: Mapping[str, Any], pods: Mapping[str, bool]) -> Moves:
 
 
 def rollouts_wanted(status: Mapping[str, Any]) -> int | None:
-    """Return how many rollouts the runner wants; None before it tells."""
-    return next((int(role["desired"]) for role in status.get("roles", []) if role["name"] == "rollout"), None)
+    """Return the number of rollouts that the runner wants, None before it has reported one."""
+    return next((int(role["desired"]) for role in status.get("roles", []) if role["name"] == ROLLOUT), None)

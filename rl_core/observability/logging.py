@@ -36,7 +36,7 @@ def configure_logging(
         _Context.role = role
     if identity is not None:
         _Context.role = identity.role
-        _Context.rank = identity.rank if identity.role in ("actor", "rollout", "env") else None
+        _Context.rank = identity.rank if identity.is_worker else None
         _Context.epoch = identity.epoch
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if os.environ.get("RLJOB_LOG_FORMAT") == "json" else _TextFormatter())

@@ -1,17 +1,19 @@
-"""How much memory each role needs in each phase, before anything is started (runtime.md 2, Capacity).
+"""Estimate of the memory that the processes of each group need in each phase, before anything is started.
 
-An estimate from above, per process, from sizes alone. On CPU the device is the host: then `device` counts there too.
+The estimate is an upper bound per process, computed from the sizes of the model and the settings of the job. For a group on CPU the memory
+counted as `device` is host memory.
 """
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_core.api.errors import CapacityError
 from rl_core.api.job import RLJob, RLJobSpec
+from rl_core.plan.groups import ACTOR, ROLLOUT, Group, groups_of
 from rl_core.plan.model_facts import ModelFacts
-from rl_core.plan.slots import guests
+from rl_core.plan.slots import colocated_rollouts
 from rl_core.plan.trainer_memory import WIDTH, trainer_host, trainer_phases
 
 __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
@@ -19,16 +21,16 @@ __all__ = ["CapacityReport", "CapacityRow", "ModelFacts", "admit", "estimate"]
 logger = logging.getLogger(__name__)
 
 CHECK_VARIABLE = "CAPACITY_CHECK"
-"""Environment variable; `warn`: a device that is too small by the estimate is told of and used."""
+"""Environment variable; with the value `warn` a device that is too small by the estimate brings a warning instead of an error."""
 
 CONTEXT_BYTES = 1024**3
-"""What a process holds before it holds anything: device context, libraries, allocator."""
+"""Bytes that every process needs besides its tensors: device context, libraries, allocator."""
 MARGIN = 0.08
-"""Share added for fragmentation and what is not counted."""
+"""Share added for fragmentation and for small things that are not counted."""
 LOGIT_BYTES = 8
-"""Per token and vocabulary entry: a float32 logit and its gradient."""
-LEAVES_FOR_SYNC = frozenset({"optimizer", "master", "gradients", "kv_cache"})
-"""What is on the host while colocated roles hand weights over."""
+"""Bytes per token and vocabulary entry: a float32 logit and its gradient."""
+OFFLOADED_FOR_SYNC = frozenset({"optimizer", "master", "gradients", "kv_cache"})
+"""Parts that are offloaded to the host during a weight sync between colocated processes."""
 
 _WAYS_OUT = {
     "weights": "use a smaller model, bfloat16 or more actor processes (megatron: a larger actor.parallel)",
@@ -48,48 +50,51 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityRow:
-    """The memory of one process of a role in one phase, bytes."""
+    """The memory of one process of a group in one phase, bytes."""
 
     role: str
     phase: str
     """load, train, logprob, generate, sync or idle."""
     device: int
-    """On the accelerator; on the host for a CPU role."""
+    """Bytes on the accelerator; on the host for a group on CPU."""
     host: int
-    """Host copies besides."""
+    """Bytes of further copies in host memory."""
     parts: Mapping[str, int]
-    """What `device` is the sum of."""
+    """Bytes of each part of `device`, which is their sum."""
 
     @property
     def largest_part(self) -> str:
-        """Return the name of the largest part, context and margin aside where there is another."""
+        """Return the name of the largest part; context and margin only where there is no other."""
         named = {name: size for name, size in self.parts.items() if name not in ("context", "margin")} or self.parts
         return max(named, key=lambda name: named[name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityReport:
-    """All rows, and what there is."""
+    """The estimates of a job, and the memory that is available."""
 
     rows: tuple[CapacityRow, ...]
     processes: Mapping[str, int]
-    """Role -> processes per pod."""
+    """Group -> processes per pod."""
     on_cpu: frozenset[str]
-    """Roles without accelerators."""
+    """Groups without accelerators."""
     device_memory: int | None = None
-    """Bytes of one accelerator; None = unknown, not checked. Roles on CPU are held against the host's."""
+    """Bytes of one accelerator; None = unknown, not checked. Groups on CPU are checked against `host_memory`."""
     host_memory: int | None = None
-    """Bytes of host memory a pod may use; None = unknown, not checked."""
+    """Bytes of host memory that a pod may use; None = unknown, not checked."""
 
     def peak(self, role: str) -> int:
-        """Return the largest `device` bytes of a process of `role` over its phases. Raises KeyError for an unknown role."""
+        """Return the largest `device` bytes of a process of the group `role` over its phases. Raises KeyError for an unknown group."""
         sizes = [row.device for row in self.rows if row.role == role]
         if not sizes:
             raise KeyError(f"role must be one of {sorted({row.role for row in self.rows})}, got {role!r}")
         return max(sizes)
 
     def check(self, role: str | None = None) -> None:
-        """Raise CapacityError for the row (of `role`; None: of any) that lacks most, with needed, available and its largest part."""
+        """Raise CapacityError when a process needs more memory than there is.
+
+        The error names the row that lacks most, among those of the group `role` (None: of all groups), with its largest part.
+        """
         lacking: list[tuple[int, str]] = []
         for row in (row for row in self.rows if role in (None, row.role)):
             on_cpu = row.role in self.on_cpu
@@ -105,46 +110,54 @@ class CapacityReport:
 
 
 def estimate(
-    job: RLJob | RLJobSpec, facts: ModelFacts, device_memory: int | None = None, host_memory: int | None = None
+    job: RLJob | RLJobSpec,
+    facts: ModelFacts,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+    *,
+    groups: Mapping[str, Group] | None = None,
 ) -> CapacityReport:
-    """Return what each role of `job` needs in each phase; memory sizes in bytes, None = unknown."""
+    """Return the memory that the groups of `job` (None: those of `groups_of`) need in each phase.
+
+    `device_memory` and `host_memory` are the bytes that are available; None = unknown.
+    """
     job = job.spec if isinstance(job, RLJob) else job
-    rows = [*_actor_rows(job, facts), *_rollout_rows(job, facts), _row("env", "idle", {})]
-    rows = _in_turns(rows) if guests(job) else rows
-    roles = {"actor": job.actor, "rollout": job.rollout, "env": job.env}
+    groups = groups_of(job) if groups is None else groups
+    rows = [row for name in groups for row in _ESTIMATES.get(name, _other_rows)(name, job, facts)]
+    rows = _colocated(rows) if colocated_rollouts(job) else rows
     return CapacityReport(
         rows=tuple(rows),
-        processes={"actor": job.actor.processes_per_pod, "rollout": 1, "env": 1},
-        on_cpu=frozenset(role for role, spec in roles.items() if spec.gpus == 0),
+        processes={name: group.processes_per_pod for name, group in groups.items()},
+        on_cpu=frozenset(name for name, group in groups.items() if group.spec.gpus == 0),
         device_memory=device_memory,
         host_memory=host_memory,
     )
 
 
 def admit(report: CapacityReport, role: str | None = None) -> None:
-    """Raise CapacityError as `report.check` does; with CAPACITY_CHECK=warn in the environment log it instead."""
+    """Raise CapacityError as `report.check` does; with CAPACITY_CHECK=warn in the environment log a warning instead."""
     try:
         report.check(role)
     except CapacityError as error:
         if os.environ.get(CHECK_VARIABLE) != "warn":
             raise CapacityError(
-                f"{error}; this is an estimate from above: where it is wrong set the variable {CHECK_VARIABLE}=warn, in a job with the role's env"
+                f"{error}; this is an upper bound: where it is wrong set the variable {CHECK_VARIABLE}=warn, in a job with the role's env"
             ) from None
-        logger.warning("%s=warn, so the job goes on: %s", CHECK_VARIABLE, error)
+        logger.warning("%s=warn, so the job continues: %s", CHECK_VARIABLE, error)
 
 
-def _actor_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
+def _actor_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     host = trainer_host(job, facts)
     return [
-        _row("actor", phase, parts, host=0 if phase == "load" else host)
+        _row(name, phase, parts, host=0 if phase == "load" else host)
         for phase, parts in trainer_phases(job, facts).items()
     ]
 
 
-def _rollout_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
+def _rollout_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     width = WIDTH[job.model.dtype]
     tokens = job.rollout.max_batch * (job.rollout.max_sequence_length or facts.max_length)
-    # SGLang is tensor parallel over its pod's accelerators; key-value heads that they do not divide are there several times.
+    # SGLang is tensor parallel over the accelerators of its pod; it replicates key-value heads where there are fewer than accelerators.
     ranks = max(1, job.rollout.gpus) if job.rollout.engine == "sglang" else 1
     weights = {"weights": -(-facts.parameters // ranks) * width}
     heads = -(-facts.kv_heads // ranks)
@@ -152,28 +165,43 @@ def _rollout_rows(job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
     logits = {"logits": job.rollout.max_batch * -(-facts.vocab // ranks) * LOGIT_BYTES}
     buckets = 2 * job.weights.bucket_bytes
     return [
-        _row("rollout", "load", weights),
-        _row("rollout", "generate", weights | cache | logits),
-        _row("rollout", "sync", weights | cache | {"buckets": buckets}, host=buckets),
-        _row("rollout", "idle", weights | cache),
+        _row(name, "load", weights),
+        _row(name, "generate", weights | cache | logits),
+        _row(name, "sync", weights | cache | {"buckets": buckets}, host=buckets),
+        _row(name, "idle", weights | cache),
     ]
 
 
-def _in_turns(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
-    """Return the rows of an actor and rollouts that share devices: what one has there beside the other, and what lies on the host meanwhile."""
+def _other_rows(name: str, job: RLJobSpec, facts: ModelFacts) -> list[CapacityRow]:
+    """Return the row of a group without a model: what any process needs."""
+    return [_row(name, "idle", {})]
+
+
+_ESTIMATES: Mapping[str, Callable[[str, RLJobSpec, ModelFacts], list[CapacityRow]]] = {
+    ACTOR: _actor_rows,
+    ROLLOUT: _rollout_rows,
+}
+
+
+def _colocated(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
+    """Return the rows of actors and rollouts that share devices.
+
+    While one of the two works, the other holds only its context on the device, in a weight sync its weights too; what either offloads
+    counts as host memory.
+    """
     weights = {row.role: row.parts["weights"] for row in rows if row.phase == "idle" and "weights" in row.parts}
-    found = []
+    result = []
     for row in rows:
         if row.role not in weights:
-            found.append(row)
+            result.append(row)
             continue
         parts = {name: size for name, size in row.parts.items() if name not in ("context", "margin")}
-        leaves = {"idle": frozenset(parts), "sync": LEAVES_FOR_SYNC}.get(row.phase, frozenset())
-        away = {name: parts.pop(name) for name in leaves & parts.keys()}
-        other = weights["rollout" if row.role == "actor" else "actor"] if row.phase == "sync" else 0
+        leaving = {"idle": frozenset(parts), "sync": OFFLOADED_FOR_SYNC}.get(row.phase, frozenset())
+        offloaded = {name: parts.pop(name) for name in leaving & parts.keys()}
+        other = weights[ROLLOUT if row.role == ACTOR else ACTOR] if row.phase == "sync" else 0
         beside = {"neighbour": CONTEXT_BYTES + other}
-        found.append(_row(row.role, row.phase, parts | beside, host=row.host + sum(away.values())))
-    return found
+        result.append(_row(row.role, row.phase, parts | beside, host=row.host + sum(offloaded.values())))
+    return result
 
 
 def _row(role: str, phase: str, parts: Mapping[str, int], *, host: int = 0) -> CapacityRow:

@@ -1,9 +1,9 @@
-"""Actor and rollout on the same accelerators: a disaggregated launch plan turned into a colocated one. Pure.
+"""Colocated placement: actor and rollout on the same accelerators. The functions turn a disaggregated launch plan into a colocated one.
 
-    containers   one pod per pair, two containers sharing one claim (DRA), or on CPU
-    processes    one pod per pair, one container with both processes (the device plugin gives a device to one container only)
+    containers   One pod per pair, with two containers that share one resource claim (DRA), or that run on CPU.
+    processes    One pod per pair, with one container for both processes, as a device plugin gives a device to one container only.
 
-Two ranks of NCCL cannot share a GPU, so colocated weights are never handed over by it.
+NCCL does not allow two ranks on one GPU, so colocated weights never use it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.groups import ACTOR, ROLLOUT
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, ProcessPlan
 
 if TYPE_CHECKING:
@@ -19,54 +20,57 @@ if TYPE_CHECKING:
 
 Shape = Literal["containers", "processes"]
 SECOND_HEALTH_PORT = 7706
-"""Health port of a pod's second supervisor; containers of a pod share its ports."""
+"""Health port of the second supervisor of a pod: the containers of a pod share its ports."""
 
-OF_PROCESS = frozenset({"env", "gpus", "replicas", "threads"})
-OF_CONTAINER = frozenset(
+PROCESS_FIELDS = frozenset({"env", "gpus", "replicas", "threads"})
+CONTAINER_FIELDS = frozenset(
     {"env_from", "env_value_from", "image", "image_pull_policy", "init_containers", "resource_claims", "resources", "volume_mounts", "volumes"}
 )  # fmt: skip
-"""Fields of `rollout` that hold beside the actor's in a shared container, and those that need one of their own."""
-OF_CLAIM = ("gpu_allocation", "device_class")
+"""Fields that `rollout` may set for its process in a shared container, and those that it may set only for a container of its own."""
+CLAIM_FIELDS = ("gpu_allocation", "device_class")
 
 
 def shape_of(spec: RLJobSpec) -> Shape:
-    """Return how actor and rollout of a colocated job share.
+    """Return whether actor and rollout of a colocated job share a container or only a pod.
 
-    Two containers cannot ask a device plugin for the same accelerator; they can hold one claim, and need none on CPU.
-    Raises ConfigError for fields of the rollout that a guest of the actor's pod cannot have.
+    A device plugin never gives one accelerator to two containers; a resource claim can be shared, and processes on CPU need none.
+    Raises ConfigError for fields of `rollout` that cannot differ from those of the actor in the same pod.
     """
     shape: Shape = "processes" if spec.actor.gpus and spec.actor.gpu_allocation == "devicePlugin" else "containers"
-    own = OF_PROCESS | (OF_CONTAINER if shape == "containers" else frozenset())
+    own = PROCESS_FIELDS | (CONTAINER_FIELDS if shape == "containers" else frozenset())
     actor, rollout = spec.actor, spec.rollout
     for name, field in type(rollout).model_fields.items():
         if name in own or name not in type(actor).model_fields:
             continue
-        given, theirs = getattr(rollout, name), getattr(actor, name)
-        free = field.get_default(call_default_factory=True) if shape == "processes" or name not in OF_CLAIM else theirs
-        if given not in (free, theirs):
+        given, of_actor = getattr(rollout, name), getattr(actor, name)
+        by_default = field.get_default(call_default_factory=True)
+        unset = by_default if shape == "processes" or name not in CLAIM_FIELDS else of_actor
+        if given not in (unset, of_actor):
             raise ConfigError(
                 f"rollout.{field.alias} must be that of actor with placement.mode {spec.placement.mode}, as they share a pod, "
-                f"got {given} beside {theirs}; remove it, or write it in actor"
+                f"got {given} beside {of_actor}; remove it, or write it in actor"
             )
     return shape
 
 
 def colocate(plan: LaunchPlan, *, shape: Shape, spare: bool = False) -> LaunchPlan:
-    """Return `plan` with each actor pod and the rollout pod of its index in one; `spare` allows further rollouts, in pods of their own.
+    """Return `plan` with each actor pod merged with the rollout pod of the same index.
 
+    With `spare` there may be more rollouts than actors; the others keep pods of their own.
     Raises ConfigError unless there is a rollout pod for each actor pod, with as many accelerators.
     """
-    actors, rollouts = plan.pods_of("actor"), plan.pods_of("rollout")
-    guests, others = rollouts[: len(actors)] if spare else rollouts, rollouts[len(actors) :]
-    asked = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, guests)]
+    actors, rollouts = plan.pods_of(ACTOR), plan.pods_of(ROLLOUT)
+    merged, spares = rollouts[: len(actors)] if spare else rollouts, rollouts[len(actors) :]
+    asked = [(len(pods), pods[0].claim.count if pods and pods[0].claim else 0) for pods in (actors, merged)]
     if asked[0] != asked[1]:
         raise ConfigError(
             f"actor and rollout that share devices must have equal replicas and gpus, got {asked[0]} and {asked[1]}; make them equal"
             f"{', or give rollout more replicas' if spare else ''}"
         )
     merge = _as_containers if shape == "containers" else _as_processes
-    pairs = [merge(actor, rollout) for actor, rollout in zip(actors, guests, strict=True)]
-    return replace(plan, pods=(*pairs, *others, *plan.pods_of("env")))
+    pairs = [merge(actor, rollout) for actor, rollout in zip(actors, merged, strict=True)]
+    others = [pod for pod in plan.pods if pod.role not in (ACTOR, ROLLOUT)]
+    return replace(plan, pods=(*pairs, *spares, *others))
 
 
 def _as_containers(actor: PodPlan, rollout: PodPlan) -> PodPlan:
@@ -85,7 +89,7 @@ def _shared(actor: PodPlan) -> GpuClaim | None:
 
 
 def _moved(container: ContainerPlan, pod: PodPlan, *, health_port: int | None = None) -> ContainerPlan:
-    """Return `container` with its processes in another pod."""
+    """Return `container` with the environment of its processes changed to run in `pod`."""
 
     def move(process: ProcessPlan) -> ProcessPlan:
         env = {**process.env, "RLJOB_POD": pod.name}

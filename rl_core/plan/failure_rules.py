@@ -1,7 +1,7 @@
-"""What the end of a pod, a stall and bad numbers lead to: the user's rules, then the default ones (protocol.md 4). Pure.
+"""Failure rules: what follows from the end of a pod, a stall or bad metrics. The user's rules come first, then the default ones.
 
-The operator and the local launcher both ask here, so that the same YAML is treated alike on a laptop and on a cluster. Counting
-against maxRestarts is theirs.
+The functions are pure. The operator and the local launcher both use them, so that a job fails and restarts alike on a laptop and on a
+cluster; both count restarts against maxRestarts themselves.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, GroupKind
+
 if TYPE_CHECKING:
     from rl_core.api.failure import FailurePolicySpec, FailureRule, StallSpec
 
 Action = Literal["RestartPod", "RestartRole", "RestartJob", "FailJob", "Ignore"]
 DISRUPTION = "DisruptionTarget"
-"""Condition of a pod that the cluster ends for reasons of its own: drain, preemption, taint."""
+"""Condition of a pod that the cluster ends: drain, preemption, taint."""
 FATAL_CODES = {2: "InvalidConfiguration", 4: "DataError"}
-"""Exit codes that a restart cannot heal."""
+"""Exit codes that mean an error in the job, which a restart cannot repair."""
 ENDS_BEFORE_BACKOFF, ENDS_WINDOW = 5, 600.0
-"""A pod that ended more often than this inside this many seconds is replaced with a pause."""
+"""A pod that ended more often than this within this many seconds is replaced only after a pause."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 10.0, 300.0
-"""Seconds; each further end doubles the pause."""
+"""Length of the first pause and of the longest one, seconds; each further end doubles the pause."""
 REPEAT_SECONDS = 60.0
-"""Least seconds after an act on a stall until the same silence is acted on again."""
-ROLE_OF_STALL = {"WaitingForRollout": "rollout", "WaitingForEnv": "env"}
+"""Least seconds between two actions on the same stall."""
 SHORTAGE = "WaitingForPods"
-"""The stall that triggers nothing: shortage is not failure."""
+"""Reason of a stall that triggers no action: a job that waits for pods has not failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +36,11 @@ class PodEnd:
 
     role: str
     code: int | None
-    """Exit code of the container that decides; None when no container reported one (evicted, deleted)."""
+    """Exit code of the container that decides; None when no container reported one, as in a pod that was evicted or deleted."""
     init: bool = False
-    """Whether an init container failed; its codes are not ours."""
+    """Whether an init container failed; its exit codes have no meaning here."""
     reasons: tuple[str, ...] = ()
-    """Of the container and the pod: OOMKilled, Evicted, ..."""
+    """Reasons of the container and of the pod: OOMKilled, Evicted, ..."""
     conditions: tuple[str, ...] = ()
     """Types of pod conditions that are true."""
     message: str = ""
@@ -50,21 +51,23 @@ class PodEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """What a rule says."""
+    """The action of a rule for one end of a pod."""
 
     action: Action
     counted: bool = True
-    """Whether it counts: towards maxRestarts, for a pod towards its back-off."""
+    """Whether the end counts towards maxRestarts, or towards the back-off of the pod."""
     rule: int | None = None
     """Index in failurePolicy.rules; None = a default rule."""
 
 
-def rule_on(end: PodEnd, rules: Iterable[FailureRule]) -> Ruling:
-    """Return what to do about `end`: the first of the user's rules that matches, else the default."""
+def rule_on(end: PodEnd, rules: Iterable[FailureRule], groups: Mapping[str, GroupKind] = BUILT_IN) -> Ruling:
+    """Return what to do about `end`: what the first of the user's rules that matches says, else the default for the pod's group."""
+    whole = _is_gang(end.role, groups)
     for index, rule in enumerate(rules):
         if matches(rule, end):
-            return Ruling(action=_for_role(rule.action, end.role), counted=rule.count_towards_limit, rule=index)
-    whole = end.role == "actor"
+            return Ruling(
+                action=_for_gang(rule.action) if whole else rule.action, counted=rule.count_towards_limit, rule=index
+            )
     if DISRUPTION in end.conditions or end.deleted:
         return Ruling(action="RestartJob" if whole else "RestartPod", counted=False)
     if end.code in FATAL_CODES and not end.init:
@@ -84,7 +87,7 @@ def matches(rule: FailureRule, end: PodEnd) -> bool:
 
 
 def contains(text: str, pattern: str) -> bool:
-    """Return whether `text` holds the parts of `pattern`, which `*` separates, one after another; linear in the text."""
+    """Return whether `text` contains `pattern`, in which `*` stands for any text; takes time linear in the length of the text."""
     at = 0
     for part in pattern.split("*"):
         found = text.find(part, at)
@@ -94,30 +97,37 @@ def contains(text: str, pattern: str) -> bool:
     return True
 
 
-def _for_role(action: Action, role: str) -> Action:
-    """The actor restarts as a gang, whatever is asked for one of its pods."""
-    return "RestartJob" if role == "actor" and action != "FailJob" else action
+def _is_gang(role: str, groups: Mapping[str, GroupKind]) -> bool:
+    return role in groups and not groups[role].elastic
+
+
+def _for_gang(action: Action) -> Action:
+    """Return the action for a pod of a gang, which restarts as a whole whatever a rule says about one pod."""
+    return action if action == "FailJob" else "RestartJob"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ends:
-    """Counted ends of one pod, or restarts of the gang, as far as they matter for the pause before the next."""
+    """Recent counted ends of one pod, or restarts of the gang: those that decide how long the next replacement waits."""
 
     uid: str = ""
-    """The pod judged last: no end is counted twice."""
+    """Uid of the pod whose end was counted last, so that no end is counted twice."""
     times: tuple[float, ...] = field(default=())
-    """Newest last, seconds."""
+    """Times of the ends, seconds, newest last."""
     backoff: float = 0.0
-    """Seconds from the last of `times` to the replacement."""
+    """Seconds between the last of `times` and the replacement."""
 
     @property
     def retry_at(self) -> float:
-        """Return when the replacement may be made; 0 = at once."""
+        """Return the time from which the replacement may be made; 0 = at once."""
         return self.times[-1] + self.backoff if self.times and self.backoff else 0.0
 
 
 def after_end(ends: Ends, now: float, *, uid: str = "") -> Ends:
-    """Return `ends` with one more at `now`: no pause for the first few, then one that doubles until a pod lives for the window."""
+    """Return `ends` with one more at time `now`.
+
+    The first few ends bring no pause. Further ones bring a pause that doubles each time, until a pod runs for ENDS_WINDOW seconds.
+    """
     recent = tuple(at for at in ends.times if now - at <= ENDS_WINDOW)
     times = (*recent, now)[-(ENDS_BEFORE_BACKOFF + 1) :]
     relapsed = bool(ends.backoff and recent)
@@ -128,26 +138,28 @@ def after_end(ends: Ends, now: float, *, uid: str = "") -> Ends:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What was charged to `failurePolicy.maxRestarts`, and which step gives some of it back."""
+    """Restarts that were counted against `failurePolicy.maxRestarts`, and the step at which the next one is forgiven."""
 
     restarts: int = 0
-    """Counted restarts that no finished steps have made up for."""
-    stall_acts: int = 0
-    """Acts on stalls, likewise."""
+    """Counted restarts that have not been forgiven."""
+    stall_actions: int = 0
+    """Actions on stalls that have not been forgiven."""
     forgive_at: int | None = None
-    """The step that gives one restart and all acts on stalls back when it is finished; None = nothing is charged, or nothing is given back."""
+    """The step at whose end one restart and all actions on stalls are forgiven; None = nothing was counted, or nothing is ever forgiven."""
 
-    def charged(self, *, restarts: int = 0, stall_acts: int = 0, step: int, every: int | None) -> Budget:
-        """Return the budget after a charge at `step`.
+    def charged(self, *, restarts: int = 0, stall_actions: int = 0, step: int, every: int | None) -> Budget:
+        """Return the budget after restarts or actions on stalls at `step`; `every`: failurePolicy.forgiveAfterSteps.
 
-        The step that forgives never falls while something is charged: a run that falls back to its checkpoint and fails at the same
-        step again makes no progress, however often it repeats the steps before.
+        `forgive_at` never decreases while something is counted. Otherwise a run that returns to its checkpoint and fails at the same
+        step again would be forgiven for repeating the steps before it.
         """
         at = None if every is None else max(step + every, self.forgive_at or 0)
-        return Budget(restarts=self.restarts + restarts, stall_acts=self.stall_acts + stall_acts, forgive_at=at)
+        return Budget(
+            restarts=self.restarts + restarts, stall_actions=self.stall_actions + stall_actions, forgive_at=at
+        )
 
     def after(self, step: int, *, every: int | None) -> Budget:
-        """Return the budget once `step` is finished; `every`: failurePolicy.forgiveAfterSteps."""
+        """Return the budget after `step` was finished; `every`: failurePolicy.forgiveAfterSteps."""
         if every is None or self.forgive_at is None or step < self.forgive_at:
             return self
         given = 1 + (step - self.forgive_at) // every
@@ -156,9 +168,9 @@ class Budget:
 
 
 def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
-    """Return whether a stall that at time `at` has lasted `since` seconds is to be acted on.
+    """Return whether an action is due on a stall that at time `at` has lasted `since` seconds; `acted_at` is when the last one was taken.
 
-    Each silence is acted on once, and again when it has lasted as long once more since.
+    A stall brings one action at once. It brings another one when it has lasted for as long again as it had before the first.
     """
     if acted_at is None or at - since > acted_at:
         return True
@@ -166,19 +178,22 @@ def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
     return elapsed >= max(since - elapsed, REPEAT_SECONDS)
 
 
-def rule_on_stall(stall: StallSpec, reason: str, *, acts: int) -> tuple[str, str]:
-    """Return (action, role) for a stall with sink `reason` after `acts` acts; `Ignore` for a shortage of pods."""
+def rule_on_stall(
+    stall: StallSpec, reason: str, *, acts: int, groups: Mapping[str, GroupKind] = BUILT_IN
+) -> tuple[str, str]:
+    """Return (action, group) for a stall with the given reason, after `acts` earlier actions; `Ignore` for a shortage of pods."""
     if reason == SHORTAGE:
         return "Ignore", ""
-    role = ROLE_OF_STALL.get(reason, "actor")
-    if stall.action == "RestartRole" and (acts or role == "actor"):
-        return "RestartJob", "actor"
+    waited_for = {group.stall_reason: group.name for group in groups.values()}
+    role = waited_for.get(reason, CONTROL_GROUP)
+    if stall.action == "RestartRole" and (acts or _is_gang(role, groups)):
+        return "RestartJob", CONTROL_GROUP
     return stall.action, role
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trip:
-    """A semantic rule that fired."""
+    """A rule on metrics whose condition holds."""
 
     rule: str
     """nonFiniteLoss, rewardCollapse, klBlowUp or mismatch."""
@@ -186,18 +201,19 @@ class Trip:
     """RestartFromCheckpoint, Pause or FailJob."""
     message: str
     steps: int
-    """Newest steps that went wrong."""
+    """Consecutive newest steps that broke the rule."""
 
     @property
     def reason(self) -> str:
-        """Return the reason that a condition gives."""
+        """Return the reason for the status condition."""
         return "PolicyMismatch" if self.rule == "mismatch" else self.rule[0].upper() + self.rule[1:]
 
 
 def tripped(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> Trip | None:
-    """Return the semantic rule that fires, given how many steps in a row counted for each (`/status.streaks`); None when none does.
+    """Return the rule on metrics whose condition holds, None when there is none.
 
-    `metrics` of the newest step (`/status.metrics`) put the numbers into the message, where they are known.
+    `streaks` has the consecutive steps that broke each rule (`/status.streaks`), `metrics` the values of the newest step
+    (`/status.metrics`), which the message quotes.
     """
     if not isinstance(streaks, Mapping):
         return None
@@ -216,9 +232,9 @@ def tripped(policy: FailurePolicySpec, streaks: Any, metrics: Any = None) -> Tri
 
 
 def _mismatch(policy: FailurePolicySpec, metrics: Any) -> str:
-    """Return what is wrong by failurePolicy.mismatch, with the numbers of the newest step that has them."""
+    """Return the message for failurePolicy.mismatch, with the metrics of the newest step where there are any."""
     bound = policy.mismatch.kl if policy.mismatch is not None else 0.0
-    told = metrics if isinstance(metrics, Mapping) else {}
+    values = metrics if isinstance(metrics, Mapping) else {}
     names = ("mismatch/kl", "mismatch/max_ratio", "mismatch/mean_abs_diff", "mismatch/share_clipped")
-    numbers = ", ".join(f"{name} {told[name]:.3g}" for name in names if isinstance(told.get(name), float))
+    numbers = ", ".join(f"{name} {values[name]:.3g}" for name in names if isinstance(values.get(name), float))
     return f"mismatch/kl above failurePolicy.mismatch.kl {bound:g}" + (f" (now {numbers})" if numbers else "")

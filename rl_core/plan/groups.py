@@ -71,6 +71,11 @@ class GroupKind:
         return self.lifecycle is Lifecycle.ELASTIC
 
     @property
+    def stall_reason(self) -> str:
+        """Return the reason of a stall in which the job waits for this group, such as WaitingForRollout."""
+        return "WaitingFor" + "".join(word.capitalize() for word in self.name.split("-"))
+
+    @property
     def pulls_weights(self) -> bool:
         """Return whether the members load the weights of the trainer."""
         return self.weights is WeightSource.PULLS

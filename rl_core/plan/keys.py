@@ -1,22 +1,27 @@
-"""The job's CURVE keys and control token, derived from one master key and never stored elsewhere (protocol.md 6).
+"""The CURVE keys and the control token of a job, derived from one master key.
 
-A job's Secret is a pure function of (master, job uid): deleted by hand, it comes back byte-equal.
+The Secret of a job is a pure function of the master key and the job's uid: when somebody deletes it, it is created again byte-equal.
 """
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.groups import BUILT_IN
 
-KEY_ROLES = ("runner", "channel", "actor", "rollout", "env", "supervisor")
 MASTER_BYTES = 32
 TOKEN_FILE = "control.token"
 
 
+def key_names(groups: Iterable[str] = BUILT_IN) -> tuple[str, ...]:
+    """Return the names of the key pairs of a job: one for each of the given groups, one for runner, channel server and supervisors each."""
+    return ("runner", "channel", *groups, "supervisor")
+
+
 def derive(master: bytes, uid: str, purpose: str) -> bytes:
-    """Return 32 bytes for `purpose` (a role or "control"): BLAKE2b keyed by the master over (uid, purpose).
+    """Return 32 bytes for `purpose` (the name of a key pair, or "control"): BLAKE2b keyed by the master over (uid, purpose).
 
     Raises ConfigError for a master key of another length.
     """
@@ -28,12 +33,12 @@ def derive(master: bytes, uid: str, purpose: str) -> bytes:
     return hashlib.blake2b(message, digest_size=32, key=master, person=b"rljob-keys").digest()
 
 
-def curve_pair(master: bytes, uid: str, role: str) -> tuple[str, str]:
-    """Return (public, secret) of a role as Z85 text of 40 characters each."""
+def curve_pair(master: bytes, uid: str, name: str) -> tuple[str, str]:
+    """Return (public, secret) of the key pair `name`, each as Z85 text of 40 characters."""
     import zmq
     from zmq.utils import z85
 
-    secret = z85.encode(derive(master, uid, role))
+    secret = z85.encode(derive(master, uid, name))
     return zmq.curve_public(secret).decode(), secret.decode()
 
 
@@ -42,17 +47,17 @@ def control_token(master: bytes, uid: str) -> str:
     return derive(master, uid, "control").hex()
 
 
-def key_files(master: bytes, uid: str) -> dict[str, str]:
-    """Return every key file of a job by name: `<role>.public`, `<role>.secret`, `control.token`."""
+def key_files(master: bytes, uid: str, groups: Iterable[str] = BUILT_IN) -> dict[str, str]:
+    """Return the text of every key file of a job by file name: `<name>.public`, `<name>.secret`, `control.token`."""
     files = {TOKEN_FILE: control_token(master, uid)}
-    for role in KEY_ROLES:
-        public, secret = curve_pair(master, uid, role)
-        files |= {f"{role}.public": public, f"{role}.secret": secret}
+    for name in key_names(groups):
+        public, secret = curve_pair(master, uid, name)
+        files |= {f"{name}.public": public, f"{name}.secret": secret}
     return files
 
 
 def write_key_folder(folder: Path, files: Mapping[str, str]) -> None:
-    """Write key files readable by their owner only (0400) into a folder of mode 0700."""
+    """Write key files that only their owner can read (mode 0400) into a folder of mode 0700."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     for name, text in files.items():

@@ -1,7 +1,7 @@
 """From a job to processes: which pods, containers and processes there are, with ranks, devices, environment and command.
 
-Pure: equal arguments give byte-equal JSON and digest. The operator makes pods of the plan, rl_core.launch.local processes; neither
-adds more than secret mounts, host names and folders.
+The functions are pure: equal arguments give byte-equal JSON and an equal digest. The operator turns the plan into pods,
+`rl_core.launch.local` turns it into local processes. Both add only secret mounts, host names and folders.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError
 from rl_core.plan.colocated import colocate, shape_of
+from rl_core.plan.groups import CONTROL_GROUP, Group, groups_of
 from rl_core.plan.parts import ContainerPlan, GpuClaim, LaunchPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.placement import Placement
-from rl_core.plan.slots import ROLES, guests, place_processes
+from rl_core.plan.slots import colocated_rollouts, place_processes
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob, RLJobSpec
-    from rl_core.api.roles import RoleSpec
 
 __all__ = ["ContainerPlan", "GpuClaim", "LaunchPlan", "PodPlan", "Ports", "ProcessPlan", "build_launch_plan"]
 
@@ -26,15 +26,15 @@ WORKER_COMMAND = ("python", "-m", "rl_core.workers.host")
 RUNNER_COMMAND = ("python", "-m", "rl_core.runner")
 CHANNEL_COMMAND = ("python", "-m", "rl_core.channel")
 CONFIG_PATH = "/etc/rljob/job.json"
-"""Where pods of the actor find the resolved job; local mode passes its own path."""
+"""Where the pods of the control group find the resolved job; a local run passes its own path."""
 CURVE_PATH = "/etc/rljob/keys"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    """What all processes of a plan share."""
+    """Values that are the same for all processes of a plan."""
 
-    spec: RLJobSpec
+    groups: Mapping[str, Group]
     name: str
     namespace: str
     uid: str
@@ -58,109 +58,135 @@ def build_launch_plan(
     host: str | None = None,
     config: str = CONFIG_PATH,
     attempts: Mapping[str, int] | None = None,
+    groups: Mapping[str, Group] | None = None,
 ) -> LaunchPlan:
     """Return the plan of `job` under `epoch`.
 
-    The placement block decides who has which accelerators; with modes colocated and hybrid actor and rollout share pods and claims.
-    `replicas` overrides the pod counts of elastic roles (`{"rollout": 4}`). `host` None: actor-0's name in the job's headless
-    Service; a host (local mode, 127.0.0.1): all pods share that machine, so that devices are numbered over all of them.
-    `attempts` by role is the first half of the incarnation of pods made now; a replacement needs a higher one than the pod that it replaces.
-    Raises ConfigError for replicas of another role or below 0, for accelerators that do not divide over processes, and for a placement
-    that the pods of the job cannot honour (PlacementError).
+    `groups` are the groups to start (None: those of the job). The placement block decides which process gets which accelerators; with
+    the modes colocated and hybrid actors and rollouts share pods and claims.
+    `replicas` overrides the pod counts of elastic groups, for example `{"rollout": 4}`. `attempts` maps a group to the first half of
+    the incarnation of its pods; the pod that replaces another one needs a higher number.
+    `host` None is for a cluster: processes find the runner by the name of its pod in the headless Service of the job. Any other
+    host, such as 127.0.0.1, is for one machine: all pods run there, and accelerators are numbered over all of them.
+    Raises ConfigError for replicas of a group that is not elastic or below 0, for accelerators that do not divide over processes, and for
+    two gangs on one machine; PlacementError for a placement that the pods of the job cannot honour.
     """
     spec: RLJobSpec = job.spec if hasattr(job, "spec") else job
-    counts = {"actor": spec.actor.replicas, "rollout": spec.rollout.replicas, "env": spec.env.replicas}
-    for role, count in (replicas or {}).items():
-        if role not in ("rollout", "env") or count < 0:
-            raise ConfigError(
-                f"replicas may override rollout and env with a count of at least 0, got {role}: {count}; correct it"
-            )
-        counts[role] = count
+    groups = groups_of(spec) if groups is None else groups
+    local = host is not None
+    gangs = [group.name for group in groups.values() if not group.elastic]
+    if local and len(gangs) > 1:
+        raise ConfigError(
+            f"one machine can run one gang, as a plan has one rendezvous port for it, got {', '.join(gangs)}"
+        )
     context = _Context(
-        spec=spec,
+        groups=groups,
         name=name,
         namespace=namespace,
         uid=uid,
         epoch=epoch,
         ports=ports or Ports(),
-        host=host or f"{name}-actor-0.{name}.{namespace}.svc",
+        host=host or _pod_host(name, namespace, CONTROL_GROUP),
         config=config,
-        local=host is not None,
+        local=local,
         attempts=attempts or {},
     )
-    placements = place_processes(spec, counts, one_machine=context.local)
-    pods = tuple(_build_pod(context, role, index, placements[role]) for role in ROLES for index in range(counts[role]))
+    counts = _pod_counts(groups, replicas or {})
+    placements = place_processes(spec, groups, counts, one_machine=local)
+    pods = tuple(
+        _build_pod(context, group, index, placements[group.name])
+        for group in groups.values()
+        for index in range(counts[group.name])
+    )
     plan = LaunchPlan(job=name, namespace=namespace, uid=uid, epoch=epoch, pods=pods)
-    return colocate(plan, shape=shape_of(spec), spare=spec.placement.mode == "hybrid") if guests(spec) else plan
+    if not colocated_rollouts(spec):
+        return plan
+    return colocate(plan, shape=shape_of(spec), spare=spec.placement.mode == "hybrid")
 
 
-def _build_pod(context: _Context, role: str, index: int, by_pod: list[list[Placement]]) -> PodPlan:
-    """Return the pod; `by_pod` are the Placements of the role's processes, pod by pod."""
-    spec: RoleSpec = getattr(context.spec, role)
+def _pod_counts(groups: Mapping[str, Group], replicas: Mapping[str, int]) -> dict[str, int]:
+    elastic = [group.name for group in groups.values() if group.elastic]
+    for name, count in replicas.items():
+        if name not in elastic or count < 0:
+            raise ConfigError(
+                f"replicas may override {' and '.join(elastic)} with a count of at least 0, got {name}: {count}; correct it"
+            )
+    return {group.name: group.replicas for group in groups.values()} | dict(replicas)
+
+
+def _pod_host(name: str, namespace: str, group: str) -> str:
+    """Return the host name of pod 0 of a group in the headless Service of the job."""
+    return f"{name}-{group}-0.{name}.{namespace}.svc"
+
+
+def _build_pod(context: _Context, group: Group, index: int, by_pod: list[list[Placement]]) -> PodPlan:
+    """Return the plan of one pod; `by_pod` holds the Placements of the processes of the group, pod by pod."""
     processes = []
-    if role == "actor" and index == 0:
+    if group.name == CONTROL_GROUP and index == 0:
         processes += [_service(context, "runner", RUNNER_COMMAND), _service(context, "channel", CHANNEL_COMMAND)]
     world = len(by_pod) * len(by_pod[index])
-    processes += [_worker(context, role, spec, placement, world=world) for placement in by_pod[index]]
+    processes += [_worker(context, group, placement, world=world) for placement in by_pod[index]]
     return PodPlan(
-        name=f"{context.name}-{role}-{index}",
-        role=role,
+        name=f"{context.name}-{group.name}-{index}",
+        role=group.name,
         index=index,
-        containers=(ContainerPlan(name=role, image_role=role, processes=tuple(processes)),),
-        claim=GpuClaim(count=spec.gpus) if spec.gpus else None,
+        containers=(ContainerPlan(name=group.name, image_role=group.name, processes=tuple(processes)),),
+        claim=GpuClaim(count=group.spec.gpus) if group.spec.gpus else None,
     )
 
 
-def _identity(context: _Context, role: str, pod_role: str, index: int) -> dict[str, str]:
+def _identity(context: _Context, role: str, group: str, index: int) -> dict[str, str]:
+    """Return the variables that identify a process of role `role` in pod `index` of `group`."""
     env = {
         "RLJOB_NAME": context.name,
         "RLJOB_NAMESPACE": context.namespace,
         "RLJOB_UID": context.uid,
         "RLJOB_EPOCH": str(context.epoch),
         "RLJOB_ROLE": role,
-        "RLJOB_POD": f"{context.name}-{pod_role}-{index}",
+        "RLJOB_POD": f"{context.name}-{group}-{index}",
         "RLJOB_POD_INDEX": str(index),
-        "RLJOB_INCARNATION": f"{context.attempts.get(pod_role, 0)}.0",
+        "RLJOB_INCARNATION": f"{context.attempts.get(group, 0)}.0",
         "RLJOB_HUB": f"tcp://{context.host}:{context.ports.hub}",
         "RLJOB_CHANNEL": f"tcp://{context.host}:{context.ports.channel}",
         "RLJOB_CURVE_DIR": CURVE_PATH,
         "RLJOB_HEALTH_PORT": str(context.ports.health),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if pod_role == "actor":
+    if group == CONTROL_GROUP:
         env |= {"RLJOB_CONFIG": context.config, "RLJOB_CONTROL_PORT": str(context.ports.control)}
     return env
 
 
 def _service(context: _Context, role: str, command: tuple[str, ...]) -> ProcessPlan:
-    """Return the runner or the channel server, processes of actor-0."""
+    """Return the runner or the channel server, which run in pod 0 of the control group."""
     port = {"runner": context.ports.hub, "channel": context.ports.channel}[role]
     ports = {"hub": port, "control": context.ports.control} if role == "runner" else {"channel": port}
-    env = dict(context.spec.actor.env) | _identity(context, role, "actor", 0)
+    env = dict(context.groups[CONTROL_GROUP].spec.env) | _identity(context, role, CONTROL_GROUP, 0)
     env |= {"GROUP_NAME": role, "WORKER_NAME": f"{role}:0", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     return ProcessPlan(name=role, group=role, rank=0, command=command, env=env, ports=ports)
 
 
-def _worker(context: _Context, role: str, spec: RoleSpec, placement: Placement, *, world: int) -> ProcessPlan:
-    """Return one worker process; it sees the accelerators of its placement only."""
-    rank = placement.rank
-    env = dict(spec.env) | _identity(context, role, role, placement.placement_node_rank) | placement.to_env()
+def _worker(context: _Context, group: Group, placement: Placement, *, world: int) -> ProcessPlan:
+    """Return one worker process; only the accelerators of its placement are visible to it."""
+    name, rank = group.name, placement.rank
+    env = dict(group.spec.env) | _identity(context, name, name, placement.placement_node_rank) | placement.to_env()
     env |= {
-        "GROUP_NAME": role,
-        "WORKER_NAME": f"{role}:{rank}",
+        "GROUP_NAME": name,
+        "WORKER_NAME": f"{name}:{rank}",
         "WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": str(spec.threads),
+        "OMP_NUM_THREADS": str(group.spec.threads),
     }
-    if role == "actor":
-        env |= {"MASTER_ADDR": context.host, "MASTER_PORT": str(context.ports.master)}
+    if not group.elastic:
+        first = context.host if context.local else _pod_host(context.name, context.namespace, name)
+        env |= {"MASTER_ADDR": first, "MASTER_PORT": str(context.ports.master)}
     elif not context.local:
         env |= {"RLJOB_RPC_PORT": str(context.ports.rpc)}
     return ProcessPlan(
-        name=f"{role}-{rank}",
-        group=role,
+        name=f"{name}-{rank}",
+        group=name,
         rank=rank,
         command=WORKER_COMMAND,
         env=env,
         visible_devices=tuple(placement.visible_accelerators),
-        restart=role != "actor",
+        restart=group.elastic,
     )

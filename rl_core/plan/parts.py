@@ -1,4 +1,4 @@
-"""The parts of a launch plan: records from one process up to all pods of a job, to canonical JSON and back, byte for byte."""
+"""The records of a launch plan, from one process up to all pods of a job. They convert to canonical JSON and back without loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from rl_core.plan.placement import Placement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ports:
-    """Ports of actor-0 (hub, channel, control), of gloo/NCCL rendezvous, of every supervisor (health), of env and rollout pods (rpc)."""
+    """TCP ports of a job.
+
+    hub, channel and control belong to the runner's pod, master to the gloo or NCCL rendezvous of a gang, health to every supervisor.
+    """
 
     hub: int = 7700
     channel: int = 7701
@@ -21,11 +24,11 @@ class Ports:
     health: int = 7703
     master: int = 7704
     rpc: int = 7705
-    """Worker RPC on a cluster, where policies name it; free ports elsewhere."""
+    """RPC of the workers of elastic groups on a cluster, where network policies name it; elsewhere workers take a free port."""
 
 
 def _slim(value: Any) -> Any:
-    """Return a part of a plan as JSON has it, fields at their default left out."""
+    """Return the JSON form of a part of a plan, without the fields that hold their default."""
     if isinstance(value, _Plan):
         own = {field.name: (field, getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
         return {name: _slim(item) for name, (field, item) in own.items() if item != _default(field)}
@@ -37,12 +40,15 @@ def _default(field: Field[Any]) -> Any:
 
 
 class _Plan:
-    """What all parts of a plan can do: to canonical JSON and back, byte for byte."""
+    """Base of all parts of a plan: conversion to canonical JSON and back."""
 
     __slots__ = ()
 
     def to_json(self) -> str:
-        """Return the plan as canonical JSON, without the fields that hold their default: a supervisor that lacks one reads the rest."""
+        """Return the plan as canonical JSON.
+
+        Fields that hold their default are left out, so that a supervisor of an older release can read a plan with a new field.
+        """
         return json.dumps(_slim(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -84,11 +90,11 @@ class ProcessPlan(_Plan):
     visible_devices: tuple[str, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)
     restart: bool = False
-    """Whether the supervisor restarts it (rollout and env workers); otherwise its end ends the pod."""
+    """Whether the supervisor restarts the process when it ends, as those of elastic groups; otherwise its end ends the pod."""
 
     @property
     def placement(self) -> Placement:
-        """Return where it runs, which its environment tells; the runner and the channel server are alone on CPU."""
+        """Return the placement that the environment of the process holds; the runner and the channel server run on CPU."""
         return Placement.from_env(self.env)
 
     @classmethod
@@ -119,10 +125,7 @@ class PodPlan(_Plan):
     role: str
     index: int
     containers: tuple[ContainerPlan, ...]
-    node_group: str | None = None
     claim: GpuClaim | None = None
-    shm_bytes: int = 0
-    """Size of /dev/shm the pod needs; 0 = the runtime's default."""
 
     @classmethod
     def _read(cls, value: Mapping[str, Any]) -> Self:
@@ -146,5 +149,5 @@ class LaunchPlan(_Plan):
         return cls(**{**value, "pods": tuple(PodPlan._read(pod) for pod in value["pods"])})
 
     def pods_of(self, role: str) -> tuple[PodPlan, ...]:
-        """Return the pods of one role, by index."""
+        """Return the pods of one group, by index."""
         return tuple(pod for pod in self.pods if pod.role == role)

@@ -1,8 +1,8 @@
-"""The slots of a job and who gets them: the Placement of every worker process (runtime.md 1 and 2). Pure.
+"""The Placement of every worker process of a job: in which pod it runs and which accelerators it gets. Pure.
 
-Each pod of a role is a node of the role's Inventory. On one machine a pod is a share of it, and its accelerators have the machine's numbers.
-A written `componentPlacement` numbers the resources of the roles that it places from 0 (accelerators; process slots on CPU). Pods are of one
-role and equal, so it must say of each role what the role's own fields say; the order in which it places the roles is honoured.
+Each pod of a group is a node of the Inventory of the group. On one machine all pods share the accelerators of the machine and use its
+numbers. `placement.componentPlacement` numbers the resources of the groups that it places from 0: accelerators, or process slots on CPU.
+All pods of a group are equal, so it must agree with the fields of each group; what it adds is the order of the groups.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rl_core.api.errors import ConfigError, PlacementError
+from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, Group, groups_of
 from rl_core.plan.placement import (
     FlexiblePlacementStrategy,
     Inventory,
@@ -26,19 +27,17 @@ from rl_core.plan.placement import (
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
-    from rl_core.api.roles import RoleSpec
 
-ROLES = ("actor", "rollout", "env")
 FIELD = "placement.componentPlacement"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoleSlots:
-    """What the pods of one role offer."""
+class GroupSlots:
+    """The resources that the pods of one group offer to its processes."""
 
     name: str
     pods: int
-    """As the spec says, whatever the role was scaled to."""
+    """Pods that the job asks for, whatever the group was scaled to since."""
     gpus: int
     """Accelerators per pod."""
     processes: int
@@ -46,16 +45,16 @@ class RoleSlots:
 
     @property
     def share(self) -> int:
-        """Return the resources of one process: its accelerators, or one slot."""
+        """Return the number of resources of one process: its accelerators, or one slot on CPU."""
         return self.gpus // self.processes or 1
 
     @property
     def resources(self) -> int:
-        """Return the resources of all pods."""
+        """Return the number of resources of all pods."""
         return self.pods * self.processes * self.share
 
     def place(self, first: Sequence[int]) -> list[list[Placement]]:
-        """Return the Placement of each process, pod by pod; `first` has the number of each pod's first accelerator."""
+        """Return the Placements of the processes, pod by pod; `first` holds the number of the first accelerator of each pod."""
         if not first:
             return []
         pods, kind = range(len(first)), "GPU" if self.gpus else None
@@ -69,103 +68,109 @@ class RoleSlots:
         return [placements[pod * self.processes : (pod + 1) * self.processes] for pod in pods]
 
 
-def place_processes(spec: RLJobSpec, pods: Mapping[str, int], *, one_machine: bool) -> dict[str, list[list[Placement]]]:
-    """Return the Placement of each worker process by role, pod and rank, for `pods` pods of each role.
+def place_processes(
+    spec: RLJobSpec, groups: Mapping[str, Group], pods: Mapping[str, int], *, one_machine: bool
+) -> dict[str, list[list[Placement]]]:
+    """Return the Placement of each worker process by group, pod and rank in the pod; `pods` has the number of pods of each group.
 
     Raises ConfigError for accelerators that do not divide over processes, PlacementError for a placement block that the pods of the job
     cannot honour.
     """
-    slots = {role: _slots_of(spec, role) for role in ROLES}
+    slots = {name: _slots_of(group) for name, group in groups.items()}
     order = _order(spec, slots)
-    first = {role: [0] * pods[role] for role in ROLES}
+    first = {name: [0] * pods[name] for name in groups}
     if one_machine:
-        inside = guests(spec)
-        own = {role: replace(slots[role], pods=len(own_pods(spec, role))) for role in order}
-        first = _numbered(order, own, {**pods, "rollout": max(pods["rollout"] - inside, 0)})
-        first["rollout"] = (first["actor"][:inside] + first["rollout"])[: pods["rollout"]]
-    return {role: slots[role].place(first[role]) for role in ROLES}
+        inside = colocated_rollouts(spec)
+        own = {name: replace(slots[name], pods=_own_count(spec, name, slots[name].pods)) for name in order}
+        first = _numbered(order, own, {name: _own_count(spec, name, pods[name]) for name in order})
+        if inside:
+            first[ROLLOUT] = first[ACTOR][:inside] + first[ROLLOUT]
+    return {name: slots[name].place(first[name][: pods[name]]) for name in groups}
 
 
-def guests(spec: RLJobSpec) -> int:
-    """Return how many rollouts live in pods of the actor, one in each: those of the lowest ranks."""
+def colocated_rollouts(spec: RLJobSpec) -> int:
+    """Return how many rollouts run in pods of the actor, one in each; they are those of the lowest ranks."""
     return 0 if spec.placement.mode == "disaggregated" else spec.actor.replicas
 
 
-def own_pods(spec: RLJobSpec, role: str) -> range:
-    """Return the indices of the pods that a role has of its own."""
-    replicas: int = getattr(spec, role).replicas
-    return range(guests(spec) if role == "rollout" else 0, replicas)
+def own_pods(spec: RLJobSpec, group: str) -> range:
+    """Return the indices of the pods of a group, without the rollouts that run in pods of the actor."""
+    replicas = groups_of(spec)[group].replicas
+    return range(replicas - _own_count(spec, group, replicas), replicas)
 
 
-def pod_of(spec: RLJobSpec, job: str, role: str, rank: int) -> str:
-    """Return the name of the pod in which a worker process runs."""
-    index = rank // spec.actor.processes_per_pod if role == "actor" else rank
-    home = "actor" if role == "rollout" and rank < guests(spec) else role
-    return f"{job}-{home}-{index}"
+def pod_of(spec: RLJobSpec, job: str, group: str, rank: int) -> str:
+    """Return the name of the pod in which the worker process `rank` of a group runs."""
+    index = rank // groups_of(spec)[group].processes_per_pod
+    colocated = group == ROLLOUT and index < colocated_rollouts(spec)
+    return f"{job}-{ACTOR if colocated else group}-{index}"
 
 
 def device_count(spec: RLJobSpec) -> int:
-    """Return on how many devices the job trains and generates, a process on CPU taken for one; shared ones count once."""
-    return spec.actor.world_size + len(own_pods(spec, "rollout"))
+    """Return on how many devices the job trains and generates; a process on CPU counts as one, a shared device counts once."""
+    return spec.actor.world_size + _own_count(spec, ROLLOUT, spec.rollout.replicas)
 
 
-def _slots_of(spec: RLJobSpec, role: str) -> RoleSlots:
-    of_role: RoleSpec = getattr(spec, role)
-    processes = spec.actor.processes_per_pod if role == "actor" else 1
-    if of_role.gpus % processes:
+def _own_count(spec: RLJobSpec, group: str, replicas: int) -> int:
+    """Return how many of the replicas of a group have a pod of their own."""
+    return max(replicas - colocated_rollouts(spec), 0) if group == ROLLOUT else replicas
+
+
+def _slots_of(group: Group) -> GroupSlots:
+    gpus, processes = group.spec.gpus, group.processes_per_pod
+    if gpus % processes:
         raise ConfigError(
-            f"{role}.gpus must be a multiple of processesPerPod {processes}, got {of_role.gpus}; change one of them"
+            f"{group.name}.gpus must be a multiple of processesPerPod {processes}, got {gpus}; change one of them"
         )
-    replicas: int = getattr(spec, role).replicas
-    return RoleSlots(name=role, pods=replicas, gpus=of_role.gpus, processes=processes)
+    return GroupSlots(name=group.name, pods=group.replicas, gpus=gpus, processes=processes)
 
 
-def _numbered(order: Sequence[str], slots: Mapping[str, RoleSlots], pods: Mapping[str, int]) -> dict[str, list[int]]:
+def _numbered(order: Sequence[str], slots: Mapping[str, GroupSlots], pods: Mapping[str, int]) -> dict[str, list[int]]:
     """Return the number of the first accelerator of each pod on one machine.
 
-    Pods that scaling added come after all others: the accelerators of pods that run already must keep their numbers.
+    Pods that scaling added come after all others, so that the accelerators of running pods keep their numbers.
     """
-    first: dict[str, list[int]] = {role: [] for role in order}
+    first: dict[str, list[int]] = {name: [] for name in order}
     number = 0
-    planned = [(role, slots[role].pods) for role in order]
-    added = [(role, pods[role] - slots[role].pods) for role in order]
-    for role, count in (*planned, *added):
+    planned = [(name, slots[name].pods) for name in order]
+    added = [(name, pods[name] - slots[name].pods) for name in order]
+    for name, count in (*planned, *added):
         for _ in range(count):
-            first[role].append(number)
-            number += slots[role].gpus
+            first[name].append(number)
+            number += slots[name].gpus
     return first
 
 
-def _order(spec: RLJobSpec, slots: Mapping[str, RoleSlots]) -> list[str]:
-    """Return the roles in the order of their resources, once the written placement is found to be that of the pods."""
+def _order(spec: RLJobSpec, slots: Mapping[str, GroupSlots]) -> list[str]:
+    """Return the groups in the order of their resources. Raises PlacementError unless the written placement agrees with the pods."""
     written = spec.placement.component_placement
     if not written:
-        return list(ROLES)
+        return list(slots)
     names = [name.strip() for key in written for name in key.split(",") if name.strip()]
-    if unknown := sorted(set(names) - set(ROLES)):
-        raise PlacementError(f"{FIELD} must place {', '.join(ROLES)} only, got {', '.join(unknown)}; remove it")
+    if unknown := sorted(set(names) - slots.keys()):
+        raise PlacementError(f"{FIELD} must place {', '.join(slots)} only, got {', '.join(unknown)}; remove it")
     placed = [slots[name] for name in names]
-    on_gpus = {bool(role.gpus) for role in placed}
+    on_gpus = {bool(group.gpus) for group in placed}
     if len(on_gpus) > 1:
-        counts = ", ".join(f"{role.name}.gpus {role.gpus}" for role in placed)
+        counts = ", ".join(f"{group.name}.gpus {group.gpus}" for group in placed)
         raise PlacementError(
-            f"{FIELD} must place roles with accelerators or roles without, got {counts}; give each gpus, or leave env out"
+            f"{FIELD} must place groups with accelerators or groups without, got {counts}; give each of them gpus, or leave {ENV} out"
         )
-    total = sum(replace(role, pods=len(own_pods(spec, role.name))).resources for role in placed)
+    total = sum(_own_count(spec, group.name, group.pods) * group.processes * group.share for group in placed)
     inventory = Inventory([NodeInfo(0, total, "GPU")] if True in on_gpus else [NodeInfo(i, 0) for i in range(total)])
     found = _read(spec, inventory)
-    starts = {role.name: _check_role(role, found) for role in placed}
-    if guests(spec) and starts.get("actor") != starts.get("rollout"):
+    starts = {group.name: _check_group(group, found) for group in placed}
+    if colocated_rollouts(spec) and starts.get(ACTOR) != starts.get(ROLLOUT):
         raise PlacementError(
-            f"{FIELD} must begin actor and rollout at one resource with mode {spec.placement.mode}, as the first rollouts live in the "
-            f"actor's pods, got {dict(written)}; write both from {starts.get('actor', 0)}"
+            f"{FIELD} must begin actor and rollout at one resource with mode {spec.placement.mode}, as the first rollouts run in the "
+            f"actor's pods, got {dict(written)}; write both from {starts.get(ACTOR, 0)}"
         )
-    taken = {rank for role in placed for rank in found.get_hardware_ranks(role.name)}
+    taken = {rank for group in placed for rank in found.get_hardware_ranks(group.name)}
     if len(taken) < total:
         raise PlacementError(
-            f"{FIELD} must give env resources of its own, got {dict(written)} for {total}; write ranks that no other role has"
+            f"{FIELD} must give {ENV} resources of its own, got {dict(written)} for {total}; write ranks that no other group has"
         )
-    return sorted(ROLES, key=lambda role: starts.get(role, total))
+    return sorted(slots, key=lambda name: starts.get(name, total))
 
 
 def _read(spec: RLJobSpec, inventory: Inventory) -> ModelParallelComponentPlacement:
@@ -174,27 +179,27 @@ def _read(spec: RLJobSpec, inventory: Inventory) -> ModelParallelComponentPlacem
         "mode": spec.placement.mode,
         "recomputeLogProbs": spec.algorithm.recompute_log_probs,
     }
-    parallelism = {"rollout": {"tensor": spec.rollout.gpus or 1}}  # one engine has all accelerators of its pod
+    parallelism = {ROLLOUT: {"tensor": spec.rollout.gpus or 1}}  # one engine has all accelerators of its pod
     try:
         return ModelParallelComponentPlacement(config, inventory, parallelism)
     except PlacementError as error:
         raise type(error)(f"{FIELD}: {error}") from error
 
 
-def _check_role(role: RoleSlots, found: ModelParallelComponentPlacement) -> int:
-    """Return the first resource of a role. Raises PlacementError unless the role's processes have the resources that its pods offer."""
-    written = _resources_by_process(found.get_strategy(role.name))
-    taken, start = found.get_hardware_ranks(role.name), written[0][0]
-    count = role.pods * role.processes
-    offered = [list(range(start + rank * role.share, start + (rank + 1) * role.share)) for rank in range(count)]
+def _check_group(group: GroupSlots, found: ModelParallelComponentPlacement) -> int:
+    """Return the first resource of a group. Raises PlacementError unless its processes get the resources that its pods offer."""
+    written = _resources_by_process(found.get_strategy(group.name))
+    taken, start = found.get_hardware_ranks(group.name), written[0][0]
+    count = group.pods * group.processes
+    offered = [list(range(start + rank * group.share, start + (rank + 1) * group.share)) for rank in range(count)]
     if written != offered:
         hybrid = found.mode is PlacementMode.HYBRID  # which takes a range for a process per resource
-        ranks = f"{start}-{offered[-1][-1]}" + (f":0-{count - 1}" if hybrid and role.share > 1 else "")
-        what = f"{count} processes with {role.share} {'accelerators' if role.gpus else 'process slots'} each"
+        ranks = f"{start}-{offered[-1][-1]}" + (f":0-{count - 1}" if hybrid and group.share > 1 else "")
+        what = f"{count} processes with {group.share} {'accelerators' if group.gpus else 'process slots'} each"
         raise PlacementError(
-            f"{FIELD}: component {role.name} must be what its pods are ({what}: {role.name}.replicas {role.pods}, gpus {role.gpus}, "
-            f"{role.processes} processes per pod), got {len(written)} processes "
-            f"on {len(taken)} from {taken[0]} to {taken[-1]}; write {ranks}, or change the fields of {role.name}"
+            f"{FIELD}: component {group.name} must be what its pods are ({what}: {group.name}.replicas {group.pods}, gpus {group.gpus}, "
+            f"{group.processes} processes per pod), got {len(written)} processes "
+            f"on {len(taken)} from {taken[0]} to {taken[-1]}; write {ranks}, or change the fields of {group.name}"
         )
     return start
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rl_core.api.errors import InfrastructureError, RLJobError, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
-from rl_core.plan.slots import guests
+from rl_core.plan.slots import colocated_rollouts
 from rl_core.runner.device_lease import DeviceLease, Use
 from rl_core.runner.phases import DisaggregatedPhases, Moves, OffloadingPhases, Phases
 from rl_core.workers.group import Cluster, WorkerGroup
@@ -49,7 +49,7 @@ class ColocatedPhases:
     def __init__(self, spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> None:
         """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
-        self._guests = frozenset(f"rollout:{rank}" for rank in range(guests(spec)))
+        self._guests = frozenset(f"rollout:{rank}" for rank in range(colocated_rollouts(spec)))
         """Names of the rollouts that live in the actor's pods; hybrid placement has others, which keep their devices."""
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
         self._moves = Moves()
@@ -138,7 +138,7 @@ class ColocatedPhases:
 
 def build_phases(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> Phases:
     """Return what the job's placement does before and after each kind of work."""
-    if guests(spec):
+    if colocated_rollouts(spec):
         return ColocatedPhases(spec, cluster=cluster, actor=actor)
     if (offload := spec.actor.offload) != type(offload)():
         return OffloadingPhases(offload.resident, actor=actor, seconds=spec.runtime.deadlines.weight_sync)

@@ -1,7 +1,7 @@
-"""CURVE keys: one pair per role, loaded from a folder; who may connect to what (runtime.md 4, protocol.md 6).
+"""CURVE keys of a job, loaded from a folder, and the check of who may connect to which service.
 
-Used by rpc and bulk. A ZAP handler on the I/O thread maps the key of each new connection to its role and refuses, with a
-count, what ALLOWED does not list. A supervisor uses the key of its pod's role, so it may do what that role may do.
+Each group of worker processes has a key pair; runner, channel server and supervisors have one each. A ZAP handler on the I/O thread maps
+the key of each new connection to its owner and refuses connections that `callers_of_services` does not list; `refused` counts them.
 """
 
 import logging
@@ -10,35 +10,37 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import zmq
 import zmq.utils.z85
 
 from rl_core.api.errors import ConfigError
+from rl_core.plan.groups import BUILT_IN, GroupKind
 from rl_core.transports.sockets import IoThread, readable
 from rl_core.transports.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 
-ALLOWED: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "hub": frozenset({"runner", "actor", "rollout", "env", "supervisor"}),
-        "channel": frozenset({"runner", "actor", "rollout", "env", "supervisor"}),
-        "env": frozenset({"rollout", "runner"}),
-        "rollout": frozenset({"runner", "actor"}),
-        "actor": frozenset({"runner", "rollout"}),
-        "weights": frozenset({"rollout"}),
-    }
-)
-"""Service -> roles that may connect. A server's service is "hub" for the runner, else its role."""
-
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
+def callers_of_services(groups: Mapping[str, GroupKind] = BUILT_IN) -> dict[str, frozenset[str]]:
+    """Return service -> names of the keys that may connect to it.
+
+    The services are "hub" (of the runner), "channel", "weights" (of a trainer), and the RPC server of each group by the name of the group.
+    """
+    everybody = frozenset({"runner", "supervisor", *groups})
+    return {
+        "hub": everybody,
+        "channel": everybody,
+        "weights": frozenset(group.name for group in groups.values() if group.pulls_weights),
+        **{group.name: group.callers | {"runner"} for group in groups.values()},
+    }
+
+
 def generate_keys(roles: Iterable[str]) -> dict[str, str]:
-    """Return fresh key files: `<role>.secret` and `<role>.public` -> Z85 text, ready to be written to a folder."""
+    """Return new key pairs as file name -> Z85 text: `<role>.secret` and `<role>.public`."""
     files = {}
     for role in roles:
         public, secret = zmq.curve_keypair()
@@ -48,15 +50,17 @@ def generate_keys(roles: Iterable[str]) -> dict[str, str]:
 
 
 class KeyRing:
-    """The secret key of one role and the public keys of all, from `folder`.
+    """The secret key of one role and the public keys of all, from `folder`; `groups` are those of the job.
 
-    Raises ConfigError when the role's secret is missing, a file is not a key, a secret may be read by others, or a file
+    Raises ConfigError when the secret key of the role is missing, a file is not a key, a secret may be read by others, or a file
     may be written by anyone but its owner. Links are followed (Kubernetes mounts keys as links).
     """
 
-    def __init__(self, folder: str | os.PathLike[str], role: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], role: str, groups: Mapping[str, GroupKind] = BUILT_IN) -> None:
         self.folder = Path(folder)
         self.role = role
+        self.callers = callers_of_services(groups)
+        """Service -> names of the keys that may connect to it."""
         secrets = self.folder / f"{role}.secret"
         if not secrets.is_file():
             raise ConfigError(f"key folder {self.folder} must hold {role}.secret, got none; check RLJOB_CURVE_DIR")
@@ -66,13 +70,13 @@ class KeyRing:
         self._roles = {key: name for name, key in self.publics.items()}
 
     def role_of(self, public_key: bytes) -> str | None:
-        """Return the role of a Z85 public key, None when it is not of this job."""
+        """Return the role that owns a public key (Z85 text), None when the key does not belong to this job."""
         return self._roles.get(public_key)
 
     def serve(self, socket: zmq.Socket[Any], service: str) -> None:
-        """Make `socket` a CURVE server whose connections are checked as `service`. Call on the I/O thread, before bind."""
-        if service not in ALLOWED:
-            raise ConfigError(f"service must be one of {sorted(ALLOWED)}, got {service!r}")
+        """Make `socket` a CURVE server that admits the callers of `service`. Call on the I/O thread, before bind."""
+        if service not in self.callers:
+            raise ConfigError(f"service must be one of {sorted(self.callers)}, got {service!r}")
         gate = _gate_of(IoThread.shared())
         Strangers(IoThread.shared(), socket, what=service)
         socket.curve_server = True
@@ -81,9 +85,9 @@ class KeyRing:
         socket.zap_domain = gate.add(self, service)
 
     def services(self) -> list[str]:
-        """Return the services that a server of an unknown role may be, those first that this role may use."""
-        found = [{"runner": "hub"}.get(role, role) for role in self.publics]
-        return sorted(found, key=lambda service: self.role not in ALLOWED.get(service, ()))
+        """Return the services of all keys, beginning with those that this role may use; for a server whose role is unknown."""
+        services = [{"runner": "hub"}.get(role, role) for role in self.publics]
+        return sorted(services, key=lambda service: self.role not in self.callers.get(service, ()))
 
     def connect(self, socket: zmq.Socket[Any], service: str) -> None:
         """Make `socket` a CURVE client of `service`."""
@@ -118,7 +122,7 @@ def _read_key(path: Path, *, private: bool) -> bytes:
 
 
 class _Gate:
-    """The ZAP handler of one context: answers each handshake with the peer's role or a refusal."""
+    """The ZAP handler of one ZeroMQ context: answers each handshake with the role of the peer, or refuses it."""
 
     def __init__(self, io: IoThread) -> None:
         self.refused: Counter[str] = Counter()
@@ -148,7 +152,7 @@ class _Gate:
         if keys is None or mechanism != b"CURVE" or len(credentials) != 1:
             return None, "mechanism"
         role = keys.role_of(zmq.utils.z85.encode(credentials[0]))
-        if role is not None and role in ALLOWED[service]:
+        if role is not None and role in keys.callers[service]:
             return role, ""
         self.refused[service] += 1
         logger.warning(
@@ -168,6 +172,6 @@ def _gate_of(io: IoThread) -> _Gate:
 
 
 def refused(service: str) -> int:
-    """Return how many connections to `service` this process refused."""
+    """Return how many connections to `service` this process has refused."""
     gate = _gates.get(id(IoThread.shared()))
     return gate.refused[service] if gate is not None else 0

@@ -45,7 +45,7 @@ class RpcServer:
     """Serves `handlers` (a mapping, or the public methods of an object) at `bind`, `tcp://host:port`, port 0 = a free one.
 
     `keys` None: loopback only. `allowed` maps a caller's role to the methods it may call (roles absent may call none; None
-    = no restriction). `service` (None = by the identity's role) names the entry of curve.ALLOWED. Methods in `unfenced`
+    = no restriction). `service` (None = by the identity's role) names the entry of curve.callers_of_services. Methods in `unfenced`
     answer callers of older epochs too (the hub's hello). `share_memory`: find out which clients see the same /dev/shm, and take
     back the segments they release. `on_peer`, `on_peer_lost` and `on_late_cancel` (a caller gave up a call that was answered)
     run on the I/O thread. Raises ConfigError on `start` when the address cannot be bound.

@@ -1,6 +1,6 @@
 """The hub: the runner's end of every worker's registration, heartbeats and loss (runtime.md 3.4). Lives in the runner process.
 
-RPC methods: those of messages.members and those the runner adds. Who may connect: curve.ALLOWED["hub"]; each role calls its
+RPC methods: those of messages.members and those the runner adds. Who may connect: curve.callers_of_services; each role calls its
 own methods only. hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.
 
 What the runner does when a member comes or goes (`listen`) runs on a thread of its own, so that it may block without hurting the hub.

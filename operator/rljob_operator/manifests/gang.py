@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rl_core.plan.slots import guests
+from rl_core.plan.slots import colocated_rollouts
 from rljob_operator import kinds, naming
 from rljob_operator.manifests import containers, meta
 from rljob_operator.model import OperatorConfig
@@ -67,7 +67,7 @@ def manifests(job: RLJob, *, config: OperatorConfig) -> Gang:
 
 def _sizes(job: RLJob, api: str) -> dict[str, int]:
     sizes = {naming.ACTOR: job.spec.actor.replicas}
-    needed = job.spec.rollout.min_replicas - guests(job.spec)
+    needed = job.spec.rollout.min_replicas - colocated_rollouts(job.spec)
     return sizes if api == BUILT_IN or needed <= 0 else {**sizes, naming.ROLLOUT: needed}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rl_core.api.egress import EgressRule, exceptions
 from rl_core.api.job import RLJob
 from rl_core.plan.launch import Ports
-from rl_core.plan.slots import guests, own_pods
+from rl_core.plan.slots import colocated_rollouts, own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.manifests.policy_judge import Endpoint, allows
@@ -41,7 +41,7 @@ def build(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
     from_env = {"from": [_pods(job, naming.ENV)], "ports": _tcp(PORTS.hub, PORTS.channel)}
     from_operator = {"from": [_operator(config)], "ports": _tcp(PORTS.control)}
     rollouts = [naming.ROLLOUT] if own_pods(job.spec, naming.ROLLOUT) else []
-    hosts = [naming.ACTOR, *rollouts] if guests(job.spec) else rollouts
+    hosts = [naming.ACTOR, *rollouts] if colocated_rollouts(job.spec) else rollouts
     to_env = {"from": [_pods(job, *hosts), _actor_0(job)], "ports": _tcp(PORTS.rpc)}
     dns, spec = _dns(config), job.spec
     out_of_env = [dns, {"to": [_actor_0(job)], "ports": _tcp(PORTS.hub, PORTS.channel)}, *_given(spec.env.egress)]

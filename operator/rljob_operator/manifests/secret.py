@@ -31,4 +31,4 @@ def files_of(pod: PodPlan) -> tuple[list[str], list[str]]:
     """Return (secret files, public files) that a pod sees: the secret halves of its own processes' roles, the token beside the runner."""
     roles = {process.env["RLJOB_ROLE"] for container in pod.containers for process in container.processes}
     token = [keys.TOKEN_FILE] if "runner" in roles else []
-    return [f"{role}.secret" for role in sorted(roles)] + token, [f"{role}.public" for role in keys.KEY_ROLES]
+    return [f"{role}.secret" for role in sorted(roles)] + token, [f"{role}.public" for role in keys.key_names()]

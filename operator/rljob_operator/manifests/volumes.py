@@ -69,7 +69,7 @@ def _ours(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> list[dict[str, An
     found: list[dict[str, Any]] = [
         {"name": KEYS, "projected": {"defaultMode": PRIVATE, "sources": sources}},
         {"name": TMP_VOLUME, "emptyDir": {}},
-        {"name": SHM, "emptyDir": {"medium": "Memory", **_shm_limit(job, pod, roles)}},
+        {"name": SHM, "emptyDir": {"medium": "Memory", **_shm_limit(job, roles)}},
     ]
     if job.spec.code is not None:
         found.append({"name": CODE_VOLUME, "configMap": {"name": job.spec.code.config_map}})
@@ -80,12 +80,10 @@ def _ours(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> list[dict[str, An
     return found
 
 
-def _shm_limit(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> dict[str, str]:
-    """Return the size of /dev/shm: the largest asked for, else what the plan needs, else bounded by the pod's memory alone."""
+def _shm_limit(job: RLJob, roles: tuple[str, ...]) -> dict[str, str]:
+    """Return the size limit of /dev/shm that the job asks for; without one only the memory of the pod limits it."""
     given = [size for role in roles if (size := _spec(job, role).shm_size) is not None]
-    if given:
-        return {"sizeLimit": str(given[0])}
-    return {"sizeLimit": str(pod.shm_bytes)} if pod.shm_bytes else {}
+    return {"sizeLimit": str(given[0])} if given else {}
 
 
 def _spec(job: RLJob, role: str) -> RoleSpec:

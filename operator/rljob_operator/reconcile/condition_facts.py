@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rl_core.plan.failure_rules import SHORTAGE
-from rl_core.plan.slots import guests
+from rl_core.plan.slots import colocated_rollouts
 from rljob_operator.reconcile import pod_lists, storage
 from rljob_operator.reconcile.conditions import TYPES, Fact
 from rljob_operator.reconcile.failures import Act, stall_words
@@ -318,7 +318,7 @@ def _degraded(situation: Situation, course: Course) -> Fact:
     text = ", ".join(
         f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
     )
-    needed = situation.spec.rollout.min_replicas - guests(situation.spec)
+    needed = situation.spec.rollout.min_replicas - colocated_rollouts(situation.spec)
     if short["rollout"][1] < min(needed, short["rollout"][0]):
         return Fact(
             status="True",

@@ -231,14 +231,14 @@ def _judge_stall(situation: Situation, record: Record) -> tuple[Record, list[Fin
         act = Act.RESTART_JOB  # its processes are in the actor's pods
     message = f"no progress for longer than failurePolicy.stall allows: {stall_words(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
-    return charged(situation, record, stall_acts=1), [finding]
+    return charged(situation, record, stall_actions=1), [finding]
 
 
-def charged(situation: Situation, record: Record, *, restarts: int = 0, stall_acts: int = 0) -> Record:
+def charged(situation: Situation, record: Record, *, restarts: int = 0, stall_actions: int = 0) -> Record:
     """Return the record after a charge to failurePolicy.maxRestarts, or an act on a stall, at the step that is finished now."""
     every, acts = situation.spec.failure_policy.forgive_after_steps, record.ends.get(STALL) or Ends()
-    budget = _budget(record).charged(restarts=restarts, stall_acts=stall_acts, step=situation.step, every=every)
-    if stall_acts:
+    budget = _budget(record).charged(restarts=restarts, stall_actions=stall_actions, step=situation.step, every=every)
+    if stall_actions:
         acts = replace(acts, times=(*acts.times, situation.now)[-MOST_ACTS:])
         record = replace(record, ends={**record.ends, STALL: acts})
     return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at)
@@ -247,13 +247,13 @@ def charged(situation: Situation, record: Record, *, restarts: int = 0, stall_ac
 def forgiven(situation: Situation, record: Record) -> Record:
     """Return the record with what the finished steps give back."""
     budget = _budget(record).after(situation.step, every=situation.spec.failure_policy.forgive_after_steps)
-    ends = record.ends if budget.stall_acts else {name: one for name, one in record.ends.items() if name != STALL}
+    ends = record.ends if budget.stall_actions else {name: one for name, one in record.ends.items() if name != STALL}
     return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, ends=ends)
 
 
 def _budget(record: Record) -> Budget:
     acts = record.ends.get(STALL) or Ends()
-    return Budget(restarts=record.restarts, stall_acts=len(acts.times), forgive_at=record.forgive_at)
+    return Budget(restarts=record.restarts, stall_actions=len(acts.times), forgive_at=record.forgive_at)
 
 
 def stall_words(stall: object) -> str:

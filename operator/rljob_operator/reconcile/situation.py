@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rl_core.api.defaults import Defaults
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.api.roles import RoleSpec
-from rl_core.plan.slots import guests, own_pods
+from rl_core.plan.slots import colocated_rollouts, own_pods
 from rljob_operator import naming
 from rljob_operator.model import Object, Observed, OperatorConfig, PodView
 from rljob_operator.reconcile import record as records
@@ -85,7 +85,7 @@ class Situation:
 
     def hosts(self, role: str) -> tuple[PodView, ...]:
         """Return our pods that run processes of `role`, by index; of the actor those of this epoch only."""
-        inside = guests(self.spec) if role == "rollout" else 0
+        inside = colocated_rollouts(self.spec) if role == "rollout" else 0
         return (*self.by_role["actor"][:inside], *self.by_role[role])
 
     def indices(self, role: str) -> range:

@@ -412,7 +412,7 @@ def test_a_pod_sees_the_secrets_of_its_own_processes_all_public_halves_and_the_t
         (source,) = volume["projected"]["sources"]
         assert source["secret"]["name"] == naming.secret("sums", UID)
         items = source["secret"]["items"]
-        assert {f"{role}.public" for role in keys.KEY_ROLES} == {i["path"] for i in items if i["mode"] == 0o444}
+        assert {f"{role}.public" for role in keys.key_names()} == {i["path"] for i in items if i["mode"] == 0o444}
         seen[name] = sorted(i["path"] for i in items if i["mode"] == 0o400)
     assert seen["sums-actor-0"] == ["actor.secret", "channel.secret", "control.token", "runner.secret"]
     assert seen["sums-actor-1"] == seen["sums-actor-2"] == ["actor.secret"]

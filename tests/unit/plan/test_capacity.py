@@ -172,7 +172,7 @@ def test_where_the_estimate_is_wrong_a_variable_lets_the_job_go_on(monkeypatch, 
     admit(report, "rollout")
     monkeypatch.setenv("CAPACITY_CHECK", "warn")
     admit(report, "actor")
-    assert "so the job goes on: role actor" in caplog.text
+    assert "so the job continues: role actor" in caplog.text
 
 
 def test_sync_holds_two_buckets_and_a_host_copy():

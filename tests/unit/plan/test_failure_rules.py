@@ -172,8 +172,8 @@ def test_a_pod_that_somebody_deleted_does_not_count(role):
 
 
 def test_steps_beyond_the_last_charge_give_restarts_back_one_by_one():
-    budget = Budget().charged(restarts=1, step=7, every=10).charged(restarts=1, stall_acts=1, step=12, every=10)
-    assert budget == Budget(restarts=2, stall_acts=1, forgive_at=22)
+    budget = Budget().charged(restarts=1, step=7, every=10).charged(restarts=1, stall_actions=1, step=12, every=10)
+    assert budget == Budget(restarts=2, stall_actions=1, forgive_at=22)
     assert budget.after(21, every=10) == budget
     assert budget.after(22, every=10) == Budget(restarts=1, forgive_at=32)
     assert budget.after(32, every=10) == Budget() == budget.after(999, every=10)

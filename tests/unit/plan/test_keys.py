@@ -8,7 +8,7 @@ import zmq
 from zmq.utils import z85
 
 from rl_core.api.errors import ConfigError
-from rl_core.plan.keys import KEY_ROLES, TOKEN_FILE, control_token, curve_pair, derive, key_files, write_key_folder
+from rl_core.plan.keys import TOKEN_FILE, control_token, curve_pair, derive, key_files, key_names, write_key_folder
 from rl_core.transports.curve import KeyRing
 
 MASTER = bytes(range(32))
@@ -25,7 +25,7 @@ def test_every_role_job_and_master_has_other_keys():
         for name, text in key_files(master, uid).items()
         if not name.endswith(".public")
     ]
-    assert len(set(secrets)) == len(secrets) == 3 * (len(KEY_ROLES) + 1)
+    assert len(set(secrets)) == len(secrets) == 3 * (len(key_names()) + 1)
 
 
 def test_job_and_role_cannot_be_shifted_into_each_other():
@@ -41,7 +41,7 @@ def test_derivation_is_keyed_blake2b():
 
 
 def test_public_half_belongs_to_the_secret():
-    for role in KEY_ROLES:
+    for role in key_names():
         public, secret = curve_pair(MASTER, "uid-1", role)
         assert zmq.curve_public(secret.encode()).decode() == public
         assert z85.decode(secret.encode()) == derive(MASTER, "uid-1", role)
@@ -67,4 +67,4 @@ def test_folder_is_readable_by_its_owner_only_and_can_be_written_again(tmp_path)
     assert (folder / TOKEN_FILE).read_text() == control_token(MASTER, "uid-1")
     ring = KeyRing(folder, "actor")
     assert ring.secret.decode() == curve_pair(MASTER, "uid-1", "actor")[1]
-    assert set(ring.publics) == set(KEY_ROLES)
+    assert set(ring.publics) == set(key_names())

@@ -203,7 +203,7 @@ def test_pods_that_scaling_adds_leave_the_accelerators_of_others_as_they_are():
         ({"actor": "0-3", "rollout": "4-5"}, r"component rollout must be .*got 1 processes on 2 from 4 to 5; write 4-7"),
         ({"actor": "0-3:0-1", "rollout": "4-7"}, "component actor: 4 resources make 4 processes of 1, got 2 processes"),
         ({"actor": "0-1,4-5", "rollout": "6-7"}, "component actor: resource ranks must be contiguous"),
-        ({"actor": "0-3", "rollout": "4-7", "env": "0"}, r"actor.gpus 4, rollout.gpus 2, env.gpus 0; give each gpus, or leave env out"),
+        ({"actor": "0-3", "rollout": "4-7", "env": "0"}, r"actor.gpus 4, rollout.gpus 2, env.gpus 0; give each of them gpus, or leave env out"),
     ],
 )  # fmt: skip
 def test_a_block_that_the_pods_cannot_honour_is_refused_with_the_way_out(written, words):
@@ -212,7 +212,9 @@ def test_a_block_that_the_pods_cannot_honour_is_refused_with_the_way_out(written
 
 
 def test_env_on_accelerators_of_others_is_refused():
-    with pytest.raises(PlacementError, match=r"must give env resources of its own.*write ranks that no other role has"):
+    with pytest.raises(
+        PlacementError, match=r"must give env resources of its own.*write ranks that no other group has"
+    ):
         plan(spec({"actor": "0-3", "rollout": "4-7", "env": "0"}, **GPUS, env={"gpus": 1}))
 
 
