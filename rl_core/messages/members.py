@@ -55,6 +55,14 @@ class MemberState(StrEnum):
         """Return whether the member holds a worker object and takes calls."""
         return self in (MemberState.READY, MemberState.UPDATING, MemberState.SERVING)
 
+    @property
+    def visible(self) -> "MemberState":
+        """Return the state that other members see: READY for every state in which the member takes calls.
+
+        A weight sync moves each rollout between UPDATING and SERVING. Nobody who calls a rollout needs to know, so nothing is sent.
+        """
+        return MemberState.READY if self.constructed else self
+
 
 @record
 class MemberId:
@@ -68,7 +76,7 @@ class MemberId:
 
 @record
 class MemberView:
-    """What every process of the job knows of a member."""
+    """What the members that may call a member know of it."""
 
     wire_tolerant = True
     name: str
@@ -84,11 +92,9 @@ class MemberView:
     """Equal for processes that share /dev/shm."""
     incarnation: Incarnation
     world_size: int = 1
-    """Planned size of its group; for elastic roles the live set is the truth."""
+    """Planned size of its group. An elastic group may have more or fewer members."""
     state: MemberState = MemberState.JOINING
-    policy_version: int | None = None
-    digest: str | None = None
-    """Content digest of the weights it holds."""
+    """Its state as `MemberState.visible` gives it."""
 
     def __post_init__(self) -> None:
         _revive_state(self)
@@ -96,11 +102,14 @@ class MemberView:
 
 @record
 class View:
-    """The members that changed since the receiver's last view, gone ones included."""
+    """The members that changed since the receiver's last view. Members that are gone are included.
+
+    A receiver gets only members of the groups that it may call.
+    """
 
     wire_tolerant = True
     version: int
-    """Rises with every change; the receiver names it in its next heartbeat."""
+    """Sequence number of the last change. The receiver sends it back with its heartbeats and gets what changed after it."""
     members: list[MemberView]
 
 
@@ -192,6 +201,8 @@ class HeartbeatAnswer:
     """False: the hub does not count the process as a member; it must say hello again."""
     view: View | None = None
     """None: nothing changed since the heartbeat's `view_version`."""
+    num_serving: int = 0
+    """Members of the sender's group that are in the state SERVING."""
 
 
 def _revive_state(message: Any) -> None:

@@ -294,9 +294,8 @@ class RolloutWorkerBase(Worker):
     def _row_limit(self) -> int:
         """Return the engine's capacity, but no more than this worker's share of a step's rows."""
         algorithm = self.spec.algorithm
-        serving = sum(member.state is MemberState.SERVING for member in self.members("rollout"))
         groups = math.ceil(algorithm.prompts_per_step * self.spec.rollout.oversample)
-        share = -(-groups * algorithm.group_size // max(1, serving))
+        share = -(-groups * algorithm.group_size // max(1, self.num_serving))
         return min(self._built().engine.row_capacity, share)
 
     def _max_seq_len(self) -> int:

@@ -99,6 +99,8 @@ class WorkerContext:
         self._wait_ids = itertools.count()
         self._members: dict[str, MemberView] = {}
         self._view_version = -1
+        self.num_serving = 0
+        """Members of this process's group that are in the state SERVING, as of the last heartbeat."""
         self._waiting_for_view: set[Callable[[], object]] = set()
         """Wakes one coroutine each."""
         self._peers: dict[str, RpcClient] = {}
@@ -210,11 +212,11 @@ class WorkerContext:
         if self.hub is not None:
             self.hub.set_epoch(epoch)
 
-    def members(self, role: str | None = None) -> list[MemberView]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank, as of the last heartbeat."""
+    def members(self, group: str | None = None) -> list[MemberView]:
+        """Return the members of `group` (None: all that this process sees) that are not gone, by group and rank."""
         with self._lock:
-            found = [m for m in self._members.values() if not m.state.gone and role in (None, m.role)]
-        return sorted(found, key=lambda m: (m.group, m.rank))
+            present = [m for m in self._members.values() if not m.state.gone and group in (None, m.group)]
+        return sorted(present, key=lambda m: (m.group, m.rank))
 
     async def view_changed(self) -> None:
         """Wait until the view changes; the caller bounds the wait."""

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from rl_core.messages.members import (
     MemberId,
     MemberState,
 )
+from rl_core.plan.groups import GroupKind, groups_of
 from rl_core.transports.rpc import RpcServer, current_caller
 from rl_core.transports.sockets import is_loopback, split_address
 from rl_core.workers.member import Member
@@ -87,6 +88,7 @@ class Hub:
             epoch=identity.epoch,
             suspect_seconds=suspect_seconds,
             lost_seconds=lost_seconds,
+            views=visible_groups(groups_of(job.spec).values()) if job is not None else None,
             clock=clock,
         )
         self._lock = threading.Lock()
@@ -201,7 +203,7 @@ class Hub:
             raise ConfigError(f"a process of role {caller.role} must not say hello as {member.role!r}")
         with self._changing() as membership:
             refusal = membership.hello(report)
-            view = membership.view()
+            view = membership.view(member.group)
         if refusal is not None:
             logger.warning("refused %s of pod %s: %s", member.name, member.pod, refusal)
             return HelloRefused(reason=refusal, epoch=self.epoch)
@@ -266,6 +268,12 @@ class Hub:
             logger.error("the runner's %s listener for %s failed: %s", change.kind, change.member.name, error)
         except Exception:  # a bug in one listener must not stop the others
             logger.exception("the runner's %s listener for %s failed", change.kind, change.member.name)
+
+
+def visible_groups(groups: Iterable[GroupKind]) -> dict[str, frozenset[str]]:
+    """Return for each group the groups whose members it sees: those that it may call."""
+    known = list(groups)
+    return {viewer.name: frozenset(group.name for group in known if viewer.name in group.callers) for viewer in known}
 
 
 def _bindable(address: str) -> str:

@@ -12,8 +12,11 @@ ELASTIC_ROLES = frozenset({"rollout", "env"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member(MemberView):
-    """A snapshot; changes make a new one."""
+    """One state of a member. A change makes a new object."""
 
+    policy_version: int | None = None
+    digest: str | None = None
+    """Content digest of the weights that it holds."""
     registration: int = 0
     """Counts the registrations of its process from 1."""
     device_uuids: tuple[str, ...] = ()
@@ -41,8 +44,8 @@ class Member(MemberView):
 
     @property
     def view(self) -> MemberView:
-        """What the other processes see of it."""
-        return MemberView(**{name: getattr(self, name) for name in _VIEWED})
+        """What members of other groups see of it."""
+        return MemberView(**{name: getattr(self, name) for name in _VIEWED} | {"state": self.state.visible})
 
 
-_VIEWED = tuple(one.name for one in fields(MemberView))
+_VIEWED = tuple(field.name for field in fields(MemberView))

@@ -9,7 +9,8 @@ hear of (joined, lost) collect in order and are taken by the hub.
 """
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -47,18 +48,25 @@ class Membership:
         epoch: int,
         suspect_seconds: float = 6.0,
         lost_seconds: float = 15.0,
+        views: Mapping[str, Set[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`views`: the groups whose members each group sees; a group that is not listed sees nobody. None = each sees all."""
         self.uid = uid
         self.epoch = epoch
         self.version = 0
-        """Rises with every change that other members see."""
+        """Rises with every change of a member's state, of its weights, or of who is a member."""
         self._suspect = suspect_seconds
         self._lost = lost_seconds
+        self._views = views
         self._clock = clock
         self._members: dict[str, Member] = {}
-        self._changed_at: dict[str, int] = {}
-        """Version at which a member last changed, by name."""
+        self._view_version = 0
+        """Rises with every change that other members see."""
+        self._shown: dict[str, dict[str, int]] = {}
+        """By group: the view version at which each member last changed, the latest change last."""
+        self._serving: Counter[str] = Counter()
+        """Members in the state SERVING, by group."""
         self._changes: list[Change] = []
         self._last_sweep = clock()
 
@@ -86,7 +94,7 @@ class Membership:
             again = old.incarnation == member.incarnation
             reason = "it said hello again" if again else f"replaced by incarnation {_dotted(member.incarnation)}"
             self._lose(old, reason)
-        self._put(member)
+        self._store(member)
         self._changes.append(Change("joined", member))
         return None
 
@@ -104,7 +112,7 @@ class Membership:
             return HeartbeatAnswer(known=False)
         if drained and not rests:
             member = self._lose(member, "it drained", state=MemberState.DRAINED)
-        self._put(
+        self._store(
             replace(
                 member,
                 state=beat.state,
@@ -118,8 +126,9 @@ class Membership:
                 last_seen=self._clock(),
             )
         )
-        moved = beat.view_version != self.version
-        return HeartbeatAnswer(known=True, view=self.view(since=beat.view_version) if moved else None)
+        return HeartbeatAnswer(
+            known=True, view=self._update(member.group, beat.view_version), num_serving=self._serving[member.group]
+        )
 
     def child_ended(self, child: MemberId, code: int) -> None:
         """Note that a supervisor saw a member's process end; the end of an older one is no news."""
@@ -148,12 +157,17 @@ class Membership:
             if silence > self._lost:
                 self._lose(member, f"no heartbeat for {silence:.1f} s")
             elif silence > self._suspect and member.state is not MemberState.SUSPECT:
-                self._put(replace(member, state=MemberState.SUSPECT))
+                self._store(replace(member, state=MemberState.SUSPECT))
 
-    def view(self, since: int = -1) -> View:
-        """Return the members that changed after view version `since`, gone ones included."""
-        changed = [member.view for name, member in self._members.items() if self._changed_at[name] > since]
-        return View(version=self.version, members=changed)
+    def view(self, group: str | None = None, since: int = -1) -> View:
+        """Return the members that changed after view version `since` among those that `group` sees (None: all)."""
+        changed: list[tuple[int, str]] = []
+        for seen in self._seen_by(group):
+            for name, version in reversed(self._shown.get(seen, {}).items()):
+                if version <= since:
+                    break
+                changed.append((version, name))
+        return View(version=self._view_version, members=[self._members[name].view for _, name in sorted(changed)])
 
     def take_changes(self) -> list[Change]:
         """Return what happened since the last call, in order."""
@@ -182,16 +196,49 @@ class Membership:
 
     def _lose(self, member: Member, reason: str, *, state: MemberState = MemberState.LOST) -> Member:
         member = replace(member, state=state, reason=reason)
-        self._put(member)
+        self._store(member)
         self._changes.append(Change("lost", member, reason))
         return member
 
-    def _put(self, member: Member) -> None:
+    def _update(self, group: str, since: int) -> View | None:
+        """Return what `group` has not seen after view version `since`; None when there is nothing.
+
+        A version that was never given out belongs to another hub: everything is sent.
+        """
+        if since > self._view_version:
+            since = -1
+        last = max(
+            (next(reversed(shown.values())) for seen in self._seen_by(group) if (shown := self._shown.get(seen))),
+            default=-1,
+        )
+        return self.view(group, since) if last > since else None
+
+    def _seen_by(self, group: str | None) -> Iterable[str]:
+        return self._shown if group is None or self._views is None else self._views.get(group, ())
+
+    def _store(self, member: Member) -> None:
         old = self._members.get(member.name)
         self._members[member.name] = member
-        if old is None or old.view != member.view:
+        state, before = member.state, old.state if old is not None else None
+        if state is not before:
+            self._serving[member.group] += (state is MemberState.SERVING) - (before is MemberState.SERVING)
+        joined = old is None or (old.id, old.registration, old.address) != (
+            member.id,
+            member.registration,
+            member.address,
+        )
+        shown = joined or old is None or old.state.visible is not state.visible
+        if shown:
+            self._view_version += 1
+            versions = self._shown.setdefault(member.group, {})
+            versions.pop(member.name, None)
+            versions[member.name] = self._view_version
+        if (
+            shown
+            or old is None
+            or (old.state, old.policy_version, old.digest) != (state, member.policy_version, member.digest)
+        ):
             self.version += 1
-            self._changed_at[member.name] = self.version
 
 
 def _repeated(old: Member, new: Member) -> bool:

@@ -204,6 +204,7 @@ class Registration:
                 return
             last_heard = time.monotonic()
             self._context.hub_answered()
+            self._context.num_serving = answer.num_serving
             self._context.update_view(answer.view)
             await self._pause()
         logger.warning("the hub has been silent for %.0f s", self._lost_seconds)

@@ -142,12 +142,23 @@ class Worker:
 
     # --- others ----------------------------------------------------------------------------------------------------
 
-    def members(self, role: str | None = None) -> list[MemberView]:
-        """Return the living members of `role` as of the last heartbeat (2 s old at most)."""
-        return self._context.members(role)
+    def members(self, group: str | None = None) -> list[MemberView]:
+        """Return the living members of `group` (None: of all groups that this worker may call) as of the last heartbeat.
+
+        A heartbeat is sent every `deadlines.heartbeat` seconds.
+        """
+        return self._context.members(group)
+
+    @property
+    def num_serving(self) -> int:
+        """Members of this worker's own group that serve the policy, as of the last heartbeat."""
+        return self._context.num_serving
 
     async def view_changed(self) -> None:
-        """Wait until some member joined, changed its state or version, or is gone. Unbounded: the caller sets the deadline."""
+        """Wait until a member that this worker may call joins, begins or stops to take calls, or is gone.
+
+        The wait has no bound of its own: the caller sets the deadline.
+        """
         await self._context.view_changed()
 
     async def hub_call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:

@@ -199,21 +199,55 @@ def test_a_member_joins_once_per_registration_even_through_a_suspicion(table, cl
     assert [c.kind for c in table.take_changes()] == ["lost", "joined"]
 
 
-def test_a_heartbeat_carries_the_view_only_when_it_moved(table):
+def test_a_heartbeat_is_answered_with_the_members_that_changed_since_the_last_view_and_no_others(table):
     table.hello(hello(0))
     table.hello(hello(1, pid=11))
-    known = table.version
+    known = table.view().version
     assert table.heartbeat(process(1), beat(view_version=known)).view is None
     table.heartbeat(process(0), beat("serving", policy_version=7, digest="d"))
     moved = table.heartbeat(process(1), beat(view_version=known)).view
-    assert [(m.name, m.state, m.policy_version) for m in moved.members] == [("rollout:0", "serving", 7)]
+    assert [(m.name, m.state) for m in moved.members] == [("rollout:0", "ready")]
+    assert table.heartbeat(process(1), beat(view_version=moved.version)).view is None
+
+
+def test_a_view_version_that_this_hub_never_gave_out_is_answered_with_the_whole_view(table):
+    table.hello(hello(0))
+    table.hello(hello(1, pid=11))
+    answer = table.heartbeat(process(1), beat(view_version=99))
+    assert [m.name for m in answer.view.members] == ["rollout:0", "rollout:1"]
+
+
+def test_a_weight_sync_moves_the_hubs_version_and_nobodys_view(table):
+    table.hello(hello(0))
+    table.heartbeat(process(0), beat("ready"))
+    version, seen = table.version, table.view().version
+    for state, weights in (("updating", None), ("updating", 7), ("serving", 7)):
+        answer = table.heartbeat(process(0), beat(state, policy_version=weights, view_version=seen))
+        assert answer.view is None
+    assert table.version == version + 3 and table.get("rollout:0").policy_version == 7
+
+
+def test_a_group_sees_the_groups_that_it_may_call_and_the_number_of_its_own_members_that_serve(clock):
+    table = Membership(uid="u", epoch=3, views={"rollout": {"env"}, "env": set()}, clock=clock)
+    for role in ("rollout", "env"):
+        for rank in range(2):
+            table.hello(hello(rank, role=role, pid=10 * rank + len(role)))
+    for rank in range(2):
+        table.heartbeat(process(rank), beat("serving"))
+    answer = table.heartbeat(process(0), beat("serving"))
+    assert [m.name for m in answer.view.members] == ["env:0", "env:1"] and answer.num_serving == 2
+    assert table.heartbeat(MemberId(name="env:0", incarnation=(0, 0)), beat("ready")).view is None
+    table.give_up(process(1), "it could not join")
+    answer = table.heartbeat(process(0), beat("serving", view_version=answer.view.version))
+    assert [m.state for m in answer.view.members] == ["ready"] and answer.num_serving == 1
 
 
 def test_progress_alone_does_not_move_the_view(table):
     table.hello(hello(0))
-    version = table.version
+    version, seen = table.version, table.view().version
     table.heartbeat(process(0), beat(progress={"tokens": 5}))
-    assert table.version == version and table.get("rollout:0").progress == {"tokens": 5}
+    assert (table.version, table.view().version) == (version, seen)
+    assert table.get("rollout:0").progress == {"tokens": 5}
 
 
 steps = st.one_of(
