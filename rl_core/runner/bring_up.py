@@ -3,6 +3,7 @@
 import logging
 
 from rl_core.api.settings import DeadlinesSpec
+from rl_core.plan.groups import ACTOR
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.members import Members, Point
@@ -46,7 +47,7 @@ class BringUp:
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights; `at()` is the loop's point in waits that have no bound."""
         seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
-        self._members.await_actors(seconds, at=at)
+        self._members.await_gang(ACTOR, seconds, at=at)
         # Before the first phase nobody else has a device: rollouts join once there is a time in which they generate.
         stops.wait(self._actor.init_worker(), seconds)
         with self._phases.training():
@@ -56,7 +57,7 @@ class BringUp:
             address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         self._members.open(address)
-        self._members.await_envs(seconds, at=at)
+        self._members.await_plain(seconds, at=at)
         self.await_rollouts(at=at)
 
     def await_rollouts(self, *, at: Point) -> None:

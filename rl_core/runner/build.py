@@ -85,7 +85,7 @@ def build(job: RLJob, identity: Identity, *, output: Path, resume: str) -> Runne
     program = (AsyncReasoningRunner if staleness else ReasoningRunner)(
         parts, measured, dropped_overlong=train.dropped_overlong
     )
-    hub.listen(joined=parts.members.welcome, lost=parts.members.lost)
+    hub.listen(joined=parts.members.joined, lost=parts.members.lost)
     serve_groups(hub, parts.dispatcher)
     hub.start()
     return program

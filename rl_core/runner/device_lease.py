@@ -7,6 +7,7 @@ kind that is under way gets in, also past others that wait: a rollout that joins
 training that waits for these groups.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ class DeviceLease:
         self._changed = threading.Condition()
         """Guards all below; notified when a user leaves and after each hand-over. Not held during a hand-over, which `/status` tells."""
         self._users = 0
+        self._shared_until = -math.inf
+        """Clock at which the last of those that share a use must be done."""
         self._moving = False
         self.use: Use | None = None
         """The kind of work that has the devices; None before the first, during a hand-over, and after one that failed."""
@@ -75,11 +78,17 @@ class DeviceLease:
             self._leave()
 
     @contextmanager
-    def shared(self, use: Use) -> Iterator[None]:
-        """Have the devices for `use` while the block runs, once somebody else got them for it. Raises DeadlineExceeded."""
+    def shared(self, use: Use, *, seconds: float) -> Iterator[None]:
+        """Use the devices for `use` while the block runs, once somebody else got them for it. Raises DeadlineExceeded.
+
+        The block must end within `seconds`. Others that wait for the devices wait that much longer: a member that joins may delay the
+        run, but must not end it.
+        """
         with self._changed:
             self._wait(lambda: self.use is use, use)
             self._users += 1
+            self._shared_until = max(self._shared_until, self._clock() + seconds)
+            self._changed.notify_all()
         try:
             yield
         finally:
@@ -106,9 +115,14 @@ class DeviceLease:
             self._changed.notify_all()
 
     def _wait(self, free: Callable[[], bool], use: Use) -> None:
-        if not self._changed.wait_for(free, self._seconds):
-            holder = "a hand-over" if self._moving else self.use or "nobody"
-            raise DeadlineExceeded(
-                f"the devices must be free for {use} within {self._seconds:.0f} s, got them held by {holder} for "
-                f"{self.held_seconds():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
-            )
+        began = self._clock()
+        while not free():
+            end = max(began, self._shared_until if self._users else -math.inf) + self._seconds
+            left = end - self._clock()
+            if left <= 0:
+                holder = "a hand-over" if self._moving else self.use or "nobody"
+                raise DeadlineExceeded(
+                    f"the devices must be free for {use} within {self._seconds:.0f} s, got them held by {holder} for "
+                    f"{self.held_seconds():.0f} s; raise runtime.deadlines.waitReady, or look why it does not end"
+                )
+            self._changed.wait(left)

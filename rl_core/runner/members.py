@@ -1,197 +1,193 @@
-"""Brings members into the run, at the start and whenever one is replaced, and lets go of those that are lost (runtime.md 3.5).
+"""Brings members into the run, at the start and whenever one is replaced, and releases what lost ones held.
 
-    hello -> construct -> init_worker -> join: pull the committed weights, prove the version -> start_rollout -> serves
-    lost  -> its groups are given out again, a weight sync goes on without it
+    hello -> the strategy of the member's group (`joining`) brings it in, in a thread of its own
+    lost  -> its groups of samples are given to others, a publication goes on without it
 
-The only owner of membership in the runner. Joins run in threads of their own and never block the loop.
+The only owner of membership in the runner. Members come in side by side: one that is slow delays neither the loop nor other members.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError
+from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RLJobError, text_of
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.messages.members import MemberState
-from rl_core.messages.weights import ReceiverAck
-from rl_core.runner.dispatcher import Dispatcher
-from rl_core.runner.phases import Phases
+from rl_core.plan.groups import ROLLOUT
+from rl_core.runner.joining import JoinStrategy, PullingJoin
 from rl_core.runner.presence import Identity, Presence
 from rl_core.runner.status import Phase, StatusBoard
-from rl_core.workers.group import Cluster, WorkerGroup
+from rl_core.workers.group import Cluster
 from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
 RETRY_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Seconds between attempts to bring in a member that is alive."""
 LOOK = 0.25
-"""Seconds between two looks at a wait that no join wakes."""
+"""Seconds between two looks at a condition that no join changes."""
 Point = Callable[[], None]
-"""A named point of the loop: raises what ends the run, applies changes of the spec."""
+"""A point of the loop at which it may end, and at which changes of the spec are applied."""
 
 
 class Members:
-    """Members of the elastic roles (rollout, env) as they come and go; the actors' gang as a whole."""
+    """Members of elastic groups as they come and go; gangs as a whole."""
 
     def __init__(
         self,
         cluster: Cluster,
-        groups: dict[str, WorkerGroup],
+        strategies: Mapping[str, JoinStrategy],
         presence: Presence,
         board: StatusBoard,
-        dispatcher: Dispatcher,
-        phases: Phases,
         deadlines: DeadlinesSpec,
         *,
-        start_args: tuple[Any, ...],
         fail: Callable[[RLJobError], None],
         pauses: tuple[float, ...] = RETRY_PAUSES,
     ) -> None:
-        """`start_args` go to `start_rollout` (the channels). `fail` ends the run: another process would fail at it too."""
-        self._cluster, self._groups, self._presence, self._board = cluster, groups, presence, board
-        self._dispatcher, self._phases, self._deadlines, self._start_args = dispatcher, phases, deadlines, start_args
-        self._fail, self._pauses = fail, pauses
-        self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="join")
-        self.sync_lock = threading.Lock()
-        """Held by a weight sync, and by a join while it pulls weights: a joiner must not pull a version that is being replaced."""
+        """`strategies` has an entry for each elastic group. `fail` ends the run with an error that every process would meet."""
+        self._cluster, self._strategies, self._presence, self._board = cluster, strategies, presence, board
+        self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
-        """Guards `_turns`; notified after each join."""
-        self._turns: dict[str, threading.Lock] = {}
-        self._initialised: set[Identity] = set()
-        self._started: set[Identity] = set()
-        """Members that are being brought in, or were, and have not been lost since."""
-        self._publisher: str | None = None
-        self._ended = threading.Event()
+        """Guards `_joining`, `_again` and `_ended`; notified when one of them changes and after each join."""
+        self._joining: set[str] = set()
+        """Members that a thread is bringing in."""
+        self._again: dict[str, Member] = {}
+        """Members that are to be brought in once the thread that handles their name is done."""
+        self._in: set[Identity] = set()
+        """Processes that are in, or are being brought in, and have not been lost since."""
+        self._ended = False
 
-    # --- told by the hub, on its callback thread ---------------------------------------------------------------------
+    # --- called by the hub, on its listener thread -------------------------------------------------------------------
 
-    def welcome(self, member: Member) -> None:
+    def joined(self, member: Member) -> None:
         """Begin to bring in a member that said hello; returns at once."""
-        if member.role in ("rollout", "env") and not member.state.gone and not self._ended.is_set():
-            self._pool.submit(self._bring_in, member)
+        if member.group not in self._strategies or member.state.gone:
+            return
+        with self._changed:
+            if self._ended:
+                return
+            if member.name in self._joining:
+                self._again[member.name] = member
+                self._changed.notify_all()
+                return
+            self._joining.add(member.name)
+        threading.Thread(target=self._run_joins, args=(member,), name=f"join-{member.name}", daemon=True).start()
 
     def lost(self, member: Member, reason: str) -> None:
-        """Let go of a member: should the same process come back (it was frozen or cut off), it must join anew."""
-        self._started.discard((member.name, member.incarnation))
+        """Release what a lost member held. Should the same process come back (it was frozen or cut off), it must join again."""
+        self._in.discard((member.name, member.incarnation))
         if member.state is not MemberState.DRAINED:
-            self._board.count_failure(member.role, "lost")
-        if member.role == "rollout":
-            self._dispatcher.owner_lost(member.name, member.incarnation)
-            self._groups["actor"].execute_on(0).receiver_lost(member.name, reason)
+            self._board.count_failure(member.group, "lost")
+        if (strategy := self._strategies.get(member.group)) is not None:
+            strategy.lost(member, reason)
 
     # --- joins -----------------------------------------------------------------------------------------------------
 
     def open(self, publisher: str) -> None:
-        """Let rollouts join from here on: they pull from `publisher`."""
-        self._publisher = publisher
-        for member in self._cluster.members("rollout"):
-            self.welcome(member)
+        """Let members of the groups that pull weights join from here on: they pull from `publisher`."""
+        for name, strategy in self._strategies.items():
+            if isinstance(strategy, PullingJoin):
+                strategy.publisher = publisher
+                for member in self._cluster.members(name):
+                    self.joined(member)
 
     def rejoin(self, names: list[str]) -> None:
-        """Let receivers that failed a sync pull the weights again, once, in the background."""
-        for member in self._cluster.members("rollout"):
-            if member.name in names and not self._ended.is_set():
-                self._started.discard((member.name, member.incarnation))
-                self._pool.submit(self._bring_in, member)
+        """Let members that failed a publication pull the weights again, in the background."""
+        for member in self._cluster.members():
+            if member.name in names:
+                self._in.discard((member.name, member.incarnation))
+                self.joined(member)
 
     def close(self) -> None:
-        """Accept nobody any more."""
-        self._ended.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Bring nobody in any more. Joins under way end with the process."""
+        with self._changed:
+            self._ended = True
+            self._again.clear()
+            self._changed.notify_all()
+
+    def _run_joins(self, member: Member) -> None:
+        """Bring `member` in, then whoever said hello under its name meanwhile."""
+        following: Member | None = member
+        while following is not None:
+            self._bring_in(following)
+            with self._changed:
+                following = self._again.pop(member.name, None)
+                if following is None:
+                    self._joining.discard(member.name)
+                self._changed.notify_all()
 
     def _bring_in(self, member: Member) -> None:
-        failure: Exception | None = None
+        """Try to bring a member in until it is, until it is gone, or until the attempts are used up."""
+        failure: Exception = AssertionError("a bug: no attempt was made")
         for pause in self._pauses:
             try:
-                with self._turn(member.name):
-                    self._bring_in_once(member)
-                break
+                self._bring_in_once(member)
+                return
             except (InfrastructureError, DeadlineExceeded) as error:
                 failure = error
                 logger.warning("%s could not join: %s", member.name, error)
             except RLJobError as error:
                 logger.error("%s could not join: %s", member.name, error)
                 self._fail(error)
-                break
-            if self._ended.wait(pause) or not self._is_same(member):
-                break
-        else:  # another connection, or another process, may do better; held on to, it would be a rollout that does nothing
+                return
+            except Exception as error:  # a bug of the runner: it is logged, and ends the run if it persists
+                failure = error
+                logger.exception("%s could not join", member.name)
+            if self._superseded(member, pause):
+                return
+        if isinstance(failure, RLJobError):
+            # Another connection or another process may succeed. A member that is kept would be one that does nothing.
             self._cluster.hub.give_up(member, f"it could not join in {len(self._pauses)} attempts: {failure}")
-        with self._changed:
-            self._changed.notify_all()
+        else:
+            failed = (
+                f"{member.name} could not join, the runner failed with {type(failure).__name__}: {text_of(failure)}"
+            )
+            self._fail(InfrastructureError(failed))
 
-    def _is_same(self, member: Member) -> bool:
-        """Return whether the process is still the one that said hello; a replacement is welcomed by itself."""
-        now = self._cluster.hub.get(member.name)
-        return now is not None and not now.state.gone and now.incarnation == member.incarnation
-
-    def _turn(self, name: str) -> threading.Lock:
-        """Return the lock that lets one join of a member run at a time."""
+    def _superseded(self, member: Member, pause: float) -> bool:
+        """Wait `pause` seconds; return whether `member` is not to be brought in any more: it is gone, or was replaced."""
         with self._changed:
-            return self._turns.setdefault(name, threading.Lock())
+            self._changed.wait_for(lambda: self._ended or member.name in self._again, pause)
+            if self._ended or member.name in self._again:
+                return True
+        current = self._cluster.hub.get(member.name)
+        return current is None or current.state.gone or current.incarnation != member.incarnation
 
     def _bring_in_once(self, member: Member) -> None:
-        """Bring a member in, unless it is: it is welcomed at its hello and again when weights are there.
-
-        Of a member that serves, `construct` would end what it does: it begins an epoch anew.
-        """
-        key = (member.name, member.incarnation)
-        if key in self._started:
+        """Bring a member in, unless it is in already. A member that serves is never constructed again: that would drop its work."""
+        process = (member.name, member.incarnation)
+        if process in self._in:
             return
-        self._started.add(key)  # first: a loss meanwhile takes it back, and the welcome after it finds it gone
-        started = False
-        room = self._phases.joining(member.name) if member.role == "rollout" else nullcontext()
+        self._in.add(
+            process
+        )  # before the attempt: a loss during it removes the entry, so that the next hello joins again
+        complete = False
         try:
-            with room:
-                self._groups[member.role].construct(member)
-                started = member.role != "rollout" or self._start_rollout(member)
+            complete = self._strategies[member.group].bring_in(member)
         finally:
-            if not started:
-                self._started.discard(key)
+            if not complete:
+                self._in.discard(process)
 
-    def _start_rollout(self, member: Member) -> bool:
-        """Build the engine, and once there are weights to serve load them and start; return whether there are."""
-        key = (member.name, member.incarnation)
-        if key not in self._initialised:
-            self._call(member, "init_worker")
-            self._initialised.add(key)
-        if self._publisher is None:
-            return False
-        with self.sync_lock:
-            joined: ReceiverAck = self._call(member, "join", self._publisher)
-        self._dispatcher.serves([key], joined.version)
-        self._call(member, "start_rollout", *self._start_args)
-        logger.info("%s serves (incarnation %s)", member.name, member.incarnation)
-        return True
+    # --- waits: bounded in a local run; in a cluster a shortage is not a failure and they have no bound -----------------
 
-    def _call(self, member: Member, method: str, *args: Any) -> Any:
-        return self._cluster.call(member.name, method, *args, timeout=self._deadlines.wait_ready)
-
-    # --- waits: a local run bounds each; in a cluster shortage is no failure and they have no bound (protocol.md 4) -----
-
-    def await_actors(self, seconds: float, *, at: Point) -> None:
-        """Wait until the whole gang holds its workers, with `at()` between two looks. Raises DeadlineExceeded in a local run."""
+    def await_gang(self, group: str, seconds: float, *, at: Point) -> None:
+        """Wait until each member of a gang holds its worker, with `at()` between two looks. Raises DeadlineExceeded in a local run."""
         if not self._presence.patient:
-            self._cluster.wait_ready(["actor"], seconds)
+            self._cluster.wait_ready([group], seconds)
             return
-        while self._cluster.missing(["actor"]):
+        while self._cluster.missing([group]):
             at()
             self._cluster.hub.wait_changed(self._cluster.hub.version, 1.0)
 
-    def await_envs(self, seconds: float, *, at: Point) -> None:
-        """Wait for the environments: all of them, or in a cluster one and those that show up within deadlines.hello."""
+    def await_plain(self, seconds: float, *, at: Point) -> None:
+        """Wait for the elastic groups without weights: all members, or in a cluster at least one, and those here within deadlines.hello."""
+        plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
         if not self._presence.patient:
-            self._cluster.wait_ready(["env"], seconds)
+            self._cluster.wait_ready(plain, seconds)
             return
-        grace = self._deadlines.hello
-        self._wait(
-            lambda waited: self._presence.count("env") >= self._presence.quorum("env", 1, waited=waited, grace=grace),
-            at,
-        )
+        for name in plain:
+            self._wait(functools.partial(self._enough, name), at)
 
     def await_rollouts(self, version: int, *, begun: bool, limit: float, at: Point) -> None:
         """Wait until enough rollouts serve `version`: minReplicas once training has `begun`, else all (in a cluster those that show up).
@@ -202,13 +198,17 @@ class Members:
 
         def enough(waited: float) -> bool:
             least = presence.least_rollouts()
-            wanted = least if begun else presence.quorum("rollout", least, waited=waited, grace=self._deadlines.hello)
+            wanted = least if begun else presence.quorum(ROLLOUT, least, waited=waited, grace=self._deadlines.hello)
             return presence.serving(version) >= wanted
 
         if enough(0.0):
             return
         with self._board.during(Phase.DEGRADED if begun else Phase.STARTING):
-            self._wait(enough, at, None if presence.patient else limit, lambda: self._who_serves(version))
+            self._wait(enough, at, None if presence.patient else limit, lambda: self._describe_rollouts(version))
+
+    def _enough(self, group: str, waited: float) -> bool:
+        presence = self._presence
+        return presence.count(group) >= presence.quorum(group, 1, waited=waited, grace=self._deadlines.hello)
 
     def _wait(
         self,
@@ -225,6 +225,7 @@ class Members:
             with self._changed:
                 self._changed.wait(timeout=LOOK)
 
-    def _who_serves(self, version: int) -> str:
-        found = ", ".join(f"{m.name} {m.state} (version {m.policy_version})" for m in self._cluster.members("rollout"))
-        return f"more rollouts must serve the present weights, got {self._presence.serving(version)}: {found or 'none is here'}"
+    def _describe_rollouts(self, version: int) -> str:
+        rollouts = [f"{m.name} {m.state} (version {m.policy_version})" for m in self._cluster.members(ROLLOUT)]
+        serving = self._presence.serving(version)
+        return f"more rollouts must serve the present weights, got {serving}: {', '.join(rollouts) or 'none is here'}"

@@ -15,6 +15,7 @@ from rl_core.channel import Channel
 from rl_core.messages.groups import EndOfStep
 from rl_core.messages.members import Incarnation, MemberState
 from rl_core.observability.trackers import Trackers
+from rl_core.plan.groups import groups_of
 from rl_core.runner.admission import Admission
 from rl_core.runner.bring_up import BringUp
 from rl_core.runner.changes import AppliedSpec
@@ -22,7 +23,9 @@ from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.controls import Controls, drain
 from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.handover import VersionHandover
 from rl_core.runner.history import LedgerFile, failures_before
+from rl_core.runner.joining import build_strategies
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.members import Members
 from rl_core.runner.phases import Phases
@@ -147,17 +150,18 @@ def build_parts(
     )
     dispatcher = Dispatcher(account, is_live=is_live, is_short=presence.short, end_step=end_step, fail=stops.fail)
     phases = build_phases(spec, cluster=cluster, actor=actor)
-    members = Members(
-        cluster,
+    versions = VersionHandover(dispatcher.serves)
+    strategies = build_strategies(
+        groups_of(spec).values(),
         groups,
-        presence,
-        board,
-        dispatcher,
-        phases,
-        spec.runtime.deadlines,
+        cluster=cluster,
+        versions=versions,
+        dispatcher=dispatcher,
+        phases=phases,
+        seconds=spec.runtime.deadlines.wait_ready,
         start_args=(trajectories, results),
-        fail=stops.fail,
     )
+    members = Members(cluster, strategies, presence, board, spec.runtime.deadlines, fail=stops.fail)
     check = (
         None
         if probe_prompt is None
@@ -168,6 +172,7 @@ def build_parts(
         cluster=cluster,
         actor=actor,
         members=members,
+        versions=versions,
         presence=presence,
         dispatcher=dispatcher,
         check=check,

@@ -10,6 +10,7 @@ from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.handover import VersionHandover
 from rl_core.runner.members import Members
 from rl_core.runner.presence import Identity, Presence
 from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
@@ -31,20 +32,23 @@ class WeightSync:
         cluster: Cluster,
         actor: WorkerGroup,
         members: Members,
+        versions: VersionHandover,
         presence: Presence,
         dispatcher: Dispatcher,
         check: ContentCheck | None,
     ) -> None:
         """`check`: None for a program without a prompt that both sides can score."""
         self._applied, self._cluster, self._actor = applied, cluster, actor
-        self._members, self._presence, self._dispatcher, self._check = members, presence, dispatcher, check
+        self._members, self._versions, self._presence = members, versions, presence
+        self._dispatcher, self._check = dispatcher, check
         self.digest = ""
         """Digest of the manifest of the version published last."""
         self._last: PublishReport | None = None
 
     def publish_first(self, version: int, wait: Callable[[WorkerGroupFuncResult], list[Any]]) -> None:
         """Commit the starting weights at the publisher, for rollouts to pull as they join."""
-        self.digest = wait(self._actor.sync_model_to_rollout(version, [], 0))[0].digest
+        with self._versions.publishing(version):
+            self.digest = wait(self._actor.sync_model_to_rollout(version, [], 0))[0].digest
 
     def publish(self, version: int) -> None:
         """Send `version` to every live rollout; its content check is due. Raises DeadlineExceeded below minReplicas.
@@ -53,13 +57,13 @@ class WeightSync:
         """
         if self._check is not None:
             self._check.confirm()
-        with self._members.sync_lock, self._dispatcher.weights_travel():
+        with self._versions.publishing(version), self._dispatcher.weights_travel():
             processes, report = self._send(version)
+            acked = [process for process in processes if process[0] in report.acked]
+            self._presence.acknowledged(version, acked)
+            self._versions.proved(acked, version)
         self._last = report
         self.digest = report.digest
-        acked = [process for process in processes if process[0] in report.acked]
-        self._presence.acknowledged(version, acked)
-        self._dispatcher.serves(acked, version)
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
             self._members.rejoin(list(report.failed))
@@ -117,4 +121,4 @@ class WeightSync:
             time.sleep(LOOK_S)
 
     def _receivers(self) -> list[Member]:
-        return [m for m in self._cluster.members("rollout") if m.state in ("serving", "updating", "ready")]
+        return self._versions.receivers(self._cluster.members())

@@ -78,7 +78,7 @@ class ColocatedPhases:
             return
         if self._lease.use is not Use.GENERATING:
             self._tell(name, NOTHING)
-        with self._lease.shared(Use.GENERATING):
+        with self._lease.shared(Use.GENERATING, seconds=self._deadlines.wait_ready):
             self._tell(name, RESIDENT[Use.GENERATING].rollout)
             yield
 

@@ -69,7 +69,7 @@ def test_nothing_moves_under_somebody_who_uses_the_devices(lease, moves):
 
 def test_who_joins_waits_until_another_one_has_the_devices_for_it(lease, moves):
     with lease.held(TRAINING):
-        entered, leave, thread = in_background(lease.shared(GENERATING))
+        entered, leave, thread = in_background(lease.shared(GENERATING, seconds=30.0))
     assert not entered.is_set() and len(moves.log) == 1, "it moves nothing by itself"
     with lease.held(GENERATING):
         assert entered.wait(30)
@@ -97,4 +97,47 @@ def test_who_waits_too_long_is_told_who_has_the_devices(moves):
         with pytest.raises(DeadlineExceeded, match="free for training within 0 s, got them held by generating"):
             lease.held(TRAINING).__enter__()
         with pytest.raises(DeadlineExceeded, match="free for syncing"):
-            lease.shared(SYNCING).__enter__()
+            lease.shared(SYNCING, seconds=1.0).__enter__()
+
+
+def test_a_join_that_takes_its_time_delays_the_loop_and_does_not_end_it(moves):
+    """The loop waits for as long as the joining member may use the devices, and only then for its own bound."""
+    now = [0.0]
+    lease = DeviceLease(moves, seconds=10.0, clock=lambda: now[0])
+    with lease.held(GENERATING):
+        joining = lease.shared(GENERATING, seconds=600.0)
+        joining.__enter__()
+    entered, leave, thread = in_background(lease.held(TRAINING))
+    now[0] = 599.0
+    with lease._changed:
+        lease._changed.notify_all()
+    assert not entered.wait(0.05) and thread.is_alive(), "far beyond the 10 s of the loop, within those of the join"
+    joining.__exit__(None, None, None)
+    assert entered.wait(30)
+    leave.set()
+    thread.join(30)
+
+
+def test_a_join_that_uses_the_devices_for_longer_than_it_said_is_not_waited_for(moves):
+    now = [0.0]
+    lease = DeviceLease(moves, seconds=10.0, clock=lambda: now[0])
+    with lease.held(GENERATING):
+        joining = lease.shared(GENERATING, seconds=60.0)
+        joining.__enter__()
+    failures = []
+
+    def train():
+        try:
+            lease.held(TRAINING).__enter__()
+        except DeadlineExceeded as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    while thread.is_alive():
+        now[0] += 10.0
+        with lease._changed:
+            lease._changed.notify_all()
+        thread.join(0.01)
+    joining.__exit__(None, None, None)
+    assert "held by generating" in str(failures[0]) and now[0] > 70.0

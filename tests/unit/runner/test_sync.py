@@ -1,6 +1,5 @@
 """A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run (I2)."""
 
-import threading
 from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from rl_core.messages.groups import ProbeAnswer
 from rl_core.messages.weights import PublishReport
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
+from rl_core.runner.handover import VersionHandover
 from rl_core.runner.phases import DisaggregatedPhases
 from rl_core.runner.presence import Presence
 from rl_core.runner.sync import WeightSync
@@ -98,16 +98,17 @@ class Run:
             applied, cluster=self.cluster, actor=self.actor, phases=DisaggregatedPhases(), prompt_ids=[1, 2]
         )
         self.rejoined, self.served = [], []
+        self.versions = VersionHandover(lambda processes, version: self.served.append((list(processes), version)))
+        self.versions.proved([(name, (0, 0)) for name in answers], 0)
+        self.served.clear()
         self.sync = WeightSync(
             applied,
             cluster=self.cluster,
             actor=self.actor,
-            members=SimpleNamespace(sync_lock=threading.Lock(), rejoin=self.rejoined.extend),
+            members=SimpleNamespace(rejoin=self.rejoined.extend),
+            versions=self.versions,
             presence=self.presence,
-            dispatcher=SimpleNamespace(
-                serves=lambda processes, version: self.served.append((list(processes), version)),
-                weights_travel=nullcontext,
-            ),
+            dispatcher=SimpleNamespace(weights_travel=nullcontext),
             check=self.check,
         )
 
