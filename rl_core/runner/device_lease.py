@@ -7,7 +7,6 @@ kind that is under way gets in, also past others that wait: a rollout that joins
 training that waits for these groups.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,8 +42,8 @@ class DeviceLease:
         self._changed = threading.Condition()
         """Guards all below; notified when a user leaves and after each hand-over. Not held during a hand-over, which `/status` tells."""
         self._users = 0
-        self._shared_until = -math.inf
-        """Clock at which the last of those that share a use must be done."""
+        self._shared_until: list[float] = []
+        """Clock at which each of those that share the use must be done."""
         self._moving = False
         self.use: Use | None = None
         """The kind of work that has the devices; None before the first, during a hand-over, and after one that failed."""
@@ -87,11 +86,13 @@ class DeviceLease:
         with self._changed:
             self._wait(lambda: self.use is use, use)
             self._users += 1
-            self._shared_until = max(self._shared_until, self._clock() + seconds)
+            self._shared_until.append(until := self._clock() + seconds)
             self._changed.notify_all()
         try:
             yield
         finally:
+            with self._changed:
+                self._shared_until.remove(until)
             self._leave()
 
     def held_seconds(self) -> float:
@@ -117,7 +118,7 @@ class DeviceLease:
     def _wait(self, free: Callable[[], bool], use: Use) -> None:
         began = self._clock()
         while not free():
-            end = max(began, self._shared_until if self._users else -math.inf) + self._seconds
+            end = max([began, *self._shared_until]) + self._seconds
             left = end - self._clock()
             if left <= 0:
                 holder = "a hand-over" if self._moving else self.use or "nobody"
