@@ -8,7 +8,7 @@ from rl_core.api.job import RLJob
 from rl_core.channel import Channel
 from rl_core.messages.groups import GroupEntry
 from rl_core.messages.members import MemberState
-from rl_core.messages.weights import PublishReport
+from rl_core.messages.weights import PublishReport, ReceiverAck
 from rl_core.runner.admission import OnPolicy
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.parts import build_parts
@@ -105,7 +105,7 @@ class Run:
             hub=hub,
             members=lambda role=None, **also: [ROLLOUT] if role in (None, "rollout") else [],
             wait_ready=lambda roles, seconds: None,
-            call=lambda name, method, *args, timeout: None,
+            call=lambda name, method, *args, timeout: ReceiverAck(version=self.parts.progress.version, digest="d"),
         )
         prompts = [{"idx": 10 * number} for number in range(8)]
         ledger = PromptLedger(prompts, seed=0, shuffle=False, lease_seconds=60, max_attempts=3)
