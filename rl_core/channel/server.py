@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from rl_core.channel.core import ChannelCore
 from rl_core.channel.model import Delivery, Put, Take
 from rl_core.messages.channel import ChannelOptions, Key, Room, SegmentPart, ServerStats
 from rl_core.messages.rpc import PackedError
+from rl_core.plan.groups import BUILT_IN, ChannelUse, GroupKind
 from rl_core.transports import rpc_wire
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.links import SharedMemory
@@ -30,6 +31,15 @@ from rl_core.transports.sockets import IoThread, Timer
 
 logger = logging.getLogger(__name__)
 
+USES = {
+    "put": ChannelUse.PUT,
+    "reserve": ChannelUse.PUT,
+    "take": ChannelUse.TAKE,
+    "give_back": ChannelUse.TAKE,
+    "register": ChannelUse.PRODUCE,
+    "done": ChannelUse.PRODUCE,
+}
+"""What each method does with the channel that its first argument names. `create` of a named channel is for the runner alone."""
 _ELASTIC_METHODS = frozenset(
     {"create", "connect", "put", "reserve", "hand_over", "abort", "take", "confirm", "give_back"}
     | {"depth", "full", "stats"}
@@ -54,6 +64,15 @@ class _Reservation:
     room: Room
 
 
+def channel_rights(groups: Iterable[GroupKind]) -> dict[str, dict[str, frozenset[ChannelUse]]]:
+    """Return the uses that `groups` permit, by channel and group, for each channel that one of them names."""
+    rights: dict[str, dict[str, frozenset[ChannelUse]]] = {}
+    for group in groups:
+        for channel, uses in group.channels.items():
+            rights.setdefault(channel, {})[group.name] = uses
+    return rights
+
+
 class ChannelServer:
     """Serves channels at `bind`; deadlines are measured on `clock` (seconds, rising). Raises ConfigError on `start`."""
 
@@ -66,6 +85,8 @@ class ChannelServer:
         identity: Identity | None = None,
     ) -> None:
         self._clock = clock
+        self._rights = channel_rights(BUILT_IN.values()) if keys is not None else None
+        """By channel and group: the uses that the group's key permits; None without keys. Other channels are open to all groups."""
         self._channels: dict[str, ChannelCore] = {}
         self._awaited: dict[str, list[tuple[float, IncomingCall]]] = {}
         """Calls of `connect` for channels that do not exist, with their deadlines."""
@@ -81,7 +102,7 @@ class ChannelServer:
         names = sorted(ALLOWED_METHODS["runner"])
         self._rpc = RpcServer(
             bind,
-            {name: inline(partial(self._timely, getattr(self, f"_{name}"))) for name in names},
+            {name: inline(partial(self._timely, name, getattr(self, f"_{name}"))) for name in names},
             keys,
             identity,
             service="channel",
@@ -114,8 +135,9 @@ class ChannelServer:
 
     # --- everything below runs on the I/O thread ---
 
-    def _timely(self, handler: Callable[..., None], call: IncomingCall, *args: Any) -> None:
-        """Do what time brought before each request, so that no answer rests on a deadline that has passed."""
+    def _timely(self, method: str, handler: Callable[..., None], call: IncomingCall, *args: Any) -> None:
+        """Handle a request. What is due by the clock is done first, so that no answer rests on a deadline that has passed."""
+        self._check_right(method, call, args)
         self._tick_if_due()
         handler(call, *args)
         self._arm()
@@ -151,6 +173,21 @@ class ChannelServer:
         self._tick_if_due()
         self._due = math.inf
         self._arm()
+
+    def _check_right(self, method: str, call: IncomingCall, args: tuple[Any, ...]) -> None:
+        """Raise ConfigError unless the caller's key permits what `method` does with the channels of its arguments."""
+        group = call.caller.group if call.caller is not None else ""
+        if self._rights is None or group == "runner":
+            return
+        asked = [(args[0], USES[method])] if method in USES and args else []
+        if method in ("take", "confirm") and args and isinstance(args[-1], dict):
+            asked += [(channel, ChannelUse.TAKE) for channel in args[-1]]
+        for channel, use in asked:
+            holders = self._rights.get(channel)
+            if holders is not None and use not in holders.get(group, ()):
+                raise ConfigError(f"the key of group {group} does not permit to {use} on channel {channel!r}")
+        if method == "create" and args and args[0] in self._rights:
+            raise ConfigError(f"channel {args[0]!r} must be created by the runner, got group {group}")
 
     def _core(self, name: str) -> ChannelCore:
         core = self._channels.get(name)
@@ -238,7 +275,7 @@ class ChannelServer:
 
     def _hand_over(self, call: IncomingCall, ticket: int, weight: float, parts: list[Any]) -> None:
         """Accept the item for which there is room."""
-        held = self._reservations.get(ticket)
+        held = self._reservation(call, ticket)
         if held is None:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
         foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in held.room.segments]
@@ -260,8 +297,14 @@ class ChannelServer:
         call.reply(None)
 
     def _abort(self, call: IncomingCall, ticket: int) -> None:
-        self._give_up_room(ticket)
+        if self._reservation(call, ticket) is not None:
+            self._give_up_room(ticket)
         call.reply(None)
+
+    def _reservation(self, call: IncomingCall, ticket: int) -> _Reservation | None:
+        """Return the reservation of a ticket, None when the caller has none of that number."""
+        held = self._reservations.get(ticket)
+        return held if held is not None and held.peer is call.peer else None
 
     def _give_up_room(self, ticket: int) -> None:
         held = self._reservations.pop(ticket, None)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rl_core.transports.rpc_incoming import IncomingCall
-from rl_core.transports.rpc_wire import CALLER
+from rl_core.transports.rpc_wire import CALLER, CALLER_HOST
 
 
 class HandlerLoop:
@@ -122,6 +122,7 @@ class _Running:
         if self.call.cancelled:
             raise asyncio.CancelledError
         CALLER.set(self.call.caller)
+        CALLER_HOST.set(self.call.host)
         return self.call.arguments()
 
     def cancel(self) -> None:

@@ -18,6 +18,8 @@ class Peer:
         self.routing_id = routing_id
         self.caller: Caller | None = None
         """None while anonymous."""
+        self.host = ""
+        """IP address of its end of the connection; "" when it is not known."""
         self.welcome = False
         """Whether its hello was answered with a welcome."""
         self.link = Link()
@@ -46,6 +48,7 @@ class IncomingCall:
         """`answer(call, kind, value)` sends the answer and tells whether the value could travel."""
         self.peer = peer
         self.caller = peer.caller
+        self.host = peer.host
         self.id: int = header.request_id
         self.method = header.method or ""
         self.header = header

@@ -166,7 +166,9 @@ class RpcServer:
         peer = self._peers.get(routing_id)
         role = parts[1].get("User-Id") if self._keys is not None else None
         if header.kind == "hello":
-            self._hello(peer or Peer(routing_id), role, frames.read_body(header, parts[2:]))
+            greeting = peer or Peer(routing_id)
+            greeting.host = _host_of(parts[1])
+            self._hello(greeting, role, frames.read_body(header, parts[2:]))
             return
         if (
             peer is None
@@ -217,6 +219,8 @@ class RpcServer:
         """Return why a connection of `caller`, whose key is that of `role` (None = no keys), is refused; "" if it is not."""
         if role is not None and (caller is None or not _same_role(caller, role)):
             return f"the key is that of role {role}, the message says {caller and caller.role}"
+        if role is not None and caller is not None and caller.group != role:
+            return f"the key is that of group {role}, the message says {caller.group}"
         if caller is not None and self._identity is not None and caller.uid != self._identity.uid:
             own = self._identity
             return f"this is job {own.job} ({own.uid}), not {caller.job} ({caller.uid})"
@@ -373,6 +377,14 @@ class RpcServer:
 def _public_methods(target: object) -> dict[str, Handler]:
     names = (name for name in dir(type(target)) if not name.startswith("_"))
     return {name: getattr(target, name) for name in names if callable(getattr(type(target), name))}
+
+
+def _host_of(frame: Any) -> str:
+    """Return the IP address from which a message came, as ZeroMQ took it from the socket."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:  # a transport without addresses
+        return ""
 
 
 def _same_role(caller: Caller, role: str) -> bool:

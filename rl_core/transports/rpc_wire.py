@@ -25,14 +25,21 @@ RECEIPT_SECONDS = 0.2
 """A call that runs longer is confirmed to its caller, so that a DeadlineExceeded can tell whether it was received."""
 
 CALLER: contextvars.ContextVar[Caller | None] = contextvars.ContextVar("rljob_rpc_caller", default=None)
+CALLER_HOST: contextvars.ContextVar[str] = contextvars.ContextVar("rljob_rpc_caller_host", default="")
 
 
 def current_caller() -> Caller | None:
     """Return who called the running handler; None if anonymous.
 
-    With keys, `role` was proven by the caller's key; a supervisor, which shares its pod's key, keeps "supervisor".
+    With keys, `group` was proven by the caller's key, and so was `role`, but for "supervisor": a supervisor has the key of the process that
+    it speaks of. Rank and incarnation are what the caller says.
     """
     return CALLER.get()
+
+
+def current_caller_host() -> str:
+    """Return the IP address from which the caller of the running handler is connected; "" when it is not known."""
+    return CALLER_HOST.get()
 
 
 def name_of(caller: Caller | None) -> str:

@@ -28,8 +28,8 @@ from rl_core.messages.members import (
     MemberId,
     MemberState,
 )
-from rl_core.plan.groups import GroupKind, groups_of
-from rl_core.transports.rpc import RpcServer, current_caller
+from rl_core.plan.groups import BUILT_IN, GroupKind, groups_of
+from rl_core.transports.rpc import RpcServer, current_caller, current_caller_host
 from rl_core.transports.sockets import is_loopback, split_address
 from rl_core.workers.member import Member
 from rl_core.workers.membership import Change, Membership
@@ -43,11 +43,8 @@ __all__ = ["Hub", "Member", "MemberState"]
 logger = logging.getLogger(__name__)
 _SWEEP_SECONDS = 0.5
 _UNFENCED = frozenset({"hello", "heartbeat", "goodbye", "child_ended"})
-_CALLERS = {
-    **dict.fromkeys(("actor", "rollout", "env"), ("hello", "heartbeat", "goodbye")),
-    "supervisor": ("child_ended",),
-}
-"""Methods by the role that may call them, where there are keys."""
+_MEMBER_METHODS = frozenset({"hello", "heartbeat", "goodbye"})
+_SUPERVISOR_METHODS = frozenset({"child_ended"})
 
 
 class Hub:
@@ -83,12 +80,13 @@ class Hub:
         self._heartbeat_seconds = heartbeat_seconds
         # Well below what the membership takes for a pause of this process, which it forgives: else nobody would ever be judged.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
+        kinds: Mapping[str, GroupKind] = BUILT_IN if job is None else groups_of(job.spec)
         self._membership = Membership(
             uid=identity.uid,
             epoch=identity.epoch,
             suspect_seconds=suspect_seconds,
             lost_seconds=lost_seconds,
-            views=visible_groups(groups_of(job.spec).values()) if job is not None else None,
+            views=visible_groups(kinds.values()) if job is not None else None,
             clock=clock,
         )
         self._lock = threading.Lock()
@@ -109,7 +107,8 @@ class Hub:
             "goodbye": self._goodbye,
             "child_ended": self._child_ended,
         }
-        self._callers = {role: set(names) for role, names in _CALLERS.items()}
+        self._callers = {group: set(_MEMBER_METHODS) for group in kinds} | {"supervisor": set(_SUPERVISOR_METHODS)}
+        """Methods by the role that may call them, where there are keys."""
         allowed = self._callers if keys is not None else None
         self._server = RpcServer(
             bind or _bindable(identity.hub), handlers, keys, identity, unfenced=_UNFENCED, allowed=allowed
@@ -201,8 +200,11 @@ class Hub:
         member, caller = report.member, current_caller()
         if caller is not None and caller.role != member.role:
             raise ConfigError(f"a process of role {caller.role} must not say hello as {member.role!r}")
+        self._check_caller(MemberId(name=member.name, incarnation=member.incarnation), "hello")
+        if self.keys is not None and caller is not None and member.group != caller.group:
+            raise ConfigError(f"a process of group {caller.group} must not say hello as one of {member.group!r}")
         with self._changing() as membership:
-            refusal = membership.hello(report)
+            refusal = membership.hello(report, current_caller_host())
             view = membership.view(member.group)
         if refusal is not None:
             logger.warning("refused %s of pod %s: %s", member.name, member.pod, refusal)
@@ -211,16 +213,55 @@ class Hub:
         return HelloAccepted(heartbeat_seconds=self._heartbeat_seconds, view=view, job=self._job_json, files=files)
 
     async def _heartbeat(self, sender: MemberId, beat: Heartbeat) -> HeartbeatAnswer:
+        self._check_caller(sender, "heartbeat")
+        if self._is_elsewhere(sender):
+            return HeartbeatAnswer(known=False)
         with self._changing() as membership:
             return membership.heartbeat(sender, beat)
 
     async def _goodbye(self, leaving: MemberId) -> None:
+        self._check_caller(leaving, "goodbye")
+        self._check_host(leaving, "goodbye")
         with self._changing() as membership:
             membership.goodbye(leaving)
 
     async def _child_ended(self, child: MemberId, code: int) -> None:
+        self._check_caller(child, "child_ended")
+        self._check_host(child, "child_ended")
         with self._changing() as membership:
             membership.child_ended(child, code)
+
+    # --- who may speak for whom ------------------------------------------------------------------------------------
+    #
+    # A key proves the group of a caller. All members of a group have the same key, and so have their supervisors, so within a group
+    # a call is also checked against the IP address from which the member registered. Processes that share both, of one pod or of one
+    # machine in a local run, cannot be told apart.
+
+    def _check_caller(self, subject: MemberId, method: str) -> None:
+        """Raise ConfigError unless the caller is `subject` or its supervisor. Without keys nothing is proven, and nothing is checked."""
+        caller = current_caller()
+        if self.keys is None or caller is None:
+            return
+        if MemberId(name=caller.name, incarnation=caller.incarnation) != subject:
+            raise ConfigError(f"{caller.role} {caller.name} must not call {method!r} for {subject.name}")
+
+    def _check_host(self, subject: MemberId, method: str) -> None:
+        """Raise ConfigError for a call that does not come from the host of the member `subject`."""
+        if self._is_elsewhere(subject):
+            raise ConfigError(
+                f"{method!r} for {subject.name} must come from its own pod, got it from {current_caller_host()}"
+            )
+
+    def _is_elsewhere(self, subject: MemberId) -> bool:
+        """Return whether the caller is connected from another IP address than the registered process `subject`."""
+        member, host = self.get(subject.name), current_caller_host()
+        return (
+            self.keys is not None
+            and member is not None
+            and member.id == subject
+            and bool(member.host)
+            and member.host != host
+        )
 
     # --- inside ----------------------------------------------------------------------------------------------------
 

@@ -30,12 +30,14 @@ class Member(MemberView):
     """Hub clock, seconds."""
     reason: str = ""
     """Why it is lost."""
+    host: str = ""
+    """IP address from which it registered; "" when it is not known."""
 
     @classmethod
-    def from_hello(cls, report: HelloReport, now: float) -> Self:
-        """Return the member that said hello with `report` at `now`."""
+    def from_hello(cls, report: HelloReport, now: float, host: str = "") -> Self:
+        """Return the member that said hello with `report` at `now`, from the IP address `host`."""
         seen = {name: getattr(report.member, name) for name in _VIEWED}
-        return cls(**seen, registration=report.registration, device_uuids=report.device_uuids, last_seen=now)
+        return cls(**seen, registration=report.registration, device_uuids=report.device_uuids, last_seen=now, host=host)
 
     @property
     def id(self) -> MemberId:

@@ -80,15 +80,15 @@ class Membership:
         found = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
         return sorted(found, key=lambda m: (m.group, m.rank))
 
-    def hello(self, report: HelloReport) -> RefusalReason | None:
-        """Register a process; return why it is refused, None when it is a member."""
+    def hello(self, report: HelloReport, host: str = "") -> RefusalReason | None:
+        """Register a process that connected from the IP address `host`; return why it is refused, None when it is a member."""
         refusal = self._judge(report)
         if refusal is not None:
             return refusal
-        member = Member.from_hello(report, self._clock())
+        member = Member.from_hello(report, self._clock(), host)
         old = self._members.get(member.name)
         if old is not None and _repeated(old, member):
-            self._members[member.name] = replace(old, last_seen=member.last_seen)
+            self._members[member.name] = replace(old, last_seen=member.last_seen, host=host)
             return None
         if old is not None and not old.state.gone:
             again = old.incarnation == member.incarnation

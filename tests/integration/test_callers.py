@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,8 @@ class Job:
         self.process = subprocess.Popen([sys.executable, "-m", "rl_core.workers.host"], env=environ)
 
     def ask(self, role, address, service, method, *args, key=None):
-        client = RpcClient(address, KeyRing(self.folder, key or role), identity(role), service=service)
+        said = replace(identity(key or role), role=role)
+        client = RpcClient(address, KeyRing(self.folder, key or role), said, service=service)
         self.clients.append(client)
         return client.call_sync(method, *args, timeout=60)
 
@@ -83,7 +85,7 @@ def test_the_hub_answers_each_role_its_own_methods(job):
             job.hub.address,
             "hub",
             "child_ended",
-            MemberId(name="env:9", incarnation=(0, 0)),
+            MemberId(name="env:0", incarnation=(0, 0)),
             3,
             key="env",
         )

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 from rpc_samples import identity
@@ -89,8 +90,14 @@ class TestCurve:
             client.call_sync("add", 1, timeout=3)
         client.close()
 
+    def test_a_group_cannot_be_claimed(self, hub, keys):
+        client = RpcClient(hub.address, keys("env"), replace(identity("actor"), role="env"), service="hub")
+        with pytest.raises(DeadlineExceeded, match="the key is that of group env, the message says actor"):
+            client.call_sync("add", 1, timeout=3)
+        client.close()
+
     def test_a_supervisor_uses_the_key_of_its_pod(self, hub, keys):
-        client = RpcClient(hub.address, keys("env"), identity("supervisor"), service="hub")
+        client = RpcClient(hub.address, keys("env"), replace(identity("env"), role="supervisor"), service="hub")
         assert client.call_sync("who").role == "supervisor"
         client.close()
 
