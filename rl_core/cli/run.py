@@ -17,6 +17,7 @@ import yaml
 
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
+from rl_core.checkpoint.manifest import MANIFEST
 from rl_core.cli.progress import Progress
 from rl_core.cli.validate import GIB, memory_report, prepare
 from rl_core.launch.local import LocalCluster
@@ -122,11 +123,15 @@ def read_step(folder: Path) -> int | str:
 
 
 def next_epoch(folder: Path) -> int:
-    """Return 0 for a fresh folder, else one above the epoch of the run in it, so that its messages and files are fenced."""
-    try:
-        return int(json.loads((folder / "status.json").read_text())["epoch"]) + 1
-    except (OSError, ValueError, KeyError):
-        return 0
+    """Return 0 for a fresh folder, else one above the newest epoch of the run in it, so that its messages and files are fenced.
+
+    The status and the checkpoints each name an epoch. A file that a loss of power has cut short is skipped.
+    """
+    newest = -1
+    for path in (folder / "status.json", *folder.glob(f"checkpoints/*/{MANIFEST}")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            newest = max(newest, int(json.loads(path.read_text())["epoch"]))
+    return newest + 1
 
 
 def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":

@@ -26,8 +26,10 @@ from rl_core.transports.sockets import IoThread
 logger = logging.getLogger(__name__)
 
 Handler = Callable[..., Any]
-_FORGOTTEN = 256
-"""Lost clients whose finished ids a server remembers."""
+_MAX_LOST_CLIENTS = 4_096
+"""Lost clients whose request ids a server remembers. A cut of the network may lose all clients of a job at once."""
+_KEPT_IDS = 256
+"""Answered requests that a server remembers of a lost client: the newest ones, whose answers may have been lost with the connection."""
 _BATCH = 64
 """Most messages taken before other sockets have their turn."""
 
@@ -85,7 +87,7 @@ class RpcServer:
         self._socket: zmq.Socket[Any] | None = None
         self._peers: dict[bytes, Peer] = {}
         self._forgotten: OrderedDict[bytes, OrderedDict[int, bool]] = OrderedDict()
-        """Ids that lost clients have run, for those that come back: what they send again is not run twice."""
+        """Request ids of lost clients by routing id: a request that a client sends again when it comes back is not run twice."""
         self._instance = os.urandom(8)
         self._probe: sockets.Timer | None = None
         self._unconfirmed: list[IncomingCall] = []
@@ -362,8 +364,9 @@ class RpcServer:
     def _forget(self, peer: Peer) -> None:
         self._peers.pop(peer.routing_id, None)
         begun = {call.id: False for call in peer.calls.values() if call.begun}
-        self._forgotten[peer.routing_id] = OrderedDict({**peer.finished, **begun})
-        if len(self._forgotten) > _FORGOTTEN:
+        answered = dict(list(peer.finished.items())[-_KEPT_IDS:])
+        self._forgotten[peer.routing_id] = OrderedDict({**answered, **begun})
+        if len(self._forgotten) > _MAX_LOST_CLIENTS:
             self._forgotten.popitem(last=False)
         for call in list(peer.calls.values()):
             self._cancel(peer, call.id)
