@@ -69,7 +69,7 @@ class StepTimers:
 class Runner(ABC):
     """Owns a loop over parts that it is handed.
 
-    Stops and changes of the spec reach the loop where it calls `heed`: between steps, and between two looks of a wait for members. Actors
+    Stops and changes of the spec reach the loop where it calls `handle_requests`: between steps, and between two looks of a wait for members. Actors
     compute nothing at either place, so a spec may change there.
     """
 
@@ -77,7 +77,7 @@ class Runner(ABC):
         """Run with `parts`; the program takes from them what its loop uses."""
         self.parts = parts
         self.actor, self.progress, self.stops, self.board = parts.actor, parts.progress, parts.stops, parts.board
-        self.applied, self.saving, self.phases = parts.applied, parts.saving, parts.phases
+        self.applied, self.saving, self.schedule = parts.applied, parts.saving, parts.schedule
         self.timers = StepTimers()
         self._streaks = Streaks(parts.job.spec.failure_policy)
 
@@ -100,7 +100,7 @@ class Runner(ABC):
         except Stopped as stop:
             status = self.ended_early()
             logger.info("stopping after step %s: %s", self.progress.step, stop)
-        if self.parts.bring_up.loaded:  # before, there are no weights to save
+        if self.parts.startup.loaded:  # before, there are no weights to save
             with self.board.during(Phase.CHECKPOINTING):
                 self._finish(resumable=status in RESUMABLE)
         accuracy = self.progress.accuracy
@@ -115,7 +115,7 @@ class Runner(ABC):
 
     def init_workers(self) -> None:
         """Bring every role up, resume if asked, publish the starting weights."""
-        self.parts.bring_up.run(at=self.heed)
+        self.parts.startup.run(at=self.handle_requests)
 
     def save_checkpoint(self) -> None:
         """Publish a checkpoint of the last finished step, unless it exists."""
@@ -135,13 +135,13 @@ class Runner(ABC):
 
     # --- the point of the loop -------------------------------------------------------------------------------------
 
-    def heed(self) -> None:
+    def handle_requests(self) -> None:
         """Leave if the run was asked to end; apply what `PUT /control` brought."""
         self.stops.check()
         self._apply_changes()
 
     def _apply_changes(self) -> None:
-        if not self.parts.bring_up.loaded:
+        if not self.parts.startup.loaded:
             return
         before = self.applied.spec
         change = self.applied.take()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WeightsDiverged
 from rl_core.messages.groups import ProbeAnswer
 from rl_core.runner.changes import AppliedSpec
-from rl_core.runner.phases import Phases
+from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.workers.cluster import Cluster, PendingCall
 from rl_core.workers.group import WorkerGroup
 
@@ -38,11 +38,17 @@ class ContentCheck:
     """
 
     def __init__(
-        self, applied: AppliedSpec, *, cluster: Cluster, actor: WorkerGroup, phases: Phases, prompt_ids: Sequence[int]
+        self,
+        applied: AppliedSpec,
+        *,
+        cluster: Cluster,
+        actor: WorkerGroup,
+        schedule: DeviceSchedule,
+        prompt_ids: Sequence[int],
     ) -> None:
         """`prompt_ids`: token ids that every rollout continues after each sync."""
         self.counts = CheckCounts()
-        self._applied, self._cluster, self._actor, self._phases = applied, cluster, actor, phases
+        self._applied, self._cluster, self._actor, self._schedule = applied, cluster, actor, schedule
         self._prompt = list(prompt_ids[-PROBE_PROMPT_LIMIT:])
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="content-check")
         self._due: tuple[int, tuple[str, ...]] | None = None
@@ -77,11 +83,11 @@ class ContentCheck:
     def _compare(self, version: int, names: tuple[str, ...]) -> None:
         seconds = self._applied.spec.runtime.deadlines.rpc
         asked = [self._prompt, PROBE_TOKENS]
-        with self._phases.generating():
+        with self._schedule.generating():
             calls = {name: self._cluster.submit(name, "probe", asked, {}, timeout=seconds) for name in names}
             answers = {name: self._answer(name, call, version) for name, call in calls.items()}
         scored: dict[tuple[int, ...], list[float]] = {}
-        with self._phases.training():
+        with self._schedule.training():
             for name, answer in answers.items():
                 if answer is None:
                     self.counts.skipped += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.api.errors import RLJobError
 from rl_core.runner.changes import AppliedSpec
-from rl_core.runner.presence import LEAVING, Presence
+from rl_core.runner.roster import LEAVING, Roster
 from rl_core.runner.stopping import StopController, StopKind
 from rl_core.workers.group import Cluster
 
@@ -18,7 +18,7 @@ KIND_OF_REASON = {"suspend": StopKind.SUSPEND, "rollback": StopKind.ROLLBACK, "f
 """Reasons of `POST /finish` that mean more than an early end."""
 
 
-def drain(pods: Iterable[str], *, cluster: Cluster, presence: Presence) -> dict[str, list[str]]:
+def drain(pods: Iterable[str], *, cluster: Cluster, roster: Roster) -> dict[str, list[str]]:
     """Begin to drain the members of `pods`; return {"draining": pods, "unknown": pods}. Repeating it changes nothing.
 
     Raises ValueError for an actor's pod: the gang does not shrink.
@@ -29,7 +29,7 @@ def drain(pods: Iterable[str], *, cluster: Cluster, presence: Presence) -> dict[
     if actors:
         raise ValueError(f"pods must be of rollouts or envs, got {', '.join(actors)}; the actor gang does not shrink")
     chosen = [member for member in members if member.pod in asked]
-    presence.leave(member.name for member in chosen)
+    roster.leave(member.name for member in chosen)
     for member in chosen:
         if member.state not in LEAVING:
             logger.info("%s (pod %s) drains", member.name, member.pod)

@@ -25,7 +25,7 @@ from rl_core.api.errors import DataError, RLJobError
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
 from rl_core.messages.members import Incarnation
 from rl_core.runner.ledger import HeldGroup
-from rl_core.runner.presence import Identity
+from rl_core.runner.roster import Identity
 from rl_core.runner.training_account import StepState, TrainedGroup, TrainingAccount
 from rl_core.runner.validation import ValidationRound
 from rl_core.runner.workload import Workload
@@ -325,9 +325,9 @@ class Dispatcher:
         def expire() -> None:
             gap, self._ticked = self._clock() - self._ticked, self._clock()
             if gap > LONGEST_GAP:
-                self._account.ledger.forgive(gap)
+                self._account.ledger.extend_deadlines(gap)
                 if self._validation is not None:
-                    self._validation.ledger.forgive(gap)
+                    self._validation.ledger.extend_deadlines(gap)
             late = self._account.ledger.expire()
             if self._validation is not None:
                 late += self._validation.expire()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.messages.members import MemberState
-from rl_core.runner.presence import Identity
+from rl_core.runner.roster import Identity
 from rl_core.workers.member import Member
 
 RECEIVES = frozenset({MemberState.SERVING, MemberState.UPDATING})

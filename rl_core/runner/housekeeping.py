@@ -6,7 +6,7 @@ import threading
 from rl_core.api.errors import RLJobError
 from rl_core.channel import Channel
 from rl_core.runner.dispatcher import Dispatcher
-from rl_core.runner.presence import MemberList
+from rl_core.runner.roster import MemberList
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
 

@@ -14,10 +14,10 @@ from typing import Any
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError
 from rl_core.messages.weights import ReceiverAck
 from rl_core.plan.groups import ACTOR, GroupKind
+from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.handover import VersionHandover
-from rl_core.runner.phases import Phases
-from rl_core.runner.presence import Identity
+from rl_core.runner.roster import Identity
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
@@ -65,14 +65,14 @@ class PullingJoin(JoinStrategy):
         actor: WorkerGroup,
         versions: VersionHandover,
         dispatcher: Dispatcher,
-        phases: Phases,
+        schedule: DeviceSchedule,
         seconds: float,
         start_args: tuple[Any, ...],
     ) -> None:
         """`seconds` bounds each call to a member. `start_args` go to its `start_rollout` (the channels)."""
         super().__init__(group)
         self._cluster, self._actor, self._versions = cluster, actor, versions
-        self._dispatcher, self._phases = dispatcher, phases
+        self._dispatcher, self._schedule = dispatcher, schedule
         self._seconds, self._start_args = seconds, start_args
         self._pulls = threading.BoundedSemaphore(PULLS_AT_ONCE)
         self._built: set[Identity] = set()
@@ -85,7 +85,7 @@ class PullingJoin(JoinStrategy):
         process = (member.name, member.incarnation)
         self.group.construct(member)
         if process not in self._built:
-            with self._phases.joining(member.name):
+            with self._schedule.joining(member.name):
                 self._call(member, "init_worker")
             self._built.add(process)
         if self.publisher is None:
@@ -107,7 +107,7 @@ class PullingJoin(JoinStrategy):
     def _pull(self, member: Member, process: Identity, publisher: str) -> int:
         """Have the member pull and prove the committed version; return it."""
         try:
-            with self._phases.joining(member.name), self._pull_slot():
+            with self._schedule.joining(member.name), self._pull_slot():
                 joined: ReceiverAck = self._call(member, "join", publisher)
         except InfrastructureError:
             # A publication that begins after the first pull sends the member a newer version, which ends a pull under way.
@@ -138,7 +138,7 @@ def build_strategies(
     cluster: Cluster,
     versions: VersionHandover,
     dispatcher: Dispatcher,
-    phases: Phases,
+    schedule: DeviceSchedule,
     seconds: float,
     start_args: tuple[Any, ...],
 ) -> dict[str, JoinStrategy]:
@@ -152,7 +152,7 @@ def build_strategies(
                 actor=groups[ACTOR],
                 versions=versions,
                 dispatcher=dispatcher,
-                phases=phases,
+                schedule=schedule,
                 seconds=seconds,
                 start_args=start_args,
             )

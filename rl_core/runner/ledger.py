@@ -235,7 +235,7 @@ class PromptLedger:
                 found[1].expires = self._clock() + self._lease_seconds
         return stale
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadlines(self, seconds: float) -> None:
         """Let every lease run longer by the time in which this process stood still: nobody could renew."""
         for group in self._groups.values():
             group.expires += seconds

@@ -17,7 +17,7 @@ from rl_core.api.settings import DeadlinesSpec
 from rl_core.messages.members import MemberState
 from rl_core.plan.groups import ROLLOUT
 from rl_core.runner.joining import JoinStrategy, PullingJoin
-from rl_core.runner.presence import Identity, Presence
+from rl_core.runner.roster import Identity, Roster
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.workers.group import Cluster
 from rl_core.workers.member import Member
@@ -38,7 +38,7 @@ class Members:
         self,
         cluster: Cluster,
         strategies: Mapping[str, JoinStrategy],
-        presence: Presence,
+        roster: Roster,
         board: StatusBoard,
         deadlines: DeadlinesSpec,
         *,
@@ -46,7 +46,7 @@ class Members:
         pauses: tuple[float, ...] = RETRY_PAUSES,
     ) -> None:
         """`strategies` has an entry for each elastic group. `fail` ends the run with an error that every process would meet."""
-        self._cluster, self._strategies, self._presence, self._board = cluster, strategies, presence, board
+        self._cluster, self._strategies, self._roster, self._board = cluster, strategies, roster, board
         self._deadlines, self._fail, self._pauses = deadlines, fail, pauses
         self._changed = threading.Condition()
         """Guards `_joining`, `_again` and `_ended`; notified when one of them changes and after each join."""
@@ -173,7 +173,7 @@ class Members:
 
     def await_gang(self, group: str, seconds: float, *, at: Point) -> None:
         """Wait until each member of a gang holds its worker, with `at()` between two looks. Raises DeadlineExceeded in a local run."""
-        if not self._presence.patient:
+        if not self._roster.patient:
             self._cluster.wait_ready([group], seconds)
             return
         while self._cluster.missing([group]):
@@ -183,7 +183,7 @@ class Members:
     def await_plain(self, seconds: float, *, at: Point) -> None:
         """Wait for the elastic groups without weights: all members, or in a cluster at least one, and those here within deadlines.hello."""
         plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
-        if not self._presence.patient:
+        if not self._roster.patient:
             self._cluster.wait_ready(plain, seconds)
             return
         for name in plain:
@@ -194,21 +194,21 @@ class Members:
 
         Raises DeadlineExceeded after `limit` seconds in a local run.
         """
-        presence = self._presence
+        roster = self._roster
 
         def enough(waited: float) -> bool:
-            least = presence.least_rollouts()
-            wanted = least if begun else presence.quorum(ROLLOUT, least, waited=waited, grace=self._deadlines.hello)
-            return presence.serving(version) >= wanted
+            least = roster.least_rollouts()
+            wanted = least if begun else roster.quorum(ROLLOUT, least, waited=waited, grace=self._deadlines.hello)
+            return roster.serving(version) >= wanted
 
         if enough(0.0):
             return
         with self._board.during(Phase.DEGRADED if begun else Phase.STARTING):
-            self._wait(enough, at, None if presence.patient else limit, lambda: self._describe_rollouts(version))
+            self._wait(enough, at, None if roster.patient else limit, lambda: self._describe_rollouts(version))
 
     def _enough(self, group: str, waited: float) -> bool:
-        presence = self._presence
-        return presence.count(group) >= presence.quorum(group, 1, waited=waited, grace=self._deadlines.hello)
+        roster = self._roster
+        return roster.count(group) >= roster.quorum(group, 1, waited=waited, grace=self._deadlines.hello)
 
     def _wait(
         self,
@@ -227,5 +227,5 @@ class Members:
 
     def _describe_rollouts(self, version: int) -> str:
         rollouts = [f"{m.name} {m.state} (version {m.policy_version})" for m in self._cluster.members(ROLLOUT)]
-        serving = self._presence.serving(version)
+        serving = self._roster.serving(version)
         return f"more rollouts must serve the present weights, got {serving}: {', '.join(rollouts) or 'none is here'}"

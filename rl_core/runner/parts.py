@@ -1,9 +1,9 @@
 """The parts of a run, built once and in one place; a program is handed them and owns nothing but its loop.
 
-hub, cluster, groups    -> Presence -> StatusBoard -> StopController
+hub, cluster, groups    -> Roster -> StatusBoard -> StopController
 data, ledger, Admission -> TrainingAccount -> Dispatcher        who holds which group
                            Members -> WeightSync                who serves which version
-                           Checkpoints -> Saving, BringUp
+                           Checkpoints -> Saving, Startup
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from rl_core.messages.members import Incarnation, MemberState
 from rl_core.observability.trackers import Trackers
 from rl_core.plan.groups import groups_of
 from rl_core.runner.admission import Admission
-from rl_core.runner.bring_up import BringUp
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.controls import Controls, drain
+from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.handover import VersionHandover
 from rl_core.runner.history import LedgerFile, failures_before
 from rl_core.runner.joining import build_strategies
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.members import Members
-from rl_core.runner.phases import Phases
-from rl_core.runner.presence import Presence
 from rl_core.runner.progress import Progress
+from rl_core.runner.roster import Roster
 from rl_core.runner.saving import Saving
+from rl_core.runner.startup import Startup
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
-from rl_core.runner.time_sharing import build_phases
+from rl_core.runner.time_sharing import build_device_schedule
 from rl_core.runner.trace import Trace, build_trace
 from rl_core.runner.training_account import TrainingAccount
 from rl_core.workers.group import Cluster, WorkerGroup
@@ -55,7 +55,7 @@ class Parts:
     """PromptGroupRecords on their way from the rollouts to the data ranks."""
     results: Channel
     """ValidationScores on their way from the rollouts to the runner."""
-    presence: Presence
+    roster: Roster
     board: StatusBoard
     stops: StopController
     dispatcher: Dispatcher
@@ -65,8 +65,8 @@ class Parts:
     """Of a program that has a prompt which rollouts and trainer can both score."""
     checkpoints: Checkpoints
     saving: Saving
-    bring_up: BringUp
-    phases: Phases
+    startup: Startup
+    schedule: DeviceSchedule
     trackers: Trackers
     trace: Trace
     ledger_file: LedgerFile
@@ -77,7 +77,7 @@ class Parts:
             self.applied,
             self.stops,
             ask_checkpoint=self.checkpoints.ask,
-            drain=lambda pods: drain(pods, cluster=self.cluster, presence=self.presence),
+            drain=lambda pods: drain(pods, cluster=self.cluster, roster=self.roster),
             applied_generation=lambda: int(self.board.fact("appliedGeneration")),
         )
 
@@ -85,7 +85,7 @@ class Parts:
         """Return `/status`."""
         return self.board.snapshot(self.dispatcher.metrics(), self.dispatcher.held()) | {
             "workload": self.dispatcher.workload(),
-            "devices": self.phases.devices(),
+            "devices": self.schedule.devices(),
         }
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ def build_parts(
     """
     spec, actor = job.spec, groups["actor"]
     applied, progress = AppliedSpec(spec), Progress()
-    presence = Presence(spec, cluster, job=job.metadata.name, patient=in_cluster)
-    board = StatusBoard(spec, cluster, presence, epoch=epoch, failures=failures_before(output))
+    roster = Roster(spec, cluster, job=job.metadata.name, patient=in_cluster)
+    board = StatusBoard(spec, cluster, roster, epoch=epoch, failures=failures_before(output))
     stops = StopController(
         lambda: board.phase, cancel_training=lambda: actor.within(spec.runtime.deadlines.rpc).cancel_training()
     )
@@ -148,8 +148,8 @@ def build_parts(
         data_ranks=spec.actor.data_parallel,
         lease_seconds=spec.runtime.lease_seconds,
     )
-    dispatcher = Dispatcher(account, is_live=is_live, is_short=presence.short, end_step=end_step, fail=stops.fail)
-    phases = build_phases(spec, cluster=cluster, actor=actor)
+    dispatcher = Dispatcher(account, is_live=is_live, is_short=roster.short, end_step=end_step, fail=stops.fail)
+    schedule = build_device_schedule(spec, cluster=cluster, actor=actor)
     versions = VersionHandover(dispatcher.serves)
     strategies = build_strategies(
         groups_of(spec).values(),
@@ -157,15 +157,15 @@ def build_parts(
         cluster=cluster,
         versions=versions,
         dispatcher=dispatcher,
-        phases=phases,
+        schedule=schedule,
         seconds=spec.runtime.deadlines.wait_ready,
         start_args=(trajectories, results),
     )
-    members = Members(cluster, strategies, presence, board, spec.runtime.deadlines, fail=stops.fail)
+    members = Members(cluster, strategies, roster, board, spec.runtime.deadlines, fail=stops.fail)
     check = (
         None
         if probe_prompt is None
-        else ContentCheck(applied, cluster=cluster, actor=actor, phases=phases, prompt_ids=probe_prompt)
+        else ContentCheck(applied, cluster=cluster, actor=actor, schedule=schedule, prompt_ids=probe_prompt)
     )
     sync = WeightSync(
         applied,
@@ -173,7 +173,7 @@ def build_parts(
         actor=actor,
         members=members,
         versions=versions,
-        presence=presence,
+        roster=roster,
         dispatcher=dispatcher,
         check=check,
     )
@@ -183,18 +183,18 @@ def build_parts(
         progress,
         checkpoints,
         actor=actor,
-        phases=phases,
+        schedule=schedule,
         dispatcher=dispatcher,
         sync=sync,
         board=board,
         stops=stops,
         output=output,
     )
-    bring_up = BringUp(
+    startup = Startup(
         spec.runtime.deadlines,
         progress,
         actor=actor,
-        phases=phases,
+        schedule=schedule,
         members=members,
         dispatcher=dispatcher,
         sync=sync,
@@ -213,7 +213,7 @@ def build_parts(
         actor=actor,
         trajectories=trajectories,
         results=results,
-        presence=presence,
+        roster=roster,
         board=board,
         stops=stops,
         dispatcher=dispatcher,
@@ -222,8 +222,8 @@ def build_parts(
         check=check,
         checkpoints=checkpoints,
         saving=saving,
-        bring_up=bring_up,
-        phases=phases,
+        startup=startup,
+        schedule=schedule,
         trackers=trackers,
         trace=build_trace(output, epoch),
         ledger_file=LedgerFile(output / "ledger.jsonl", attempt=saving.with_patience),

@@ -40,19 +40,19 @@ class ReasoningRunner(Runner):
         """Measure the starting weights, then step after step."""
         if self.progress.step == 0 and self.applied.spec.validation.before_training and self.validation is not None:
             self._log(self.evaluate())
-        self.heed()
+        self.handle_requests()
         # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two phases.
         with self.board.during(Phase.GENERATING):
             while self.progress.step < self.applied.spec.algorithm.steps:
                 self.run_step()
-                self.heed()
+                self.handle_requests()
 
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
         self.timers = self.timers.next_step("checkpoint")
         self.dispatcher.begin_usage()
         with self.timers.measure("step"):
-            self.parts.bring_up.await_rollouts(at=self.heed)
+            self.parts.startup.await_rollouts(at=self.handle_requests)
             received = self.generate()
             trained = self.train()
             taken = self.acknowledge()
@@ -82,9 +82,9 @@ class ReasoningRunner(Runner):
         spec, step = self.applied.spec, self.progress.step + 1
         per_rank = spec.algorithm.prompts_per_step // spec.actor.data_parallel
         limit = spec.runtime.deadlines.rollout
-        seconds = UNBOUNDED_S if self.parts.presence.patient else limit
+        seconds = UNBOUNDED_S if self.parts.roster.patient else limit
         waiting = self.dispatcher.trainer_waits()
-        with self.board.during(Phase.GENERATING), self.phases.generating(), self.timers.measure("rollout"), waiting:
+        with self.board.during(Phase.GENERATING), self.schedule.generating(), self.timers.measure("rollout"), waiting:
             receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
             self.open_step()
             received = self._receive(receiving, limit)
@@ -111,15 +111,15 @@ class ReasoningRunner(Runner):
 
         In a cluster times of shortage are Degraded and do not count; afterwards the limit begins anew, as the groups do.
         """
-        if not self.parts.presence.patient:
+        if not self.parts.roster.patient:
             return self.stops.wait(receiving, limit)
         deadline = time.monotonic() + limit
         while True:
-            if self.parts.presence.short():
+            if self.parts.roster.short():
                 with self.board.during(Phase.DEGRADED):
-                    while self.parts.presence.short() and not receiving.done():
+                    while self.parts.roster.short() and not receiving.done():
                         self._look(receiving, SLICE_S)
-                        self.heed()
+                        self.handle_requests()
                 deadline = time.monotonic() + limit
             if receiving.done() or (left := deadline - time.monotonic()) <= 0:
                 break
@@ -143,7 +143,7 @@ class ReasoningRunner(Runner):
     def train(self) -> dict[str, float]:
         """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped when it was cancelled."""
         algorithm = self.applied.spec.algorithm
-        with self.board.during(Phase.TRAINING), self.phases.training():
+        with self.board.during(Phase.TRAINING), self.schedule.training():
             self.stops.leave_if_asked()  # a stop requested before TRAINING could not cancel it; honour it now
             if algorithm.needs_scoring:
                 with self.timers.measure("inference"):
@@ -186,7 +186,7 @@ class ReasoningRunner(Runner):
     def publish(self) -> None:
         """Send the new version to the rollouts; generation resumes with it."""
         progress = self.progress
-        with self.board.during(Phase.SYNCING), self.phases.syncing(), self.timers.measure("sync"):
+        with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.timers.measure("sync"):
             self.sync.publish(progress.version)
         self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 
@@ -194,11 +194,11 @@ class ReasoningRunner(Runner):
         """Measure the served weights on the validation split; empty without one."""
         if self.validation is None:
             return {}
-        with self.board.during(Phase.VALIDATING), self.phases.generating(), self.timers.measure("validation"):
+        with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.timers.measure("validation"):
             metrics = self.validation.measure(
                 self.progress.version,
                 cancelled=lambda: self.stops.asked or self.stops.failed,
-                short=self.parts.presence.short,
+                short=self.parts.roster.short,
             )
             self.stops.check()
         if "val/accuracy" in metrics:
@@ -222,7 +222,7 @@ class ReasoningRunner(Runner):
             "perf/tokens_per_second": tokens / seconds,
             "perf/tokens_per_second_per_device": tokens / seconds / device_count(spec),
             **self.sync.metrics(),
-            **self.phases.metrics(),
+            **self.schedule.metrics(),
             **self.idle(),
             **self.board.totals(),
         }

@@ -10,8 +10,8 @@ from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, Wo
 from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.checkpoints import Checkpoints, as_one
+from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import Dispatcher
-from rl_core.runner.phases import Phases
 from rl_core.runner.progress import Progress
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
@@ -44,7 +44,7 @@ class Saving:
         checkpoints: Checkpoints,
         *,
         actor: WorkerGroup,
-        phases: Phases,
+        schedule: DeviceSchedule,
         dispatcher: Dispatcher,
         sync: WeightSync,
         board: StatusBoard,
@@ -56,7 +56,7 @@ class Saving:
         """`output` gets the exported model."""
         self.checkpoints = checkpoints
         self._applied, self._progress = applied, progress
-        self._actor, self._phases, self._dispatcher, self._sync = actor, phases, dispatcher, sync
+        self._actor, self._schedule, self._dispatcher, self._sync = actor, schedule, dispatcher, sync
         self._board, self._stops, self._output = board, stops, output
         self._room_pause, self._clock = room_pause, clock
         self._tried_at = clock()
@@ -112,7 +112,7 @@ class Saving:
     def _publish(self, *, passing: bool, in_background: bool) -> None:
         progress = self._progress
         state = progress.state_dict() | {"ledger": self._dispatcher.state_dict()}
-        with self._board.during(Phase.CHECKPOINTING), self._phases.training():
+        with self._board.during(Phase.CHECKPOINTING), self._schedule.training():
             path = self.checkpoints.save(
                 progress.step,
                 self._actor,
@@ -161,7 +161,7 @@ class Saving:
 
     def _export(self) -> None:
         try:
-            with self._phases.training():
+            with self._schedule.training():
                 self._stops.wait(self._actor.export_hf(str(self._output / "model")))
         except WorkerErrors as errors:
             raise as_one(errors) from errors

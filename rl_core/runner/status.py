@@ -12,7 +12,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.channel import ChannelStats
 from rl_core.runner.history import now_text
 from rl_core.runner.ledger import HeldGroup
-from rl_core.runner.presence import LEAVING, PRESENT, Presence
+from rl_core.runner.roster import LEAVING, PRESENT, Roster
 from rl_core.runner.stall import StallDetector, Wait
 from rl_core.workers.group import Cluster
 
@@ -54,7 +54,7 @@ class StatusBoard:
         self,
         spec: RLJobSpec,
         cluster: Cluster,
-        presence: Presence,
+        roster: Roster,
         *,
         epoch: int,
         failures: Mapping[str, int] | None = None,
@@ -62,7 +62,7 @@ class StatusBoard:
     ) -> None:
         """Describe the run of `spec` on `cluster` under `epoch`; `failures` were counted before it, `clock` is the hub's."""
         self._clock = clock
-        self._presence = presence
+        self._roster = roster
         self._cluster = cluster
         self._lock = threading.Lock()
         self._stall = StallDetector(spec.failure_policy.stall.seconds)
@@ -91,7 +91,7 @@ class StatusBoard:
 
     def adopt(self, spec: RLJobSpec, generation: int) -> None:
         """Describe the run as another spec wants it, from `generation` of the job on."""
-        self._presence.adopt(spec)
+        self._roster.adopt(spec)
         self.set(totalSteps=spec.algorithm.steps, appliedGeneration=generation)
 
     @property
@@ -170,7 +170,7 @@ class StatusBoard:
         """Return `/status` (runtime.md 8.5, protocol.md 3); `ledger` are its metrics, `held` the groups that are not final."""
         known = list(self._cluster.members(drained=True, lost=True))
         members = [m for m in known if m.state != "lost"]
-        missing = self._presence.missing(members)
+        missing = self._roster.missing(members)
         with self._lock:
             progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
             if self._phase in UNWATCHED:
@@ -201,7 +201,7 @@ class StatusBoard:
                     "generation": _generation(m),
                 }
                 for m in known
-                if m.state != "lost" or m.name in self._presence.wanted(m.role)
+                if m.state != "lost" or m.name in self._roster.wanted(m.role)
             ],
             "waits": [
                 {"who": w.who, "on": w.on, "what": w.what, "seconds": round(w.since_seconds, 1)}
@@ -218,7 +218,7 @@ class StatusBoard:
     def _role(self, role: str, members: list[Any]) -> dict[str, Any]:
         alive = [m for m in members if m.role == role and m.state not in ("lost", *LEAVING)]
         ready = [m for m in alive if m.state in PRESENT]
-        desired = len(self._presence.wanted(role))
+        desired = len(self._roster.wanted(role))
         versions: dict[str, int] = {}
         for member in alive:
             if member.policy_version is None:
@@ -249,7 +249,7 @@ class StatusBoard:
         edges = [
             Wait(who="hub", on=m.name, what="heartbeat", since_seconds=self._clock() - m.last_seen)
             for m in known
-            if m.state == "suspect" or (m.state == "lost" and m.name in self._presence.wanted(m.role))
+            if m.state == "suspect" or (m.state == "lost" and m.name in self._roster.wanted(m.role))
         ]
         edges += [
             Wait(

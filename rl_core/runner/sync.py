@@ -12,7 +12,7 @@ from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.handover import VersionHandover
 from rl_core.runner.members import Members
-from rl_core.runner.presence import Identity, Presence
+from rl_core.runner.roster import Identity, Roster
 from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 from rl_core.workers.member import Member
 
@@ -33,13 +33,13 @@ class WeightSync:
         actor: WorkerGroup,
         members: Members,
         versions: VersionHandover,
-        presence: Presence,
+        roster: Roster,
         dispatcher: Dispatcher,
         check: ContentCheck | None,
     ) -> None:
         """`check`: None for a program without a prompt that both sides can score."""
         self._applied, self._cluster, self._actor = applied, cluster, actor
-        self._members, self._versions, self._presence = members, versions, presence
+        self._members, self._versions, self._roster = members, versions, roster
         self._dispatcher, self._check = dispatcher, check
         self.digest = ""
         """Digest of the manifest of the version published last."""
@@ -60,7 +60,7 @@ class WeightSync:
         with self._versions.publishing(version), self._dispatcher.weights_travel():
             processes, report = self._send(version)
             acked = [process for process in processes if process[0] in report.acked]
-            self._presence.acknowledged(version, acked)
+            self._roster.acknowledged(version, acked)
             self._versions.proved(acked, version)
         self._last = report
         self.digest = report.digest

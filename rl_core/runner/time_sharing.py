@@ -19,7 +19,7 @@ from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.plan.slots import colocated_rollouts
 from rl_core.runner.device_lease import DeviceLease, Use
-from rl_core.runner.phases import DisaggregatedPhases, Moves, OffloadingPhases, Phases
+from rl_core.runner.device_schedule import DeviceSchedule, DisaggregatedSchedule, Moves, OffloadingSchedule
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.member import Member
 
@@ -43,8 +43,8 @@ RESIDENT = {
 }
 
 
-class ColocatedPhases:
-    """Implements `Phases` for roles that share devices. A rollout whose process is lost has lost its part of the lease too."""
+class ColocatedSchedule:
+    """Implements `DeviceSchedule` for roles that share devices. A rollout whose process is lost has lost its part of the lease too."""
 
     def __init__(self, spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> None:
         """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
@@ -136,10 +136,10 @@ class ColocatedPhases:
         self._cluster.hub.give_up(member, f"it did not hand the devices over: {error}")
 
 
-def build_phases(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> Phases:
+def build_device_schedule(spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> DeviceSchedule:
     """Return what the job's placement does before and after each kind of work."""
     if colocated_rollouts(spec):
-        return ColocatedPhases(spec, cluster=cluster, actor=actor)
+        return ColocatedSchedule(spec, cluster=cluster, actor=actor)
     if (offload := spec.actor.offload) != type(offload)():
-        return OffloadingPhases(offload.resident, actor=actor, seconds=spec.runtime.deadlines.weight_sync)
-    return DisaggregatedPhases()
+        return OffloadingSchedule(offload.resident, actor=actor, seconds=spec.runtime.deadlines.weight_sync)
+    return DisaggregatedSchedule()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.runner.presence import Identity
+from rl_core.runner.roster import Identity
 
 SHORTEST_WINDOW = 60.0
 """Seconds that the shares in `/status` are taken over, at least."""

@@ -14,10 +14,10 @@ from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
 from rl_core.plan.slots import pod_of
 from rl_core.transports.rpc import RpcClient
+from rl_core.workers.deadline_wait import DeadlineWait
 from rl_core.workers.hub import Hub
 from rl_core.workers.member import Member
 from rl_core.workers.membership import Change
-from rl_core.workers.patience import Patience
 
 _LOOK_SECONDS = 1.0
 """How often a wait for members looks for failures that no change of a member announces."""
@@ -87,7 +87,7 @@ class Cluster:
         """
         roles = [roles] if isinstance(roles, str) else list(roles)
         limit = self.ready_deadline if timeout is None else timeout
-        patience = Patience(f"processes of {', '.join(roles)}", limit, clock=self.hub.clock)
+        wait = DeadlineWait(f"processes of {', '.join(roles)}", limit, clock=self.hub.clock)
 
         def missing() -> str:
             return "; ".join(self.missing(roles))
@@ -96,7 +96,7 @@ class Cluster:
             version = self.hub.version
             if not (names := missing()):
                 return
-            pause = patience.pause(missing)
+            pause = wait.pause(missing)
             if pause is None:
                 raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {names}")
             # A failed construction moves no version of the hub: it is found by looking again.

@@ -33,8 +33,8 @@ from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.devices import device_uuids
+from rl_core.workers.method_server import MethodServer
 from rl_core.workers.registration import HELLO_DEADLINE, Ended, Registration
-from rl_core.workers.servant import Servant
 
 logger = logging.getLogger("rl_core.workers.host")
 
@@ -45,7 +45,7 @@ CLOSE = 2.0
 DEFAULT_DRAIN = 8.0
 """`drainSeconds` of a process that knows no job."""
 MOST_CALLS = 1024
-"""Most calls taken at a time; the servant has its own, lower bounds."""
+"""Most calls taken at a time; the method server has its own, lower bounds."""
 
 
 class Host:
@@ -68,7 +68,7 @@ class Host:
             on_change=lambda: self._registration.report_soon(),
         )
         self._registration = Registration(self._context, connect=self._connect_hub, start_over=self._reset)
-        self._servant = Servant(
+        self._methods = MethodServer(
             self._context,
             before_build=self._load_extensions,
             on_methods=self._serve_methods,
@@ -84,8 +84,8 @@ class Host:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
-        servant = self._servant
-        self._server.add_handlers({"construct": servant.construct, "execute": servant.execute, "retire": self._retire})
+        methods = self._methods
+        self._server.add_handlers({"construct": methods.construct, "execute": methods.execute, "retire": self._retire})
         self._connect_channel()
         try:
             await self._until_stopped(self._serve())
@@ -123,10 +123,10 @@ class Host:
         context = self._context
         context.enter_epoch(epoch)
         self._server.set_epoch(epoch)
-        if self._servant.worker is not None:
+        if self._methods.worker is not None:
             context.set_state(MemberState.JOINING)
         context.set_policy_version(None, None)
-        await _on_handlers(self._servant.new_epoch(epoch))
+        await _on_handlers(self._methods.new_epoch(epoch))
         context.close()
         self._connect_channel()
 
@@ -139,7 +139,7 @@ class Host:
     async def _drain_for_good(self) -> None:
         """Drain within `drainSeconds`, then rest without work until the pod is deleted. On the handlers' loop."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._servant.drain(), self._drain_seconds)
+            await asyncio.wait_for(self._methods.drain(), self._drain_seconds)
         self._context.set_state(MemberState.DRAINED)
 
     @property
@@ -152,10 +152,10 @@ class Host:
         self._context.set_state(MemberState.DRAINING)
         self._registration.beat()
         try:
-            await asyncio.wait_for(_on_handlers(self._servant.drain()), self._drain_seconds)
+            await asyncio.wait_for(_on_handlers(self._methods.drain()), self._drain_seconds)
             if self._context.hub is not None:
                 await self._context.hub.call("goodbye", self._registration.id, timeout=GOODBYE)
-            await asyncio.wait_for(_on_handlers(self._servant.close()), CLOSE)
+            await asyncio.wait_for(_on_handlers(self._methods.close()), CLOSE)
         except (TimeoutError, RLJobError) as error:
             logger.info("ended without a goodbye, the hub is gone or slow: %s", error or "time is up")
 
@@ -180,7 +180,7 @@ class Host:
         registered = self._context.hub is not None
         return identity.in_cluster and identity.role == "actor" and identity.pod_index > 0 and registered
 
-    # --- the servant's ports ---------------------------------------------------------------------------------------
+    # --- what the method server calls ---------------------------------------------------------------------------------------
 
     def _load_extensions(self) -> None:
         """Import the job's extensions, once. In the worker's thread: an import may take minutes, and heartbeats must go on."""
@@ -192,9 +192,9 @@ class Host:
 
     def _serve_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
         """Serve the methods of the worker object, to the roles that it names."""
-        assert self._servant.worker is not None
+        assert self._methods.worker is not None
         self._callers["runner"] |= methods.keys()
-        for role, names in self._servant.worker.peer_methods.items():
+        for role, names in self._methods.worker.peer_methods.items():
             self._callers.setdefault(role, set()).update(names)
         self._server.add_handlers(methods)
 

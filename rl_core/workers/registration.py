@@ -96,7 +96,7 @@ class Registration:
         self.beat()
         while True:
             waited = time.monotonic() - began
-            self._check_patience(waited)
+            self._check_hello_deadline(waited)
             if waited - warned >= _STILL_WAITING:
                 warned = waited
                 logger.warning("the hub %s has not accepted a hello for %.0f s", self._identity.hub, waited)
@@ -128,7 +128,7 @@ class Registration:
         self._take_in(answer)
         return True
 
-    def _check_patience(self, waited: float) -> None:
+    def _check_hello_deadline(self, waited: float) -> None:
         """Bound the wait of a fixed role outside a cluster; others wait as long as it takes (protocol.md 4)."""
         if not self.elastic and not self._identity.in_cluster and waited > HELLO_DEADLINE:
             hub = self._identity.hub

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from rl_core.api.errors import DeadlineExceeded, RLJobError
 from rl_core.messages.calls import MethodResult
 from rl_core.transports.rpc_wire import refuse_on_event_loop
-from rl_core.workers.patience import Patience
+from rl_core.workers.deadline_wait import DeadlineWait
 
 SETTLE_SECONDS = 5.0
 """How long after the first failure the other ranks may still end before the failure is raised."""
@@ -103,17 +103,17 @@ class WorkerGroupFuncResult:
         DeadlineExceeded naming the missing ranks, CallCancelled; RuntimeError on an event-loop thread.
         """
         refuse_on_event_loop(f"wait() of {self.group}.{self.method}")
-        patience = self._patience(timeout)
-        for change, pause in self._changes(patience):
+        wait = self._deadline_wait(timeout)
+        for change, pause in self._changes(wait):
             concurrent.futures.wait([change], pause)
-        return self._outcome(patience)
+        return self._outcome(wait)
 
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order, as `wait`; cancelling the task leaves the call running."""
-        patience = self._patience(timeout)
-        for change, pause in self._changes(patience):
+        wait = self._deadline_wait(timeout)
+        for change, pause in self._changes(wait):
             await asyncio.wait([asyncio.wrap_future(change)], timeout=pause)
-        return self._outcome(patience)
+        return self._outcome(wait)
 
     def consume_duration(self, reduction: Reduction = "max") -> float:
         """Return the seconds the method took, reduced over ranks; 0.0 when they were consumed before. Waits for the end."""
@@ -139,13 +139,13 @@ class WorkerGroupFuncResult:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _patience(self, timeout: float | None) -> Patience:
+    def _deadline_wait(self, timeout: float | None) -> DeadlineWait:
         what = f"{self.group}.{self.method}"
         if timeout is None:
-            return Patience(what, self._default_timeout, began=self._began, clock=self._clock)
-        return Patience(what, timeout, clock=self._clock)
+            return DeadlineWait(what, self._default_timeout, began=self._began, clock=self._clock)
+        return DeadlineWait(what, timeout, clock=self._clock)
 
-    def _changes(self, patience: Patience) -> Iterator[tuple["concurrent.futures.Future[None]", float]]:
+    def _changes(self, wait: DeadlineWait) -> Iterator[tuple["concurrent.futures.Future[None]", float]]:
         """Yield what to wait for next and how long, until the wait is over."""
         while True:
             change = (
@@ -154,7 +154,7 @@ class WorkerGroupFuncResult:
             if self.done():
                 return
             end = None if self._failed_at is None else self._failed_at + self._settle
-            pause = patience.pause(self._names, end=end)
+            pause = wait.pause(self._names, end=end)
             if pause is None:
                 return
             yield change, pause
@@ -175,7 +175,7 @@ class WorkerGroupFuncResult:
     def _names(self) -> str:
         return "; ".join(call.describe() for call in self._missing())
 
-    def _outcome(self, patience: Patience) -> list[Any]:
+    def _outcome(self, wait: DeadlineWait) -> list[Any]:
         if self._cancelled:
             raise CallCancelled(f"{self.group}.{self.method} was cancelled after {self._clock() - self._began:.1f} s")
         ended = [call.future for call in self._calls.values() if call.future.done()]
@@ -188,7 +188,7 @@ class WorkerGroupFuncResult:
             raise WorkerErrors(f"{self.group}.{self.method} failed on {failed}, the first: {first}", errors)
         if len(ended) < len(self._calls):
             raise DeadlineExceeded(
-                f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {patience.seconds:.1f} s, "
+                f"{self.group}.{self.method} must end on {len(self._calls)} ranks within {wait.seconds:.1f} s, "
                 f"missing after {self._clock() - self._began:.1f} s: {self._names()}"
             )
         return [future.result().value for future in ended]

@@ -20,7 +20,7 @@ from rl_core.messages.engine import TensorPlace
 from rl_core.messages.weights import ReceiverRefusal
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
-from rl_core.runner.phases import DisaggregatedPhases
+from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.weights.manifest import host_bytes
 
 PROMPT = list(range(2, 34))
@@ -61,7 +61,7 @@ def content_check(world, state):
         AppliedSpec(world.spec),
         cluster=SimpleNamespace(submit=ask),
         actor=SimpleNamespace(score=score),
-        phases=DisaggregatedPhases(),
+        schedule=DisaggregatedSchedule(),
         prompt_ids=PROMPT,
     )
     check.due(world.version, ["rollout:0"])

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_presence import member, presence, spec
+from test_roster import member, roster, spec
 
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.controls import Controls, drain
@@ -27,9 +27,9 @@ class FakeCluster:
 
 def test_drain_tells_each_member_once_and_names_unknown_pods():
     cluster = FakeCluster(member("rollout:0"), member("rollout:1", "draining"), member("env:0"))
-    present = presence(spec())
+    present = roster(spec())
     told = drain(
-        ["j-rollout-0", "j-rollout-1", "j-env-0", "j-rollout-7", "j-rollout-0"], cluster=cluster, presence=present
+        ["j-rollout-0", "j-rollout-1", "j-env-0", "j-rollout-7", "j-rollout-0"], cluster=cluster, roster=present
     )
     assert told == {"draining": ["j-rollout-0", "j-rollout-1", "j-env-0"], "unknown": ["j-rollout-7"]}
     assert cluster.retired == ["rollout:0", "env:0"] and present.wanted("rollout") == present.wanted("env") == []
@@ -38,7 +38,7 @@ def test_drain_tells_each_member_once_and_names_unknown_pods():
 def test_an_actor_pod_cannot_be_drained():
     cluster = FakeCluster(member("actor:0"), member("rollout:0"))
     with pytest.raises(ValueError, match=r"must be of rollouts or envs, got j-actor-0"):
-        drain(["j-rollout-0", "j-actor-0"], cluster=cluster, presence=presence(spec()))
+        drain(["j-rollout-0", "j-actor-0"], cluster=cluster, roster=roster(spec()))
     assert cluster.retired == []
 
 

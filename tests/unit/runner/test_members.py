@@ -12,11 +12,11 @@ from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import ReceiverAck
 from rl_core.plan.groups import BUILT_IN
+from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.runner.handover import VersionHandover
 from rl_core.runner.joining import build_strategies
 from rl_core.runner.members import Members
-from rl_core.runner.phases import DisaggregatedPhases
-from rl_core.runner.presence import Presence
+from rl_core.runner.roster import Roster
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import Stopped
 from rl_core.workers.member import Member
@@ -56,13 +56,13 @@ class Cluster:
 
 
 class Run:
-    def __init__(self, cluster, *, patient=False, pauses=(0.0, 0.0, 0.0), phases=None):
+    def __init__(self, cluster, *, patient=False, pauses=(0.0, 0.0, 0.0), schedule=None):
         self.spec = RLJobSpec.model_validate(
             {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"replicas": 1}}
         )
         self.cluster, self.account, self.failures = cluster, Account(), []
-        self.presence = Presence(self.spec, cluster, job="j", patient=patient)
-        self.board = StatusBoard(self.spec, cluster, self.presence, epoch=0)
+        self.roster = Roster(self.spec, cluster, job="j", patient=patient)
+        self.board = StatusBoard(self.spec, cluster, self.roster, epoch=0)
         self.versions = VersionHandover(self.account.dispatcher.serves)
         self.strategies = build_strategies(
             BUILT_IN.values(),
@@ -70,14 +70,14 @@ class Run:
             cluster=cluster,
             versions=self.versions,
             dispatcher=self.account.dispatcher,
-            phases=phases or DisaggregatedPhases(),
+            schedule=schedule or DisaggregatedSchedule(),
             seconds=30.0,
             start_args=("trajectories", "validation"),
         )
         self.members = Members(
             cluster,
             self.strategies,
-            self.presence,
+            self.roster,
             self.board,
             self.spec.runtime.deadlines,
             fail=self.failures.append,
@@ -184,13 +184,13 @@ def test_a_local_wait_for_rollouts_ends_with_who_is_there_and_what_they_serve():
 def test_a_wait_in_a_cluster_has_no_bound_and_ends_at_its_point():
     run, looks = Run(Cluster(member(state=MemberState.JOINING)), patient=True), []
 
-    def heed():
+    def handle_requests():
         looks.append(run.board.phase)
         if len(looks) == 3:
             raise Stopped("enough")
 
     with pytest.raises(Stopped):
-        run.members.await_rollouts(3, begun=True, limit=-1.0, at=heed)
+        run.members.await_rollouts(3, begun=True, limit=-1.0, at=handle_requests)
     assert looks == ["Degraded"] * 3
 
 
@@ -198,12 +198,12 @@ def test_a_join_wakes_the_wait():
     run = Run(Cluster(member(state=MemberState.JOINING)))
     joins = threading.Thread(target=run.members.open, args=("tcp://publisher",))
 
-    def heed():
+    def handle_requests():
         run.cluster.there = member(state=MemberState.SERVING, version=3)
         if not joins.ident:
             joins.start()
 
-    run.members.await_rollouts(3, begun=False, limit=60.0, at=heed)
+    run.members.await_rollouts(3, begun=False, limit=60.0, at=handle_requests)
     joins.join()
 
 
@@ -317,19 +317,19 @@ def test_a_bug_in_a_join_is_logged_and_tried_again_and_ends_the_run_in_its_words
 
 
 def test_the_devices_are_taken_to_build_an_engine_and_to_pull_and_not_to_construct():
-    run = Run(Cluster(), phases=(phases := Joining()))
-    run.cluster.group.construct = lambda joining: phases.log.append("construct")
+    run = Run(Cluster(), schedule=(schedule := Joining()))
+    run.cluster.group.construct = lambda joining: schedule.log.append("construct")
     call = run.cluster.call
     run.cluster.call = lambda name, method, *args, timeout: (
-        phases.log.append(method),
+        schedule.log.append(method),
         call(name, method, *args, timeout=timeout),
     )[1]
     run.members.open("tcp://publisher")
     run.wait_joined()
-    assert phases.log == ["construct", "(", "init_worker", ")", "(", "join", ")", "start_rollout"]
+    assert schedule.log == ["construct", "(", "init_worker", ")", "(", "join", ")", "start_rollout"]
 
 
-class Joining(DisaggregatedPhases):
+class Joining(DisaggregatedSchedule):
     """Keeps in `log` when a joining member has the devices."""
 
     def __init__(self):

@@ -125,7 +125,7 @@ class Run:
             admission=OnPolicy(),
             probe_prompt=None,
         )
-        self.parts.presence.acknowledged(0, [("rollout:0", (0, 0))])
+        self.parts.roster.acknowledged(0, [("rollout:0", (0, 0))])
         self.program = ReasoningRunner(self.parts, None)
 
     def generate(self):

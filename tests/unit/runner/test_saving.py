@@ -9,9 +9,9 @@ from account import Account
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.runner.changes import AppliedSpec
-from rl_core.runner.phases import DisaggregatedPhases
-from rl_core.runner.presence import Presence
+from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.runner.progress import Progress
+from rl_core.runner.roster import Roster
 from rl_core.runner.saving import Due, Saving
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
@@ -66,8 +66,8 @@ class Run:
         job["runtime"] = {"deadlines": {"degraded": patience}}
         self.applied = AppliedSpec(RLJobSpec.model_validate(job | spec))
         cluster = SimpleNamespace(members=lambda *role, **also: [])
-        presence = Presence(self.applied.spec, cluster, job="j", patient=False)
-        self.board = StatusBoard(self.applied.spec, cluster, presence, epoch=0)
+        roster = Roster(self.applied.spec, cluster, job="j", patient=False)
+        self.board = StatusBoard(self.applied.spec, cluster, roster, epoch=0)
         self.stops = StopController(lambda: self.board.phase, cancel_training=lambda: None)
         self.checkpoints, self.exports, self.now = Checkpoints(refusals), [], 0.0
         self.progress = Progress(step=3, version=3)
@@ -76,7 +76,7 @@ class Run:
             self.progress,
             self.checkpoints,
             actor=self,
-            phases=DisaggregatedPhases(),
+            schedule=DisaggregatedSchedule(),
             dispatcher=Account().dispatcher,
             sync=SimpleNamespace(digest="d"),
             board=self.board,

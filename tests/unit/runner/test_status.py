@@ -7,7 +7,7 @@ import pytest
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import DeclaredWait, MemberState
 from rl_core.runner.ledger import GroupState, HeldGroup
-from rl_core.runner.presence import Presence
+from rl_core.runner.roster import Roster
 from rl_core.runner.stall import explain
 from rl_core.runner.status import MOST_GROUPS, Phase, StatusBoard
 
@@ -35,7 +35,7 @@ def board(members, **spec):
     there = SimpleNamespace(members=lambda **which: members)
     failures = {"actor/restart": 1}
     return StatusBoard(
-        job, there, Presence(job, there, job="j", patient=False), epoch=2, failures=failures, clock=lambda: 20.0
+        job, there, Roster(job, there, job="j", patient=False), epoch=2, failures=failures, clock=lambda: 20.0
     )
 
 

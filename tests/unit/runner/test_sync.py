@@ -12,9 +12,9 @@ from rl_core.messages.groups import ProbeAnswer
 from rl_core.messages.weights import PublishReport
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
+from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.runner.handover import VersionHandover
-from rl_core.runner.phases import DisaggregatedPhases
-from rl_core.runner.presence import Presence
+from rl_core.runner.roster import Roster
 from rl_core.runner.sync import WeightSync
 
 
@@ -93,9 +93,9 @@ class Run:
         )
         applied, self.cluster = AppliedSpec(spec), cluster(answers)
         self.actor = actor(self.cluster) if actor else FakeActor()
-        self.presence = Presence(spec, self.cluster, job="j", patient=False)
+        self.roster = Roster(spec, self.cluster, job="j", patient=False)
         self.check = ContentCheck(
-            applied, cluster=self.cluster, actor=self.actor, phases=DisaggregatedPhases(), prompt_ids=[1, 2]
+            applied, cluster=self.cluster, actor=self.actor, schedule=DisaggregatedSchedule(), prompt_ids=[1, 2]
         )
         self.rejoined, self.served = [], []
         self.versions = VersionHandover(lambda processes, version: self.served.append((list(processes), version)))
@@ -107,7 +107,7 @@ class Run:
             actor=self.actor,
             members=SimpleNamespace(rejoin=self.rejoined.extend),
             versions=self.versions,
-            presence=self.presence,
+            roster=self.roster,
             dispatcher=SimpleNamespace(weights_travel=nullcontext),
             check=self.check,
         )
@@ -121,7 +121,7 @@ def test_agreeing_rollouts_pass_and_are_known_to_serve():
     run = Run({"rollout:0": probe(-1.0, -1.0005), "rollout:1": probe(-1.0, -0.9995)})
     run.sync.publish(3)
     run.check.confirm()
-    assert run.presence.serving(3) == 2 and run.presence.serving(2) == 0 and run.sync.digest == "d"
+    assert run.roster.serving(3) == 2 and run.roster.serving(2) == 0 and run.sync.digest == "d"
     assert run.served == [([("rollout:0", (0, 0)), ("rollout:1", (0, 0))], 3)]
     assert run.sync.metrics() == {
         "weights/version": 3.0,
@@ -198,7 +198,7 @@ class FailingResult(FakeResult):
 def test_a_version_is_published_though_its_only_rollout_dies_while_it_is_sent():
     run = Run({"rollout:0": probe(-1.0)}, LosingActor)
     run.sync.publish(3)
-    assert run.actor.asked == [(["rollout:0"], 1), ([], 0)] and run.presence.serving(3) == 0
+    assert run.actor.asked == [(["rollout:0"], 1), ([], 0)] and run.roster.serving(3) == 0
 
 
 class RefusedActor(LosingActor):

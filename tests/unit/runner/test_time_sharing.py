@@ -8,8 +8,8 @@ import pytest
 from rl_core.api.errors import DeadlineExceeded, InfrastructureError, RemoteError, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
-from rl_core.runner.phases import DisaggregatedPhases
-from rl_core.runner.time_sharing import ColocatedPhases, build_phases
+from rl_core.runner.device_schedule import DisaggregatedSchedule
+from rl_core.runner.time_sharing import ColocatedSchedule, build_device_schedule
 from rl_core.workers.member import Member
 
 ALL = ["gradients", "optimizer", "weights"]
@@ -42,7 +42,7 @@ class Job:
                 "algorithm": {"promptsPerStep": 12},
             }
         )
-        self.phases = build_phases(self.spec, cluster=self, actor=self)
+        self.schedule = build_device_schedule(self.spec, cluster=self, actor=self)
 
     def members(self, role):
         return self.there if role == "rollout" else []
@@ -71,77 +71,77 @@ class Job:
 
 def test_a_hybrid_rollout_with_devices_of_its_own_keeps_them_and_waits_for_nobody():
     job = Job(rollout(0), rollout(1), mode="hybrid", pairs=1)
-    with job.phases.training():
+    with job.schedule.training():
         assert job.told() == [("rollout:0", []), ("actor", ALL)]
-        with job.phases.joining("rollout:1"):
+        with job.schedule.joining("rollout:1"):
             assert job.told() == []
-        assert [holder["name"] for holder in job.phases.devices()["holders"]] == []
-    with job.phases.generating():
+        assert [holder["name"] for holder in job.schedule.devices()["holders"]] == []
+    with job.schedule.generating():
         assert job.told() == [("actor", []), ("rollout:0", AWAKE)]
-        assert [holder["name"] for holder in job.phases.devices()["holders"]] == ["rollout:0"]
+        assert [holder["name"] for holder in job.schedule.devices()["holders"]] == ["rollout:0"]
 
 
 def test_who_gives_memory_up_does_so_before_the_other_takes_it():
     job = Job()
-    with job.phases.training():
+    with job.schedule.training():
         assert job.told() == [("rollout:0", []), ("actor", ALL)]
-    with job.phases.syncing():
+    with job.schedule.syncing():
         assert job.told() == [("actor", ["weights"]), ("rollout:0", ["weights"])]
-    with job.phases.generating():
+    with job.schedule.generating():
         assert job.told() == [("actor", []), ("rollout:0", AWAKE)]
-    with job.phases.generating():
+    with job.schedule.generating():
         assert job.told() == [], "nobody has to move"
-    with job.phases.training():
+    with job.schedule.training():
         assert job.told() == [("rollout:0", []), ("actor", ALL)]
 
 
 def test_a_step_tells_the_bytes_of_all_ranks_and_the_seconds_of_the_slowest():
     job = Job()
-    for use in (job.phases.training, job.phases.syncing):
+    for use in (job.schedule.training, job.schedule.syncing):
         with use():
             pass
-    assert job.phases.metrics() == {"offload/bytes": 32.0, "offload/seconds": 1.0} and job.phases.metrics() == {}
+    assert job.schedule.metrics() == {"offload/bytes": 32.0, "offload/seconds": 1.0} and job.schedule.metrics() == {}
 
 
 def test_a_rollout_that_is_lost_loses_the_devices_and_the_actor_goes_on():
     job = Job(rollout(0), rollout(1), rollout(2, MemberState.JOINING))
     job.errors = {"rollout:0": WorkerLost("its process ended"), "rollout:1": DeadlineExceeded("frozen")}
-    with job.phases.training():
+    with job.schedule.training():
         assert job.told() == [("rollout:0", []), ("rollout:1", []), ("actor", ALL)]
     assert job.given_up == [("rollout:1", "it did not hand the devices over: frozen")], "the other one is lost already"
 
 
 def test_a_rollout_that_comes_back_is_put_to_sleep_and_wakes_when_rollouts_have_the_devices():
     job = Job()
-    with job.phases.training():
+    with job.schedule.training():
         job.told()
-        joining = job.phases.joining("rollout:0")
-        job.phases._lease._seconds = 0.0
+        joining = job.schedule.joining("rollout:0")
+        job.schedule._lease._seconds = 0.0
         with pytest.raises(DeadlineExceeded, match="held by training"):
             joining.__enter__()
         assert job.told() == [("rollout:0", [])]
-    with job.phases.generating():
+    with job.schedule.generating():
         job.told()
-        with job.phases.joining("rollout:0"):
+        with job.schedule.joining("rollout:0"):
             assert job.told() == [("rollout:0", AWAKE)]
         job.errors = {"rollout:0": InfrastructureError("it holds no worker yet")}
-        with job.phases.joining("rollout:0"):
+        with job.schedule.joining("rollout:0"):
             pass
         job.errors = {"rollout:0": RemoteError("occupy raised")}
         with pytest.raises(RemoteError, match="occupy raised"):
-            job.phases.joining("rollout:0").__enter__()
+            job.schedule.joining("rollout:0").__enter__()
 
 
 def test_the_status_tells_who_has_the_devices_and_when_that_ends_without_a_sign_of_life():
     job = Job()
-    assert job.phases.devices()["use"] is None and job.phases.devices()["holders"] == []
-    with job.phases.generating():
-        told = job.phases.devices()
+    assert job.schedule.devices()["use"] is None and job.schedule.devices()["holders"] == []
+    with job.schedule.generating():
+        told = job.schedule.devices()
     assert (told["use"], told["token"]) == ("generating", 1)
     assert told["holders"] == [{"name": "rollout:0", "expiresIn": job.spec.runtime.deadlines.lost - 10.0}]
 
 
 def test_one_field_says_whether_devices_are_shared():
-    assert isinstance(Job().phases, ColocatedPhases)
-    alone = Job(mode="disaggregated").phases
-    assert isinstance(alone, DisaggregatedPhases) and alone.devices() is None
+    assert isinstance(Job().schedule, ColocatedSchedule)
+    alone = Job(mode="disaggregated").schedule
+    assert isinstance(alone, DisaggregatedSchedule) and alone.devices() is None

@@ -16,7 +16,7 @@ from rl_core.plan.placement import Placement
 from rl_core.workers import arguments
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.group import GROUP_NAMES
-from rl_core.workers.servant import load_class
+from rl_core.workers.method_server import load_class
 from rl_core.workers.worker import Worker
 
 SPEC = importlib.util.spec_from_file_location("worker_classes", Path(__file__).parent / "worker_classes.py")

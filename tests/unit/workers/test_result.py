@@ -8,7 +8,7 @@ import pytest
 
 from rl_core.api.errors import DataError, DeadlineExceeded, RemoteError, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult
-from rl_core.workers.patience import Patience
+from rl_core.workers.deadline_wait import DeadlineWait
 from rl_core.workers.result import CallCancelled, WorkerGroupFuncResult
 
 
@@ -200,11 +200,11 @@ def test_an_unknown_reduction_is_refused_before_anything_is_consumed():
 
 def test_long_waits_warn_at_a_tenth_and_at_half_of_the_deadline(caplog):
     now = [0.0]
-    patience = Patience("actor.train", 100, clock=lambda: now[0])
+    wait = DeadlineWait("actor.train", 100, clock=lambda: now[0])
     pauses = []
     for at in (0, 9, 10, 11, 49, 50, 51, 99, 100):
         now[0] = at
-        pauses.append(patience.pause(lambda: "actor:0"))
+        pauses.append(wait.pause(lambda: "actor:0"))
     assert pauses == [10, 1, 40, 39, 1, 50, 49, 1, None]
     assert [record.getMessage() for record in caplog.records] == [
         "waited 10 of 100 s for actor.train: actor:0",
@@ -213,7 +213,7 @@ def test_long_waits_warn_at_a_tenth_and_at_half_of_the_deadline(caplog):
 
 
 def test_a_wait_may_end_before_its_time_and_a_short_one_warns_of_nothing(caplog):
-    patience = Patience("actor.train", 40, clock=lambda: 10.0)
-    assert patience.pause(str, end=12.0) == 2.0 and patience.pause(str, end=9.0) is None
-    short = Patience("actor.train", 9, began=0.0, clock=lambda: 8.0)
+    wait = DeadlineWait("actor.train", 40, clock=lambda: 10.0)
+    assert wait.pause(str, end=12.0) == 2.0 and wait.pause(str, end=9.0) is None
+    short = DeadlineWait("actor.train", 9, began=0.0, clock=lambda: 8.0)
     assert short.pause(str) == 1.0 and caplog.records == []

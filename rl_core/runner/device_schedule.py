@@ -1,7 +1,7 @@
-"""The port through which placement acts on a program: what happens to the devices before and after each kind of work.
+"""The device schedule: what happens to the devices before and after each kind of work of a program.
 
-A program writes `with phases.generating(): ...` and never asks where its roles run (invariant I6). Roles with devices of their own
-need nothing; roles that share devices take the device lease here and move weights, caches and optimizer out of each other's way.
+A program writes `with schedule.generating(): ...` and never asks where its groups run. Groups with devices of their own need nothing.
+Groups that share devices take the device lease here and move weights, caches and optimizer state out of each other's way.
 """
 
 import threading
@@ -11,8 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 
-class Phases(Protocol):
-    """Implemented by `DisaggregatedPhases`, `OffloadingPhases` and `time_sharing.ColocatedPhases`. Any thread; blocks of one kind may overlap."""
+class DeviceSchedule(Protocol):
+    """Implemented by `DisaggregatedSchedule`, `OffloadingSchedule` and `time_sharing.ColocatedSchedule`.
+
+    Any thread may enter a block, and blocks of one kind may overlap.
+    """
 
     def generating(self) -> AbstractContextManager[object]:
         """Let rollouts generate while the block runs."""
@@ -27,20 +30,23 @@ class Phases(Protocol):
         ...
 
     def joining(self, name: str) -> AbstractContextManager[object]:
-        """Let the rollout `name` build its engine and pull weights while the block runs, in a time in which rollouts generate."""
+        """Let the joining member `name` use its devices while the block runs: to build its engine, or to pull weights.
+
+        Where devices are shared, the block begins once they are used for generation.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return `offload/*` and `onload/*` since the last call: bytes over all actor ranks, seconds of the slowest each time."""
+        """Return `offload/*` and `onload/*` since the last call: bytes summed over the actor ranks, seconds of the slowest rank."""
         ...
 
     def devices(self) -> dict[str, Any] | None:
-        """Return who holds the devices that roles share, for `/status`; None where none are shared."""
+        """Return who holds the shared devices, for `/status`; None where no devices are shared."""
         ...
 
 
-class DisaggregatedPhases:
-    """Every role has devices of its own: there is nothing to give up or to fetch back."""
+class DisaggregatedSchedule:
+    """For groups that each have devices of their own: nothing moves."""
 
     def generating(self) -> AbstractContextManager[object]:
         """Do nothing."""
@@ -68,15 +74,15 @@ class DisaggregatedPhases:
 
 
 class Moves:
-    """What the actor's ranks moved to and from their devices since it was last asked for. Any thread."""
+    """Sums what the actor's ranks move to and from their devices. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards `_sums`: the content check moves beside the loop, which reads the metrics."""
+        """Guards `_sums`: the content check moves memory on its own thread while the loop reads the metrics."""
         self._sums: defaultdict[str, float] = defaultdict(float)
 
     def add(self, ranks: Iterable[Mapping[str, float]]) -> None:
-        """Add the answers of all ranks to one move: the bytes of all, the seconds of the slowest."""
+        """Add one move, given by the answers of all ranks: bytes are summed, of the seconds the largest counts."""
         several = list(ranks)
         with self._lock:
             for name in {name for moved in several for name in moved}:
@@ -84,38 +90,38 @@ class Moves:
                 self._sums[name] += max(values) if name.endswith("seconds") else sum(values)
 
     def take(self) -> dict[str, float]:
-        """Return the sums and begin anew."""
+        """Return the sums and reset them."""
         with self._lock:
             taken = dict(self._sums)
             self._sums.clear()
         return taken
 
 
-class OffloadingPhases(DisaggregatedPhases):
-    """Devices of its own, on which the trainer keeps only what the phase needs (`actor.offload`)."""
+class OffloadingSchedule(DisaggregatedSchedule):
+    """For a trainer with devices of its own that keeps on them only what the present work needs (`actor.offload`)."""
 
     def __init__(self, resident: Set[str], *, actor: Any, seconds: float) -> None:
-        """`resident`: what stays on the devices of the group `actor` in every phase; `seconds` bounds one move."""
+        """`resident`: what stays on the devices of the group `actor` whatever the work; `seconds` bounds one move."""
         self._resident, self._actor, self._seconds = resident, actor, seconds
         self._lock = threading.Lock()
-        """Guards `_working`, and the order of moves: a move for generation must not overtake the training that begins meanwhile."""
+        """Guards `_working`. It is held during a move, so that an offload for generation cannot undo the onload of a training that begins."""
         self._working = 0
-        """Blocks of training and syncing that run."""
+        """Training and syncing blocks that are running."""
         self._moves = Moves()
 
     def generating(self) -> AbstractContextManager[object]:
-        """Have away what may go, unless the trainer is at work for another block."""
+        """Offload everything that training does not need, unless the trainer works for another block."""
         with self._lock:
             if not self._working:
                 self._occupy(self._resident)
         return nullcontext()
 
     def training(self) -> AbstractContextManager[object]:
-        """Have weights and gradients there; the optimizer step brings the moments itself."""
+        """Onload weights and gradients. The optimizer step onloads the optimizer state itself."""
         return self._work(self._resident | {"weights", "gradients"})
 
     def syncing(self) -> AbstractContextManager[object]:
-        """Have the weights there."""
+        """Onload the weights."""
         return self._work(self._resident | {"weights"})
 
     def metrics(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ class Missing:
     since_seconds: float
 
 
-class Presence:
+class Roster:
     """The wanted members by role beside those that are here. Any thread."""
 
     def __init__(

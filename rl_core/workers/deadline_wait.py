@@ -13,7 +13,7 @@ _QUIET_SECONDS = 5.0
 """Nothing is said about a wait earlier than this."""
 
 
-class Patience:
+class DeadlineWait:
     """One wait of `seconds` for `what`. The waiter sleeps `pause()` seconds at a time, or until something happens."""
 
     def __init__(

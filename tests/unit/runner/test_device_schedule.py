@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.api.roles import OffloadSpec
-from rl_core.runner.phases import OffloadingPhases
+from rl_core.runner.device_schedule import OffloadingSchedule
 
 
 class Actor:
@@ -26,7 +26,7 @@ def actor():
 
 
 def phases(actor, **offload):
-    return OffloadingPhases(OffloadSpec(**offload).resident, actor=actor, seconds=1.0)
+    return OffloadingSchedule(OffloadSpec(**offload).resident, actor=actor, seconds=1.0)
 
 
 def test_each_phase_has_what_it_needs(actor):

@@ -5,9 +5,9 @@ import logging
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.plan.groups import ACTOR
 from rl_core.runner.checkpoints import Checkpoints
+from rl_core.runner.device_schedule import DeviceSchedule
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.members import Members, Point
-from rl_core.runner.phases import Phases
 from rl_core.runner.progress import Progress
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController
@@ -17,7 +17,7 @@ from rl_core.workers.group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 
-class BringUp:
+class Startup:
     """The start of a run (runtime.md 8)."""
 
     def __init__(
@@ -26,7 +26,7 @@ class BringUp:
         progress: Progress,
         *,
         actor: WorkerGroup,
-        phases: Phases,
+        schedule: DeviceSchedule,
         members: Members,
         dispatcher: Dispatcher,
         sync: WeightSync,
@@ -40,7 +40,7 @@ class BringUp:
         self.loaded = False
         """Whether the actors hold weights that may be saved."""
         self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
-        self._phases = phases
+        self._schedule = schedule
         self._dispatcher, self._sync, self._checkpoints = dispatcher, sync, checkpoints
         self._board, self._stops, self._resume, self._first_epoch = board, stops, resume, first_epoch
 
@@ -50,7 +50,7 @@ class BringUp:
         self._members.await_gang(ACTOR, seconds, at=at)
         # Before the first phase nobody else has a device: rollouts join once there is a time in which they generate.
         stops.wait(self._actor.init_worker(), seconds)
-        with self._phases.training():
+        with self._schedule.training():
             self._load()
             stops.wait(self._actor.set_global_step(progress.version))
             self.loaded = True
@@ -64,7 +64,7 @@ class BringUp:
         """Wait, as Degraded once training began, until enough rollouts serve the current version."""
         progress, deadlines = self._progress, self._deadlines
         limit = deadlines.degraded if progress.step else deadlines.wait_ready
-        with self._phases.generating():
+        with self._schedule.generating():
             self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
 
     def _load(self) -> None:

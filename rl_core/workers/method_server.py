@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 ASYNC_CONCURRENCY = 64
 
 
-class Servant:
+class MethodServer:
     """One worker object, or none yet."""
 
     def __init__(
