@@ -121,7 +121,7 @@ def _moves(world: World, actor) -> dict:
     """Return the rates of `occupy`, the first of which pays for the host's pages, beside plain copies of as many bytes of the same sizes."""
     from rl_core.weights.offload import distinct_storages
 
-    tensors = distinct_storages([*actor._weight_tensors(), *actor._moment_tensors()])
+    tensors = distinct_storages([*actor.manager.weight_tensors(), *actor.manager.moment_tensors()])
     nbytes = [tensor.untyped_storage().nbytes() for tensor in tensors]
     total, before = sum(nbytes), world.held()
     taken: dict[str, list[float]] = {"offload": [], "onload": [], "copies_away": [], "copies_back": []}

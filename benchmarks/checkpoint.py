@@ -102,7 +102,7 @@ class Trainer:
         asked = time.perf_counter() - began
         writing = self.pool.submit(asyncio.run, written)
         time.sleep(GENERATION)
-        waited = seconds(self.actor._background.release)
+        waited = seconds(self.actor.manager._background.release)
         found = {"step_meanwhile": seconds(self.train)}
         digests = writing.result()
         found["written_after"] = time.perf_counter() - began

@@ -55,9 +55,9 @@ def main() -> None:
     taken: dict[str, list[float]] = {"offload": [], "onload": [], "memcpy_away": [], "memcpy_back": []}
     left = 0
     for repetition in range(REPETITIONS + 1):
-        found = {"offload": seconds(lambda: manager.occupy([]))}
+        found = {"offload": seconds(lambda: manager.residency.occupy([]))}
         left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        found["onload"] = seconds(lambda: manager.occupy(["weights", "optimizer"]))
+        found["onload"] = seconds(lambda: manager.residency.occupy(["weights", "optimizer"]))
         found["memcpy_away"] = seconds(lambda: copied(here, there))
         found["memcpy_back"] = seconds(lambda: copied(there, here))
         for name, value in found.items() if repetition else ():  # the first one pays for the pages

@@ -38,7 +38,7 @@ def serve(plan: dict, rank: int, ranks: int) -> None:
     actor.init_worker()
     if rank == 0:
         actor.publisher = WeightPublisher(actor.cfg, 0)
-    nbytes = sum(parameter.numel() * 4 for parameter in actor.model.parameters())
+    nbytes = sum(parameter.numel() * 4 for parameter in actor.manager.model.parameters())
     part, parts = (
         torch.empty(-(-nbytes // ranks), dtype=torch.uint8),
         [torch.empty(-(-nbytes // ranks), dtype=torch.uint8) for _ in range(ranks)],

@@ -1,88 +1,85 @@
-"""The port between a step and the machinery that trains it: the engine decides what is trained, the backend how.
+"""The interface between a training step and the library that runs the model: the engine decides what is trained, the backend how.
 
-StepEngine --parts, objective, normalizers--> TrainBackend.forward_backward --stats--> StepEngine
+    StepEngine --parts, objective, normalizers--> TrainBackend.forward_backward --statistics--> StepEngine
 
-Where weights and optimizer state are, how they are saved, exported and published is nothing to a step: the actor's verbs answer for
-that (`Actor`'s abstract methods), over the same object.
+A backend runs forward and backward passes. Optimizer steps, checkpoints, export and offloading belong to its `ModelManager`.
+
+Legend: B rows of a micro-batch, T tokens of its longest row.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from rl_core.actors.rows import Columns, StepRows
-from rl_core.actors.schedule import OptimizerCounts
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.losses import LossResult
 from rl_core.algorithms.stats import Stat
 
+if TYPE_CHECKING:
+    from rl_core.actors.manager import ModelManager
+
 
 class Scores(NamedTuple):
-    """What a model says of a micro-batch's masked tokens, with gradient; 0 elsewhere."""
+    """A model's outputs for the tokens of a micro-batch that its mask selects, with gradient; 0 at the other tokens."""
 
     log_probs: Tensor
-    """[B, T] float32, at the sampling temperature."""
+    """[B, T] float32, log-probabilities of the tokens at the sampling temperature, in nats."""
     entropy: Tensor
-    """[B, T] float32."""
+    """[B, T] float32, entropy of the distribution that each token was drawn from, in nats."""
     values: Tensor | None = None
-    """[B, T] float32, what the critic expects of the tokens from here on; None without a critic."""
+    """[B, T] float32, the critic's estimate of the return from each token on; None without a critic."""
 
 
 class Scored(NamedTuple):
-    """What a model says of rows without gradient, float32 on the CPU, 0 where the mask is false; None for what was not asked for."""
+    """A model's outputs for rows, without gradient: [B, T] float32 on the CPU, 0 where the mask is false; None if not requested."""
 
     log_probs: Tensor | None
     values: Tensor | None
 
+    @classmethod
+    def on_cpu(cls, log_probs: Tensor | None, values: Tensor | None) -> "Scored":
+        """Return the tensors, copied to the CPU where they are on a device."""
+        return cls(*(None if tensor is None else tensor.cpu() for tensor in (log_probs, values)))
+
 
 Objective = Callable[[Scores, Columns, LossNormalizers], LossResult]
-"""A micro-batch's share of the optimizer step's loss; shares of micro-batches and ranks are summed."""
+"""Computes a micro-batch's share of the loss of an optimizer step. The shares of all micro-batches and ranks are summed."""
 Proceed = Callable[[], None]
-"""Called on all ranks before each micro-batch, or once before a schedule of them that cannot be left; raises StepCancelled on all."""
+"""Called on all ranks before each micro-batch, or once before a pipeline schedule, which cannot be interrupted. Raises StepCancelled on
+all ranks when the step was cancelled."""
 
 
 class StepCancelled(Exception):
-    """The step is given up; all ranks raise it before the same micro-batch."""
+    """The training step was cancelled. All ranks raise it before the same micro-batch."""
 
 
-class TrainBackend(Protocol):
-    """How one rank trains a model; implemented by `FSDPBackend`. All methods are collective, and all ranks get equally many parts.
+class TrainBackend(ABC):
+    """How one rank runs a model; each backend derives its own. All methods are collective, and all ranks get equally many parts.
 
     A part is one micro-batch, at least one row of one token. Ranks that train the same rows (tensor, context, pipeline) get equal parts.
     """
 
-    counts: OptimizerCounts
-    """How its optimizer steps ended; saved with its checkpoints."""
+    manager: "ModelManager"
+    """The model and its optimizer: steps, checkpoints, export, offloading."""
 
-    @property
-    def max_length(self) -> int:
-        """Longest row in tokens."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the model, for the cost of a row."""
-
+    @abstractmethod
     def forward_backward(
         self, parts: Sequence[StepRows], objective: Objective, normalizers: LossNormalizers, *, proceed: Proceed
     ) -> list[dict[str, Stat]]:
-        """Add the gradients of all `parts` to those held; return the objective's statistics, each on one rank only.
+        """Accumulate the gradients of all `parts`; return the objective's statistics of each part, each on one rank only.
 
-        A rank without a loss (a stage before the last) returns []. The gradient is that of the sum of the shares over parts and data
-        ranks. When `proceed` raises, the gradients are dropped and the error is passed on.
+        Ranks without a loss (pipeline stages before the last) return []. The gradient is that of the sum of the losses over parts and
+        data ranks. When `proceed` raises StepCancelled, the gradients are dropped and the exception is passed on.
         """
 
+    @abstractmethod
     def score_rows(
         self, parts: Sequence[StepRows], *, proceed: Proceed, log_probs: bool = True, values: bool = False
     ) -> list[Scored]:
-        """Return what was asked for of each part, [B, T], from one pass; [] on a rank that has nothing of it.
+        """Return the requested `log_probs` and `values` of each part, [B, T] each, from one forward pass without gradient.
 
-        `values` needs a job with a critic.
+        Ranks that have no scores return []. `values` needs a job with a critic.
         """
-
-    def optimizer_step(self) -> tuple[float, list[float]]:
-        """Apply the gradients, or skip and count a step that is not finite; return their norm and the learning rates used."""
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the reference policy's weights."""

@@ -1,48 +1,61 @@
-"""An actor's verbs: a worker that receives groups and has a step engine train them, whatever the backend (trainers.md 6).
+"""The trainer's worker: it receives groups, trains on them and publishes the weights, with any backend.
 
     recv_batch -> compute_log_probs -> compute_advantages_and_returns -> run_training -> sync_model_to_rollout
 
-All methods are collective over the actor's ranks, unless they say otherwise; the runner calls them on all of them in the same order.
-`cancel_training` alone may come at any time: the step is then left between two micro-batches, as if it had never begun.
+An `Actor` is made of parts, and its remote methods delegate to them:
+
+    Actor --- StepEngine       what a step trains: rows, mini-batches, normalizers, metrics
+          --- TrainBackend     forward and backward passes
+          --- ModelManager     model, optimizer, checkpoints, export; its Residency offloads them
+          --- WeightPublisher  sends weights to the rollouts; on rank 0 only
+
+Methods are collective over the actor's ranks unless they say otherwise: the runner calls them on all ranks in the same order.
+`cancel_training` may be called at any time.
+
+Legend: B rows, S tokens of the padded row.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rl_core.actors.backend import TrainBackend
 from rl_core.actors.intake import GroupIntake, group_entry, rollout_metrics
-from rl_core.actors.ranks import Ranks
+from rl_core.actors.manager import validated
+from rl_core.actors.publishing import open_publisher
 from rl_core.actors.rows import Columns, StepRows
-from rl_core.actors.schedule import LRSchedule, OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
+from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
-from rl_core.weights.offload import Offloader
+from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.workers.worker import Worker
 
-__all__ = ["Actor", "LRSchedule", "Offloader", "OptimizerCounts"]
+if TYPE_CHECKING:
+    from rl_core.weights.publisher import WeightPublisher
 
 
 class Actor(Worker, ABC):
-    """A rank that trains on whole prompt groups."""
+    """One rank of the trainer. It is constructed on every actor process; `init_worker` must be called first."""
 
-    cfg: RLJobSpec
-    ranks: Ranks
-    global_step: int
-    """Step of the last training; the weights' version."""
+    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
+        """`cfg`: the job's spec, or a mapping that is validated into one. `placement` is ignored: `actor.parallel` gives the layout.
 
-    def __init__(self, backend: TrainBackend) -> None:
-        """`backend`: what trains the model of this rank; the class that derives from this one brings its state verbs."""
-        self._backend = backend
+        Raises ConfigError for a role other than actor and for settings that the backend does not support.
+        """
+        if role != "actor":
+            raise ConfigError(f"{type(self).__name__} must have role actor, got {role!r}; choose it")
+        self.backend = self._build_backend(validated(cfg))
+        self.manager = self.backend.manager
+        self.cfg, self.ranks = self.manager.cfg, self.manager.ranks
+        self.publisher: WeightPublisher | None = None
         self.engine = StepEngine(
-            backend,
+            self.backend,
             self.ranks,
             self.cfg.algorithm,
             micro_batch_tokens=self.cfg.actor.micro_batch_tokens,
@@ -51,39 +64,15 @@ class Actor(Worker, ABC):
             progress=lambda: self.record_progress("micro_steps"),
         )
 
-    # What the backend's actor answers -------------------------------------------------------------------------------
-
     @abstractmethod
+    def _build_backend(self, cfg: RLJobSpec) -> TrainBackend:
+        """Return the backend of this rank with its model manager. The model is not built yet."""
+
     def init_worker(self) -> None:
-        """Build model and optimizer."""
-
-    @abstractmethod
-    def set_global_step(self, global_step: int) -> None:
-        """Set the step. Raises ValueError when it is negative or goes back."""
-
-    @abstractmethod
-    def set_schedule(self, learning_rate: float, steps: int) -> None:
-        """Go on with another peak learning rate and another number of steps of the run."""
-
-    @abstractmethod
-    def sync_model_to_rollout(self, version: int | None = None, receivers: Any = (), min_acks: int = 0) -> Any:
-        """Send the weights as `version` to `receivers`."""
-
-    @abstractmethod
-    def save_checkpoint(self, save_path: str, step: int = 0, in_background: bool = False) -> Any:
-        """Write this rank's part of a checkpoint; return path -> digest, `in_background` at once an awaitable of that."""
-
-    @abstractmethod
-    def load_checkpoint(self, load_path: str) -> None:
-        """Load a checkpoint, of any number of ranks."""
-
-    @abstractmethod
-    def export_hf(self, path: str, *, dtype: str | None = None) -> None:
-        """Write a Hugging Face folder."""
-
-    @abstractmethod
-    def loaded(self, *, moments: bool = True) -> AbstractContextManager[None]:
-        """Have weights, and with `moments` the optimizer's too, present inside the block, and afterwards where they were."""
+        """Build model and optimizer from `model.path`, open the publisher on rank 0, offload what `actor.offload` names."""
+        self.manager.setup_model_and_optimizer()
+        self.publisher = open_publisher(self, self.cfg, self.ranks)
+        self.occupy(self.cfg.actor.offload.resident)
 
     # Groups in ------------------------------------------------------------------------------------------------------
 
@@ -121,66 +110,137 @@ class Actor(Worker, ABC):
         return list(await self.hub_call("admit", entries))
 
     def load_batch(self, records: Iterable[PromptGroupRecord]) -> None:
-        """Hold `records` as the step's groups of this rank; their order does not matter. Not collective."""
+        """Set the groups that this rank trains in the next step; their order does not matter. Not collective."""
         self.engine.load(records, version=self.global_step)
 
     # The step -------------------------------------------------------------------------------------------------------
 
-    def compute_log_probs(self, batch: TrainingBatch | None = None) -> Tensor | None:
-        """Return the trainer's log-probabilities [B, S] of `batch`, without gradient.
+    @property
+    def global_step(self) -> int:
+        """The last step that was trained, which is also the version of the weights."""
+        return self.manager.global_step
 
-        None: of the held groups, kept there together with the reference's where the loss needs them; nothing is returned. A cancelled
-        step is left without them.
+    def set_global_step(self, global_step: int) -> None:
+        """Set the step. Raises ValueError when it is negative or smaller than before."""
+        self.manager.set_global_step(global_step)
+
+    def set_schedule(self, learning_rate: float, steps: int) -> None:
+        """Continue with another peak learning rate and another number of steps of the run. Not collective.
+
+        Raises ConfigError when the learning rate schedule does not fit them.
+        """
+        self.manager.set_schedule(learning_rate, steps)
+
+    def compute_log_probs(self, batch: TrainingBatch | None = None) -> Tensor | None:
+        """Return the trainer's log-probabilities of `batch`, [B, S] float32, without gradient.
+
+        With None, compute them for the step's groups, together with the reference policy's and the critic's values where the loss needs
+        them; they are kept for the step and None is returned. A step that is cancelled meanwhile loses its groups.
         """
         if batch is not None:
             return self.engine.score(batch)
         self.engine.compute_log_probs()
         if self.engine.prepared is None:
-            self._log_left(self.global_step + 1)
+            self._log_cancelled(self.global_step + 1)
         return None
 
     def compute_ref_log_probs(self, batch: TrainingBatch) -> Tensor:
-        """Return the reference policy's log-probabilities [B, S] of `batch`; trained weights are as before afterwards."""
+        """Return the reference policy's log-probabilities of `batch`, [B, S] float32. The trained weights do not change."""
         return self.engine.score_reference(batch)
 
     def compute_advantages_and_returns(self) -> dict[str, float]:
-        """Compute the held groups' advantages; return this rank's metrics of rewards, groups and advantages."""
+        """Compute the advantages of the step's groups; return this rank's metrics of rewards, groups and advantages."""
         return self.engine.compute_advantages()
 
     def run_training(self, step: int | None = None) -> dict[str, float] | None:
-        """Train on the held groups as `step` (None: the next); return its `actor/*`, `perf/*` and `time/*`; None when cancelled.
+        """Train on the step's groups as `step` (None: the next one); return its metrics, or None when it was cancelled.
 
-        The metrics are over all ranks, equal on each. Raises as `StepEngine.train`.
+        The metrics `actor/*`, `perf/*` and `time/*` are reduced over all ranks and equal on each. Raises as `StepEngine.train`.
         """
         number = self.global_step + 1 if step is None else step
         metrics = self.engine.train(number)
         if metrics is None:
-            self._log_left(number)
+            self._log_cancelled(number)
         else:
-            self.global_step = number
+            self.manager.global_step = number
         return metrics
 
-    def _log_left(self, step: int) -> None:
-        self.log_info("step %s is given up: weights, optimizer, counters and random state are those before it", step)
+    def _log_cancelled(self, step: int) -> None:
+        self.log_info("step %s is cancelled: weights, optimizer, counters and random state are those before it", step)
 
     async def cancel_training(self) -> None:
-        """Give up the step at the next micro-batch; returns at once, while the training thread computes. Not collective.
+        """Cancel the step before its next micro-batch. Not collective; returns at once, while the training thread computes.
 
-        Weights, optimizer, counters and random state are then those of the step before, and the groups are no longer held.
+        Weights, optimizer, counters and random state are then those before the step, and its groups are dropped.
         """
         self.engine.cancel()
 
     def score(self, ids: Sequence[int], prompt_length: int) -> list[float] | None:
-        """Return the log-probabilities of ids[prompt_length:] at the sampling temperature, on the first data rank's ranks that have them.
+        """Return the log-probabilities of the tokens ids[prompt_length:] at the sampling temperature.
 
-        The others return None.
+        Only the ranks of the first replica that have them (under pipeline parallelism its last stage) return them, the others None.
         """
         input_ids = torch.tensor([list(ids)], dtype=torch.int64)
         columns = Columns(input_ids=input_ids, loss_mask=torch.arange(len(ids))[None] >= prompt_length)
         row = StepRows(numbers=[0], lengths=[len(ids)], columns=columns)
-        with self.loaded(moments=False), self.ranks.guard("scoring a sequence"):
-            scored = self._backend.score_rows([row], proceed=lambda: None)
+        with self.manager.residency.loaded(moments=False), self.ranks.guard("scoring a sequence"):
+            scored = self.backend.score_rows([row], proceed=lambda: None)
         if not scored or scored[0].log_probs is None or self.ranks.data_rank:
             return None
-        found: list[float] = scored[0].log_probs[0, prompt_length:].tolist()
-        return found
+        log_probs: list[float] = scored[0].log_probs[0, prompt_length:].tolist()
+        return log_probs
+
+    # Weights out ----------------------------------------------------------------------------------------------------
+
+    def sync_model_to_rollout(
+        self, version: int | None = None, receivers: Sequence[ReceiverAddress] = (), min_acks: int = 0
+    ) -> PublishReport | None:
+        """Send the weights as `version` (None: the global step) to `receivers` and wait for their acknowledgements.
+
+        Rank 0 publishes and returns the publisher's report. The other ranks send it their parts of the tensors and return None.
+        """
+        version = self.global_step if version is None else version
+        with self.manager.residency.loaded(moments=False), self.ranks.guard(f"publishing version {version}"):
+            source = self.manager.version_source(self.cfg.model.dtype, self.cfg.weights.bucket_bytes)
+            try:
+                if self.publisher is None:
+                    return None
+                report = self.publisher.publish(version, source, receivers, min_acks)
+                self.set_policy_version(version, report.digest)
+                return report
+            finally:
+                source.finish()
+
+    def publisher_address(self) -> str | None:
+        """Return the address from which late joiners pull weights; None on ranks other than 0. Not collective."""
+        return None if self.publisher is None else self.publisher.address
+
+    async def receiver_lost(self, name: str, reason: str) -> None:
+        """Let a sync under way continue without the rollout `name`, which the hub declared dead. Not collective."""
+        if self.publisher is not None:
+            self.publisher.lost(name, reason)
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, save_path: str, step: int = 0, in_background: bool = False
+    ) -> dict[str, str] | Awaitable[dict[str, str]]:
+        """Write this rank's part of a checkpoint; return path -> digest. See ModelManager.save_checkpoint."""
+        return self.manager.save_checkpoint(save_path, step, in_background)
+
+    def load_checkpoint(self, load_path: str) -> None:
+        """Load a checkpoint that any number of ranks saved. See ModelManager.load_checkpoint."""
+        self.manager.load_checkpoint(load_path)
+
+    def export_hf(self, path: str, *, dtype: str | None = None) -> None:
+        """Write a Hugging Face folder. See ModelManager.export_hf."""
+        self.manager.export_hf(path, dtype=dtype)
+
+    def occupy(self, parts: Collection[str]) -> dict[str, float]:
+        """Keep exactly `parts` ("weights", "gradients", "optimizer") on the device. See Residency.occupy. Not collective."""
+        return self.manager.residency.occupy(parts)
+
+    def close(self) -> None:
+        """Stop serving weights."""
+        if self.publisher is not None:
+            self.publisher.close()

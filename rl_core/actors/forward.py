@@ -56,7 +56,7 @@ class PackedBatch:
 
 
 class TokenNumbers(NamedTuple):
-    """What was asked for, per token that is scored, 0 elsewhere; None for the rest."""
+    """Per-token results of a forward pass, 0 where a token is not scored; None for what was not requested."""
 
     log_probs: Tensor | None
     entropy: Tensor | None

@@ -1,7 +1,7 @@
-"""A model in training on one rank, whatever backend cuts it: optimizer steps and their counts, save, load, export.
+"""One rank's share of a model in training: optimizer steps, save, load and export. It contains no reinforcement learning.
 
-No reinforcement learning here. What is saved, exported and published is named as in a Hugging Face folder, so that a checkpoint
-fits any cut of the same model.
+Each backend derives its own manager from `ModelManager`. Saved, exported and published tensors have their Hugging Face names and
+shapes, so that a checkpoint can be loaded into any parallel layout of the same model.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import concurrent.futures
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rl_core.actors import checkpoint, export
 from rl_core.actors.critic import of_critic
 from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
-from rl_core.actors.residency import Residency
+from rl_core.actors.residency import Residency, ResidentState
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.slices import LocalSlice
 from rl_core.actors.source import GatheredSource
@@ -37,8 +37,11 @@ Slices = dict[str, list[LocalSlice]]
 """Name of a tensor -> its boxes on this rank."""
 
 
-class ModelManager(Residency):
-    """One rank's share of a model in training. Methods are collective unless they say otherwise."""
+class ModelManager(ResidentState):
+    """One rank's share of a model in training. Methods are collective unless they say otherwise.
+
+    `residency` moves its weights, gradients and moments between device and host.
+    """
 
     optimizer: Any
     """Has `param_groups`, as those of torch have."""
@@ -60,9 +63,9 @@ class ModelManager(Residency):
         """Names to sync and export in the model's order: (name, the name it is tied to or None)."""
         self._reference: ReferencePolicy | None = None
         self._background = checkpoint.BackgroundWriter()
-        super().__init__()
+        self.residency = Residency(self, self.compute_device)
 
-    # What the backend's manager answers -----------------------------------------------------------------------------
+    # Implemented by each backend's manager --------------------------------------------------------------------------
 
     @abstractmethod
     def _set_up(self) -> None:
@@ -88,6 +91,13 @@ class ModelManager(Residency):
     @abstractmethod
     def _follow_schedule(self) -> None:
         """Take the learning rate of applied step `counts.applied` from the schedule."""
+
+    @abstractmethod
+    def set_schedule(self, learning_rate: float, steps: int) -> None:
+        """Continue with another peak learning rate and another number of steps of the run, from the next optimizer step on.
+
+        Not collective. Raises ConfigError when the schedule does not fit them.
+        """
 
     @abstractmethod
     def drop_gradients(self) -> None:
@@ -122,7 +132,7 @@ class ModelManager(Residency):
         """Go on from slices that a checkpoint filled, from its AdamW steps by parameter and from `counts`."""
 
     @abstractmethod
-    def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
+    def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
         """Return the weights as they are, floating ones in `dtype`; every rank calls its `finish`."""
 
     # Set-up ---------------------------------------------------------------------------------------------------------
@@ -132,11 +142,11 @@ class ModelManager(Residency):
 
         Raises RuntimeError when called twice.
         """
-        if self.is_set_up:
+        if self.residency.has_model:
             raise RuntimeError("setup_model_and_optimizer must be called once, got a second call; make a new manager")
         with self.ranks.guard("setting up the model"):
             self._set_up()
-        self.is_set_up = True
+        self.residency.has_model = True
         if self.cfg.algorithm.needs_reference:
             self._reference = ReferencePolicy(self._parameter_tensors())
 
@@ -156,8 +166,8 @@ class ModelManager(Residency):
             raise RuntimeError(
                 "the reference policy is kept only with algorithm.loss.klCoefficient or rewardKlCoefficient above 0, got 0; set one"
             )
-        self._require_loaded("the reference policy")
-        self._release_state()
+        self.residency.require_loaded("the reference policy")
+        self.wait_for_readers()
         return self._reference.swapped()
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -171,19 +181,19 @@ class ModelManager(Residency):
         """
         if not self.cfg.actor.offload.optimizer:
             return self._optimizer_step()
-        self.load_optimizer(self.compute_device.index or 0)
+        self.residency.load_optimizer()
         try:
             return self._optimizer_step()
         finally:
-            self.offload_optimizer()
+            self.residency.offload_optimizer()
 
     def _optimizer_step(self) -> tuple[float, list[float]]:
-        self._require_loaded("optimizer_step", moments=True)
+        self.residency.require_loaded("optimizer_step", moments=True)
         rates = self._learning_rates()
         norm = self._gradient_norm()
         self.counts.attempted += 1
         if math.isfinite(norm):
-            self._release_state()
+            self.wait_for_readers()
             self._apply_gradients(norm)
             self.counts.applied += 1
             self._follow_schedule()
@@ -236,15 +246,53 @@ class ModelManager(Residency):
             raise ValueError(f"global_step must be {self.global_step} or more, got {global_step}; steps only rise")
         self.global_step = global_step
 
+    # Offloading -----------------------------------------------------------------------------------------------------
+
+    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
+        """Move the weights to the host; with `offload_grad` also drop the gradients. Not collective.
+
+        Raises RuntimeError when gradients that no optimizer step has applied would be dropped.
+        """
+        if offload_grad:
+            self.residency.offload_gradients()
+        self.residency.offload_weights()
+
+    def load_param_and_grad(self, device_id: int, load_grad: bool = False) -> None:
+        """Move the weights back, bit-equal in the same tensor objects; with `load_grad` also allocate zero gradients. Not collective.
+
+        `device_id` is the rank's accelerator; it is ignored on a CPU. Raises ValueError when there is no such accelerator.
+        """
+        self._check_device(device_id)
+        self.residency.load_weights()
+        if load_grad:
+            self.residency.load_gradients()
+
+    def offload_optimizer(self) -> None:
+        """Move the moments to the host. Not collective."""
+        self.residency.offload_optimizer()
+
+    def load_optimizer(self, device_id: int) -> None:
+        """Move the moments back, bit-equal; `device_id` as in `load_param_and_grad`. Not collective."""
+        self._check_device(device_id)
+        self.residency.load_optimizer()
+
+    def _check_device(self, device_id: int) -> None:
+        if self.compute_device.type == "cuda" and not 0 <= device_id < torch.cuda.device_count():
+            raise ValueError(
+                f"device_id must be in [0, {torch.cuda.device_count()}), got {device_id}; use the rank's accelerator"
+            )
+
     # State ----------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, save_path: str, step: int = 0, in_background: bool = False) -> Any:
+    def save_checkpoint(
+        self, save_path: str, step: int = 0, in_background: bool = False
+    ) -> dict[str, str] | Awaitable[dict[str, str]]:
         """Write and sync this rank's shards of model and optimizer, its random state and, on rank 0, the counters.
 
         Returns path below `save_path` -> digest. `in_background`: return an awaitable of that at once, and copy them and write the copy from
         a thread; the next optimizer step waits for the copy, the next save for all. Raises InfrastructureError when the storage refuses.
         """
-        with self.loaded(), self.ranks.guard("saving a checkpoint"):
+        with self.residency.loaded(), self.ranks.guard("saving a checkpoint"):
             part = checkpoint.RankPart.of(
                 self.ranks,
                 self._counters(step),
@@ -256,7 +304,8 @@ class ModelManager(Residency):
             written = self._background.write(part, Path(save_path))
         return _awaited(written)
 
-    def _release_state(self) -> None:
+    def wait_for_readers(self) -> None:
+        """Wait until a background save has copied weights and moments. Not collective."""
         self._background.release()
 
     def _counters(self, step: int) -> checkpoint.Counters:
@@ -274,8 +323,8 @@ class ModelManager(Residency):
 
         Raises FileNotFoundError when there is no checkpoint, DataError for a damaged one or one of another model.
         """
-        with self.loaded(), self.ranks.guard("loading a checkpoint"):
-            self._release_state()
+        with self.residency.loaded(), self.ranks.guard("loading a checkpoint"):
+            self.wait_for_readers()
             self._before_state(checkpoint.Counters.read(Path(load_path)).counts)
             weights, moments = self.master_slices(), self.moment_slices()
             counters = checkpoint.load(
@@ -291,7 +340,7 @@ class ModelManager(Residency):
         full: rank 0 gets whole tensors, the others {}. Not full: what this rank stores. `cpu_offload` copies to the CPU.
         Raises RuntimeError while the weights are offloaded.
         """
-        self._require_loaded("get_model_state_dict")
+        self.residency.require_loaded("get_model_state_dict")
         if not full_state_dict:
             held = {name: part.tensor for name, part in self.named_slices().items() if not of_critic(name)}
         else:
@@ -306,7 +355,7 @@ class ModelManager(Residency):
 
     def _whole_tensors(self) -> dict[str, Tensor]:
         """Return whole tensors on rank 0, tied names as the same tensor; {} on the others."""
-        source = self._version_source(self._weight_dtype, 1)
+        source = self.version_source(self._weight_dtype, 1)
         whole: dict[str, Tensor] = {}
         if self.ranks.rank == 0:
             for bucket in source.buckets(str(self.compute_device)):
@@ -323,9 +372,9 @@ class ModelManager(Residency):
         """
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}; choose one")
-        with self.loaded(moments=False), self.ranks.guard("exporting the model"):
+        with self.residency.loaded(moments=False), self.ranks.guard("exporting the model"):
             # One tensor at a time: rank 0 never holds the whole model.
-            source = self._version_source(dtype or self.cfg.model.dtype, 1)
+            source = self.version_source(dtype or self.cfg.model.dtype, 1)
             refusal: InfrastructureError | None = None
             if self.ranks.rank == 0:
                 try:
@@ -356,7 +405,7 @@ async def _awaited(future: "concurrent.futures.Future[dict[str, str]]") -> dict[
     return await asyncio.wrap_future(future)
 
 
-def checked(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
+def validated(cfg: RLJobSpec | Mapping[str, Any]) -> RLJobSpec:
     """Return a job's spec, validated where it is a mapping."""
     return cfg if isinstance(cfg, RLJobSpec) else RLJobSpec.model_validate(dict(cfg))
 

@@ -1,4 +1,7 @@
-"""Where weights, gradients and optimizer state are: on the compute device or offloaded (trainers.md 5)."""
+"""Moves weights, gradients and optimizer state between the compute device and the host, so that others can use the device.
+
+`ModelManager` has one `Residency`. All methods are local to the rank, may be called in any order, and do nothing when called twice.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
@@ -10,158 +13,149 @@ from torch import Tensor
 from rl_core.weights.offload import Offloader, give_back
 
 
-class Residency(ABC):
-    """The offload verbs of a manager: idempotent, local to the rank, legal in any order."""
-
-    compute_device: torch.device
-
-    def __init__(self) -> None:
-        pin = self.compute_device.type == "cuda"
-        self._weights, self._moments = Offloader(pin=pin), Offloader(pin=pin)
-        self._moved: dict[str, float] = {}
-        """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` since the last `occupy`."""
-        self.is_set_up = False
-        """Whether there is a model, of which parts can be away."""
-        self.is_grad_offloaded = False
-        self.offload_metrics: dict[str, float] = {}
-        """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last verb of each kind."""
-
-    # What the backend's manager answers -----------------------------------------------------------------------------
+class ResidentState(ABC):
+    """The training state that a `Residency` moves; each backend's `ModelManager` implements it. No method is collective."""
 
     @abstractmethod
-    def _weight_tensors(self) -> Iterable[Tensor]:
-        """Return what this rank stores of parameters and buffers; views of one storage may repeat."""
+    def weight_tensors(self) -> Iterable[Tensor]:
+        """Return the parameters and buffers that this rank stores. Several tensors may be views of one storage."""
 
     @abstractmethod
-    def _moment_tensors(self) -> Iterable[Tensor]:
-        """Return what this rank stores of the optimizer's state, step counters aside."""
+    def moment_tensors(self) -> Iterable[Tensor]:
+        """Return the optimizer state that this rank stores, without the step counters."""
 
     @abstractmethod
-    def _release_state(self) -> None:
-        """Wait until nobody else reads weights and moments: they are about to change or to go away."""
+    def wait_for_readers(self) -> None:
+        """Wait until a background save has copied weights and moments. Must be called before they are changed or moved."""
 
     @abstractmethod
-    def _grads_wait(self) -> bool:
+    def has_pending_gradients(self) -> bool:
         """Return whether there are gradients that no optimizer step has applied."""
 
     @abstractmethod
-    def _release_gradients(self) -> None:
-        """Give up the gradients and their memory; a second call does nothing."""
+    def release_gradients(self) -> None:
+        """Free the memory of the gradients. A second call does nothing."""
 
     @abstractmethod
-    def _zero_gradients(self) -> None:
-        """Have gradients again, all zero."""
+    def zero_gradients(self) -> None:
+        """Allocate the gradients, all zero."""
 
-    # The verbs --------------------------------------------------------------------------------------------------------
+
+class Residency:
+    """Tracks which parts of a model's training state are on the compute device and which are offloaded to the host."""
+
+    def __init__(self, state: ResidentState, device: torch.device) -> None:
+        """`device`: the compute device of the rank. Offloaded tensors go to page-locked host memory when it is a CUDA device."""
+        self._state, self._device = state, device
+        pin = device.type == "cuda"
+        self._weights, self._moments = Offloader(pin=pin), Offloader(pin=pin)
+        self._moved: dict[str, float] = {}
+        """`offload/{bytes,seconds}` and `onload/{bytes,seconds}`, summed since the last call of `occupy`."""
+        self.has_model = False
+        """Whether the model is built. `occupy` does nothing before."""
+        self.gradients_offloaded = False
+        """Whether the gradients are released."""
+        self.metrics: dict[str, float] = {}
+        """`offload/{bytes,seconds}` and `onload/{bytes,seconds}` of the last offload and the last onload."""
 
     @property
-    def is_weight_offloaded(self) -> bool:
-        """Return whether the weights are away."""
+    def weights_offloaded(self) -> bool:
+        """Whether the weights are on the host."""
         return self._weights.is_offloaded
 
     @property
-    def is_optimizer_offloaded(self) -> bool:
-        """Return whether the moments are away; step counters never are."""
+    def optimizer_offloaded(self) -> bool:
+        """Whether the moments are on the host. Step counters always stay."""
         return self._moments.is_offloaded
 
-    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
-        """Take the weights away; with `offload_grad` drop the gradients too.
-
-        Raises RuntimeError when gradients wait for their optimizer step.
-        """
-        if offload_grad:
-            self._give_up_gradients()
-        if not self.is_weight_offloaded:
-            self._release_state()
-            self._weights.offload(self._weight_tensors())
+    def offload_weights(self) -> None:
+        """Move the weights to the host."""
+        if not self.weights_offloaded:
+            self._state.wait_for_readers()
+            self._weights.offload(self._state.weight_tensors())
             self._report("offload", self._weights)
 
-    def load_param_and_grad(self, device_id: int, load_grad: bool = False) -> None:
-        """Bring the weights back, bit-equal in the same objects; with `load_grad` gradients start from zero.
-
-        `device_id`: the rank's accelerator, ignored on CPU; ValueError when there is none of that number.
-        """
-        self._check_device(device_id)
-        if self.is_weight_offloaded:
+    def load_weights(self) -> None:
+        """Move the weights back to the device: the same tensor objects with bit-equal values."""
+        if self.weights_offloaded:
             self._weights.reload()
             self._report("onload", self._weights)
-        if load_grad and self.is_grad_offloaded:
-            self._zero_gradients()
-            self.is_grad_offloaded = False
+
+    def offload_gradients(self) -> None:
+        """Drop the gradients and free their memory. Raises RuntimeError between a backward pass and its optimizer step."""
+        if self._state.has_pending_gradients():
+            raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
+        self._state.release_gradients()
+        self.gradients_offloaded = True
+
+    def load_gradients(self) -> None:
+        """Allocate the gradients again, all zero."""
+        if self.gradients_offloaded:
+            self._state.zero_gradients()
+            self.gradients_offloaded = False
 
     def offload_optimizer(self) -> None:
-        """Take the moments away."""
-        if not self.is_optimizer_offloaded:
-            self._release_state()
-            self._moments.offload(self._moment_tensors())
+        """Move the moments to the host."""
+        if not self.optimizer_offloaded:
+            self._state.wait_for_readers()
+            self._moments.offload(self._state.moment_tensors())
             self._report("offload", self._moments)
 
-    def load_optimizer(self, device_id: int) -> None:
-        """Bring the moments back, bit-equal."""
-        self._check_device(device_id)
-        if self.is_optimizer_offloaded:
+    def load_optimizer(self) -> None:
+        """Move the moments back to the device, bit-equal."""
+        if self.optimizer_offloaded:
             self._moments.reload()
             self._report("onload", self._moments)
 
     def occupy(self, parts: Collection[str]) -> dict[str, float]:
-        """Have `parts` of weights, gradients, optimizer on the device and no others. Away they go in the reverse order, back in this one.
+        """Keep exactly `parts` ("weights", "gradients", "optimizer") on the device: offload the others first, then load these.
 
-        Returns `offload/{bytes,seconds}` and `onload/{bytes,seconds}` of all that moved since the last call, here or for another verb.
-        Raises RuntimeError when gradients would go that wait for their optimizer step.
+        Returns `offload/{bytes,seconds}` and `onload/{bytes,seconds}` of everything that moved since the last call, including moves
+        that other methods made. Raises RuntimeError when gradients without their optimizer step would be dropped.
         """
-        if not self.is_set_up:
+        if not self.has_model:
             return {}
-        index = self.compute_device.index or 0
         if "optimizer" not in parts:
             self.offload_optimizer()
         if "gradients" not in parts:
-            self._give_up_gradients()
+            self.offload_gradients()
         if "weights" not in parts:
-            self.offload_param_and_grad()
+            self.offload_weights()
         if "offload/bytes" in self._moved:
-            give_back(self.compute_device)
+            give_back(self._device)
         if "weights" in parts:
-            self.load_param_and_grad(index, load_grad="gradients" in parts)
+            self.load_weights()
+            if "gradients" in parts:
+                self.load_gradients()
         if "optimizer" in parts:
-            self.load_optimizer(index)
+            self.load_optimizer()
         moved, self._moved = self._moved, {}
         return moved
 
     @contextmanager
     def loaded(self, *, moments: bool = True) -> Iterator[None]:
-        """Have weights, and with `moments` these too, present inside the block, and afterwards where they were."""
-        weights, moments = self.is_weight_offloaded, moments and self.is_optimizer_offloaded
-        index = self.compute_device.index or 0
-        self.load_param_and_grad(index)
-        if moments:
-            self.load_optimizer(index)
+        """Have the weights, and with `moments` also the optimizer state, on the device inside the block; restore their places after it."""
+        weights_were_offloaded = self.weights_offloaded
+        moments_were_offloaded = moments and self.optimizer_offloaded
+        self.load_weights()
+        if moments_were_offloaded:
+            self.load_optimizer()
         try:
             yield
         finally:
-            if moments:
+            if moments_were_offloaded:
                 self.offload_optimizer()
-            if weights:
-                self.offload_param_and_grad()
+            if weights_were_offloaded:
+                self.offload_weights()
 
-    def _give_up_gradients(self) -> None:
-        if self._grads_wait():
-            raise RuntimeError("offload_grad must not be asked for between backward and optimizer_step; step first")
-        self._release_gradients()
-        self.is_grad_offloaded = True
-
-    def _require_loaded(self, doing: str, *, moments: bool = False) -> None:
-        if self.is_weight_offloaded:
-            raise RuntimeError(f"{doing} needs the weights, which are offloaded; call load_param_and_grad first")
-        if moments and self.is_optimizer_offloaded:
-            raise RuntimeError(f"{doing} needs the moments, which are offloaded; call load_optimizer first")
-
-    def _check_device(self, device_id: int) -> None:
-        if self.compute_device.type == "cuda" and not 0 <= device_id < torch.cuda.device_count():
-            raise ValueError(
-                f"device_id must be in [0, {torch.cuda.device_count()}), got {device_id}; use the rank's accelerator"
-            )
+    def require_loaded(self, action: str, *, moments: bool = False) -> None:
+        """Raise RuntimeError that names `action` when the weights, or with `moments` the optimizer state, are offloaded."""
+        if self.weights_offloaded:
+            raise RuntimeError(f"{action} needs the weights, which are offloaded; call load_param_and_grad first")
+        if moments and self.optimizer_offloaded:
+            raise RuntimeError(f"{action} needs the moments, which are offloaded; call load_optimizer first")
 
     def _report(self, verb: str, offloader: Offloader) -> None:
-        taken = {f"{verb}/bytes": float(offloader.bytes), f"{verb}/seconds": offloader.seconds}
-        self.offload_metrics |= taken
-        self._moved |= {name: self._moved.get(name, 0.0) + value for name, value in taken.items()}
+        moved = {f"{verb}/bytes": float(offloader.bytes), f"{verb}/seconds": offloader.seconds}
+        self.metrics |= moved
+        self._moved |= {name: self._moved.get(name, 0.0) + value for name, value in moved.items()}

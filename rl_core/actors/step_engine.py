@@ -53,7 +53,8 @@ class StepEngine:
 
         `balance`: deal rows to ranks by cost, else in order. `progress` is called before each micro-batch in training.
         """
-        self._backend, self._ranks, self._algorithm = backend, ranks, algorithm
+        self._backend, self._model = backend, backend.manager
+        self._ranks, self._algorithm = ranks, algorithm
         self._micro_batch_tokens, self._response_limit = micro_batch_tokens, response_limit
         self._balance, self._progress = balance, progress
         self._objective = PolicyObjective(algorithm, max_tokens=response_limit)
@@ -73,7 +74,7 @@ class StepEngine:
         """
         self._objective.version = version
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
-        limits = {"max_length": self._backend.max_length, "micro_batch_tokens": self._micro_batch_tokens}
+        limits = {"max_length": self._model.max_length, "micro_batch_tokens": self._micro_batch_tokens}
         aged = version if self._algorithm.needs_ages else None
         self.prepared = preparation.collate(ordered, version=aged, **limits)
         self._undealt = ordered
@@ -129,7 +130,7 @@ class StepEngine:
 
     def score_reference(self, batch: TrainingBatch) -> Tensor:
         """Return the reference policy's log-probabilities [B, S] of `batch`; trained weights are as before afterwards."""
-        with self._backend.reference():
+        with self._model.reference():
             return self.score(batch)
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class StepEngine:
         prepared = self._require_batch("run_training")
         columns = prepared.columns(decoupled=self._algorithm.loss.name == "decoupled_ppo")
         started = time.perf_counter()
-        batch, report = prepared.batch, StepReport(self._backend.counts)
+        batch, report = prepared.batch, StepReport(self._model.counts)
         if self._ranks.receives:  # once for all ranks that train the same rows
             report.add(prepared.metrics)
         try:
@@ -178,7 +179,7 @@ class StepEngine:
             lengths,
             minibatches=algorithm.optimizer_steps_per_batch,
             ranks=self._ranks.data_size,
-            hidden_size=self._backend.hidden_size,
+            hidden_size=self._model.hidden_size,
             balance=self._balance,
             seed=(algorithm.seed, step, epoch),
         )
@@ -194,7 +195,7 @@ class StepEngine:
         """One optimizer step over `rows` of this rank and their counterparts on the others."""
         normalizers = count_normalizers(rows.columns.loss_mask, reduce=self._reduce)
         if normalizers.tokens == 0:
-            self._backend.counts.empty += 1
+            self._model.counts.empty += 1
             return
         cuts = self._cut(rows.lengths)
         report.add({"perf/padding_waste": _padding_waste(rows.lengths, cuts)})
@@ -208,7 +209,7 @@ class StepEngine:
         with report.timing("forward_backward"):
             stats = self._backend.forward_backward(_parts(rows, cuts), objective, normalizers, proceed=proceed)
         with report.timing("optimizer"):
-            norm, rates = self._backend.optimizer_step()
+            norm, rates = self._model.optimizer_step()
         report.add_step(stats, norm=norm, rate=rates[0])
 
     def _cut(self, lengths: Sequence[int]) -> list[list[int]]:

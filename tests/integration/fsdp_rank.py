@@ -51,7 +51,7 @@ class Rank:
 
     def cancel(self, step: int, micro_batch: int) -> None:
         """Train as `train`; rank 1 alone is asked to give the step up while it runs that micro-batch."""
-        plain, began = self.actor.before_micro_batch, []
+        plain, began = self.actor.manager.before_micro_batch, []
 
         def before(model, is_last):
             began.append(is_last)
@@ -59,9 +59,9 @@ class Rank:
                 asyncio.run(self.actor.cancel_training())
             return plain(model, is_last)
 
-        self.actor.before_micro_batch = before
+        self.actor.manager.before_micro_batch = before
         self.train(step)
-        del self.actor.before_micro_batch
+        del self.actor.manager.before_micro_batch
         self.seen["begun"] = len(began)
 
     def leave(self, step: int, micro_batch: int) -> None:
@@ -81,7 +81,7 @@ class Rank:
 
     def poison(self) -> None:
         """Make the last rank's losses infinite."""
-        plain = self.actor.forward_backward
+        plain = self.actor.backend.forward_backward
 
         def forward_backward(parts, objective, normalizers, *, proceed):
             def infinite(*arguments):
@@ -91,7 +91,7 @@ class Rank:
 
             return plain(parts, infinite, normalizers, proceed=proceed)
 
-        self.actor.forward_backward = forward_backward
+        self.actor.backend.forward_backward = forward_backward
 
     def save(self, path: str, step: int) -> None:
         """Save a checkpoint."""
@@ -99,7 +99,7 @@ class Rank:
 
     def save_beside(self, path: str, step: int) -> None:
         """Begin to save a checkpoint in the background; it is read from model and optimizer when training is about to change them."""
-        background, asked = self.actor._background, threading.Event()
+        background, asked = self.actor.manager._background, threading.Event()
         copy, release = background._copy_of, background.release
 
         def late(part):
@@ -128,17 +128,17 @@ class Rank:
     def offload(self) -> None:
         """Take everything away, say how many bytes are left, and bring it back."""
         before = self.resident()
-        self.actor.offload_param_and_grad(True)
-        self.actor.offload_optimizer()
-        self.seen["moment_bytes"] = self.actor.offload_metrics["offload/bytes"]
+        self.actor.manager.offload_param_and_grad(True)
+        self.actor.manager.offload_optimizer()
+        self.seen["moment_bytes"] = self.actor.manager.residency.metrics["offload/bytes"]
         self.seen["resident"] = [before, self.resident()]
-        self.actor.load_param_and_grad(0, True)
-        self.actor.load_optimizer(0)
+        self.actor.manager.load_param_and_grad(0, True)
+        self.actor.manager.load_optimizer(0)
 
     def resident(self) -> int:
         """Return the bytes in the storages of weights, moments and gradients, and of what FSDP1 gathers and adds up in."""
-        tensors = [*self.actor._weight_tensors(), *self.actor._moment_tensors()]
-        modules = list(self.actor.model.modules()) if hasattr(self.actor, "model") else []
+        tensors = [*self.actor.manager.weight_tensors(), *self.actor.manager.moment_tensors()]
+        modules = list(self.actor.manager.model.modules()) if hasattr(self.actor.manager, "model") else []
         for flat in (module._handle.flat_param for module in modules if getattr(module, "_handle", None) is not None):
             tensors += [flat, *(getattr(flat, name, None) for name in ("_full_param_padded", "_mp_shard", "grad"))]
         tensors += [parameter.grad for module in modules for parameter in module.parameters(recurse=False)]
@@ -147,9 +147,9 @@ class Rank:
 
     def state(self) -> None:
         """Gather the weights on rank 0; say of each tensor its bits and some values spread over it, and the bits of this rank's critic."""
-        held = self.actor.named_slices().items()
+        held = self.actor.manager.named_slices().items()
         self.seen["critic"] = {name: list(checksum(part.tensor)) for name, part in held if of_critic(name)}
-        whole = self.actor.get_model_state_dict(True, True)
+        whole = self.actor.manager.get_model_state_dict(True, True)
         self.seen["bits"] = {name: list(checksum(tensor)) for name, tensor in whole.items()}
         self.seen["state"] = {
             name: tensor.float().flatten()[:: max(1, tensor.numel() // 61)].tolist() for name, tensor in whole.items()
@@ -157,9 +157,9 @@ class Rank:
 
     def weights(self) -> None:
         """Gather the weights on rank 0 and say which placements the shards have."""
-        whole = self.actor.get_model_state_dict(True, True)
+        whole = self.actor.manager.get_model_state_dict(True, True)
         self.seen["weights"] = {name: tensor.float().flatten().tolist() for name, tensor in whole.items()}
-        shards = self.actor.get_model_state_dict(False, False)
+        shards = self.actor.manager.get_model_state_dict(False, False)
         self.seen["placements"] = sorted({str(getattr(tensor, "placements", "none")) for tensor in shards.values()})
 
     def gather(self, shapes: dict[str, list[int]], dtype: str, bucket_bytes: int, publish: bool) -> None:
@@ -169,7 +169,7 @@ class Rank:
         """
         generator = torch.Generator().manual_seed(5)
         whole = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        ranks, strategy = self.actor.ranks, self.actor.strategy
+        ranks, strategy = self.actor.ranks, self.actor.manager.strategy
         cut = {name: distribute_tensor(tensor, ranks.mesh, [Shard(0)]) for name, tensor in whole.items()}
         cut["whole.buffer"] = torch.arange(5.0)
         slices = {name: strategy.slice_of(tensor) for name, tensor in cut.items()}
@@ -201,7 +201,7 @@ class Rank:
         if self.rank == 0 and self.actor.publisher is None:
             self.actor.publisher = WeightPublisher(self.actor.cfg, 0)
         report = self.actor.sync_model_to_rollout(version, [], 0)
-        state = self.actor.get_model_state_dict(True, True)
+        state = self.actor.manager.get_model_state_dict(True, True)
         self.seen["reported"] = report is not None
         if report is not None:
             wire = getattr(torch, self.actor.cfg.model.dtype)
@@ -222,7 +222,7 @@ def run_scenario(scenario: dict, rank: int, world_size: int) -> dict:
             getattr(actor, verb)(*arguments)
     except RLJobError as error:
         actor.seen["error"] = f"{type(error).__name__}: {error}"
-    actor.seen["counts"] = asdict(actor.actor.counts)
+    actor.seen["counts"] = asdict(actor.actor.manager.counts)
     return actor.seen
 
 

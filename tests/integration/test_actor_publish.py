@@ -60,27 +60,29 @@ def train(actor, step):
 
 
 async def test_a_late_joiner_holds_the_trained_weights(actor):
-    assert actor.strategy.shards == (actor.dtype == torch.bfloat16)
+    assert actor.manager.strategy.shards == (actor.manager.dtype == torch.bfloat16)
     await asyncio.to_thread(train, actor, 1)
     report = await asyncio.to_thread(actor.sync_model_to_rollout, 1, [], 0)
-    own = dict(actor.model.named_parameters())
-    assert report.bytes == sum(p.numel() for p in own.values()) * actor.dtype.itemsize
-    state = await asyncio.to_thread(actor.get_model_state_dict, True, True)
+    own = dict(actor.manager.model.named_parameters())
+    assert report.bytes == sum(p.numel() for p in own.values()) * actor.manager.dtype.itemsize
+    state = await asyncio.to_thread(actor.manager.get_model_state_dict, True, True)
     engine = Engine({name: (tuple(t.shape), actor.cfg.model.dtype) for name, t in state.items()})
     receiver = WeightReceiver(actor.cfg, None, 0, engine)
     await receiver.pull(actor.publisher_address())
     assert engine.serves == (1, report.digest) == receiver.current()
     for name, tensor in engine.weights.items():
-        assert torch.equal(tensor, state[name].to(actor.dtype)), name
+        assert torch.equal(tensor, state[name].to(actor.manager.dtype)), name
     assert set(state) - set(engine.weights) <= {"lm_head.weight"}
 
 
 def test_publishing_brings_offloaded_weights_in_and_takes_them_away_again(actor):
     before = actor.sync_model_to_rollout(1, [], 0).digest
-    actor.offload_param_and_grad()
-    assert all(actor.strategy.local(p).untyped_storage().nbytes() == 0 for p in actor.model.parameters())
+    actor.manager.offload_param_and_grad()
+    assert all(
+        actor.manager.strategy.local(p).untyped_storage().nbytes() == 0 for p in actor.manager.model.parameters()
+    )
     assert actor.sync_model_to_rollout(1, [], 0).digest == before
-    assert actor.is_weight_offloaded
+    assert actor.manager.residency.weights_offloaded
 
 
 def test_the_version_is_the_global_step_unless_given(actor):
@@ -93,7 +95,9 @@ class ReceiverProcess:
 
     def __init__(self, name, actor):
         shapes = {
-            key: list(t.shape) for key, t in actor.get_model_state_dict(True, True).items() if key != "lm_head.weight"
+            key: list(t.shape)
+            for key, t in actor.manager.get_model_state_dict(True, True).items()
+            if key != "lm_head.weight"
         }
         options = json.dumps({"shapes": shapes, "dtype": actor.cfg.model.dtype})
         child = Path(__file__).parent / "weight_receiver_child.py"

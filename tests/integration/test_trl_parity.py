@@ -286,7 +286,9 @@ def test_every_backend_takes_the_gradient_of_trl(trainer, batch, folder, monkeyp
     metrics = actor.run_training()
     assert metrics["actor/clip_fraction"] > 0.05
     taken = {
-        part.removesuffix(".exp_avg"): one for part, one in actor.moment_slices().items() if "exp_avg_sq" not in part
+        part.removesuffix(".exp_avg"): one
+        for part, one in actor.manager.moment_slices().items()
+        if "exp_avg_sq" not in part
     }
     names = [name for name, _ in trainer.model.named_parameters()]
     assert taken.keys() == set(names)

@@ -20,7 +20,7 @@ from rl_core.actors.fsdp.optimizer import (
     step_counters,
 )
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
-from rl_core.actors.manager import ModelManager, Slices, checked
+from rl_core.actors.manager import ModelManager, Slices, validated
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
 from rl_core.actors.slices import LocalSlice
@@ -48,7 +48,7 @@ class FSDPModelManager(ModelManager):
         Raises ValueError for a rank outside [0, world_size), ConfigError for accelerators asked for and not visible and for another
         backend.
         """
-        super().__init__(checked(cfg), ParallelSizes(data=world_size), rank)
+        super().__init__(validated(cfg), ParallelSizes(data=world_size), rank)
         actor = self.cfg.actor
         if actor.backend not in STRATEGIES:
             raise ConfigError(f"actor.backend must be one of {', '.join(STRATEGIES)}, got {actor.backend}; change it")
@@ -209,20 +209,25 @@ class FSDPModelManager(ModelManager):
 
     # Residency ------------------------------------------------------------------------------------------------------
 
-    def _weight_tensors(self) -> Iterator[Tensor]:
+    def weight_tensors(self) -> Iterator[Tensor]:
+        """Return the parameters and buffers that this rank stores. Not collective."""
         return map(self.strategy.local, [*self.model.parameters(), *self.model.buffers()])
 
-    def _moment_tensors(self) -> list[Tensor]:
+    def moment_tensors(self) -> list[Tensor]:
+        """Return the optimizer state that this rank stores, without the step counters. Not collective."""
         return [self.strategy.local(state[moment]) for state in self.optimizer.state.values() for moment in MOMENTS]
 
-    def _grads_wait(self) -> bool:
+    def has_pending_gradients(self) -> bool:
+        """Return whether there are gradients that no optimizer step has applied. Not collective."""
         grads = [self.strategy.local(p.grad) for p in self.model.parameters() if p.grad is not None]
         return any(bool(grad.count_nonzero()) for grad in grads)
 
-    def _release_gradients(self) -> None:
+    def release_gradients(self) -> None:
+        """Free the memory of the gradients. Not collective."""
         self.drop_gradients()
 
-    def _zero_gradients(self) -> None:
+    def zero_gradients(self) -> None:
+        """Allocate the gradients, all zero. Not collective."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
@@ -232,7 +237,7 @@ class FSDPModelManager(ModelManager):
         """Return the weights as `ModelManager` does; not full: sharing memory with the model unless copied, under FSDP2 as DTensors."""
         if full_state_dict:
             return super().get_model_state_dict(cpu_offload, full_state_dict)
-        self._require_loaded("get_model_state_dict")
+        self.residency.require_loaded("get_model_state_dict")
         stored = hf.stored_tensors(self.model)
         held = {name: self.strategy.shard(stored[tied or name]) for name, tied in self.sync_names}
         return {name: tensor.to("cpu", copy=True) if cpu_offload else tensor for name, tensor in held.items()}
@@ -273,7 +278,8 @@ class FSDPModelManager(ModelManager):
         set_step_counters(self.model, self.optimizer, steps)
         resume_schedule(self.optimizer, self.scheduler, applied=self._applied_in_phase)
 
-    def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
+    def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
+        """Return the weights as they are now, floating ones in `dtype`. Every rank must call its `finish`."""
         slices = self.named_slices()
         entries = [
             SourceEntry(name, slices[tied or name].shape, wire_dtype(slices[tied or name].tensor, dtype), tied)

@@ -1,26 +1,15 @@
-"""The Megatron actor for language models: the verbs of `Actor` over `MegatronBackend`."""
+"""The actor that trains a language model under megatron-core."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from rl_core.actors.backend import TrainBackend
+from rl_core.actors.base import Actor
 from rl_core.actors.megatron.backend import MegatronBackend
-from rl_core.actors.publishing import PublishingActor
-from rl_core.api.errors import ConfigError
+from rl_core.actors.megatron.manager import MegatronModelManager
 from rl_core.api.job import RLJobSpec
 
 
-class MegatronActor(MegatronBackend, PublishingActor):
-    """One rank of the trainer. Constructed on every actor process; `init_worker` comes first."""
+class MegatronActor(Actor):
+    """One rank of a trainer with `actor.backend` megatron."""
 
-    def __init__(self, cfg: RLJobSpec | Mapping[str, Any], placement: Any = None, role: str = "actor") -> None:
-        """`placement` is not looked at: the layout follows from `actor.parallel`. Raises ConfigError for a role other than actor."""
-        if role != "actor":
-            raise ConfigError(f"MegatronActor must have role actor, got {role!r}; choose it")
-        MegatronBackend.__init__(self, cfg, self.world_size, self.rank)
-        PublishingActor.__init__(self, backend=self)
-
-    def init_worker(self) -> None:
-        """Build model and optimizer from `model.path`, open the publisher on rank 0, give up what `actor.offload` names."""
-        self.setup_model_and_optimizer()
-        self.open_publisher()
-        self.occupy(self.cfg.actor.offload.resident)
+    def _build_backend(self, cfg: RLJobSpec) -> TrainBackend:
+        """Return the Megatron backend of this rank, laid out as `actor.parallel` says."""
+        return MegatronBackend(MegatronModelManager(cfg, self.world_size, self.rank))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_core.actors import hf
 from rl_core.actors.critic import SEPARATE, of_critic
-from rl_core.actors.manager import ModelManager, Slices, checked
+from rl_core.actors.manager import ModelManager, Slices, validated
 from rl_core.actors.megatron import cpu, guards, library
 from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
 from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
@@ -36,7 +36,7 @@ class MegatronModelManager(ModelManager):
 
         Raises ValueError for a rank outside [0, world_size), ConfigError for a setting that this backend does not have.
         """
-        cfg = checked(cfg)
+        cfg = validated(cfg)
         self._hf_config = hf.read_config(cfg.model.path)
         guards.check(cfg, self._hf_config)
         self.parallel = cfg.actor.parallel
@@ -214,19 +214,21 @@ class MegatronModelManager(ModelManager):
 
     def drop_gradients(self) -> None:
         """Forget the gradients. Not collective."""
-        if not self.is_grad_offloaded:
+        if not self.residency.gradients_offloaded:
             for stage in self.stages:
                 stage.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     # Residency ------------------------------------------------------------------------------------------------------
 
-    def _weight_tensors(self) -> Iterable[Tensor]:
+    def weight_tensors(self) -> Iterable[Tensor]:
+        """Return the parameters and buffers that this rank stores. Not collective."""
         return [tensor for stage in self.stages for tensor in (*stage.module.parameters(), *stage.module.buffers())]
 
-    def _moment_tensors(self) -> list[Tensor]:
+    def moment_tensors(self) -> list[Tensor]:
+        """Return the optimizer state that this rank stores, without the step counters. Not collective."""
         # In float32 what is updated are the weights themselves, which have verbs of their own.
-        weights = {tensor.untyped_storage()._cdata for tensor in self._weight_tensors()}
+        weights = {tensor.untyped_storage()._cdata for tensor in self.weight_tensors()}
         values = [share.values for share in self._shares.values()]
         copies = [one for one in values if one.untyped_storage()._cdata not in weights]
         return copies + [share.state[moment] for share in self._shares.values() for moment in MOMENTS]
@@ -234,15 +236,20 @@ class MegatronModelManager(ModelManager):
     def _grad_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for stage in self.stages for buffer in stage.buffers]
 
-    def _grads_wait(self) -> bool:
-        return not self.is_grad_offloaded and any(bool(buffer.count_nonzero()) for buffer in self._grad_buffers())
+    def has_pending_gradients(self) -> bool:
+        """Return whether there are gradients that no optimizer step has applied. Not collective."""
+        return not self.residency.gradients_offloaded and any(
+            bool(buffer.count_nonzero()) for buffer in self._grad_buffers()
+        )
 
-    def _release_gradients(self) -> None:
+    def release_gradients(self) -> None:
+        """Free the memory of the gradients. Not collective."""
         self.optimizer.zero_grad()
         for buffer in self._grad_buffers():
             buffer.untyped_storage().resize_(0)
 
-    def _zero_gradients(self) -> None:
+    def zero_gradients(self) -> None:
+        """Allocate the gradients, all zero. Not collective."""
         for buffer in self._grad_buffers():
             buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
             buffer.zero_()
@@ -330,8 +337,9 @@ class MegatronModelManager(ModelManager):
                     stage.start_param_sync(force_sync=True)  # each data rank read its own run
         self._set_rates()
 
-    def _version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
-        self._require_loaded("gathering the weights")
+    def version_source(self, dtype: str, bucket_bytes: int) -> GatheredSource:
+        """Return the weights as they are now, floating ones in `dtype`. Every rank must call its `finish`."""
+        self.residency.require_loaded("gathering the weights")
         shapes = hf.stored_tensors(self.template)
         entries = [
             SourceEntry(name, tuple(shapes[tied or name].shape), wire_dtype(shapes[tied or name], dtype), tied)

@@ -28,13 +28,13 @@ def gradients_of(actor):
     taken = {}
 
     def optimizer_step():
-        taken.update({name: p.grad.clone() for name, p in actor.model.named_parameters()})
-        actor.optimizer.zero_grad()
+        taken.update({name: p.grad.clone() for name, p in actor.manager.model.named_parameters()})
+        actor.manager.optimizer.zero_grad()
         return 0.0, [0.0]
 
-    actor.optimizer_step = optimizer_step
+    actor.manager.optimizer_step = optimizer_step
     metrics = actor.run_training(1)
-    del actor.optimizer_step
+    del actor.manager.optimizer_step
     return metrics, taken
 
 

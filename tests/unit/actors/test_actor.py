@@ -51,7 +51,7 @@ def test_the_order_of_arrival_changes_no_bit(make_actor, records):
     one, two = make_actor(), make_actor()
     first, second = train(one, records), train(two, records[::-1])
     assert sums(first) == sums(second)
-    for left, right in zip(one.model.parameters(), two.model.parameters(), strict=True):
+    for left, right in zip(one.manager.model.parameters(), two.manager.model.parameters(), strict=True):
         assert torch.equal(left, right)
 
 
@@ -69,12 +69,12 @@ def test_the_gradient_is_that_of_the_loss_written_out(make_actor, records):
                 rows.append([m["token_ids"] for m in completion.message_log])
                 rewards.append(float(advantage))
     tokens = sum(len(answer) for _, answer in rows)
-    actor.optimizer.zero_grad()
+    actor.manager.optimizer.zero_grad()
     for (prompt, answer), advantage in zip(rows, rewards, strict=True):
         ids = torch.cat((prompt, answer))[None]
-        log_probs = actor.model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, answer[:, None])
+        log_probs = actor.manager.model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1].gather(-1, answer[:, None])
         (-advantage * log_probs.sum() / tokens).backward()
-    for name, parameter in actor.model.named_parameters():
+    for name, parameter in actor.manager.model.named_parameters():
         assert torch.allclose(ours[name], parameter.grad, atol=1e-6), name
 
 
@@ -130,7 +130,7 @@ def test_the_reference_policy_is_the_starting_one_and_swapping_it_in_leaves_the_
     batch = actor.engine.prepared.batch
     start = actor.compute_log_probs(batch)
     train(actor, records)
-    parameters = list(actor.model.parameters())
+    parameters = list(actor.manager.model.parameters())
     before, kept = checksum(parameters), [p.clone() for p in parameters]
     assert torch.equal(actor.compute_ref_log_probs(batch), start)
     assert checksum(parameters) == before and all(torch.equal(a, b) for a, b in zip(kept, parameters, strict=True))
@@ -144,9 +144,9 @@ def test_the_reference_policy_is_the_starting_one_and_swapping_it_in_leaves_the_
 def test_the_reference_is_swapped_back_when_the_pass_fails(make_actor, records):
     actor = make_actor(algorithm__loss={"klCoefficient": 0.1})
     train(actor, records)
-    parameters = list(actor.model.parameters())
+    parameters = list(actor.manager.model.parameters())
     before = checksum(parameters)
-    with pytest.raises(ZeroDivisionError), actor.reference():
+    with pytest.raises(ZeroDivisionError), actor.manager.reference():
         raise ZeroDivisionError
     assert checksum(parameters) == before
 
@@ -212,9 +212,9 @@ def test_a_ratio_above_its_bound_ends_the_step(make_actor, records):
     shape = {"algorithm__optimizerStepsPerBatch": 4, "algorithm__updateEpochs": 2}
     actor = make_actor(**shape, algorithm__maxPolicyKl=1e-12)
     metrics = train(actor, records)
-    assert metrics["actor/early_stopped"] == 1 and actor.counts.attempted < 8
+    assert metrics["actor/early_stopped"] == 1 and actor.manager.counts.attempted < 8
     actor = make_actor(**shape, algorithm__maxPolicyRatio=1e6)
-    assert train(actor, records)["actor/early_stopped"] == 0 and actor.counts.attempted == 8
+    assert train(actor, records)["actor/early_stopped"] == 0 and actor.manager.counts.attempted == 8
 
 
 def test_a_step_without_trainable_tokens_changes_nothing_and_is_counted(make_actor, records):
@@ -222,10 +222,10 @@ def test_a_step_without_trainable_tokens_changes_nothing_and_is_counted(make_act
         for completion in record.completions:
             completion.reward, completion.finish_reason = math.nan, "error"
     actor = make_actor()
-    before = checksum(list(actor.model.parameters()))
+    before = checksum(list(actor.manager.model.parameters()))
     metrics = train(actor, records)
-    assert (metrics["actor/empty_steps"], actor.counts.empty, actor.counts.attempted) == (1, 1, 0)
-    assert checksum(list(actor.model.parameters())) == before
+    assert (metrics["actor/empty_steps"], actor.manager.counts.empty, actor.manager.counts.attempted) == (1, 1, 0)
+    assert checksum(list(actor.manager.model.parameters())) == before
     assert actor.global_step == 1
 
 
@@ -347,7 +347,7 @@ def test_a_row_over_the_micro_batch_is_named_with_the_setting_to_raise(make_spec
 def test_a_fixed_sequence_is_scored_at_the_sampling_temperature(make_actor):
     actor = make_actor(rollout__sampling={"temperature": 0.5, "maxNewTokens": 12})
     ids = [1, 2, 3, 4, 5, 6]
-    logits = actor.model(torch.tensor([ids])).logits[0] / 0.5
+    logits = actor.manager.model(torch.tensor([ids])).logits[0] / 0.5
     expected = logits.log_softmax(-1)[2:-1].gather(-1, torch.tensor(ids[3:])[:, None])[:, 0].tolist()
     assert actor.score(ids, 3) == pytest.approx(expected, abs=1e-5)
 

@@ -18,8 +18,8 @@ def train(actor, records):
 
 def state(actor):
     """Return copies of weights and moments."""
-    moments = [tensor for entry in actor.optimizer.state.values() for tensor in entry.values()]
-    return [tensor.detach().clone() for tensor in (*actor.model.parameters(), *moments)]
+    moments = [tensor for entry in actor.manager.optimizer.state.values() for tensor in entry.values()]
+    return [tensor.detach().clone() for tensor in (*actor.manager.model.parameters(), *moments)]
 
 
 def same(left, right):
@@ -37,13 +37,13 @@ def test_what_training_changes_meanwhile_is_not_in_it(make_actor, records, tmp_p
         assert digests == {name: file_digest(path) for name, path in relative_files(folder)}
         other.load_checkpoint(str(folder))
         assert same(state(other), expected) and not same(state(actor), expected)
-        assert other.counts.applied == actor.counts.applied - 1
+        assert other.manager.counts.applied == actor.manager.counts.applied - 1
 
 
 def test_a_step_that_comes_before_the_copy_is_made_waits_for_it(make_actor, records, tmp_path, monkeypatch):
     actor, other, arrived = make_actor(), make_actor(), threading.Event()
     train(actor, records)
-    background, expected = actor._background, state(actor)
+    background, expected = actor.manager._background, state(actor)
     copy, release = background._copy_of, background.release
 
     def late(part):
@@ -64,7 +64,7 @@ def test_it_has_the_bytes_of_one_that_is_waited_for(make_actor, records, tmp_pat
     train(actor, records)
     digests = actor.save_checkpoint(str(tmp_path / "waited"), 1)
     assert asyncio.run(actor.save_checkpoint(str(tmp_path / "beside"), 1, in_background=True)) == digests
-    assert actor.is_optimizer_offloaded
+    assert actor.manager.residency.optimizer_offloaded
 
 
 def test_a_failure_is_told_to_who_awaits_it_and_the_next_one_succeeds(make_actor, tmp_path):

@@ -13,7 +13,7 @@ SMALL = {"actor__microBatchTokens": 32}
 def cancel_before(actor, micro_batch):
     """Have the step cancelled while micro-batch number `micro_batch`, counted over the step, runs."""
     began = []
-    plain = actor.before_micro_batch
+    plain = actor.manager.before_micro_batch
 
     def before(model, is_last):
         began.append(is_last)
@@ -21,12 +21,12 @@ def cancel_before(actor, micro_batch):
             asyncio.run(actor.cancel_training())
         return plain(model, is_last)
 
-    actor.before_micro_batch = before
+    actor.manager.before_micro_batch = before
     return began
 
 
 def weights(actor):
-    return [parameter.detach().clone() for parameter in actor.model.parameters()]
+    return [parameter.detach().clone() for parameter in actor.manager.model.parameters()]
 
 
 def same(ours, theirs):
@@ -49,13 +49,13 @@ def test_a_cancelled_step_changes_nothing_and_done_again_is_as_if_it_had_not_bee
     began = cancel_before(actor, at)
     assert train(actor, records) is None
     assert len(began) == at + 2, "one more, empty, takes out what a wrapper holds back"
-    assert same(weights(actor), before) and all(p.grad is None for p in actor.model.parameters())
-    assert actor.counts == make_actor(**SMALL).counts and actor.global_step == 0
+    assert same(weights(actor), before) and all(p.grad is None for p in actor.manager.model.parameters())
+    assert actor.manager.counts == make_actor(**SMALL).manager.counts and actor.global_step == 0
     assert torch.equal(torch.get_rng_state(), random)
-    del actor.before_micro_batch
+    del actor.manager.before_micro_batch
     ours, theirs = train(actor, records), train(calm, records)
     assert ours["actor/loss"] == theirs["actor/loss"] and ours["actor/grad_norm"] == theirs["actor/grad_norm"]
-    assert same(weights(actor), weights(calm)) and actor.counts == calm.counts
+    assert same(weights(actor), weights(calm)) and actor.manager.counts == calm.manager.counts
 
 
 def test_cancelled_in_its_last_micro_batch_a_step_is_finished(make_actor, records, num_micro_batches):
@@ -71,15 +71,15 @@ def test_cancelled_in_its_last_micro_batch_a_step_is_finished(make_actor, record
 )
 def test_once_an_optimizer_step_is_applied_the_batch_is_finished(make_actor, records, shape):
     calm, actor = make_actor(**SMALL, **shape), make_actor(**SMALL, **shape)
-    plain = actor.optimizer_step
+    plain = actor.manager.optimizer_step
 
     def optimizer_step():
         asyncio.run(actor.cancel_training())
         return plain()
 
-    actor.optimizer_step = optimizer_step
+    actor.manager.optimizer_step = optimizer_step
     assert train(actor, records) is not None and train(calm, records) is not None
-    assert actor.counts.applied == 2 and same(weights(actor), weights(calm))
+    assert actor.manager.counts.applied == 2 and same(weights(actor), weights(calm))
 
 
 def test_log_probabilities_are_left_too_and_the_groups_with_them(make_actor, records):

@@ -21,7 +21,7 @@ def make_ppo(make_actor):
     def make(separate=False, **changes):
         critic = {"separate": separate, **changes.pop("critic", {})}
         actor = make_actor(**{"algorithm__name": "gae", "algorithm__critic": critic, **changes})
-        head = decoder_and_head(actor.model)[1].weight
+        head = decoder_and_head(actor.manager.model)[1].weight
         with torch.no_grad():
             head.copy_(torch.linspace(-0.2, 0.3, head.numel()).view_as(head))
         return actor
@@ -30,7 +30,7 @@ def make_ppo(make_actor):
 
 
 def parts_of(actor, critic):
-    return {name: p.detach().clone() for name, p in actor.model.named_parameters() if of_critic(name) is critic}
+    return {name: p.detach().clone() for name, p in actor.manager.model.named_parameters() if of_critic(name) is critic}
 
 
 def equal(left, right):
@@ -76,7 +76,7 @@ def test_the_gradient_is_that_of_both_losses_written_out_in_float64(make_ppo, re
     actor.compute_advantages_and_returns()
     mask = prepared.batch.loss_mask
     rows = [row for row in range(len(mask)) if mask[row].any()]
-    model, losses = copy.deepcopy(actor.model).double(), []
+    model, losses = copy.deepcopy(actor.manager.model).double(), []
     for row, (prompt, answer, reward) in zip(rows, valid_rows(records), strict=True):
         old = prepared.values[row][mask[row]].double()
         advantages, returns = by_loop([0.0] * (len(answer) - 1) + [reward], old.tolist())
@@ -100,7 +100,7 @@ def test_values_are_of_what_came_before_the_token(make_ppo, records):
     mask = prepared.batch.loss_mask
     for row, (prompt, answer, _) in zip(mask.any(1).nonzero()[:, 0].tolist(), valid_rows(records), strict=True):
         with torch.no_grad():
-            _, values = forward(actor.model, prompt, answer)
+            _, values = forward(actor.manager.model, prompt, answer)
         torch.testing.assert_close(prepared.values[row][mask[row]], values, atol=1e-5, rtol=1e-5)
     assert not prepared.values[~mask & ~prepared.collated.loss_mask].any()
 
@@ -136,7 +136,7 @@ def test_a_kl_in_the_rewards_is_taken_off_at_every_token(make_ppo, records):
 @KINDS
 def test_tokens_and_values_of_a_micro_batch_are_scored_in_one_pass_of_each_decoder(make_ppo, records, separate):
     actor, passes = make_ppo(separate, algorithm__recomputeLogProbs=True, actor__microBatchTokens=4096), []
-    for decoder in {actor.model.model, decoder_and_head(actor.model)[0]}:
+    for decoder in {actor.manager.model.model, decoder_and_head(actor.manager.model)[0]}:
         decoder.register_forward_hook(lambda module, *_: passes.append(module))
     actor.load_batch(records)
     actor.compute_log_probs()
@@ -166,21 +166,21 @@ def test_in_warm_up_the_critic_alone_trains_and_then_everything_with_a_fresh_opt
     assert all(not torch.equal(trained[name], critic[name]) for name in critic)
     assert train(actor, records, 3)["actor/lr"] == pytest.approx(0.5e-3), "the schedule begins after the warm-up"
     assert all(not torch.equal(after, policy[name]) for name, after in parts_of(actor, False).items())
-    assert {float(state["step"]) for state in actor.optimizer.state.values()} == {1.0}
-    assert len(actor.optimizer.state) == len(list(actor.model.parameters()))
+    assert {float(state["step"]) for state in actor.manager.optimizer.state.values()} == {1.0}
+    assert len(actor.manager.optimizer.state) == len(list(actor.manager.model.parameters()))
 
 
 def test_the_critic_has_a_learning_rate_of_its_own_also_when_the_run_gets_another_one(make_ppo):
     plain, own = make_ppo(), make_ppo(actor__optimizer={"learningRate": 1e-3, "valueLearningRate": 1e-2})
 
     def peaks(actor):
-        return {group["lr"] for group in actor.optimizer.param_groups if group["critic"]}
+        return {group["lr"] for group in actor.manager.optimizer.param_groups if group["critic"]}
 
     assert peaks(plain) == {1e-3} and peaks(own) == {1e-2}
     plain.set_schedule(2e-3, 10)
     own.set_schedule(2e-3, 10)
     assert peaks(plain) == {2e-3} and peaks(own) == {1e-2}
-    assert {group["lr"] for group in own.optimizer.param_groups if not group["critic"]} == {2e-3}
+    assert {group["lr"] for group in own.manager.optimizer.param_groups if not group["critic"]} == {2e-3}
 
 
 def test_a_critic_of_its_own_changes_nothing_of_the_policys_step(make_ppo, records):
@@ -227,11 +227,13 @@ def test_a_manager_past_its_warm_up_goes_back_into_it_with_an_older_checkpoint(m
 def test_the_critic_is_neither_exported_nor_published(make_ppo, make_actor, records, tmp_path, separate):
     actor = make_ppo(separate)
     plain = make_actor()
-    assert actor.sync_names == plain.sync_names
-    assert actor.get_model_state_dict(True, True).keys() == plain.get_model_state_dict(True, True).keys()
+    assert actor.manager.sync_names == plain.manager.sync_names
+    assert (
+        actor.manager.get_model_state_dict(True, True).keys() == plain.manager.get_model_state_dict(True, True).keys()
+    )
     actor.export_hf(str(tmp_path / "model"))
     exported = load_file(tmp_path / "model" / "model.safetensors")
-    assert exported.keys() == plain.named_slices().keys() < actor.named_slices().keys()
+    assert exported.keys() == plain.manager.named_slices().keys() < actor.manager.named_slices().keys()
 
 
 @KINDS
@@ -240,10 +242,10 @@ def test_offloading_between_steps_changes_no_bit(make_ppo, records, separate):
     for step in (1, 2, 3):
         for actor in actors:
             train(actor, records, step)
-        actors[1].offload_param_and_grad(True)
-        actors[1].offload_optimizer()
-        actors[1].load_param_and_grad(0, True)
-        actors[1].load_optimizer(0)
+        actors[1].manager.offload_param_and_grad(True)
+        actors[1].manager.offload_optimizer()
+        actors[1].manager.load_param_and_grad(0, True)
+        actors[1].manager.load_optimizer(0)
     assert all(equal(*(parts_of(actor, critic) for actor in actors)) for critic in (False, True))
 
 
@@ -266,5 +268,8 @@ def test_a_reference_policy_swaps_whole_storages_whatever_views_of_them_it_is_gi
 
 def test_the_reference_policy_does_not_hold_the_critic(make_ppo, make_actor):
     kl = {"algorithm__loss": {"klCoefficient": 0.1}}
-    held = [sum(part.numel() for part in actor._reference._held) for actor in (make_actor(**kl), make_ppo(True, **kl))]
+    held = [
+        sum(part.numel() for part in actor.manager._reference._held)
+        for actor in (make_actor(**kl), make_ppo(True, **kl))
+    ]
     assert held[0] == held[1]

@@ -214,7 +214,7 @@ def test_a_load_leaves_what_is_offloaded_away(make_manager, tmp_path):
     other.offload_param_and_grad()
     other.offload_optimizer()
     other.load_checkpoint(str(tmp_path))
-    assert other.is_weight_offloaded and other.is_optimizer_offloaded
+    assert other.residency.weights_offloaded and other.residency.optimizer_offloaded
     other.load_param_and_grad(0)
     other.load_optimizer(0)
     assert equal(weights(other), weights(trained))
@@ -243,7 +243,7 @@ def test_an_export_has_the_type_asked_for_and_leaves_offloaded_weights_away(make
     expected = weights(manager)
     manager.offload_param_and_grad()
     manager.export_hf(str(tmp_path / "model"), dtype="bfloat16")
-    assert manager.is_weight_offloaded
+    assert manager.residency.weights_offloaded
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert all(tensor.equal(expected[name].bfloat16()) for name, tensor in exported.items())
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -323,20 +323,24 @@ def test_offloaded_weights_are_away_and_back_bit_for_bit(make_manager, tmp_path)
     manager.offload_param_and_grad(True)
     manager.offload_param_and_grad(True)
     manager.offload_optimizer()
-    assert manager.is_weight_offloaded and manager.is_optimizer_offloaded and manager.is_grad_offloaded
+    assert (
+        manager.residency.weights_offloaded
+        and manager.residency.optimizer_offloaded
+        and manager.residency.gradients_offloaded
+    )
     assert all(p.untyped_storage().nbytes() == 0 for p in manager.model.parameters())
     assert all(
         s["exp_avg"].untyped_storage().nbytes() == 0 and s["step"] == 1 for s in manager.optimizer.state.values()
     )
-    assert manager.offload_metrics["offload/bytes"] > 0
+    assert manager.residency.metrics["offload/bytes"] > 0
     with pytest.raises(RuntimeError, match="offloaded"):
         manager.get_model_state_dict(True, True)
     manager.save_checkpoint(str(tmp_path), 1)
-    assert manager.is_weight_offloaded and manager.is_optimizer_offloaded
+    assert manager.residency.weights_offloaded and manager.residency.optimizer_offloaded
     manager.load_param_and_grad(0, True)
     manager.load_optimizer(0)
     assert equal(weights(manager), before) and [id(p) for p in manager.model.parameters()] == objects
-    assert not manager.is_grad_offloaded and all(not p.grad.any() for p in manager.model.parameters())
+    assert not manager.residency.gradients_offloaded and all(not p.grad.any() for p in manager.model.parameters())
 
 
 def test_what_a_manager_occupies_is_what_it_was_told_and_all_comes_back_bit_for_bit(make_manager):
@@ -346,7 +350,7 @@ def test_what_a_manager_occupies_is_what_it_was_told_and_all_comes_back_bit_for_
     before = weights(manager)
     held = lambda: [  # noqa: E731
         bool(sum(tensor.untyped_storage().nbytes() for tensor in tensors()))
-        for tensors in (manager._weight_tensors, manager._moment_tensors)
+        for tensors in (manager.weight_tensors, manager.moment_tensors)
     ]
     for parts, expected in (
         (["weights", "gradients", "optimizer"], [True, True]),
@@ -354,16 +358,16 @@ def test_what_a_manager_occupies_is_what_it_was_told_and_all_comes_back_bit_for_
         ([], [False, False]),
         ([], [False, False]),
     ):
-        manager.occupy(parts)
-        assert held() == expected and manager.is_grad_offloaded == ("gradients" not in parts)
-    with manager.loaded(moments=False):
+        manager.residency.occupy(parts)
+        assert held() == expected and manager.residency.gradients_offloaded == ("gradients" not in parts)
+    with manager.residency.loaded(moments=False):
         assert held() == [True, False]
     assert held() == [False, False]
-    manager.occupy(["weights", "gradients", "optimizer"])
+    manager.residency.occupy(["weights", "gradients", "optimizer"])
     assert equal(weights(manager), before) and held() == [True, True]
     set_grads(manager)
     with pytest.raises(RuntimeError, match="between backward and optimizer_step"):
-        manager.occupy([])
+        manager.residency.occupy([])
 
 
 def test_gradients_waiting_for_their_step_cannot_be_dropped(make_manager):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from actor_samples import make_spec as make_mapping
 
-from rl_core.actors.manager import checked
+from rl_core.actors.manager import validated
 from rl_core.actors.megatron.guards import check, refusals
 from rl_core.api.errors import ConfigError
 
@@ -26,7 +26,7 @@ def test_a_job_it_can_train_is_not_refused_and_other_backends_are_not_asked(make
 def test_what_megatron_core_cannot_share_here_is_refused_by_the_actor_itself_too(model_folder, field, reason):
     spec = make_mapping(model_folder, actor__backend="megatron", actor__replicas=2, actor__parallel={field: 2})
     with pytest.raises(ValueError, match=rf"{field} must be 1, got 2: .*{reason}"):
-        checked(spec)
+        validated(spec)
 
 
 def of_two(**parallel):

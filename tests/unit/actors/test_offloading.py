@@ -9,11 +9,11 @@ EVERYTHING = {"params": True, "grads": True, "optimizer": True}
 
 def resident(actor):
     """Return the bytes of (weights, moments, gradients) in the storages of what the model and its optimizer hold."""
-    moments = [state[name] for state in actor.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    gradients = [parameter.grad for parameter in actor.model.parameters() if parameter.grad is not None]
+    moments = [state[name] for state in actor.manager.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    gradients = [parameter.grad for parameter in actor.manager.model.parameters() if parameter.grad is not None]
     found = []
-    for tensors in ([*actor.model.parameters(), *actor.model.buffers()], moments, gradients):
-        local = [actor.strategy.local(tensor).untyped_storage() for tensor in tensors]
+    for tensors in ([*actor.manager.model.parameters(), *actor.manager.model.buffers()], moments, gradients):
+        local = [actor.manager.strategy.local(tensor).untyped_storage() for tensor in tensors]
         found.append(sum({storage._cdata: storage.nbytes() for storage in local}.values()))
     return found
 
@@ -39,14 +39,19 @@ def test_steps_with_everything_away_between_phases_have_the_bits_of_those_withou
         assert resident(saving) == [0, 0, 0]
     ours, theirs = (actor.score([1, 2, 3, 4], 2) for actor in (saving, plain))
     assert ours == theirs and resident(saving) == [0, 0, 0]
-    with saving.loaded():
-        state = saving.get_model_state_dict(True, True)
-    assert all(torch.equal(state[name], tensor) for name, tensor in plain.get_model_state_dict(True, True).items())
+    with saving.manager.residency.loaded():
+        state = saving.manager.get_model_state_dict(True, True)
+    assert all(
+        torch.equal(state[name], tensor) for name, tensor in plain.manager.get_model_state_dict(True, True).items()
+    )
 
 
 def test_occupying_says_what_moved_since_the_last_time_and_moves_nothing_twice(make_actor, records):
     actor = make_actor(actor__offload={"optimizer": True})
-    weights, parameters = resident(actor)[0], sum(4 * parameter.numel() for parameter in actor.model.parameters())
+    weights, parameters = (
+        resident(actor)[0],
+        sum(4 * parameter.numel() for parameter in actor.manager.model.parameters()),
+    )
     actor.occupy(["weights", "gradients"])
     train(actor, records, 1)
     moved = actor.occupy(["weights"])
@@ -57,8 +62,8 @@ def test_occupying_says_what_moved_since_the_last_time_and_moves_nothing_twice(m
 
 def test_moments_are_there_for_the_optimizer_step_and_leave_when_it_fails(make_actor):
     actor = make_actor(actor__offload={"optimizer": True}, actor__maxConsecutiveSkips=0)
-    for parameter in actor.model.parameters():
+    for parameter in actor.manager.model.parameters():
         parameter.grad = torch.full_like(parameter, float("inf"))
     with pytest.raises(Exception, match="maxConsecutiveSkips"):
-        actor.optimizer_step()
-    assert actor.is_optimizer_offloaded
+        actor.manager.optimizer_step()
+    assert actor.manager.residency.optimizer_offloaded

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rl_core.actors.backend import Scored, Scores, StepCancelled
 from rl_core.actors.fsdp.backend import FSDPBackend
+from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
 from rl_core.api.algorithm import AlgorithmSpec
@@ -70,7 +71,7 @@ class TinyBackend:
         self.table = torch.randn(actor_samples.VOCAB, actor_samples.VOCAB, generator=generator, dtype=torch.float64)
         self.table.requires_grad_()
         self.counts, self.has_loss = OptimizerCounts(), has_loss
-        self.gradients, self.parts = [], []
+        self.gradients, self.parts, self.manager = [], [], self
 
     def scores(self, rows):
         before = rows.columns.input_ids.roll(1, dims=1)
@@ -219,13 +220,13 @@ def test_parts_hold_every_row_once_within_the_token_budget():
 
 def test_engine_and_backend_train_without_a_worker_as_they_do_in_an_actor(make_spec, make_actor):
     spec = make_spec(algorithm__promptsPerStep=len(RECORDS))
-    backend = FSDPBackend(spec, 1, 0)
-    backend.setup_model_and_optimizer()
-    engine = StepEngine(backend, backend.ranks, spec.algorithm, micro_batch_tokens=64, response_limit=12)
+    backend = FSDPBackend(FSDPModelManager(spec, 1, 0))
+    backend.manager.setup_model_and_optimizer()
+    engine = StepEngine(backend, backend.manager.ranks, spec.algorithm, micro_batch_tokens=64, response_limit=12)
     actor = make_actor(algorithm__promptsPerStep=len(RECORDS))
     ours, theirs = train(engine), train(actor.engine)
     assert ours["actor/loss"] == theirs["actor/loss"] and ours["actor/grad_norm"] == theirs["actor/grad_norm"]
-    assert all(map(torch.equal, backend.model.parameters(), actor.model.parameters()))
+    assert all(map(torch.equal, backend.manager.model.parameters(), actor.manager.model.parameters()))
 
 
 OLD_VERSIONS = 4
