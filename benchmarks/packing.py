@@ -1,9 +1,8 @@
 """Padding waste, data-parallel balance and the time of both, beside the usual way and the physical limit. Prints JSON.
 
 Lengths are lognormal (median 400 tokens, sigma 0.8, at most 8,192), as completions of a reasoning model are. Waste is the
-share of computed tokens that are padding: in packed rows (each padded to a multiple of 8, as tensor parallelism wants), in
-passes filled up to the full capacity (as a compiled graph wants; the limit is ceil(tokens / capacity) passes), and the usual
-way, length-sorted rows padded to the longest of their batch. Balance is the load of the heaviest of 8 ranks over the mean;
+share of computed tokens that are padding: in packed rows (each padded to a multiple of 8, as tensor parallelism wants), and the
+usual way, length-sorted rows padded to the longest of their batch. Balance is the load of the heaviest of 8 ranks over the mean;
 the usual way is equal row counts in order of arrival. Times are medians of several runs.
 """
 
@@ -15,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.batching.balance import karmarkar_karp, load_ratio, longest_first, sequence_costs, split_evenly
-from rl_core.batching.bins import pack_lengths
-from rl_core.batching.packing import padding_waste
+from rl_core.batching.balance import karmarkar_karp, load_ratio, sequence_costs, split_evenly
+from rl_core.batching.microbatch import plan_microbatches
 
 CAPACITY = 16384
 RANKS = 8
@@ -52,18 +50,18 @@ def sorted_padded_tokens(lengths: list[int]) -> int:
     return total + longest * rows
 
 
+def padding_waste(lengths: list[int], padded_total: int) -> float:
+    """Return the share of `padded_total` tokens that are padding."""
+    return 1 - sum(lengths) / padded_total
+
+
 def waste(count: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {}
     for seed in SEEDS:
         lengths = lognormal_lengths(count, seed)
-        limit = -(-sum(lengths) // CAPACITY)
         packed = sum(length + -length % MULTIPLE for length in lengths)
         found.setdefault("packed_rows", []).append(padding_waste(lengths, packed))
-        found.setdefault("full_passes_limit", []).append(padding_waste(lengths, limit * CAPACITY))
         found.setdefault("sorted_padded_batches", []).append(padding_waste(lengths, sorted_padded_tokens(lengths)))
-        for algorithm in ("ffd", "bfd", "concatenative"):
-            bins = pack_lengths(lengths, CAPACITY, algorithm=algorithm)
-            found.setdefault(f"full_passes_{algorithm}", []).append(padding_waste(lengths, len(bins) * CAPACITY))
     return {name: round(statistics.median(values), 5) for name, values in found.items()}
 
 
@@ -76,7 +74,6 @@ def balance(count: int) -> dict[str, Any]:
         for name, parts in {
             "karmarkar_karp": karmarkar_karp(costs, RANKS),
             "karmarkar_karp_equal_size": karmarkar_karp(costs, RANKS, equal_size=True),
-            "longest_first": longest_first(costs, RANKS),
             "order_of_arrival": [list(part) for part in split_evenly(range(count), RANKS)],
         }.items():
             found.setdefault(name, []).append(load_ratio(costs, parts))
@@ -87,12 +84,10 @@ def times(count: int) -> dict[str, float]:
     lengths = lognormal_lengths(count, 0)
     costs = sequence_costs(lengths, quadratic=1 / (12 * 1024))
     calls: dict[str, Callable[[], Any]] = {
-        algorithm: lambda algorithm=algorithm: pack_lengths(lengths, CAPACITY, algorithm=algorithm)  # type: ignore[misc]
-        for algorithm in ("ffd", "bfd", "concatenative")
+        "micro_batches": lambda: plan_microbatches(lengths, token_budget=CAPACITY),
     }
     calls["karmarkar_karp"] = lambda: karmarkar_karp(costs, RANKS)
     calls["karmarkar_karp_equal_size"] = lambda: karmarkar_karp(costs, RANKS, equal_size=True)
-    calls["longest_first"] = lambda: longest_first(costs, RANKS)
     calls["limit_one_numpy_sort_of_the_list"] = lambda: np.argsort(np.asarray(costs), kind="stable").tolist()
     return {name: milliseconds_per_1000(call, count) for name, call in calls.items()}
 
@@ -110,7 +105,6 @@ def main() -> None:
         "padding_waste": {
             "at_most": 0.015,
             "packed_rows": max(entry["padding_waste"]["packed_rows"] for entry in report["by_sequences"].values()),
-            "full_passes_ffd_8192": report["by_sequences"][8192]["padding_waste"]["full_passes_ffd"],
         },
         "load_max_over_mean": {
             "at_most": 1.005,
@@ -123,7 +117,7 @@ def main() -> None:
             "slowest_at_1024_and_8192": max(
                 report["by_sequences"][count]["milliseconds_per_1000"][name]
                 for count in (1024, 8192)
-                for name in ("ffd", "bfd", "karmarkar_karp", "karmarkar_karp_equal_size")
+                for name in ("micro_batches", "karmarkar_karp", "karmarkar_karp_equal_size")
             ),
         },
     }

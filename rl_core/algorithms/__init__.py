@@ -1,83 +1,27 @@
-"""Advantages, losses, KL, aggregation, log-probabilities, rewards and filters as pure functions over tensors.
+"""Reinforcement learning arithmetic as pure functions over tensors: advantages, losses, KL, aggregation, rewards and filters.
 
-Every public name of the modules can be imported from here; a module is loaded when one of its names is first used, so
-that torch-free processes (env workers, the runner) can use `registry`, `rewards` and `dynamic_sampling`.
+The names below are what an estimator or loss of a user needs (docs/writing-an-estimator.md). Each is imported from its module when it
+is first used, so that processes without torch (environments, the runner) can import `registry` and `rewards`.
 """
 
 from importlib import import_module
 from typing import Any
 
-_EXPORTS = {
-    "registry": ("names", "register", "resolve"),
-    "advantages": (
-        "AdvantageInputs",
-        "AdvantageResult",
-        "action_log_probs",
-        "clip_advantages",
-        "compute_advantages",
-        "embodied_gae_advantages",
-        "embodied_loss_mask",
-        "episode_scores",
-        "gae_advantages",
-        "gdpo_advantages",
-        "grpo_advantages",
-        "opd_advantages",
-        "place_terminal_reward",
-        "raw_advantages",
-        "reinforce_plus_plus_advantages",
-        "rloo_advantages",
-        "whiten",
-    ),
-    "losses": (
-        "LossInputs",
-        "LossResult",
-        "cispo_loss",
-        "combine_losses",
-        "compute_policy_loss",
-        "critic_loss",
-        "decoupled_ppo_loss",
-        "entropy_term",
-        "explained_variance",
-        "gspo_loss",
-        "importance_weights",
-        "ppo_clip_loss",
-        "reinforce_loss",
-        "sft_loss",
-    ),
-    "kl": ("kl_loss", "kl_penalty"),
-    "aggregation": (
-        "LossNormalizers",
-        "Stat",
-        "aggregate",
-        "count_normalizers",
-        "finish_stats",
-        "masked_mean",
-        "masked_mean_ratio",
-        "merge_stats",
-    ),
-    "logprobs": ("TokenScores", "hidden_scores", "token_entropy", "token_log_probs", "token_scores"),
-    "rewards": (
-        "compute_rewards",
-        "exact_reward",
-        "format_reward",
-        "math_reward",
-        "scale_rewards",
-        "shape_overlong",
-        "shape_stop_properly",
-    ),
-    "filtering": ("DynamicSampler", "down_sample", "informative_groups", "overlong_filter", "sequence_error_mask"),
+_MODULES = {
+    "AdvantageInputs": "advantages.types",
+    "AdvantageResult": "advantages.types",
+    "LossInputs": "losses.types",
+    "LossResult": "losses.types",
+    "aggregate": "aggregation",
+    "compute_advantages": "advantages.compute",
+    "compute_policy_loss": "losses.compute",
 }
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Load the module that holds `name`."""
-    if name not in _HOME:
+    """Import the module that defines `name`."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

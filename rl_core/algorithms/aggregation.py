@@ -13,19 +13,6 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_choice, require_same_shape
-from rl_core.algorithms.stats import Stat, finish_stats, merge_stats
-
-__all__ = [
-    "AGGREGATIONS",
-    "LossNormalizers",
-    "Stat",
-    "aggregate",
-    "count_normalizers",
-    "finish_stats",
-    "masked_mean",
-    "masked_mean_ratio",
-    "merge_stats",
-]
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

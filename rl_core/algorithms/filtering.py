@@ -8,9 +8,6 @@ from torch import Tensor
 
 from rl_core.algorithms.advantages.groups import checked_group_ids, checked_rewards, group_statistics
 from rl_core.algorithms.arguments import require_bool, require_choice, require_float32, require_rows, require_same_shape
-from rl_core.algorithms.dynamic_sampling import DynamicSampler
-
-__all__ = ["DynamicSampler", "down_sample", "informative_groups", "overlong_filter", "sequence_error_mask"]
 
 STRATEGIES = ("spread", "random")
 

@@ -1,10 +1,9 @@
-"""Log-probabilities and entropies of tokens, from logits or from hidden states; all logits never exist in float32.
+"""Log-probabilities, entropies and values of tokens, computed from hidden states without storing all logits.
 
-Results are token-aligned: entry t belongs to token t and comes from position t - 1; the first token of each row (or of
-each `cu_seqlens` segment) has no predecessor and gets 0. Work runs in chunks of positions in float32, forwards and
-backwards (`score_functions`).
+Results are aligned with tokens: entry t belongs to token t and is computed from position t - 1. The first token of each row, or of
+each segment of a packed row, has no predecessor and gets 0. `score_functions` has the forward and backward passes.
 
-Legend: B rows, S positions, V vocabulary, H hidden size, P scored tokens.
+Legend: B rows, S positions, V tokens of the vocabulary, H hidden size, P scored tokens.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_core.algorithms.arguments import require_bool, require_same_shape
-from rl_core.algorithms.score_functions import ScoresFromHidden, ScoresFromLogits, VocabularyShard
+from rl_core.algorithms.score_functions import ScoresFromHidden, VocabularyShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,63 +22,6 @@ class TokenScores:
     log_probs: Tensor
     entropy: Tensor | None
     """Entropy of the distribution the token was drawn from, in nats; None when not asked for."""
-
-
-def token_log_probs(
-    logits: Tensor,
-    input_ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 1024,
-) -> Tensor:
-    """Return log p(input_ids[t] | tokens before t) under log_softmax(logits / temperature), [B, S] float32.
-
-    `logits` [B, S, V] of any float dtype, `input_ids` [B, S] int64; `cu_seqlens` [segments + 1] marks the segments of a
-    packed row (B = 1) and no shift crosses one. At most `chunk_size` positions are held in float32 at a time.
-    Raises ValueError for temperature <= 0, chunk_size < 1 or shapes that do not match.
-    """
-    return token_scores(
-        logits, input_ids, temperature=temperature, cu_seqlens=cu_seqlens, chunk_size=chunk_size
-    ).log_probs
-
-
-def token_entropy(
-    logits: Tensor, *, temperature: float = 1.0, cu_seqlens: Tensor | None = None, chunk_size: int = 1024
-) -> Tensor:
-    """Return the entropy in nats of the distribution each token was drawn from, [B, S] float32.
-
-    Alignment and errors are those of `token_log_probs`.
-    """
-    any_token = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    scores = token_scores(
-        logits, any_token, temperature=temperature, cu_seqlens=cu_seqlens, chunk_size=chunk_size, entropy=True
-    )
-    assert scores.entropy is not None
-    return scores.entropy
-
-
-def token_scores(
-    logits: Tensor,
-    input_ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 1024,
-    entropy: bool = False,
-) -> TokenScores:
-    """Return `token_log_probs` and, when asked for, the entropies of the same positions from the same pass.
-
-    `mask` [B, S] bool limits the work to those tokens (such as the trainable ones); the others get 0.
-    """
-    _check(temperature, chunk_size)
-    require_same_shape(input_ids=input_ids, **{"logits without vocabulary": logits[..., 0]})
-    targets = _targets(input_ids, mask, cu_seqlens)
-    labels = input_ids.reshape(-1)[targets]
-    rows = logits.reshape(-1, logits.shape[-1])
-    log_probs, entropies = ScoresFromLogits.apply(rows, labels, targets - 1, temperature, chunk_size, entropy)
-    return _token_scores(log_probs, entropies, targets, input_ids)
 
 
 def hidden_scores(
@@ -94,12 +36,16 @@ def hidden_scores(
     entropy: bool = False,
     shard: VocabularyShard | None = None,
 ) -> TokenScores:
-    """Return `token_scores` of the logits hidden @ weight.T, which never exist in full.
+    """Return log p(input_ids[t] | tokens before t) under softmax(hidden @ weight.T / temperature), and the entropies if requested.
 
-    `hidden` [B, S, H] and `weight` [V, H] (the model's output layer, no bias) of one dtype; products are made in it,
-    `chunk_size` tokens of `mask` at a time, and made again in the backward pass. Gradients flow into both; the
-    weight's is summed over chunks in float32. With `shard` the weight has this rank's rows of the vocabulary; results are those of the
-    whole one on every rank, and collective. Raises TypeError when the dtypes differ.
+    `hidden` [B, S, H] and `weight` [V, H] (the model's output layer, without bias) must have one dtype; `input_ids` is [B, S] int64.
+    `mask` [B, S] bool selects the tokens to score (None: all); `cu_seqlens` int [segments + 1] marks the segments of a packed row
+    (B = 1), and no score crosses from one to the next. The logits are computed in the dtype of `hidden` for `chunk_size` tokens at a
+    time and computed again in the backward pass, so that they never exist in full. Gradients flow into `hidden` and `weight`; the
+    weight's is summed over chunks in float32.
+    With `shard`, `weight` has this rank's rows of the vocabulary, the call is collective over the tensor-parallel ranks, and each gets
+    the results of the whole vocabulary.
+    Raises TypeError when the dtypes differ, ValueError for temperature <= 0, chunk_size < 1 or shapes that do not match.
     """
     _check(temperature, chunk_size)
     require_same_shape(input_ids=input_ids, **{"hidden without features": hidden[..., 0]})

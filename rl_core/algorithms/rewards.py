@@ -7,40 +7,16 @@ Order of shaping: raw reward, `scale_rewards`, `shape_overlong`, `shape_stop_pro
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from rl_core.algorithms.math_answers import extract_answer, same_answer
-from rl_core.algorithms.registry import resolve
 from rl_core.api.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def compute_rewards(name: str, prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    """Return one reward per completion from the registered reward `name`; None = not applicable.
-
-    `columns` are the data set's further columns, one entry per completion, and options of the function.
-    Raises ValueError for an unknown name, DataError naming the reward for an exception in it (chained), a wrong number
-    of entries or an entry that is not a finite number.
-    """
-    function = resolve("reward", name)
-    if len(prompts) != len(completions):
-        raise ValueError(f"prompts and completions must be equally many, got {len(prompts)} and {len(completions)}")
-    try:
-        values = function(prompts, completions, **columns)
-    except Exception as error:  # user code may raise anything
-        raise DataError(
-            f"reward {name!r} failed with {type(error).__name__}: {error}; mend the reward or its data"
-        ) from error
-    if not isinstance(values, Sequence) or len(values) != len(completions):
-        got = f"{len(values)} entries" if isinstance(values, Sequence) else type(values).__name__
-        raise DataError(f"reward {name!r} must return a list of {len(completions)} entries, got {got}")
-    return [_checked(name, row, value) for row, value in enumerate(values)]
 
 
 def math_reward(response: str, answer: str, *, correct: float = 1.0, incorrect: float = 0.0) -> float:
@@ -137,14 +113,6 @@ def shape_stop_properly(rewards: Tensor, truncated: Tensor, *, coefficient: floa
     require_same_shape(rewards=rewards, truncated=truncated)
     rewards = rewards.float()
     return (rewards * coefficient).where(truncated & (rewards > 0), rewards)
-
-
-def _checked(name: str, row: int, value: Any) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise DataError(f"reward {name!r} must give finite numbers or None, got {value!r} in row {row}")
-    return float(value)
 
 
 def _against_answers(

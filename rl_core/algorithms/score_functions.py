@@ -47,37 +47,6 @@ class VocabularyShard:
         block[:, self.tokens :] = float("-inf")
 
 
-class ScoresFromLogits(torch.autograd.Function):  # type: ignore[misc]
-    """(log_probs [P], entropies [P] or None) of `labels` [P] under `logits` [N, V] at rows `positions` [P]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, positions: Tensor, temperature: float, chunk_size: int, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Score the rows block by block."""
-        ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.block_rows = temperature, _block_rows(logits, chunk_size)
-        scores = _Scores(labels, entropy)
-        for part in _parts(len(labels), ctx.block_rows):
-            scores.fill(part, _scaled(logits.index_select(0, positions[part]), temperature))
-        ctx.save_for_backward(logits, positions, *scores.saved())
-        return scores.log_probs, scores.entropies
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient of `logits`, in their dtype."""
-        logits, positions, *saved = ctx.saved_tensors
-        if log_prob_grads is None and entropy_grads is None:
-            return (None,) * 6
-        gradient = torch.zeros_like(logits)
-        row_gradient = _RowGradient(tuple(saved), log_prob_grads, entropy_grads, ctx.temperature)
-        for part in _parts(len(positions), ctx.block_rows):
-            block = _scaled(logits.index_select(0, positions[part]), ctx.temperature)
-            gradient.index_copy_(0, positions[part], row_gradient(part, block).to(logits.dtype))
-        return gradient, None, None, None, None, None
-
-
 class ScoresFromHidden(torch.autograd.Function):  # type: ignore[misc]
     """(log_probs [P], entropies [P] or None) of `labels` [P] under the logits `hidden` [P, H] @ `weight` [V, H].T."""
 

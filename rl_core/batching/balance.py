@@ -1,6 +1,5 @@
-"""Partitions of rows into parts of equal cost, and the order bookkeeping around them (algorithms.md 9, Balance)."""
+"""Partitions of rows into parts of nearly equal cost."""
 
-import heapq
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -44,21 +43,6 @@ def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_size: bool = Fal
     return _sorted_parts(values, part_of, parts)
 
 
-def longest_first(costs: Sequence[float], parts: int) -> Parts:
-    """Return the indices of `costs` in `parts` sets: by (-cost, index), each to the lightest set (lowest index on ties).
-
-    Order of sets and members, and errors, as karmarkar_karp. [13, 11, 7, 6, 2, 1] in 2 -> [[0, 3, 5], [1, 2, 4]].
-    """
-    values = _checked(costs, parts)
-    loads = [(0.0, part) for part in range(parts)]
-    part_of = np.empty(len(values), np.int64)
-    for item in np.argsort(-values, kind="stable").tolist():
-        load, part = loads[0]
-        part_of[item] = part
-        heapq.heapreplace(loads, (load + float(values[item]), part))
-    return _sorted_parts(values, part_of, parts)
-
-
 def load_ratio(costs: Sequence[float], parts: Parts) -> float:
     """Return the largest cost of a part over the mean cost of the parts (empty ones count); 1.0 when all cost nothing.
 
@@ -69,19 +53,6 @@ def load_ratio(costs: Sequence[float], parts: Parts) -> float:
     loads = [math.fsum(costs[index] for index in part) for part in parts]
     total = math.fsum(loads)
     return max(loads) * len(loads) / total if total else 1.0
-
-
-def inverse_permutation(order: Sequence[int]) -> list[int]:
-    """Return the permutation that undoes `order`: result[order[i]] == i. Raises ValueError when it is not a permutation."""
-    inverse = [-1] * len(order)
-    for position, index in enumerate(order):
-        if not 0 <= index < len(order) or inverse[index] >= 0:
-            problem = "appears twice" if 0 <= index < len(order) else "is outside"
-            raise ValueError(
-                f"order must be a permutation of 0..{len(order) - 1}, got {index} at {position}, which {problem}"
-            )
-        inverse[index] = position
-    return inverse
 
 
 def split_evenly(items: Sequence[Item], parts: int, *, enforce: bool = False) -> list[Sequence[Item]]:

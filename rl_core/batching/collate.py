@@ -1,4 +1,4 @@
-"""Prompt groups as tensors: one row per completion, for synchronous and asynchronous programs alike (algorithms.md 9).
+"""Prompt groups as tensors: one row per completion.
 
 Legend: B completions, S tokens of the padded row. Token ids are concatenated as the messages hold them, never made again
 from text. Failed completions become rows that train nothing and enter no statistic; their reward stays NaN.
@@ -91,27 +91,15 @@ def collate_groups(
     *,
     pad_token_id: int,
     max_length: int,
-    layout: str = "right",
-    length_multiple: int = 1,
-    prompt_width: int | None = None,
-    response_width: int | None = None,
 ) -> TrainingBatch:
     """Return all completions of `records` as one TrainingBatch, in order of records and completions.
 
     A token trains when its message has role `assistant` and carries `generation_logprobs` of equal length, narrowed by
-    `token_loss_mask`. `layout="right"`: [prompt response pad], S the longest row rounded up to `length_multiple`.
-    `layout="left_prompt"`: prompts left-padded to `prompt_width`, responses right-padded to `response_width` (None: the
-    batch's maximum; S is rounded up on the right). Completions that failed (finish reason `error`, or a NaN reward) or have
-    `loss_multiplier` 0 have `valid` and `sample_mask` false.
-    Raises DataError naming the sample when it is longer than `max_length` or a width, its log-probabilities or masks do not
-    fit its tokens, or its reward is no float32; ValueError for an unknown layout or multiple.
+    `token_loss_mask`. Rows are padded on the right with `pad_token_id` to the length S of the longest. Completions that failed (finish
+    reason `error`, or a NaN reward) or have `loss_multiplier` 0 have `valid` and `sample_mask` false.
+    Raises DataError naming the sample when it is longer than `max_length` tokens, its log-probabilities or masks do not fit its
+    tokens, or its reward is not representable in float32.
     """
-    if layout not in ("right", "left_prompt"):
-        raise ValueError(f"layout must be right or left_prompt, got {layout!r}")
-    if length_multiple < 1:
-        raise ValueError(f"length_multiple must be at least 1, got {length_multiple}")
-    if layout == "right" and (prompt_width is not None or response_width is not None):
-        raise ValueError("prompt_width and response_width belong to layout left_prompt, got layout right; remove them")
     samples, group_texts = _samples(records)
     rows = [read_row(sample.completion.message_log, sample.record, name=sample.name) for sample in samples]
     for sample, row in zip(samples, rows, strict=True):
@@ -119,10 +107,9 @@ def collate_groups(
             raise DataError(
                 f"sample {sample.name} must have at most {max_length} tokens (max_length), got {row.length}"
             )
-    starts, width = _placement(samples, rows, layout == "left_prompt", length_multiple, prompt_width, response_width)
     usable = torch.tensor([_usable(sample) for sample in samples], dtype=torch.bool)
     raw = torch.tensor([sample.completion.reward for sample in samples], dtype=torch.float32)
-    tokens = _fill(rows, starts, width, pad_token_id=pad_token_id, usable=usable)
+    tokens = _fill(rows, pad_token_id=pad_token_id, usable=usable)
     return TrainingBatch(
         **tokens,
         rewards=raw.clone(),
@@ -184,38 +171,9 @@ def _usable(sample: _Sample) -> bool:
     return not has_failed(completion) and completion.loss_multiplier != 0
 
 
-def _placement(
-    samples: list[_Sample],
-    rows: list[Row],
-    left_prompt: bool,
-    multiple: int,
-    prompt_width: int | None,
-    response_width: int | None,
-) -> tuple[list[int], int]:
-    """Return the column of each row's first token, and S."""
-    if not left_prompt:
-        longest = max((row.length for row in rows), default=0)
-        return [0] * len(rows), longest + -longest % multiple
-    widest = {
-        "prompt_width": max((row.prompt_length for row in rows), default=0),
-        "response_width": max((row.length - row.prompt_length for row in rows), default=0),
-    }
-    if prompt_width is None:
-        prompt_width = widest["prompt_width"]
-    if response_width is None:
-        response_width = widest["response_width"]
-    for sample, row in zip(samples, rows, strict=True):
-        if row.prompt_length > prompt_width or row.length - row.prompt_length > response_width:
-            raise DataError(
-                f"sample {sample.name} must fit prompt_width {prompt_width} and response_width {response_width}, "
-                f"got {row.prompt_length} and {row.length - row.prompt_length} tokens; widen the layout"
-            )
-    width = prompt_width + response_width
-    return [prompt_width - row.prompt_length for row in rows], width + -width % multiple
-
-
-def _fill(rows: list[Row], starts: list[int], width: int, *, pad_token_id: int, usable: Tensor) -> dict[str, Tensor]:
-    """Return the [B, S] tensors."""
+def _fill(rows: list[Row], *, pad_token_id: int, usable: Tensor) -> dict[str, Tensor]:
+    """Return the [B, S] tensors; rows are padded on the right to the longest."""
+    width = max((row.length for row in rows), default=0)
     shape = (len(rows), width)
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.bool)
@@ -224,19 +182,18 @@ def _fill(rows: list[Row], starts: list[int], width: int, *, pad_token_id: int, 
     versions = torch.full(shape, -1, dtype=torch.int64)
     ids_np, attention_np, mask_np = input_ids.numpy(), attention_mask.numpy(), loss_mask.numpy()
     log_probs_np, versions_np = log_probs.numpy(), versions.numpy()
-    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        span = slice(start, start + row.length)
+    for index, row in enumerate(rows):
+        span = slice(row.length)
         ids_np[index, span] = row.token_ids
         attention_np[index, span] = True
         if usable[index]:
             mask_np[index, span] = row.loss_mask
             log_probs_np[index, span] = row.log_probs
             versions_np[index, span] = row.versions
-    first = torch.tensor(starts, dtype=torch.int64)[:, None]
     return {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": (torch.arange(width).expand(shape) - first).clamp(min=0),
+        "position_ids": torch.arange(width).expand(shape).clone(),
         "loss_mask": loss_mask,
         "rollout_log_probs": log_probs,
         "versions": versions,

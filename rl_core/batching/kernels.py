@@ -39,36 +39,6 @@ def compiled(kernel: Callable[..., Ints]) -> Callable[..., Ints]:
         return numba.njit(kernel)  # type: ignore[no-any-return]
 
 
-def first_fit(lengths: Ints, capacity: int) -> Ints:
-    """Return the bin of each item when every item, in order, goes to the first bin with room for it. O(n log n).
-
-    `lengths` [n], all in [1, capacity]. `room` is a tournament tree over the n bins that could exist: a node holds the
-    largest room below it, so that the first bin with enough room is found by one descent.
-    """
-    count = len(lengths)
-    leaves = 1
-    while leaves < count:
-        leaves *= 2
-    room = np.full(2 * leaves, capacity)
-    bins = np.empty(count, np.int64)
-    for item in range(count):
-        length = lengths[item]
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        bins[item] = node - leaves
-        room[node] -= length
-        while node > 1:
-            node //= 2
-            largest = max(room[2 * node], room[2 * node + 1])
-            if room[node] == largest:
-                break
-            room[node] = largest
-    return bins
-
-
 def largest_differencing(costs: Floats, order: Ints, parts: int, chunk: int) -> Ints:
     """Return the part (an arbitrary number in [0, n)) of each item by Karmarkar-Karp largest differencing.
 

@@ -1,48 +1,56 @@
-"""Rows of one rank in micro-batches: as many on every rank, each within a token budget (algorithms.md 9, Micro-batches)."""
+"""Splits the rows of a rank into micro-batches: equally many on every rank, each within a token budget."""
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rl_core.batching.balance import Parts, karmarkar_karp
-from rl_core.batching.bins import best_fit, check_lengths
+from rl_core.batching.kernels import Ints
 
 
 def plan_microbatches(
     lengths: Sequence[int],
     *,
     token_budget: int,
-    min_count: int = 1,
-    count_multiple: int = 1,
     agree: Callable[[int], int] | None = None,
 ) -> Parts:
-    """Return lists of rows whose padded `lengths` sum to at most `token_budget` tokens each.
+    """Return the micro-batches as lists of row numbers; the `lengths` of a list's rows sum to at most `token_budget` tokens.
 
-    All data-parallel ranks get equally many lists: `agree(n)` returns the maximum of n over them and is called by every
-    rank equally often (None: one rank). The count is a multiple of `count_multiple` (virtual pipeline) and at least
-    `min_count`; lists are balanced by length, heaviest first, and the last may be empty.
-    Raises ValueError when a length is outside [1, token_budget] or a count is below its least value.
+    All data-parallel ranks get equally many lists, at least one: `agree(n)` returns the maximum of n over the ranks, and every rank
+    calls it equally often (None: there is one rank). Lists are balanced by length, heaviest first; the last ones may be empty.
+    Raises ValueError when a length is outside [1, token_budget].
     """
-    if min_count < 0 or count_multiple < 1:
-        raise ValueError(f"min_count must be >= 0 and count_multiple >= 1, got {min_count} and {count_multiple}")
     values = np.asarray(lengths, np.int64).reshape(-1)
-    check_lengths(values, token_budget, name="token_budget")
+    _check_lengths(values, token_budget)
     agreed = agree if agree is not None else int
-    count = max(len(best_fit(values, token_budget)), min_count)
-    count = agreed(count + -count % count_multiple)
+    count = agreed(max(_best_fit(values, token_budget), 1))
     while True:
-        parts = karmarkar_karp(values.tolist(), count) if count else []
+        parts = karmarkar_karp(values.tolist(), count)
         exceeds = any(int(values[part].sum()) > token_budget for part in parts)
         if not agreed(int(exceeds)):
             return parts
-        count += count_multiple
+        count += 1
 
 
-def fixed_microbatches(rows: int, size: int) -> Parts:
-    """Return the rows 0..rows-1 in consecutive lists of `size`; the last is shorter when they do not divide.
+def _best_fit(values: Ints, capacity: int) -> int:
+    """Return the number of bins of `capacity` that best-fit-decreasing bin packing needs for items of sizes `values`. O(n log n).
 
-    Raises ValueError when rows < 0 or size < 1.
+    The free space of each open bin is kept sorted, so that one bisection finds the fullest bin that has room for an item.
     """
-    if rows < 0 or size < 1:
-        raise ValueError(f"rows must be >= 0 and size >= 1, got {rows} and {size}")
-    return [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
+    free: list[int] = []
+    for size in sorted(values.tolist(), reverse=True):
+        index = bisect_left(free, size)
+        room = free.pop(index) if index < len(free) else capacity
+        insort(free, room - size)
+    return len(free)
+
+
+def _check_lengths(values: Ints, limit: int) -> None:
+    """Raise ValueError naming the first length outside [1, limit]."""
+    wrong = (values < 1) | (values > limit)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"lengths[{index}] must be in [1, token_budget {limit}], got {values[index]}; raise token_budget or drop the sequence"
+        )

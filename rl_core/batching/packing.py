@@ -1,4 +1,4 @@
-"""Packed rows: the real tokens of several rows in one, without padding between them (algorithms.md 9, Packing, Rows).
+"""Packed rows: the real tokens of several rows in one, without padding between them.
 
 Legend: B rows, S columns of the padded layout, R chosen rows, L packed tokens.
 """
@@ -8,10 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from rl_core.batching.bins import pack_lengths
-
-__all__ = ["PackedRows", "pack_lengths", "pack_rows", "pack_values", "padding_multiple", "padding_waste", "unpack_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,18 +32,6 @@ class PackedRows:
     """[L] int64 index into the flattened [B * S] layout; -1 on padding."""
     shape: tuple[int, int]
     """(B, S) of the layout that was packed."""
-
-
-def padding_multiple(*, tensor_parallel: int = 1, context_parallel: int = 1) -> int:
-    """Return what each packed row must be padded to a multiple of: TP, or 2 * TP * CP when CP > 1."""
-    if tensor_parallel < 1 or context_parallel < 1:
-        raise ValueError(f"parallel sizes must be at least 1, got {tensor_parallel} and {context_parallel}")
-    return tensor_parallel * (2 * context_parallel if context_parallel > 1 else 1)
-
-
-def padding_waste(lengths: Sequence[int], padded_total: int) -> float:
-    """Return the share of `padded_total` tokens that are padding; 0.0 when nothing was computed."""
-    return 1.0 - float(sum(lengths)) / padded_total if padded_total else 0.0
 
 
 def pack_rows(

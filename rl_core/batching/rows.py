@@ -1,4 +1,4 @@
-"""One completion's message log as flat token arrays (algorithms.md 9, Records to batch)."""
+"""One completion's message log as flat token arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

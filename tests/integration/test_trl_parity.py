@@ -15,17 +15,11 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy
-from rl_core.algorithms import (
-    AdvantageInputs,
-    LossInputs,
-    compute_advantages,
-    compute_policy_loss,
-    count_normalizers,
-    grpo_advantages,
-    hidden_scores,
-    merge_stats,
-    token_scores,
-)
+from rl_core.algorithms.advantages import AdvantageInputs, compute_advantages, grpo_advantages
+from rl_core.algorithms.aggregation import count_normalizers
+from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.algorithms.losses import LossInputs, compute_policy_loss
+from rl_core.algorithms.stats import merge_stats
 from rl_core.api.backends import TRAINERS
 from rl_core.api.records import Completion, PromptGroupRecord
 
@@ -177,7 +171,7 @@ def our_gradients(trainer, batch, case: Case, *, rows: list[slice], fused: bool)
             scores = hidden_scores(hidden, model.lm_head.weight, ids, temperature=0.9, mask=mask, chunk_size=7)
         else:
             logits = model(input_ids=ids, attention_mask=attention).logits
-            scores = token_scores(logits, ids, temperature=0.9)
+            scores = hidden_scores(logits, torch.eye(logits.shape[-1]), ids, temperature=0.9)
         inputs = LossInputs(
             log_probs=scores.log_probs,
             old_log_probs=padded[part],

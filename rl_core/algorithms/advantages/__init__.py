@@ -11,7 +11,7 @@ from rl_core.algorithms.advantages.embodied import (
 from rl_core.algorithms.advantages.gae import gae_advantages
 from rl_core.algorithms.advantages.gdpo import gdpo_advantages
 from rl_core.algorithms.advantages.group_relative import grpo_advantages, raw_advantages, rloo_advantages
-from rl_core.algorithms.advantages.reinforce import place_terminal_reward, reinforce_plus_plus_advantages
+from rl_core.algorithms.advantages.reinforce import reinforce_plus_plus_advantages
 from rl_core.algorithms.advantages.types import AdvantageInputs, AdvantageResult
 from rl_core.algorithms.advantages.whitening import clip_advantages, whiten
 
@@ -28,7 +28,6 @@ __all__ = [
     "gdpo_advantages",
     "grpo_advantages",
     "opd_advantages",
-    "place_terminal_reward",
     "raw_advantages",
     "reinforce_plus_plus_advantages",
     "rloo_advantages",

@@ -16,7 +16,7 @@ from rl_core.algorithms.advantages.groups import (
 )
 from rl_core.algorithms.advantages.types import AdvantageResult, Reduce
 from rl_core.algorithms.advantages.whitening import whiten as whiten_values
-from rl_core.algorithms.arguments import require_choice, require_rows, require_same_shape, require_token_mask
+from rl_core.algorithms.arguments import require_choice, require_same_shape, require_token_mask
 from rl_core.algorithms.kl import kl_penalty
 from rl_core.algorithms.stats import Stat, mean_stat
 
@@ -85,13 +85,6 @@ def token_rewards(
         return placed, {}
     kl = _token_kl(log_probs, ref_log_probs, mask, kl_estimator)
     return placed - kl_coefficient * kl, {"kl": mean_stat(kl, mask)}
-
-
-def place_terminal_reward(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return [B, T] float32 with each row's reward [B] at its last trainable token, 0 elsewhere and in empty rows."""
-    require_token_mask(mask)
-    require_rows("rewards", rewards, mask=mask)
-    return _terminal(rewards.detach(), mask).float()
 
 
 def suffix_sums(values: Tensor) -> Tensor:

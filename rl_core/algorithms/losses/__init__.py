@@ -5,7 +5,7 @@ from rl_core.algorithms.losses.critic import critic_loss, explained_variance
 from rl_core.algorithms.losses.decoupled import decoupled_ppo_loss
 from rl_core.algorithms.losses.importance import importance_weights
 from rl_core.algorithms.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss
-from rl_core.algorithms.losses.terms import combine_losses, entropy_term, sft_loss
+from rl_core.algorithms.losses.terms import combine_losses, entropy_term
 from rl_core.algorithms.losses.types import LossInputs, LossResult
 
 __all__ = [
@@ -22,5 +22,4 @@ __all__ = [
     "importance_weights",
     "ppo_clip_loss",
     "reinforce_loss",
-    "sft_loss",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.losses.ratio import (
+    ClippedLoss,
     check_clip,
     clamp_log_ratio,
     clipped_surrogate,
@@ -45,10 +46,7 @@ def ppo_clip_loss(
     ratio = limited.exp()
     clipped = clipped_surrogate(ratio, gains, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     loss = weighted_aggregate(clipped.values, mask, weights, aggregation, normalizers, max_tokens)
-    metrics = ratio_metrics(
-        ratio, clipped, mask, log_probs=new, old_log_probs=old, clamp_fraction=limited != difference
-    )
-    return LossResult(loss, {"policy_loss": sum_stat(loss), **metrics})
+    return _with_metrics(loss, ratio, clipped, mask, log_probs=new, old_log_probs=old, clamped=limited != difference)
 
 
 def cispo_loss(
@@ -78,10 +76,7 @@ def cispo_loss(
     clipped = clipped_surrogate(ratio, gains, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
     values = -gains * clipped.clipped_ratio * new
     loss = weighted_aggregate(values, mask, weights, aggregation, normalizers, max_tokens)
-    metrics = ratio_metrics(
-        ratio, clipped, mask, log_probs=new, old_log_probs=old, clamp_fraction=limited != difference
-    )
-    return LossResult(loss, {"policy_loss": sum_stat(loss), **metrics})
+    return _with_metrics(loss, ratio, clipped, mask, log_probs=new, old_log_probs=old, clamped=limited != difference)
 
 
 def gspo_loss(
@@ -114,10 +109,7 @@ def gspo_loss(
     ratio = (row_mean + (new - new.detach())).exp()
     clipped = clipped_surrogate(ratio, gains, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
     loss = weighted_aggregate(clipped.values, mask, weights, aggregation, normalizers, max_tokens)
-    metrics = ratio_metrics(
-        ratio, clipped, mask, log_probs=new, old_log_probs=old, clamp_fraction=limited != difference
-    )
-    return LossResult(loss, {"policy_loss": sum_stat(loss), **metrics})
+    return _with_metrics(loss, ratio, clipped, mask, log_probs=new, old_log_probs=old, clamped=limited != difference)
 
 
 def reinforce_loss(
@@ -134,3 +126,20 @@ def reinforce_loss(
     new, gains = trainable_only(mask, log_probs=log_probs, advantages=advantages)
     loss = weighted_aggregate(-gains * new, mask, weights, aggregation, normalizers, max_tokens)
     return LossResult(loss, {"policy_loss": sum_stat(loss)})
+
+
+def _with_metrics(
+    loss: Tensor,
+    ratio: Tensor,
+    clipped: ClippedLoss,
+    mask: Tensor,
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    clamped: Tensor,
+) -> LossResult:
+    """Return `loss` with its own statistic and those of the ratios."""
+    metrics = ratio_metrics(
+        ratio, clipped, mask, log_probs=log_probs, old_log_probs=old_log_probs, clamp_fraction=clamped
+    )
+    return LossResult(loss, {"policy_loss": sum_stat(loss), **metrics})

@@ -1,4 +1,4 @@
-"""Terms beside the policy loss (entropy, supervised) and their weighted sum. Legend: B rows, T tokens."""
+"""Terms beside the policy loss (entropy) and their weighted sum. Legend: B rows, T tokens."""
 
 from torch import Tensor
 
@@ -6,20 +6,6 @@ from rl_core.algorithms.aggregation import LossNormalizers
 from rl_core.algorithms.losses.ratio import trainable_only
 from rl_core.algorithms.losses.types import LossResult, weighted_aggregate
 from rl_core.algorithms.stats import mean_stat, sum_stat
-
-
-def sft_loss(
-    log_probs: Tensor,
-    mask: Tensor,
-    *,
-    aggregation: str = "token-mean",
-    normalizers: LossNormalizers | None = None,
-    max_tokens: int | None = None,
-) -> LossResult:
-    """Return the aggregated -log p over `mask` [B, T]; it has its own mask and normalisers. Metric `sft_loss`."""
-    (kept,) = trainable_only(mask, log_probs=log_probs)
-    loss = weighted_aggregate(-kept, mask, None, aggregation, normalizers, max_tokens)
-    return LossResult(loss, {"sft_loss": sum_stat(loss)})
 
 
 def entropy_term(
@@ -45,10 +31,8 @@ def combine_losses(
     entropy_coefficient: float = 0.0,
     value: LossResult | None = None,
     value_coefficient: float = 1.0,
-    sft: LossResult | None = None,
-    sft_coefficient: float = 0.0,
 ) -> LossResult:
-    """Return policy + kl_coefficient KL - entropy_coefficient H + value_coefficient V + sft_coefficient S.
+    """Return policy + kl_coefficient KL - entropy_coefficient H + value_coefficient V.
 
     Metrics of all terms and `loss`, the sum. A term with coefficient 0 is reported only. Raises ValueError for a
     non-zero coefficient without its term; `value_coefficient` 1.0 is the default and needs no term.
@@ -57,7 +41,6 @@ def combine_losses(
         ("kl", kl, kl_coefficient, 1.0),
         ("entropy", entropy, entropy_coefficient, -1.0),
         ("value", value, 0.0 if value is None and value_coefficient == 1.0 else value_coefficient, 1.0),
-        ("sft", sft, sft_coefficient, 1.0),
     )
     loss, metrics = policy.loss, dict(policy.metrics)
     for name, term, coefficient, sign in terms:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_core.algorithms import gdpo_advantages
+from rl_core.algorithms.advantages import gdpo_advantages
 from rl_core.api.errors import ConfigError, DataError
 
 NAMES = ("right", "short")

@@ -7,18 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import (
+from rl_core.algorithms.aggregation import (
+    AGGREGATIONS,
     LossNormalizers,
-    Stat,
     aggregate,
     count_normalizers,
-    finish_stats,
     masked_mean,
     masked_mean_ratio,
-    merge_stats,
 )
-from rl_core.algorithms.aggregation import AGGREGATIONS
-from rl_core.algorithms.stats import extreme_stat
+from rl_core.algorithms.stats import Stat, extreme_stat, finish_stats, merge_stats
 
 VALUES = torch.tensor([[2.0, 4.0, 9.0], [6.0, 1.0, 1.0]])
 MASK = torch.tensor([[True, True, False], [True, False, False]])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_core.algorithms import (
+from rl_core.algorithms.advantages import (
     AdvantageInputs,
     AdvantageResult,
     compute_advantages,

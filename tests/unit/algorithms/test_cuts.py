@@ -7,17 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import (
-    LossInputs,
-    combine_losses,
-    compute_policy_loss,
-    count_normalizers,
-    entropy_term,
-    finish_stats,
-    kl_loss,
-    merge_stats,
-)
-from rl_core.algorithms.aggregation import AGGREGATIONS
+from rl_core.algorithms.aggregation import AGGREGATIONS, count_normalizers
+from rl_core.algorithms.kl import kl_loss
+from rl_core.algorithms.losses import LossInputs, combine_losses, compute_policy_loss, entropy_term
+from rl_core.algorithms.stats import finish_stats, merge_stats
 
 LOSSES = ("ppo_clip", "cispo", "gspo", "reinforce", "decoupled_ppo")
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from rl_core.algorithms import names
+from rl_core.algorithms.registry import names
 from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, AlgorithmSpec
 from rl_core.api.critic import CriticSpec
 from rl_core.api.loss import CLIP, CLIPS, IMPORTANCE_BOUNDS, LOSSES, Aggregation, ImportanceSpec, LossSpec

@@ -1,4 +1,4 @@
-"""What is filtered, and what dynamic sampling keeps."""
+"""What the filters keep."""
 
 import itertools
 
@@ -7,15 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import (
-    DynamicSampler,
-    down_sample,
-    informative_groups,
-    overlong_filter,
-    sequence_error_mask,
-)
-from rl_core.api.errors import DataError, SamplingExhausted
-from rl_core.api.records import Completion, PromptGroupRecord
+from rl_core.algorithms.filtering import down_sample, informative_groups, overlong_filter, sequence_error_mask
 
 
 def test_informative_groups_differ_in_valid_raw_rewards():
@@ -27,58 +19,6 @@ def test_informative_groups_differ_in_valid_raw_rewards():
     assert informative_groups(rewards, group_ids, valid=valid, min_std=0.1).tolist()[6:] == [False, False]
     equal = torch.full((6,), 0.1)
     assert not informative_groups(equal, torch.zeros(6, dtype=torch.int64)).any()
-
-
-def record(*rewards):
-    return PromptGroupRecord(
-        prompt_idx=0,
-        prompt=[],
-        extra_env_info=None,
-        metadata={},
-        completions=[Completion(message_log=[], reward=reward) for reward in rewards],
-    )
-
-
-def test_sampler_keeps_informative_groups_in_arrival_order():
-    sampler = DynamicSampler(target_groups=3, max_batches=3)
-    sampler.add(["a", "b", "c"], [True, False, True])
-    assert not sampler.complete
-    with pytest.raises(RuntimeError, match="3 groups, got 2"):
-        sampler.take()
-    sampler.add(["d", "e", "f"], torch.tensor([False, True, True]))
-    assert sampler.complete
-    assert sampler.surplus == ("f",)
-    assert sampler.take() == ["a", "c", "e"]
-    assert sampler.surplus == ("f",)
-    assert sampler.metrics() == {
-        "dynamic_sampling/batches": 2,
-        "dynamic_sampling/kept_groups": 4,
-        "dynamic_sampling/dropped_groups": 2,
-        "dynamic_sampling/surplus_groups": 1,
-    }
-    with pytest.raises(RuntimeError, match="once"):
-        sampler.take()
-
-
-def test_sampler_reports_the_reward_of_kept_records():
-    sampler = DynamicSampler(target_groups=1, max_batches=1)
-    sampler.add([record(0.0, 1.0, float("nan")), record(1.0, 1.0)], [True, False])
-    assert sampler.metrics()["filtered_reward"] == 0.5
-
-
-def test_last_batch_that_does_not_complete_raises_with_the_counts():
-    sampler = DynamicSampler(target_groups=3, max_batches=2)
-    sampler.add(["a", "b"], [True, False])
-    with pytest.raises(SamplingExhausted, match="3 informative groups in 2 batches, got 2 \\(2 dropped\\)") as caught:
-        sampler.add(["c", "d"], [True, False])
-    assert isinstance(caught.value, DataError)
-
-
-def test_sampler_mistakes_are_named():
-    with pytest.raises(ValueError, match="target_groups"):
-        DynamicSampler(target_groups=0, max_batches=1)
-    with pytest.raises(ValueError, match="got 1 for 2 groups"):
-        DynamicSampler(target_groups=1, max_batches=1).add(["a", "b"], [True])
 
 
 def test_overlong_rows_train_nothing_and_may_stay_in_the_baseline():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import (
+from rl_core.algorithms.advantages import (
     action_log_probs,
     embodied_gae_advantages,
     embodied_loss_mask,

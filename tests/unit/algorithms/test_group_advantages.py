@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import grpo_advantages, raw_advantages, rloo_advantages
+from rl_core.algorithms.advantages import grpo_advantages, raw_advantages, rloo_advantages
 
 REWARDS = torch.tensor([3.0, 7.0, 8.0, 40.0])
 GROUP = torch.zeros(4, dtype=torch.int64)

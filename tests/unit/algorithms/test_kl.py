@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_core.algorithms import kl_loss, kl_penalty
+from rl_core.algorithms.kl import kl_loss, kl_penalty
 
 FORMULAS = {
     "k1": lambda d: -d,

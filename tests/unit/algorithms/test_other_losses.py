@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
-from rl_core.algorithms import (
+from rl_core.algorithms.losses import (
     LossResult,
     combine_losses,
     critic_loss,
     entropy_term,
     explained_variance,
     importance_weights,
-    sft_loss,
 )
 
 TWO = torch.ones(1, 2, dtype=torch.bool)
@@ -84,10 +83,7 @@ def test_explained_variance_over_ranks():
     assert explained_variance(values, returns, mask, reduce=lambda x: x * 2) == pytest.approx(expected.item())
 
 
-def test_sft_and_entropy_terms():
-    values = torch.tensor([[-1.0, -3.0]], requires_grad=True)
-    supervised = sft_loss(values, TWO)
-    assert supervised.loss.item() == 2.0 and float(supervised.metrics["sft_loss"]) == 2.0
+def test_entropy_is_averaged_over_the_tokens_that_train():
     term = entropy_term(torch.tensor([[1.0, float("nan")]]), torch.tensor([[True, False]]))
     assert term.loss.item() == 1.0 and float(term.metrics["entropy"]) == 1.0
 
@@ -104,16 +100,14 @@ def test_combined_loss_is_the_signed_sum():
         entropy_coefficient=0.1,
         value=term(4.0),
         value_coefficient=0.25,
-        sft=term(5.0),
-        sft_coefficient=2.0,
     )
-    assert result.loss.item() == pytest.approx(1 + 1 - 0.3 + 1 + 10)
-    assert float(result.metrics["loss"]) == pytest.approx(12.7)
+    assert result.loss.item() == pytest.approx(1 + 1 - 0.3 + 1)
+    assert float(result.metrics["loss"]) == pytest.approx(2.7)
     assert combine_losses(term(1.0)).loss.item() == 1.0
     assert combine_losses(term(1.0), entropy=term(float("nan"))).loss.item() == 1.0
 
 
-@pytest.mark.parametrize("name", ["kl", "entropy", "sft", "value"])
+@pytest.mark.parametrize("name", ["kl", "entropy", "value"])
 def test_coefficient_without_its_term_is_refused(name):
     with pytest.raises(ValueError, match=f"{name}_coefficient"):
         combine_losses(LossResult(torch.tensor(0.0), {}), **{f"{name}_coefficient": 0.3})

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_core.algorithms import (
+from rl_core.algorithms.losses import (
     LossInputs,
     LossResult,
     cispo_loss,
     compute_policy_loss,
     decoupled_ppo_loss,
     gspo_loss,
-    merge_stats,
     ppo_clip_loss,
     reinforce_loss,
 )
+from rl_core.algorithms.stats import merge_stats
 from rl_core.api.errors import ConfigError
 
 ALL = torch.ones(1, 4, dtype=torch.bool)

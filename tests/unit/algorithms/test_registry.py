@@ -5,11 +5,12 @@ import inspect
 import pytest
 import torch
 
-from rl_core.algorithms import Stat, compute_advantages, names, register, resolve
 from rl_core.algorithms import registry as registry_module
-from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult
+from rl_core.algorithms.advantages import AdvantageInputs, AdvantageResult, compute_advantages
 from rl_core.algorithms.advantages.compute import SELF_WHITENING
 from rl_core.algorithms.losses.importance import DEFAULT_BOUNDS
+from rl_core.algorithms.registry import names, register, resolve
+from rl_core.algorithms.stats import Stat
 from rl_core.api.algorithm import ADVANTAGE_ALIASES, ADVANTAGES, AlgorithmSpec
 from rl_core.api.algorithm import SELF_WHITENING as BY_NAME
 from rl_core.api.loss import IMPORTANCE_BOUNDS, LOSSES, LossSpec

@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.algorithms import (
-    clip_advantages,
-    kl_penalty,
-    place_terminal_reward,
-    reinforce_plus_plus_advantages,
-    whiten,
-)
+from rl_core.algorithms.advantages import clip_advantages, reinforce_plus_plus_advantages, whiten
+from rl_core.algorithms.kl import kl_penalty
 
 
 class Ranks:
@@ -74,13 +69,6 @@ def test_whitening_nothing_gives_zeros_and_constant_values_too():
     assert whiten(torch.full((2, 2), 7.0), torch.ones(2, 2, dtype=torch.bool)).abs().max().item() == 0.0
 
 
-def test_terminal_reward_stands_at_each_rows_last_trainable_token():
-    mask = torch.tensor([[True, True, False, True], [False, True, False, False], [False] * 4])
-    placed = place_terminal_reward(torch.tensor([2.0, 3.0, 5.0]), mask)
-    assert placed.tolist() == [[0.0, 0.0, 0.0, 2.0], [0.0, 3.0, 0.0, 0.0], [0.0] * 4]
-    assert placed.dtype == torch.float32
-
-
 def test_without_kl_every_token_gets_the_rows_reward():
     mask = torch.tensor([[True, False, True], [True, True, False]])
     result = reinforce_plus_plus_advantages(torch.tensor([2.0, -1.0]), mask, whiten=False)
@@ -134,8 +122,6 @@ def test_reinforce_mistakes_are_named():
     for wrong in (mask[0], mask.unsqueeze(2)):
         with pytest.raises(ValueError, match=r"mask must have shape \[B, T\]"):
             reinforce_plus_plus_advantages(rewards, wrong)
-        with pytest.raises(ValueError, match=r"mask must have shape \[B, T\]"):
-            place_terminal_reward(rewards, wrong)
     with pytest.raises(ValueError, match="kl_coefficient.*ref_log_probs None"):
         reinforce_plus_plus_advantages(rewards, mask, kl_coefficient=0.1, log_probs=torch.zeros(2, 2))
 

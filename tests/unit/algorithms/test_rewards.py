@@ -5,13 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.algorithms import (
-    compute_rewards,
+from rl_core.algorithms.registry import resolve
+from rl_core.algorithms.rewards import (
     exact_reward,
     format_reward,
     math_reward,
-    register,
-    registry,
     scale_rewards,
     shape_overlong,
     shape_stop_properly,
@@ -91,52 +89,15 @@ def test_cost_of_hostile_completions_is_linear():
 
 def test_rewards_by_name():
     prompts, completions = ["a", "b"], ["1", "2"]
-    assert compute_rewards("math", prompts, completions, answer=["1", "3"], idx=[0, 1]) == [1.0, 0.0]
-    assert compute_rewards("exact", prompts, completions, answer=["1", "2"], incorrect=-1.0) == [1.0, 1.0]
-    assert compute_rewards("format", prompts, completions, pattern="1") == [1.0, 0.0]
-
-
-@pytest.fixture
-def reward(monkeypatch):
-    monkeypatch.setattr(registry, "_known", {kind: dict(found) for kind, found in registry._known.items()})
-    return lambda function: register("reward", "mine")(function)
-
-
-def test_none_means_not_applicable_and_arrives(reward):
-    reward(lambda prompts, completions, **columns: [None, 1])
-    assert compute_rewards("mine", ["", ""], ["", ""]) == [None, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([1.0], "2 entries, got 1 entries"),
-        ([1.0, float("nan")], "nan in row 1"),
-        ([float("inf"), 1.0], "inf in row 0"),
-        (["1", 1.0], "'1' in row 0"),
-        (None, "NoneType"),
-    ],
-)
-def test_broken_rewards_are_data_errors_never_zero(reward, values, words):
-    reward(lambda prompts, completions, **columns: values)
-    with pytest.raises(DataError, match=f"'mine'.*{words}"):
-        compute_rewards("mine", ["", ""], ["", ""])
-
-
-def test_exception_in_a_reward_is_a_data_error_with_its_cause(reward):
-    def broken(prompts, completions, **columns):
-        raise KeyError("gold")
-
-    reward(broken)
-    with pytest.raises(DataError, match="'mine'.*KeyError.*gold") as caught:
-        compute_rewards("mine", [""], [""])
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert resolve("reward", "math")(prompts, completions, answer=["1", "3"], idx=[0, 1]) == [1.0, 0.0]
+    assert resolve("reward", "exact")(prompts, completions, answer=["1", "2"], incorrect=-1.0) == [1.0, 1.0]
+    assert resolve("reward", "format")(prompts, completions, pattern="1") == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("answer", [None, ["1", None], ["1"]])
 def test_missing_answers_are_data_errors(answer):
     with pytest.raises(DataError, match="answer"):
-        compute_rewards("math", ["", ""], ["1", "1"], answer=answer)
+        resolve("reward", "math")(["", ""], ["1", "1"], answer=answer)
 
 
 def test_scale_clamps_then_maps():

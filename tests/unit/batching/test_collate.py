@@ -1,4 +1,4 @@
-"""Records to tensors: what trains, what is masked, where tokens lie in both layouts."""
+"""Records to tensors: what trains, what is masked, where tokens lie."""
 
 import math
 
@@ -53,29 +53,11 @@ def test_only_generated_assistant_tokens_train():
     assert batch.prompt_lengths.tolist() == [3] and batch.lengths.tolist() == [12]
 
 
-def test_right_layout_pads_to_the_multiple_and_positions_run_on():
-    batch = collate([group([answer(4, 5), answer(6, 7, 8, 9)])], pad_token_id=99, length_multiple=4)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 99, 99, 99], [1, 2, 3, 6, 7, 8, 9, 99]]
+def test_rows_are_padded_to_the_longest_and_positions_run_on():
+    batch = collate([group([answer(4, 5), answer(6, 7, 8, 9)])], pad_token_id=99)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 99, 99], [1, 2, 3, 6, 7, 8, 9]]
     assert batch.attention_mask.long().sum(1).tolist() == [5, 7]
-    assert batch.position_ids.tolist() == [list(range(8))] * 2
-
-
-def test_left_prompt_layout_aligns_the_first_response_token():
-    records = [group([answer(4, 5)]), group([answer(6)], prompt=(9,), group_id="0-8")]
-    batch = collate(records, layout="left_prompt", pad_token_id=99, prompt_width=4, response_width=3)
-    assert batch.input_ids.tolist() == [[99, 1, 2, 3, 4, 5, 99], [99, 99, 99, 9, 6, 99, 99]]
-    assert batch.position_ids.tolist() == [[0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2, 3]]
-    assert batch.attention_mask.long().tolist() == [[0, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0, 0]]
-    assert batch.loss_mask.long().tolist() == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 0]]
-
-
-def test_both_layouts_hold_the_same_tokens_masks_and_positions():
-    records = [group([answer(4, 5), answer(6)]), group([answer(7, 8, 9)], prompt=(9,), group_id="0-8")]
-    right, left = collate(records), collate(records, layout="left_prompt")
-    for field in ("input_ids", "loss_mask", "position_ids", "rollout_log_probs", "versions"):
-        for row in range(3):
-            kept = [getattr(batch, field)[row][batch.attention_mask[row]] for batch in (right, left)]
-            assert torch.equal(*kept), field
+    assert batch.position_ids.tolist() == [list(range(7))] * 2
 
 
 def test_failed_completion_trains_nothing_and_keeps_no_reward():
@@ -126,7 +108,6 @@ def test_numpy_fields_and_missing_versions_are_read():
         ([message("assistant", [4, 5], [-1.0])], {}, "generation_logprobs must have one entry per token, got 1 for 2"),
         (answer(4, token_loss_mask=torch.ones(2)), {}, "token_loss_mask"),
         (answer(4, 5), {"max_length": 4}, "0-7_g0 must have at most 4 tokens.*got 5"),
-        (answer(4, 5), {"layout": "left_prompt", "response_width": 1}, "0-7_g0 must fit"),
         ([{"role": "assistant", "content": "x"}], {}, "token_ids must be present"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.batching.packing import pack_rows, pack_values, padding_multiple, padding_waste, unpack_rows
+from rl_core.batching.packing import pack_rows, pack_values, unpack_rows
 
 
 def test_layout_of_a_small_pack():
@@ -89,10 +89,3 @@ def test_other_shapes_than_the_packed_ones_are_refused():
         unpack_rows(torch.ones(1, 6), packed, width=4)
     with pytest.raises(ValueError, match="3 tokens, got 2"):
         unpack_rows(torch.ones(1, 5), packed, width=2)
-
-
-def test_padding_multiple_and_waste():
-    assert [padding_multiple(), padding_multiple(tensor_parallel=4)] == [1, 4]
-    assert padding_multiple(tensor_parallel=2, context_parallel=3) == 12
-    assert padding_waste([3, 5], 16) == 0.5
-    assert padding_waste([], 0) == 0.0
