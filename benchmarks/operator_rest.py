@@ -20,7 +20,7 @@ from _fake_api import MASTER, FakeApi
 
 from rl_core.api.job import API_VERSION
 from rljob_operator.model import Object, OperatorConfig, Progress
-from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.runtime import master_key
 from rljob_operator.times import to_text
@@ -66,7 +66,7 @@ def settled(index: int) -> list[Object]:
     for _ in range(8):
         first = pods.get(f"job-{index}-actor-0")
         word = Progress(status=STATUS, at=START, pod_uid=first["metadata"]["uid"]) if first is not None else None
-        observed = views.observe(pods=list(pods.values()), objects=list(objects.values()), progress=word)
+        observed = pod_views.observe(pods=list(pods.values()), objects=list(objects.values()), progress=word)
         plan = reconcile(job, observed, START, config=CONFIG, known=known)
         if plan.status is None and not plan.create and not plan.ensure:
             return [job, *pods.values(), *objects.values()]

@@ -73,7 +73,6 @@ class PodView:
     index: int
     epoch: int
     """Epoch at creation, from the label; compared for actor pods only."""
-    template_hash: str
     created: float
     """Seconds since 1970."""
     deleting: bool = False
@@ -133,7 +132,7 @@ class Observed:
     """Pods with our label `rljob.dev/job` of this name, whoever owns them."""
     objects: tuple[Object, ...] = ()
     """Services, ConfigMaps, NetworkPolicies, PodDisruptionBudgets, ResourceClaims (templates), gang objects with our labels of this job name."""
-    foreign: tuple[str, ...] = ()
+    name_conflicts: tuple[str, ...] = ()
     """`kind/name` of objects that hold a name we need and do not carry our labels (found when a create met 409)."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """Creates and applies that were refused and have not succeeded since: `kind/name` -> the API server's words (quota, admission,
@@ -170,7 +169,7 @@ class ControlCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EventNote:
+class JobEvent:
     """One Kubernetes event about the job; the recorder aggregates equal ones."""
 
     type: Literal["Normal", "Warning"]
@@ -185,7 +184,7 @@ class Scale:
     replicas: int
     generation: int
     """Of the spec that it was decided on: a newer one is the user's word, and wins."""
-    note: EventNote
+    event: JobEvent
     """Told once it is written."""
 
 
@@ -205,7 +204,7 @@ class Plan:
     create: tuple[Object, ...] = ()
     """Pods."""
     calls: tuple[ControlCall, ...] = ()
-    events: tuple[EventNote, ...] = ()
+    events: tuple[JobEvent, ...] = ()
     scale: Scale | None = None
     requeue_after: float | None = None
     """Seconds until the job must be looked at again though nothing changes; 0 = at once, None = when something does."""

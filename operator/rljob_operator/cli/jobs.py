@@ -67,8 +67,8 @@ def phase(job: Json) -> str:
 
 def paused(job: Json) -> bool:
     """Return whether a rule of failurePolicy has paused the job."""
-    halt = (job.get("status") or {}).get("halt") or {}
-    return bool(halt.get("by") == "rule")
+    suspension = (job.get("status") or {}).get("halt") or {}
+    return bool(suspension.get("by") == "rule")
 
 
 def await_unpaused(connection: Connection, name: str) -> None:

@@ -20,10 +20,7 @@ from rl_core.plan.launch import Ports
 from rl_core.plan.slots import colocated_rollouts, own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
-from rljob_operator.manifests.policy_judge import Endpoint, allows
 from rljob_operator.model import OperatorConfig
-
-__all__ = ["Endpoint", "allows", "build"]
 
 API_VERSION = "networking.k8s.io/v1"
 PORTS = Ports()

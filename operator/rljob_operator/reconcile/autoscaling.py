@@ -7,26 +7,26 @@ number is written with the generation it was decided on (apply.py), so that an e
 from __future__ import annotations
 
 from rl_core.plan import autoscale
-from rljob_operator.model import EventNote, Scale
-from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.model import JobEvent, Scale
+from rljob_operator.reconcile.job_view import JobView
+from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.scaling import PodMoves, answering
-from rljob_operator.reconcile.situation import Situation
 
 EVENT = "Autoscaled"
 
 
-def wanted(situation: Situation, course: Course, moves: PodMoves) -> Scale | None:
+def wanted(view: JobView, decision: Decision, moves: PodMoves) -> Scale | None:
     """Return the number of rollouts to write into the spec; None = it stays as it is."""
-    report = answering(situation)
-    if course.stage is not Stage.RUN or report is None or not report.begun or moves.draining:
+    report = answering(view)
+    if decision.stage is not Stage.RUN or report is None or not report.begun or moves.draining:
         return None
-    if report.applied_generation is None or report.applied_generation < situation.generation:
+    if report.applied_generation is None or report.applied_generation < view.generation:
         return None
-    verdict = autoscale.decide(situation.spec.rollout, autoscale.read(report.raw.get("workload")))
+    verdict = autoscale.decide(view.spec.rollout, autoscale.read(report.raw.get("workload")))
     if verdict is None:
         return None
     return Scale(
         replicas=verdict.replicas,
-        generation=situation.generation,
-        note=EventNote(type="Normal", reason=EVENT, message=verdict.reason),
+        generation=view.generation,
+        event=JobEvent(type="Normal", reason=EVENT, message=verdict.reason),
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rljob_operator.model import ControlCall, Deletion, PodView
 from rljob_operator.reconcile import deadlines
+from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.lifecycle import seconds_to_save
 from rljob_operator.reconcile.record import Record
 from rljob_operator.reconcile.scaling import PodMoves, removal, stuck
-from rljob_operator.reconcile.situation import Situation, has_ended, is_active
 
 STOP_SECONDS = 120.0
 """Seconds after the end of the job until actor pods that still run are deleted."""
@@ -15,37 +15,35 @@ ASK_AGAIN = 5.0
 """Seconds between requests to the runner to finish."""
 
 
-def halt(situation: Situation, record: Record) -> PodMoves:
+def suspend(view: JobView, record: Record) -> PodMoves:
     """Let the runner save, then delete all pods."""
-    left = seconds_to_save(situation, record)
+    left = seconds_to_save(view, record)
     if left <= 0:
-        return _delete(situation, list(situation.pods.values()))
-    saves = record.halt is None or record.halt.saves
-    return PodMoves(
-        calls=finish(situation, "suspend" if saves else "rollback"), draining={}, again=(min(left, ASK_AGAIN),)
-    )
+        return _delete(view, list(view.pods.values()))
+    saves = record.suspension is None or record.suspension.saves
+    return PodMoves(calls=finish(view, "suspend" if saves else "rollback"), draining={}, again=(min(left, ASK_AGAIN),))
 
 
-def ended(situation: Situation) -> PodMoves:
+def ended(view: JobView) -> PodMoves:
     """Keep what the deletion policy keeps; stop what still runs; delete the job when its time is up."""
-    spec, meta = situation.spec, situation.job.metadata
-    ttl = deadlines.until_deleted(situation.record, spec.ttl_seconds_after_finished, situation.now)
+    spec, meta = view.spec, view.job.metadata
+    ttl = deadlines.until_deleted(view.record, spec.ttl_seconds_after_finished, view.now)
     if ttl == 0.0:
-        return PodMoves(delete=(whole_job(situation.name, meta.uid or ""),), draining={})
-    failed = situation.record.phase == "Failed"
+        return PodMoves(delete=(whole_job(view.name, meta.uid or ""),), draining={})
+    failed = view.record.phase == "Failed"
     policy = spec.deletion_policy.on_failure if failed else spec.deletion_policy.on_success
-    since = situation.now - (situation.record.completion_time or situation.now)
+    since = view.now - (view.record.completion_time or view.now)
     overstayed = since >= STOP_SECONDS
     going: list[PodView] = []
     staying: list[PodView] = []
-    for pod in situation.pods.values():
+    for pod in view.pods.values():
         if policy == "DeletePods" or (policy == "KeepActor" and pod.role != "actor" and not has_ended(pod)):
             going.append(pod)
         elif pod.role == "actor" and is_active(pod):
             (going if overstayed else staying).append(pod)
-    moves = _delete(situation, going)
+    moves = _delete(view, going)
     again = [*moves.again, *([STOP_SECONDS - since] if staying else []), *([ttl] if ttl is not None else [])]
-    calls = finish(situation, "failed") if staying and failed else ()
+    calls = finish(view, "failed") if staying and failed else ()
     return PodMoves(delete=moves.delete, calls=calls, draining={}, again=tuple(again))
 
 
@@ -54,10 +52,10 @@ def whole_job(name: str, uid: str) -> Deletion:
     return Deletion(kind="RLJob", name=name, uid=uid)
 
 
-def _delete(situation: Situation, pods: list[PodView]) -> PodMoves:
+def _delete(view: JobView, pods: list[PodView]) -> PodMoves:
     delete, again = [], []
     for pod in sorted(pods, key=lambda pod: pod.name):
-        forced, wait = stuck(pod, situation.now)
+        forced, wait = stuck(pod, view.now)
         if not pod.deleting:
             delete.append(removal(pod))
         elif forced is not None:
@@ -66,9 +64,9 @@ def _delete(situation: Situation, pods: list[PodView]) -> PodMoves:
     return PodMoves(delete=tuple(delete), draining={}, again=tuple(again))
 
 
-def finish(situation: Situation, reason: str) -> tuple[ControlCall, ...]:
+def finish(view: JobView, reason: str) -> tuple[ControlCall, ...]:
     """Return the call that asks the runner to end: suspend and failed save a checkpoint first, rollback does not."""
-    first = situation.first_actor
+    first = view.first_actor
     if first is None or not first.ip or not is_active(first):
         return ()
     return (ControlCall(method="POST /finish", body={"reason": reason}, ip=first.ip, epoch=first.epoch),)

@@ -1,4 +1,4 @@
-"""What each condition says now, from the situation and the decision. Messages hold no counts of seconds: they stay equal while nothing changes."""
+"""What each condition says now, from the view and the decision. Messages hold no counts of seconds: they stay equal while nothing changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rl_core.plan.slots import colocated_rollouts
 from rljob_operator.reconcile import pod_lists, storage
 from rljob_operator.reconcile.conditions import TYPES, Fact
 from rljob_operator.reconcile.failures import Act, stall_words
-from rljob_operator.reconcile.lifecycle import Course, Stage
-from rljob_operator.reconcile.situation import Situation, is_active
+from rljob_operator.reconcile.job_view import JobView, is_active
+from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.storage import Obstacle
 
 UNREACHABLE_SECONDS, UNREACHABLE_POLLS = 15.0, 2
@@ -28,51 +28,51 @@ NOT_DURABLE = (
 )
 
 
-def phase_of(situation: Situation, course: Course) -> str:
+def phase_of(view: JobView, decision: Decision) -> str:
     """Return the phase, for people."""
-    fixed = {Stage.HALT: "Suspending", Stage.HALTED: "Suspended", Stage.RESTART: "Restarting"}
-    if course.stage is Stage.END:
-        return course.outcome or "Failed"
-    if course.stage is Stage.ENDED:
-        return course.record.phase
-    if course.stage in fixed:
-        return fixed[course.stage]
-    before = situation.record.phase if situation.record.epoch == course.record.epoch else ""
-    if course.record.begun:
+    fixed = {Stage.SUSPENDING: "Suspending", Stage.SUSPENDED: "Suspended", Stage.RESTART: "Restarting"}
+    if decision.stage is Stage.END:
+        return decision.outcome or "Failed"
+    if decision.stage is Stage.ENDED:
+        return decision.record.phase
+    if decision.stage in fixed:
+        return fixed[decision.stage]
+    before = view.record.phase if view.record.epoch == decision.record.epoch else ""
+    if decision.record.begun:
         return "Running"
-    bound = sum(1 for pod in situation.pods_of("actor") if pod.scheduled and is_active(pod))
-    if bound >= situation.desired("actor"):
+    bound = sum(1 for pod in view.pods_of("actor") if pod.scheduled and is_active(pod))
+    if bound >= view.desired("actor"):
         return "Starting"
     return "Restarting" if before == "Restarting" else "Pending"
 
 
-def facts(situation: Situation, course: Course, obstacle: Obstacle | None) -> dict[str, Fact]:
+def facts(view: JobView, decision: Decision, obstacle: Obstacle | None) -> dict[str, Fact]:
     """Return what each condition says."""
     common = {
-        "Accepted": _accepted(situation, obstacle),
-        "Suspended": _suspended(situation, course),
-        "Complete": _complete(course),
-        "Failed": _failed(situation, course),
+        "Accepted": _accepted(view, obstacle),
+        "Suspended": _suspended(view, decision),
+        "Complete": _complete(decision),
+        "Failed": _failed(view, decision),
     }
-    if course.stage in (Stage.HALT, Stage.HALTED):
+    if decision.stage in (Stage.SUSPENDING, Stage.SUSPENDED):
         return common | _all("Suspended", "NotRunning")
-    if course.stage is Stage.END:
+    if decision.stage is Stage.END:
         return common | _all("Finished", "NotRunning")
-    if course.stage is Stage.RESTART:
-        ready = Fact(status="False", reason="Restarting", message=course.message)
+    if decision.stage is Stage.RESTART:
+        ready = Fact(status="False", reason="Restarting", message=decision.message)
         return (
             common
             | _all("NotReady", "NotRunning")
             | {"Scheduled": Fact(status="False", reason="PodsPending"), "Ready": ready}
         )
-    scheduled = _scheduled(situation, course, obstacle)
-    ready = _ready(situation, course, obstacle, scheduled)
+    scheduled = _scheduled(view, decision, obstacle)
+    ready = _ready(view, decision, obstacle, scheduled)
     return common | {
         "Scheduled": scheduled,
         "Ready": ready,
-        "Progressing": _progressing(situation, course),
-        "WeightsInSync": _in_sync(situation, course),
-        "Degraded": _degraded(situation, course),
+        "Progressing": _progressing(view, decision),
+        "WeightsInSync": _in_sync(view, decision),
+        "Degraded": _degraded(view, decision),
     }
 
 
@@ -116,39 +116,43 @@ def _all(reason: str, degraded: str) -> dict[str, Fact]:
     }
 
 
-def _accepted(situation: Situation, obstacle: Obstacle | None) -> Fact:
+def _accepted(view: JobView, obstacle: Obstacle | None) -> Fact:
     if obstacle is not None:
         return Fact(status="False", reason=obstacle.reason, message=obstacle.message)
-    return Fact(
-        status="True", reason="SpecAccepted", message="" if storage.checkpoints_last(situation) else NOT_DURABLE
-    )
+    return Fact(status="True", reason="SpecAccepted", message="" if storage.checkpoints_last(view) else NOT_DURABLE)
 
 
-def _suspended(situation: Situation, course: Course) -> Fact:
-    halt, before = course.record.halt, situation.record.halt
-    if halt is not None:
-        reason = ("Paused" if halt.done else "Pausing") if halt.rule else "Suspended" if halt.done else "Suspending"
-        return Fact(status="True" if halt.done else "Unknown", reason=reason, message=halt.words)
-    resumed = before is not None or situation.record.condition("Suspended")[1] == "Resumed"
+def _suspended(view: JobView, decision: Decision) -> Fact:
+    suspension, before = decision.record.suspension, view.record.suspension
+    if suspension is not None:
+        reason = (
+            ("Paused" if suspension.done else "Pausing")
+            if suspension.rule
+            else "Suspended"
+            if suspension.done
+            else "Suspending"
+        )
+        return Fact(status="True" if suspension.done else "Unknown", reason=reason, message=suspension.words)
+    resumed = before is not None or view.record.condition("Suspended")[1] == "Resumed"
     return Fact(status="False", reason="Resumed" if resumed else "NotSuspended")
 
 
-def _complete(course: Course) -> Fact:
-    if course.stage is Stage.END and course.outcome == "Succeeded":
-        return Fact(status="True", reason=course.reason, message=course.message)
+def _complete(decision: Decision) -> Fact:
+    if decision.stage is Stage.END and decision.outcome == "Succeeded":
+        return Fact(status="True", reason=decision.reason, message=decision.message)
     return Fact(status="False", reason="NotFinished")
 
 
-def _failed(situation: Situation, course: Course) -> Fact:
+def _failed(view: JobView, decision: Decision) -> Fact:
     """On False the reason tells of the last restart, until the next."""
-    if course.stage is Stage.END and course.outcome == "Failed":
-        return Fact(status="True", reason=course.reason, message=course.message)
-    if course.stage is Stage.RESTART and course.reason != "Resumed":
-        return Fact(status="False", reason=course.reason, message=course.message)
-    role = next((finding for finding in course.findings if finding.act is Act.RESTART_ROLE), None)
-    if role is not None and course.stage is Stage.RUN:
+    if decision.stage is Stage.END and decision.outcome == "Failed":
+        return Fact(status="True", reason=decision.reason, message=decision.message)
+    if decision.stage is Stage.RESTART and decision.reason != "Resumed":
+        return Fact(status="False", reason=decision.reason, message=decision.message)
+    role = next((finding for finding in decision.findings if finding.act is Act.RESTART_ROLE), None)
+    if role is not None and decision.stage is Stage.RUN:
         return Fact(status="False", reason=role.reason, message=f"all {role.role} pods are replaced: {role.message}")
-    status, reason, message = situation.record.condition("Failed")
+    status, reason, message = view.record.condition("Failed")
     return (
         Fact(status="False", reason=reason, message=message)
         if status == "False" and reason
@@ -156,26 +160,24 @@ def _failed(situation: Situation, course: Course) -> Fact:
     )
 
 
-def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) -> Fact:
-    if situation.earlier:
-        text = f"pods of an earlier job named {situation.name} still end: {pod_lists.listed(situation.earlier)}"
+def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> Fact:
+    if view.earlier:
+        text = f"pods of an earlier job named {view.name} still end: {pod_lists.listed(view.earlier)}"
         return Fact(status="False", reason="PreviousJobTerminating", message=text)
-    missing = pod_lists.absent_pods(situation)
+    missing = pod_lists.absent_pods(view)
     if obstacle is not None and missing:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
-    refusals = pod_lists.refusals(situation, missing)
+    refusals = pod_lists.refusals(view, missing)
     if refusals:
         reason = "QuotaExceeded" if "exceeded quota" in refusals else "CreateRefused"
         return Fact(status="False", reason=reason, message=refusals)
-    words = pod_lists.grouped(
-        (pod.unschedulable, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.unschedulable
-    )
+    words = pod_lists.grouped((pod.unschedulable, pod.name) for pod in pod_lists.wanted_pods(view) if pod.unschedulable)
     if words:
         return Fact(status="False", reason="Unschedulable", message=words)
-    held = pod_lists.backing_off(situation, course.record, missing)
+    held = pod_lists.backing_off(view, decision.record, missing)
     if held:
         return _backing_off("False", held)
-    unbound = [pod.name for pod in pod_lists.wanted_pods(situation) if not pod.scheduled]
+    unbound = [pod.name for pod in pod_lists.wanted_pods(view) if not pod.scheduled]
     if missing or unbound:
         return Fact(
             status="False", reason="PodsPending", message=f"not bound yet: {pod_lists.listed([*missing, *unbound])}"
@@ -183,23 +185,23 @@ def _scheduled(situation: Situation, course: Course, obstacle: Obstacle | None) 
     return Fact(status="True", reason="PodsScheduled")
 
 
-def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
-    gang, report = [pod for pod in situation.pods_of("actor") if is_active(pod)], situation.report
-    whole = len(gang) >= situation.desired("actor")
-    if whole and course.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
+def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
+    gang, report = [pod for pod in view.pods_of("actor") if is_active(pod)], view.report
+    whole = len(gang) >= view.desired("actor")
+    if whole and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
         return Fact(status="True", reason="RanksReady")
-    _, reason, message = situation.record.condition("Ready")
+    _, reason, message = view.record.condition("Ready")
     if obstacle is not None and not whole:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
-    stuck = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.waiting)
+    stuck = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
     if stuck:
-        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in pod_lists.wanted_pods(situation))
+        image = any(pod.waiting.startswith(IMAGE_ERRORS) for pod in pod_lists.wanted_pods(view))
         if image and reason == "ImagePullError" and "ImagePullBackOff" in stuck:
             stuck = message  # the kubelet alternates between the error and its back-off
         return Fact(status="False", reason="ImagePullError" if image else "ContainersWaiting", message=stuck)
     if scheduled.reason not in ("PodsScheduled", "PodsPending"):
         return Fact(status="False", reason="NotScheduled", message=scheduled.message)
-    if situation.old_gang:
+    if view.old_gang:
         text = message if reason == "Restarting" else ""
         return Fact(status="False", reason="Restarting", message=text)
     if not whole or not all(pod.scheduled for pod in gang):
@@ -212,16 +214,16 @@ def _ready(situation: Situation, course: Course, obstacle: Obstacle | None, sche
     return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
 
 
-def _progressing(situation: Situation, course: Course) -> Fact:
-    progress, report = situation.observed.progress, situation.report
-    if unreachable(situation):
-        status, reason, message = situation.record.condition("Progressing")
+def _progressing(view: JobView, decision: Decision) -> Fact:
+    progress, report = view.observed.progress, view.report
+    if unreachable(view):
+        status, reason, message = view.record.condition("Progressing")
         if reason != "RunnerUnreachable":  # said once: the words of later tries differ
             message = f"the runner does not answer: {progress.error if progress is not None else ''}"
         return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
-        status, reason, message = situation.record.condition("Progressing")
-        if course.record.begun and reason:  # a new operator has not asked yet
+        status, reason, message = view.record.condition("Progressing")
+        if decision.record.begun and reason:  # a new operator has not asked yet
             return Fact(status=status, reason=reason, message=message)
         return Fact(status="Unknown", reason="NotReady")
     if report.stall is not None and report.stall.get("reason") != SHORTAGE:
@@ -231,9 +233,9 @@ def _progressing(situation: Situation, course: Course) -> Fact:
     return Fact(status="Unknown", reason="NoStepYet")
 
 
-def unreachable(situation: Situation) -> bool:
+def unreachable(view: JobView) -> bool:
     """Return whether polls of a running runner have failed for too long."""
-    progress, first = situation.observed.progress, situation.first_actor
+    progress, first = view.observed.progress, view.first_actor
     if (
         progress is None
         or first is None
@@ -242,19 +244,19 @@ def unreachable(situation: Situation) -> bool:
         or progress.pod_uid != first.uid
     ):
         return False
-    known = first.ready or situation.record.begun
-    lasting = situation.now - progress.failing_since >= UNREACHABLE_SECONDS
+    known = first.ready or view.record.begun
+    lasting = view.now - progress.failing_since >= UNREACHABLE_SECONDS
     return known and lasting and progress.failures >= UNREACHABLE_POLLS
 
 
-def _in_sync(situation: Situation, course: Course) -> Fact:
-    report = situation.report
+def _in_sync(view: JobView, decision: Decision) -> Fact:
+    report = view.report
     if report is None or not report.begun:
-        if unreachable(situation):
+        if unreachable(view):
             return Fact(status="Unknown", reason="RunnerUnreachable")
-        progress = situation.observed.progress
-        if course.record.begun and (progress is None or not progress.status):
-            status, reason, message = situation.record.condition("WeightsInSync")  # a new operator has not asked yet
+        progress = view.observed.progress
+        if decision.record.begun and (progress is None or not progress.status):
+            status, reason, message = view.record.condition("WeightsInSync")  # a new operator has not asked yet
             return Fact(status=status, reason=reason or "NotReady", message=message)
         return Fact(status="Unknown", reason="NotReady")
     diverged = report.raw.get("diverged")
@@ -266,10 +268,10 @@ def _in_sync(situation: Situation, course: Course) -> Fact:
             else str(failure.get("message") or "")
         )
         return Fact(status="False", reason="WeightsDiverged", message=text)
-    role = rollout_role(situation)
+    role = rollout_role(view)
     if not role.get("ready"):
         return Fact(status="Unknown", reason="NoRollouts")
-    lag, bound = role.get("lag"), situation.spec.algorithm.max_staleness
+    lag, bound = role.get("lag"), view.spec.algorithm.max_staleness
     if isinstance(lag, int) and lag > bound + 1:  # one more while a new version is on its way
         return Fact(
             status="False",
@@ -279,9 +281,9 @@ def _in_sync(situation: Situation, course: Course) -> Fact:
     return Fact(status="True", reason="InSync")
 
 
-def rollout_role(situation: Situation) -> Mapping[str, object]:
+def rollout_role(view: JobView) -> Mapping[str, object]:
     """Return what the runner tells of the rollouts as a whole; empty when it tells nothing."""
-    roles = situation.report.raw.get("roles") if situation.report is not None else None
+    roles = view.report.raw.get("roles") if view.report is not None else None
     for role in roles if isinstance(roles, list) else []:
         if isinstance(role, Mapping) and role.get("name") == "rollout":
             return role
@@ -293,41 +295,41 @@ def _backing_off(status: str, held: list[str]) -> Fact:
     return Fact(status=status, reason="RestartBackOff", message=words)
 
 
-def _refused_change(situation: Situation) -> Fact | None:
+def _refused_change(view: JobView) -> Fact | None:
     """Return the fact of a changed spec that the runner refused, while it is the newest and not applied."""
-    refused, report = situation.observed.refused_change, situation.report
-    if refused is None or refused[0] != situation.generation:
+    refused, report = view.observed.refused_change, view.report
+    if refused is None or refused[0] != view.generation:
         return None
-    if report is not None and (report.applied_generation or 0) >= situation.generation:
+    if report is not None and (report.applied_generation or 0) >= view.generation:
         return None
     return Fact(status="True", reason="ChangeRefused", message=f"the runner refused the changed spec: {refused[1]}")
 
 
-def _degraded(situation: Situation, course: Course) -> Fact:
-    gang = set(situation.wanted("actor"))
-    elastic = [name for name in pod_lists.absent_pods(situation) if name not in gang]
-    held = pod_lists.backing_off(situation, course.record, elastic)
+def _degraded(view: JobView, decision: Decision) -> Fact:
+    gang = set(view.wanted("actor"))
+    elastic = [name for name in pod_lists.absent_pods(view) if name not in gang]
+    held = pod_lists.backing_off(view, decision.record, elastic)
     if held:
         return _backing_off("True", held)
-    if phase_of(situation, course) != "Running":
+    if phase_of(view, decision) != "Running":
         return Fact(status="False", reason="NotRunning")
-    short = {role: (situation.desired(role), pod_lists.ready_pods(situation, role)) for role in ("rollout", "env")}
+    short = {role: (view.desired(role), pod_lists.ready_pods(view, role)) for role in ("rollout", "env")}
     if all(ready >= desired for desired, ready in short.values()):
-        refused = _refused_change(situation)
+        refused = _refused_change(view)
         return refused if refused is not None else Fact(status="False", reason="AllRolesReady")
     text = ", ".join(
         f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
     )
-    needed = situation.spec.rollout.min_replicas - colocated_rollouts(situation.spec)
+    needed = view.spec.rollout.min_replicas - colocated_rollouts(view.spec)
     if short["rollout"][1] < min(needed, short["rollout"][0]):
         return Fact(
             status="True",
             reason="BelowMinimum",
-            message=f"{text}; the run waits for minReplicas {situation.spec.rollout.min_replicas}",
+            message=f"{text}; the run waits for minReplicas {view.spec.rollout.min_replicas}",
         )
-    words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(situation) if pod.waiting)
-    ended = "; ".join(finding.message for finding in course.findings if finding.act is Act.REPLACE_PODS)
-    status, reason, message = situation.record.condition("Degraded")
+    words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
+    ended = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)
+    status, reason, message = view.record.condition("Degraded")
     if ended or (status == "True" and reason == "PodEnded"):
         return Fact(status="True", reason="PodEnded", message=ended or message)
     return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (text, words))))

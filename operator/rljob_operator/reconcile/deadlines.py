@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rljob_operator.reconcile.job_view import JobView
 from rljob_operator.reconcile.record import Record
-from rljob_operator.reconcile.situation import Situation
 
 
 def runtime_seconds(record: Record, now: float) -> int:
@@ -14,24 +14,24 @@ def runtime_seconds(record: Record, now: float) -> int:
     return max(int(end) - int(record.start_time) - record.suspended_seconds, 0)
 
 
-def overdue(situation: Situation) -> str:
+def overdue(view: JobView) -> str:
     """Return which deadline has passed, in words; empty when none has."""
-    record, spec = situation.record, situation.spec
+    record, spec = view.record, view.spec
     if record.start_time is None:
         return ""
-    ran = runtime_seconds(record, situation.now)
+    ran = runtime_seconds(record, view.now)
     if spec.active_deadline_seconds is not None and ran >= spec.active_deadline_seconds:
         return f"the job ran for activeDeadlineSeconds {spec.active_deadline_seconds} without finishing"
-    if spec.start_deadline_seconds is not None and not _has_begun(situation) and ran >= spec.start_deadline_seconds:
+    if spec.start_deadline_seconds is not None and not _has_begun(view) and ran >= spec.start_deadline_seconds:
         return f"the first step was not finished within startDeadlineSeconds {spec.start_deadline_seconds}"
     return ""
 
 
-def until_overdue(situation: Situation) -> float | None:
+def until_overdue(view: JobView) -> float | None:
     """Return the seconds until a deadline passes; None without one."""
-    record, spec = situation.record, situation.spec
-    ran = runtime_seconds(record, situation.now)
-    limits = [spec.active_deadline_seconds, None if _has_begun(situation) else spec.start_deadline_seconds]
+    record, spec = view.record, view.spec
+    ran = runtime_seconds(record, view.now)
+    limits = [spec.active_deadline_seconds, None if _has_begun(view) else spec.start_deadline_seconds]
     left = [max(limit - ran, 0) for limit in limits if limit is not None]
     return float(min(left)) if left else None
 
@@ -43,9 +43,9 @@ def until_deleted(record: Record, ttl: int | None, now: float) -> float | None:
     return max(record.completion_time + ttl - now, 0.0)
 
 
-def _has_begun(situation: Situation) -> bool:
+def _has_begun(view: JobView) -> bool:
     """Return whether the first step was ever finished."""
-    if situation.record.first_step_time is not None:
+    if view.record.first_step_time is not None:
         return True
-    report = situation.report
+    report = view.report
     return report is not None and (report.count("step") or 0) > 0

@@ -12,9 +12,9 @@ from enum import IntEnum
 from rl_core.plan import failure_rules as rules
 from rl_core.plan.failure_rules import Budget, Ends, PodEnd, Ruling
 from rljob_operator.model import ContainerEnd, PodView
+from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.record import STALL, Record
 from rljob_operator.reconcile.report import last_word
-from rljob_operator.reconcile.situation import Situation, has_ended, is_active
 
 TAIL = 600
 """Characters of a log tail in a message."""
@@ -64,22 +64,22 @@ class Verdict:
         return max(self.findings, key=lambda finding: finding.act, default=None)
 
 
-def judge(situation: Situation) -> Verdict:
+def judge(view: JobView) -> Verdict:
     """Return what went wrong since the last look."""
-    record, findings = forgiven(situation, situation.record), []
-    for pod in _newly_ended(situation):
-        finding, record = _judge_pod(situation, pod, record)
+    record, findings = forgiven(view, view.record), []
+    for pod in _newly_ended(view):
+        finding, record = _judge_pod(view, pod, record)
         findings.append(finding)
-    findings += _vanished_actors(situation)
-    record = _count_vanished(situation, record)
-    record, stalled = _judge_stall(situation, record)
-    findings += stalled + _judge_numbers(situation)
+    findings += _vanished_actors(view)
+    record = _count_vanished(view, record)
+    record, stalled = _judge_stall(view, record)
+    findings += stalled + _judge_numbers(view)
     return Verdict(record=record, findings=tuple(f for f in findings if f.act is not Act.NOTHING))
 
 
-def completed(situation: Situation) -> bool:
+def completed(view: JobView) -> bool:
     """Return whether actor-0 of this epoch ended well, which is the job's success."""
-    pod = situation.first_actor
+    pod = view.first_actor
     if pod is None or any(end.init for end in pod.ended):
         return False
     return all(end.exit_code == 0 for end in pod.ended) if pod.ended else pod.phase == "Succeeded"
@@ -107,15 +107,15 @@ def decisive(pod: PodView) -> ContainerEnd | None:
     return next((end for end in pod.ended if end.exit_code != 0), pod.ended[0] if pod.ended else None)
 
 
-def _newly_ended(situation: Situation) -> list[PodView]:
+def _newly_ended(view: JobView) -> list[PodView]:
     """Return wanted pods that ended or are being deleted by others, and were not judged before."""
-    record, found = situation.record, []
+    record, found = view.record, []
     for role in ("actor", "rollout", "env"):
         mark = record.role(role).restart_time
-        for pod in situation.pods_of(role):
-            judged = (e := record.ends.get(pod.name)) is not None and e.uid == pod.uid
+        for pod in view.pods_of(role):
+            judged = (e := record.pod_failures.get(pod.name)) is not None and e.uid == pod.uid
             ours = role != "actor" and (
-                pod.index not in situation.indices(role)
+                pod.index not in view.indices(role)
                 or pod.name in record.draining
                 or (mark is not None and pod.created <= mark)
             )
@@ -124,21 +124,21 @@ def _newly_ended(situation: Situation) -> list[PodView]:
     return found
 
 
-def _judge_pod(situation: Situation, pod: PodView, record: Record) -> tuple[Finding, Record]:
+def _judge_pod(view: JobView, pod: PodView, record: Record) -> tuple[Finding, Record]:
     end = decisive(pod)
     code = end.exit_code if end is not None else None
     if pod.role == "actor" and code == 0 and not pod.deleting:
         return Finding(act=Act.NOTHING, reason="", message=""), record  # its part is done; the runner's end decides
-    ruling = rules.rule_on(_pod_end(pod, end), situation.spec.failure_policy.rules)
+    ruling = rules.rule_on(_pod_end(pod, end), view.spec.failure_policy.rules)
     text = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
     if ruling.action == "FailJob":
         reason = rules.FATAL_CODES.get(code or 0, "PodFailed") if ruling.rule is None else "FailurePolicyRule"
-        return Finding(act=Act.FAIL, reason=reason, message=text), _noted(situation, pod, record, ruling)
+        return Finding(act=Act.FAIL, reason=reason, message=text), _noted(view, pod, record, ruling)
     reason = _reason(pod, end)
     if pod.role == "actor":
         return Finding(act=Act.RESTART_JOB, reason=reason, message=text, counted=ruling.counted), record
     act = {"RestartRole": Act.RESTART_ROLE, "RestartJob": Act.RESTART_JOB}.get(ruling.action, Act.REPLACE_PODS)
-    noted = _noted(situation, pod, record, ruling)
+    noted = _noted(view, pod, record, ruling)
     return Finding(act=act, reason=reason, message=text, counted=ruling.counted, role=pod.role), noted
 
 
@@ -165,94 +165,94 @@ def _reason(pod: PodView, end: ContainerEnd | None) -> str:
     return "InitContainerFailed" if end.init else "OutOfMemory" if end.reason == "OOMKilled" else "PodFailed"
 
 
-def _noted(situation: Situation, pod: PodView, record: Record, ruling: Ruling) -> Record:
+def _noted(view: JobView, pod: PodView, record: Record, ruling: Ruling) -> Record:
     """Return the record with the end of a pod counted once: attempt, failures, and the pause before its replacement."""
-    ends = record.ends.get(pod.name) or Ends()
+    ends = record.pod_failures.get(pod.name) or Ends()
     end, deleted = decisive(pod), pod.deleted_alive or bool(pod.disrupted)
     if end is not None and end.exit_code == 0 and not deleted:
-        ends = Ends(uid=pod.uid, times=(situation.now,), backoff=DONE_PAUSE)
+        ends = Ends(uid=pod.uid, times=(view.now,), backoff=DONE_PAUSE)
     elif ruling.counted and ruling.action != "Ignore" and not deleted:
-        ends = rules.after_end(ends, situation.now, uid=pod.uid)
+        ends = rules.after_end(ends, view.now, uid=pod.uid)
     else:
         ends = replace(ends, uid=pod.uid)
     role = record.role(pod.role)
     failed = not deleted and (end is None or end.exit_code != 0)
     role = replace(role, restarts=role.restarts + 1, failed=role.failed + failed)
-    kept = {name: old for name, old in record.ends.items() if not _forgotten(situation, name, old)}
-    return replace(record, roles={**record.roles, pod.role: role}, ends={**kept, pod.name: ends})
+    kept = {name: old for name, old in record.pod_failures.items() if not _forgotten(view, name, old)}
+    return replace(record, roles={**record.roles, pod.role: role}, pod_failures={**kept, pod.name: ends})
 
 
-def _forgotten(situation: Situation, name: str, ends: Ends) -> bool:
+def _forgotten(view: JobView, name: str, ends: Ends) -> bool:
     """Return whether a pod's ends matter no more: that pod is gone and lived on for the whole window since."""
-    if name not in situation.pods and "-" not in name:
+    if name not in view.pods and "-" not in name:
         return False
-    gone = all(pod.uid != ends.uid for pod in situation.pods.values())
+    gone = all(pod.uid != ends.uid for pod in view.pods.values())
     last = ends.times[-1] if ends.times else 0.0
-    return gone and situation.now - last > rules.ENDS_WINDOW + ends.backoff
+    return gone and view.now - last > rules.ENDS_WINDOW + ends.backoff
 
 
-def _vanished_actors(situation: Situation) -> list[Finding]:
+def _vanished_actors(view: JobView) -> list[Finding]:
     """Actor pods that were there and are gone, unseen: the gang lost a rank."""
-    there, before = situation.pods_of("actor"), situation.record.role("actor").active
-    if situation.epoch != situation.record.epoch or len(there) >= min(before, situation.desired("actor")):
+    there, before = view.pods_of("actor"), view.record.role("actor").active
+    if view.epoch != view.record.epoch or len(there) >= min(before, view.desired("actor")):
         return []
     present = {pod.name for pod in there}
-    missing = ", ".join(name for name in situation.wanted("actor") if name not in present)
+    missing = ", ".join(name for name in view.wanted("actor") if name not in present)
     text = f"actor pods are gone: {missing}"
     return [Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)]
 
 
-def _count_vanished(situation: Situation, record: Record) -> Record:
+def _count_vanished(view: JobView, record: Record) -> Record:
     """Raise the attempt of a role whose pods are gone unseen, so that replacements have a higher incarnation."""
     for role in ("rollout", "env"):
         known = record.role(role)
-        counted = known.restarts - situation.record.role(role).restarts
-        inside = len(situation.hosts(role)) - len(situation.pods_of(role))
-        lost = min(known.active - inside, situation.desired(role)) - len(situation.pods_of(role))
+        counted = known.restarts - view.record.role(role).restarts
+        inside = len(view.hosts(role)) - len(view.pods_of(role))
+        lost = min(known.active - inside, view.desired(role)) - len(view.pods_of(role))
         if lost > 0 and not counted:
             record = replace(record, roles={**record.roles, role: replace(known, restarts=known.restarts + 1)})
     return record
 
 
-def _judge_stall(situation: Situation, record: Record) -> tuple[Record, list[Finding]]:
-    report, progress = situation.report, situation.observed.progress
+def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
+    report, progress = view.report, view.observed.progress
     if report is None or report.stall is None or progress is None or progress.error:
         return record, []
     since = report.stall.get("since")
     silent = float(since) if isinstance(since, int | float) else 0.0
-    acts = record.ends.get(STALL) or Ends()
+    acts = record.pod_failures.get(STALL) or Ends()
     acted_at = acts.times[-1] if acts.times else None
     reason = str(report.stall.get("reason") or "")
-    wanted, role = rules.rule_on_stall(situation.spec.failure_policy.stall, reason, acts=len(acts.times))
+    wanted, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times))
     if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
-    if act is Act.RESTART_ROLE and not situation.wanted(role):
+    if act is Act.RESTART_ROLE and not view.wanted(role):
         act = Act.RESTART_JOB  # its processes are in the actor's pods
     message = f"no progress for longer than failurePolicy.stall allows: {stall_words(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
-    return charged(situation, record, stall_actions=1), [finding]
+    return charged(view, record, stall_actions=1), [finding]
 
 
-def charged(situation: Situation, record: Record, *, restarts: int = 0, stall_actions: int = 0) -> Record:
+def charged(view: JobView, record: Record, *, restarts: int = 0, stall_actions: int = 0) -> Record:
     """Return the record after a charge to failurePolicy.maxRestarts, or an act on a stall, at the step that is finished now."""
-    every, acts = situation.spec.failure_policy.forgive_after_steps, record.ends.get(STALL) or Ends()
-    budget = _budget(record).charged(restarts=restarts, stall_actions=stall_actions, step=situation.step, every=every)
+    every, acts = view.spec.failure_policy.forgive_after_steps, record.pod_failures.get(STALL) or Ends()
+    budget = _budget(record).charged(restarts=restarts, stall_actions=stall_actions, step=view.step, every=every)
     if stall_actions:
-        acts = replace(acts, times=(*acts.times, situation.now)[-MOST_ACTS:])
-        record = replace(record, ends={**record.ends, STALL: acts})
+        acts = replace(acts, times=(*acts.times, view.now)[-MOST_ACTS:])
+        record = replace(record, pod_failures={**record.pod_failures, STALL: acts})
     return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at)
 
 
-def forgiven(situation: Situation, record: Record) -> Record:
+def forgiven(view: JobView, record: Record) -> Record:
     """Return the record with what the finished steps give back."""
-    budget = _budget(record).after(situation.step, every=situation.spec.failure_policy.forgive_after_steps)
-    ends = record.ends if budget.stall_actions else {name: one for name, one in record.ends.items() if name != STALL}
-    return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, ends=ends)
+    budget = _budget(record).after(view.step, every=view.spec.failure_policy.forgive_after_steps)
+    kept = {name: ends for name, ends in record.pod_failures.items() if budget.stall_actions or name != STALL}
+    return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, pod_failures=kept)
 
 
 def _budget(record: Record) -> Budget:
-    acts = record.ends.get(STALL) or Ends()
+    acts = record.pod_failures.get(STALL) or Ends()
     return Budget(restarts=record.restarts, stall_actions=len(acts.times), forgive_at=record.forgive_at)
 
 
@@ -266,11 +266,11 @@ def stall_words(stall: object) -> str:
     return str(stall.get("reason") or "unknown") + (f": {text}" if text else "")
 
 
-def _judge_numbers(situation: Situation) -> list[Finding]:
-    report = situation.report
+def _judge_numbers(view: JobView) -> list[Finding]:
+    report = view.report
     if report is None:
         return []
-    trip = rules.tripped(situation.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
+    trip = rules.tripped(view.spec.failure_policy, report.raw.get("streaks"), report.raw.get("metrics"))
     if trip is None:
         return []
     act = {"RestartFromCheckpoint": Act.ROLL_BACK, "Pause": Act.PAUSE}.get(trip.action, Act.FAIL)

@@ -17,9 +17,9 @@ from typing import Literal
 from rl_core.plan.failure_rules import Ends, after_end
 from rljob_operator.reconcile import deadlines, failures
 from rljob_operator.reconcile.failures import Act, Finding
-from rljob_operator.reconcile.record import GANG, Halt, Record, RoleRecord
+from rljob_operator.reconcile.job_view import ROLES, JobView, has_ended, is_active
+from rljob_operator.reconcile.record import GANG, Record, RoleRecord, Suspension
 from rljob_operator.reconcile.report import whole
-from rljob_operator.reconcile.situation import ROLES, Situation, has_ended, is_active
 
 Outcome = Literal["Succeeded", "Failed"]
 
@@ -31,9 +31,9 @@ class Stage(Enum):
     """Keep the wanted pods there."""
     RESTART = "restart"
     """Write a new epoch, nothing else."""
-    HALT = "halt"
+    SUSPENDING = "suspending"
     """Let the runner save, then delete all pods."""
-    HALTED = "halted"
+    SUSPENDED = "suspended"
     """No pods."""
     END = "end"
     """Write the end, nothing else."""
@@ -42,7 +42,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
+class Decision:
     """A decision."""
 
     stage: Stage
@@ -59,87 +59,87 @@ class Course:
     """What went wrong, for events and for Degraded."""
 
 
-def decide(situation: Situation) -> Course:
+def decide(view: JobView) -> Decision:
     """Return what comes next."""
-    record = situation.record
+    record = view.record
     if record.terminal:
-        return Course(stage=Stage.ENDED, record=record)
-    halt = record.halt
-    if failures.completed(situation) and halt is None:
-        return _end(situation, record, "Succeeded", "TrainingFinished", "actor-0 ended with code 0")
-    if situation.spec.suspend:
-        since = halt.since if halt is not None else situation.now
-        return _halt(situation, record, Halt(since=since, done=halt is not None and halt.done))
-    if halt is not None:
-        return _halt(situation, record, halt) if halt.rule else _resume(situation, halt)
-    record = replace(record, start_time=record.start_time or situation.now)
-    if situation.epoch == 0:
-        return Course(stage=Stage.RUN, record=replace(record, epoch=1))
-    begun = situation.epoch if situation.report is not None and situation.report.begun else record.begun_epoch
-    record = replace(record, epoch=situation.epoch, begun_epoch=begun)
-    if overdue := deadlines.overdue(situation):
-        return _end(situation, record, "Failed", "DeadlineExceeded", overdue)
-    verdict = failures.judge(situation)
+        return Decision(stage=Stage.ENDED, record=record)
+    suspension = record.suspension
+    if failures.completed(view) and suspension is None:
+        return _end(view, record, "Succeeded", "TrainingFinished", "actor-0 ended with code 0")
+    if view.spec.suspend:
+        since = suspension.since if suspension is not None else view.now
+        return _suspend(view, record, Suspension(since=since, done=suspension is not None and suspension.done))
+    if suspension is not None:
+        return _suspend(view, record, suspension) if suspension.rule else _resume(view, suspension)
+    record = replace(record, start_time=record.start_time or view.now)
+    if view.epoch == 0:
+        return Decision(stage=Stage.RUN, record=replace(record, epoch=1))
+    begun = view.epoch if view.report is not None and view.report.begun else record.begun_epoch
+    record = replace(record, epoch=view.epoch, begun_epoch=begun)
+    if overdue := deadlines.overdue(view):
+        return _end(view, record, "Failed", "DeadlineExceeded", overdue)
+    verdict = failures.judge(view)
     gravest = verdict.gravest
     record = replace(verdict.record, start_time=record.start_time, epoch=record.epoch, begun_epoch=begun)
     for finding in verdict.findings:
-        record = _mark_role(situation, record, finding.role) if finding.act is Act.RESTART_ROLE else record
-    course = Course(stage=Stage.RUN, record=record, findings=verdict.findings)
-    return _act_on(situation, course, gravest) if gravest is not None else course
+        record = _mark_role(view, record, finding.role) if finding.act is Act.RESTART_ROLE else record
+    decision = Decision(stage=Stage.RUN, record=record, findings=verdict.findings)
+    return _act_on(view, decision, gravest) if gravest is not None else decision
 
 
-def _act_on(situation: Situation, course: Course, finding: Finding) -> Course:
-    """Return the course after the gravest finding."""
-    record = course.record
+def _act_on(view: JobView, decision: Decision, finding: Finding) -> Decision:
+    """Return the decision after the gravest finding."""
+    record = decision.record
     if finding.act is Act.FAIL:
-        return replace(_end(situation, record, "Failed", finding.reason, finding.message), findings=course.findings)
+        return replace(_end(view, record, "Failed", finding.reason, finding.message), findings=decision.findings)
     if finding.act is Act.PAUSE:
-        halt = Halt(rule=finding.reason, since=situation.now, message=finding.message)
-        return replace(_halt(situation, record, halt), message=halt.words, findings=course.findings)
+        suspension = Suspension(rule=finding.reason, since=view.now, message=finding.message)
+        return replace(_suspend(view, record, suspension), message=suspension.words, findings=decision.findings)
     if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
-        return _restart(situation, course, finding)
-    return course
+        return _restart(view, decision, finding)
+    return decision
 
 
-def _restart(situation: Situation, course: Course, finding: Finding) -> Course:
-    record, limit = course.record, situation.spec.failure_policy.max_restarts
+def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
+    record, limit = decision.record, view.spec.failure_policy.max_restarts
     if finding.counted and record.restarts >= limit:
         text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
-        return replace(_end(situation, record, "Failed", "MaxRestartsExceeded", text), findings=course.findings)
-    record = failures.charged(situation, record, restarts=1) if finding.counted else record
-    gang, actor = after_end(record.ends.get(GANG) or Ends(), situation.now), record.role("actor")
-    actor = replace(actor, restarts=actor.restarts + 1, failed=actor.failed + _num_failed(situation))
+        return replace(_end(view, record, "Failed", "MaxRestartsExceeded", text), findings=decision.findings)
+    record = failures.charged(view, record, restarts=1) if finding.counted else record
+    gang, actor = after_end(record.pod_failures.get(GANG) or Ends(), view.now), record.role("actor")
+    actor = replace(actor, restarts=actor.restarts + 1, failed=actor.failed + _num_failed(view))
     record = replace(
         record,
         total_restarts=record.total_restarts + 1,
         roles={**record.roles, "actor": actor},
-        ends={**record.ends, GANG: gang},
+        pod_failures={**record.pod_failures, GANG: gang},
     )
     how = f"restart {record.restarts} of {limit}" if finding.counted else "restart, not counted"
     return replace(
-        course,
+        decision,
         stage=Stage.RESTART,
-        record=_next_epoch(situation, record),
+        record=_next_epoch(view, record),
         reason=finding.reason,
-        message=f"{how}, epoch {situation.epoch + 1}: {finding.message}",
+        message=f"{how}, epoch {view.epoch + 1}: {finding.message}",
         roll_back=finding.act is Act.ROLL_BACK,
     )
 
 
-def _num_failed(situation: Situation) -> int:
-    return sum(1 for pod in situation.pods_of("actor") if has_ended(pod) and not pod.disrupted)
+def _num_failed(view: JobView) -> int:
+    return sum(1 for pod in view.pods_of("actor") if has_ended(pod) and not pod.disrupted)
 
 
-def _next_epoch(situation: Situation, record: Record) -> Record:
-    return replace(record, epoch=max(situation.epoch, record.epoch) + 1)
+def _next_epoch(view: JobView, record: Record) -> Record:
+    return replace(record, epoch=max(view.epoch, record.epoch) + 1)
 
 
-def _mark_role(situation: Situation, record: Record, role: str) -> Record:
+def _mark_role(view: JobView, record: Record, role: str) -> Record:
     """Return the record that asks for all present pods of a role to be replaced.
 
     The mark is a creation time, by the API server's clock: by ours, should it run fast, the replacements would be older than it too.
     """
-    pods = situation.pods_of(role)
+    pods = view.pods_of(role)
     known = record.role(role)
     mark = max((pod.created for pod in pods), default=known.restart_time)
     fresh = sum(1 for pod in pods if is_active(pod))
@@ -151,29 +151,29 @@ def _mark_role(situation: Situation, record: Record, role: str) -> Record:
 # --- suspension ----------------------------------------------------------------------------------------------------
 
 
-def _halt(situation: Situation, record: Record, halt: Halt) -> Course:
+def _suspend(view: JobView, record: Record, suspension: Suspension) -> Decision:
     """Save, then delete: until actor-0 has ended, or its time is up, the others stay too."""
-    record = replace(record, epoch=situation.epoch, draining={})
-    first, report = situation.first_actor, situation.report
-    if halt.rule and first is not None and has_ended(first) and report is not None:
-        halt = replace(halt, last_good_step=whole(report.mapping("checkpoint").get("lastStep")))
-    if situation.pods:
-        return Course(stage=Stage.HALT, record=replace(record, halt=replace(halt, done=False)))
-    done = halt if halt.done else replace(halt, done=True, since=situation.now)
-    return Course(stage=Stage.HALTED, record=replace(_without_pods(record), halt=done))
+    record = replace(record, epoch=view.epoch, draining={})
+    first, report = view.first_actor, view.report
+    if suspension.rule and first is not None and has_ended(first) and report is not None:
+        suspension = replace(suspension, last_good_step=whole(report.mapping("checkpoint").get("lastStep")))
+    if view.pods:
+        return Decision(stage=Stage.SUSPENDING, record=replace(record, suspension=replace(suspension, done=False)))
+    done = suspension if suspension.done else replace(suspension, done=True, since=view.now)
+    return Decision(stage=Stage.SUSPENDED, record=replace(_without_pods(record), suspension=done))
 
 
-def seconds_to_save(situation: Situation, record: Record) -> float:
+def seconds_to_save(view: JobView, record: Record) -> float:
     """Return how long the runner of a job that is suspended may still take to save; 0 = its pods go now."""
-    first, halt = situation.first_actor, record.halt
-    if halt is None or first is None or has_ended(first) or not first.ip or not _has_work(situation, record):
+    first, suspension = view.first_actor, record.suspension
+    if suspension is None or first is None or has_ended(first) or not first.ip or not _has_work(view, record):
         return 0.0
-    return max(halt.since + situation.spec.runtime.suspend_seconds - situation.now, 0.0)
+    return max(suspension.since + view.spec.runtime.suspend_seconds - view.now, 0.0)
 
 
-def _has_work(situation: Situation, record: Record) -> bool:
+def _has_work(view: JobView, record: Record) -> bool:
     """Return whether the runner may have finished a step since it began: only then is there something to save."""
-    return record.begun and (record.first_step_time is not None or situation.step > 0)
+    return record.begun and (record.first_step_time is not None or view.step > 0)
 
 
 def _without_pods(record: Record) -> Record:
@@ -182,17 +182,17 @@ def _without_pods(record: Record) -> Record:
     return replace(record, roles=roles)
 
 
-def _resume(situation: Situation, halt: Halt) -> Course:
-    record = situation.record
-    asleep = int(situation.now - halt.since) if record.start_time is not None else 0
+def _resume(view: JobView, suspension: Suspension) -> Decision:
+    record = view.record
+    asleep = int(view.now - suspension.since) if record.start_time is not None else 0
     record = replace(
         record,
-        start_time=record.start_time or situation.now,
+        start_time=record.start_time or view.now,
         suspended_seconds=record.suspended_seconds + max(asleep, 0),
-        halt=None,
+        suspension=None,
     )
-    epoch = max(situation.epoch, record.epoch) + 1
-    return Course(
+    epoch = max(view.epoch, record.epoch) + 1
+    return Decision(
         stage=Stage.RESTART,
         record=replace(record, epoch=epoch, roles=_all_idle(record.roles.items())),
         reason="Resumed",
@@ -204,12 +204,12 @@ def _all_idle(roles: Iterable[tuple[str, RoleRecord]]) -> dict[str, RoleRecord]:
     return {name: replace(role, active=0) for name, role in roles if name in ROLES}
 
 
-def _end(situation: Situation, record: Record, outcome: Outcome, reason: str, message: str) -> Course:
+def _end(view: JobView, record: Record, outcome: Outcome, reason: str, message: str) -> Decision:
     record = replace(
         record,
-        epoch=max(record.epoch, situation.epoch),
-        start_time=record.start_time or situation.now,
-        completion_time=situation.now,
+        epoch=max(record.epoch, view.epoch),
+        start_time=record.start_time or view.now,
+        completion_time=view.now,
         draining={},
     )
-    return Course(stage=Stage.END, record=record, outcome=outcome, reason=reason, message=message)
+    return Decision(stage=Stage.END, record=record, outcome=outcome, reason=reason, message=message)

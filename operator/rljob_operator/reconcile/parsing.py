@@ -141,5 +141,5 @@ def _meta(obj: Object) -> Object:
 
 
 def _digest(obj: Object) -> str:
-    notes = _meta(obj).get("annotations")
-    return str(notes.get(naming.ANNOTATION_MANIFEST_HASH, "")) if isinstance(notes, Mapping) else ""
+    annotations = _meta(obj).get("annotations")
+    return str(annotations.get(naming.ANNOTATION_MANIFEST_HASH, "")) if isinstance(annotations, Mapping) else ""

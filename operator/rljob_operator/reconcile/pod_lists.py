@@ -6,46 +6,43 @@ from collections.abc import Iterable
 
 from rl_core.plan.failure_rules import Ends
 from rljob_operator.model import PodView
+from rljob_operator.reconcile.job_view import ROLES, JobView, is_active
 from rljob_operator.reconcile.record import GANG, Record
-from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 
 NAMED = 5
 """Pods or texts named in a message; the rest is counted."""
 
 
-def wanted_pods(situation: Situation) -> list[PodView]:
+def wanted_pods(view: JobView) -> list[PodView]:
     """Return the wanted pods that are there to stay, by role and index; of the actor those of this epoch."""
-    return [
-        pod
-        for role in ROLES
-        for pod in situation.pods_of(role)
-        if pod.index in situation.indices(role) and is_active(pod)
-    ]
+    return [pod for role in ROLES for pod in view.pods_of(role) if pod.index in view.indices(role) and is_active(pod)]
 
 
-def absent_pods(situation: Situation) -> list[str]:
+def absent_pods(view: JobView) -> list[str]:
     """Return the names of the other wanted pods."""
-    present = {pod.name for pod in wanted_pods(situation)}
-    return [name for role in ROLES for name in situation.wanted(role) if name not in present]
+    present = {pod.name for pod in wanted_pods(view)}
+    return [name for role in ROLES for name in view.wanted(role) if name not in present]
 
 
-def ready_pods(situation: Situation, role: str) -> int:
+def ready_pods(view: JobView, role: str) -> int:
     """Return how many wanted pods of a role serve."""
-    return sum(1 for pod in wanted_pods(situation) if pod.role == role and pod.ready)
+    return sum(1 for pod in wanted_pods(view) if pod.role == role and pod.ready)
 
 
-def backing_off(situation: Situation, record: Record, absent: Iterable[str]) -> list[str]:
+def backing_off(view: JobView, record: Record, absent: Iterable[str]) -> list[str]:
     """Return those of the `absent` pods whose back-off is not over."""
-    gang = set(situation.wanted("actor"))
+    gang = set(view.wanted("actor"))
     return [
-        name for name in absent if situation.now < (record.ends.get(GANG if name in gang else name) or Ends()).retry_at
+        name
+        for name in absent
+        if view.now < (record.pod_failures.get(GANG if name in gang else name) or Ends()).retry_at
     ]
 
 
-def refusals(situation: Situation, absent: Iterable[str]) -> str:
+def refusals(view: JobView, absent: Iterable[str]) -> str:
     """Return the API server's words about absent pods and support objects it refused; empty when it refused none."""
     pods = {f"Pod/{name}" for name in absent}
-    refused = situation.observed.refusals.items()
+    refused = view.observed.refusals.items()
     return grouped((words, label) for label, words in refused if not label.startswith("Pod/") or label in pods)
 
 

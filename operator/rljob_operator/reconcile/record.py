@@ -34,7 +34,7 @@ class RoleRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Halt:
+class Suspension:
     """Why the job is to have no pods (`status.halt`). A pause by a rule ends when the user suspends the job and resumes it."""
 
     rule: str = ""
@@ -83,11 +83,11 @@ class Record:
     completion_time: float | None = None
     suspended_seconds: int = 0
     roles: Mapping[str, RoleRecord] = field(default_factory=dict)
-    ends: Mapping[str, Ends] = field(default_factory=dict)
+    pod_failures: Mapping[str, Ends] = field(default_factory=dict)
     draining: Mapping[str, float] = field(default_factory=dict)
     begun_epoch: int = 0
     """The newest epoch whose loop has begun."""
-    halt: Halt | None = None
+    suspension: Suspension | None = None
     """Why the job is to have no pods; None = it may run."""
     conditions: Mapping[str, Object] = field(default_factory=dict)
 
@@ -127,15 +127,15 @@ def read(status: Any) -> Record:
         completion_time=to_seconds(raw.get("completionTime")),
         suspended_seconds=_count(raw.get("suspendedSeconds")),
         roles={str(r.get("name")): _role(r) for r in _maps(raw.get("roles"))},
-        ends={str(e.get("name")): _ends(e) for e in _maps(raw.get("ends"))},
+        pod_failures={str(e.get("name")): _ends(e) for e in _maps(raw.get("ends"))},
         draining={str(d.get("pod")): to_seconds(d.get("since")) or 0.0 for d in _maps(raw.get("draining"))},
         begun_epoch=_count(raw.get("begunEpoch")),
-        halt=_halt(raw.get("halt")) or _halt_of_conditions(raw),
+        suspension=_suspension(raw.get("halt")) or _suspension_of_conditions(raw),
         conditions={str(c.get("type")): c for c in _maps(raw.get("conditions"))},
     )
 
 
-def ends_status(ends: Mapping[str, Ends]) -> list[dict[str, Any]]:
+def pod_failures_status(failures: Mapping[str, Ends]) -> list[dict[str, Any]]:
     """Return `status.ends`, by name."""
     return [
         {
@@ -144,7 +144,7 @@ def ends_status(ends: Mapping[str, Ends]) -> list[dict[str, Any]]:
             **({"times": [to_text(at) for at in one.times]} if one.times else {}),
             **({"backoffSeconds": int(one.backoff)} if one.backoff else {}),
         }
-        for name, one in sorted(ends.items())
+        for name, one in sorted(failures.items())
     ]
 
 
@@ -153,22 +153,22 @@ def draining_status(draining: Mapping[str, float]) -> list[dict[str, Any]]:
     return [{"pod": pod, "since": to_text(since)} for pod, since in sorted(draining.items())]
 
 
-def halt_status(halt: Halt) -> dict[str, Any]:
+def suspension_status(suspension: Suspension) -> dict[str, Any]:
     """Return `status.halt`."""
     return {
-        "by": "rule" if halt.rule else "user",
-        **({"rule": halt.rule} if halt.rule else {}),
-        **({"lastGoodStep": halt.last_good_step} if halt.last_good_step is not None else {}),
-        "since": to_text(halt.since),
-        "done": halt.done,
-        **({"message": halt.message} if halt.message else {}),
+        "by": "rule" if suspension.rule else "user",
+        **({"rule": suspension.rule} if suspension.rule else {}),
+        **({"lastGoodStep": suspension.last_good_step} if suspension.last_good_step is not None else {}),
+        "since": to_text(suspension.since),
+        "done": suspension.done,
+        **({"message": suspension.message} if suspension.message else {}),
     }
 
 
-def _halt(value: Any) -> Halt | None:
+def _suspension(value: Any) -> Suspension | None:
     if not isinstance(value, Mapping):
         return None
-    return Halt(
+    return Suspension(
         rule=str(value.get("rule") or "Paused") if value.get("by") == "rule" else "",
         last_good_step=_count(value["lastGoodStep"]) if "lastGoodStep" in value else None,
         since=to_seconds(value.get("since")) or 0.0,
@@ -177,14 +177,14 @@ def _halt(value: Any) -> Halt | None:
     )
 
 
-def _halt_of_conditions(raw: Object) -> Halt | None:
+def _suspension_of_conditions(raw: Object) -> Suspension | None:
     """Return what an operator that wrote no `halt` told by the condition Suspended: an upgrade must not resume a paused job."""
     if "halt" in raw or "begunEpoch" in raw or not raw.get("phase"):
         return None
     said = next((c for c in _maps(raw.get("conditions")) if c.get("type") == "Suspended"), {})
     if said.get("status") not in ("True", "Unknown"):
         return None
-    return Halt(
+    return Suspension(
         rule="Paused" if said.get("reason") in ("Pausing", "Paused") else "",
         since=to_seconds(said.get("lastTransitionTime")) or 0.0,
         done=said["status"] == "True",

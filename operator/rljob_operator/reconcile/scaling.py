@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from rl_core.plan.failure_rules import Ends
 from rljob_operator.model import ControlCall, Deletion, PodView
+from rljob_operator.reconcile.job_view import ROLES, JobView, has_ended, is_active
 from rljob_operator.reconcile.record import GANG, Record
 from rljob_operator.reconcile.report import Report
-from rljob_operator.reconcile.situation import ROLES, Situation, has_ended, is_active
 
 GANG_GRACE = 10
 """Seconds that pods of a broken gang get to end: without all ranks there is nothing to save."""
@@ -38,19 +38,17 @@ class PodMoves:
     """Seconds after which something is due."""
 
 
-def run(situation: Situation, record: Record, *, may_create: bool) -> PodMoves:
+def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
     """Return the moves towards the wanted pods."""
-    moves = _drain(situation, record)
-    delete = {
-        deletion.name: deletion for deletion in (*_teardown(situation), *_used_up(situation, record), *moves.delete)
-    }
+    moves = _drain(view, record)
+    delete = {deletion.name: deletion for deletion in (*_teardown(view), *_used_up(view, record), *moves.delete)}
     again = list(moves.again)
-    for pod in situation.pods.values():
-        forced, wait = stuck(pod, situation.now)
+    for pod in view.pods.values():
+        forced, wait = stuck(pod, view.now)
         if forced is not None:
             delete[pod.name] = forced
         again += [] if wait is None else [wait]
-    create, waits = _missing(situation, record) if may_create else ([], [])
+    create, waits = _missing(view, record) if may_create else ([], [])
     return replace(
         moves, delete=tuple(delete[name] for name in sorted(delete)), create=tuple(create), again=(*again, *waits)
     )
@@ -72,9 +70,9 @@ def removal(pod: PodView, *, grace: int | None = None) -> Deletion:
     return Deletion(kind="Pod", name=pod.name, uid=pod.uid, grace_seconds=grace)
 
 
-def _teardown(situation: Situation) -> list[Deletion]:
+def _teardown(view: JobView) -> list[Deletion]:
     """End the gangs of older epochs: a whole one by its runner first, which saves; a broken one at once."""
-    old = situation.old_gang
+    old = view.old_gang
     alive = [pod for pod in old if not pod.deleting]
     first = next((pod for pod in old if pod.index == 0), None)
     if first is None or any(has_ended(pod) for pod in old):
@@ -82,49 +80,49 @@ def _teardown(situation: Situation) -> list[Deletion]:
     return [] if first.deleting else [removal(first)]
 
 
-def _used_up(situation: Situation, record: Record) -> list[Deletion]:
+def _used_up(view: JobView, record: Record) -> list[Deletion]:
     """Delete rollout and env pods that ended, or that a restart of their role replaces."""
     found = []
     for role in ELASTIC:
         mark = record.role(role).restart_time
-        for pod in situation.pods_of(role):
+        for pod in view.pods_of(role):
             if not pod.deleting and (has_ended(pod) or (mark is not None and pod.created <= mark)):
                 found.append(removal(pod))
     return found
 
 
-def _missing(situation: Situation, record: Record) -> tuple[list[tuple[str, int]], list[float]]:
+def _missing(view: JobView, record: Record) -> tuple[list[tuple[str, int]], list[float]]:
     """Return the wanted pods whose names are free and whose back-off is over, and the waits of the others."""
     create, waits = [], []
     for role in ROLES:
-        for index, name in zip(situation.indices(role), situation.wanted(role), strict=True):
-            if name in situation.pods:
+        for index, name in zip(view.indices(role), view.wanted(role), strict=True):
+            if name in view.pods:
                 continue
-            ends = record.ends.get(GANG if role == "actor" else name) or Ends()
-            if situation.now < ends.retry_at:
-                waits.append(ends.retry_at - situation.now)
+            ends = record.pod_failures.get(GANG if role == "actor" else name) or Ends()
+            if view.now < ends.retry_at:
+                waits.append(ends.retry_at - view.now)
             else:
                 create.append((role, index))
     return create, waits
 
 
-def _drain(situation: Situation, record: Record) -> PodMoves:
+def _drain(view: JobView, record: Record) -> PodMoves:
     """Ask surplus pods to finish, highest index first; delete those that have, those that never started, and those whose time is up.
 
     That the runner does not answer, or does not list a pod, says nothing about the pod's work: only its `drained` or `lost`, given
     after the pod was asked, does. A pod once asked goes even if it is wanted again: its processes take no more work. Its entry stays
     until its name is free.
     """
-    leaving = [pod for role in ELASTIC for pod in situation.pods_of(role) if _leaves(situation, record, pod)]
+    leaving = [pod for role in ELASTIC for pod in view.pods_of(role) if _leaves(view, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
-    report, first = answering(situation), situation.first_actor
-    patience = situation.spec.runtime.drain_seconds + DRAIN_MARGIN
-    draining = {pod.name: record.draining.get(pod.name, situation.now) for pod in leaving}
+    report, first = answering(view), view.first_actor
+    patience = view.spec.runtime.drain_seconds + DRAIN_MARGIN
+    draining = {pod.name: record.draining.get(pod.name, view.now) for pod in leaving}
     delete, waiting, again = [], [], []
     for pod in leaving:
         if not is_active(pod):
             continue
-        left = draining[pod.name] + patience - situation.now
+        left = draining[pod.name] + patience - view.now
         fresh = report is not None and report.at >= draining[pod.name]
         state = report.state_of(pod.name) if report is not None and fresh else None
         if state in ("drained", "lost") or pod.phase == "Pending" or left <= 0:
@@ -139,13 +137,13 @@ def _drain(situation: Situation, record: Record) -> PodMoves:
     return PodMoves(delete=tuple(delete), calls=calls, draining=draining, again=tuple(again))
 
 
-def _leaves(situation: Situation, record: Record, pod: PodView) -> bool:
-    return pod.index not in situation.indices(pod.role) or pod.name in record.draining
+def _leaves(view: JobView, record: Record, pod: PodView) -> bool:
+    return pod.index not in view.indices(pod.role) or pod.name in record.draining
 
 
-def answering(situation: Situation) -> Report | None:
+def answering(view: JobView) -> Report | None:
     """Return the runner's word if it still answers."""
-    progress, first = situation.observed.progress, situation.first_actor
+    progress, first = view.observed.progress, view.first_actor
     if progress is None or progress.error or first is None or not first.ip or not is_active(first):
         return None
-    return situation.report
+    return view.report

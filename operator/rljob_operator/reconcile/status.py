@@ -9,10 +9,10 @@ from rljob_operator import naming
 from rljob_operator.model import Object
 from rljob_operator.reconcile import condition_facts, conditions, deadlines
 from rljob_operator.reconcile.conditions import Fact
-from rljob_operator.reconcile.lifecycle import Course, Stage
-from rljob_operator.reconcile.record import Record, draining_status, ends_status, halt_status
+from rljob_operator.reconcile.job_view import ROLES, JobView, is_active
+from rljob_operator.reconcile.lifecycle import Decision, Stage
+from rljob_operator.reconcile.record import Record, draining_status, pod_failures_status, suspension_status
 from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, MOST, Report, finite, whole
-from rljob_operator.reconcile.situation import ROLES, Situation, is_active
 from rljob_operator.times import to_seconds, to_text
 
 PROGRESS = (
@@ -69,39 +69,39 @@ SHARES = {
 
 
 def build(
-    situation: Situation, course: Course, facts: Mapping[str, Fact], draining: Mapping[str, float]
+    view: JobView, decision: Decision, facts: Mapping[str, Fact], draining: Mapping[str, float]
 ) -> dict[str, Any] | None:
     """Return the new status; None when it is as it was. `runtimeSeconds` alone is no change."""
-    before = situation.record.raw
-    if course.stage is Stage.ENDED:
-        after = {**before, **_pods(situation, course.record)}
+    before = view.record.raw
+    if decision.stage is Stage.ENDED:
+        after = {**before, **_pods(view, decision.record)}
         after["columns"] = {**_mapping(before.get("columns")), **_role_columns(after["roles"])}
         return None if after == before else after
-    phase = condition_facts.phase_of(situation, course)
-    record = course.record
+    phase = condition_facts.phase_of(view, decision)
+    record = decision.record
     after = {
         "phase": phase,
-        "schemaVersion": situation.defaults.version,
-        "observedGeneration": situation.generation,
-        "appliedGeneration": _applied(situation),
-        "keyId": before.get("keyId") or situation.config.key_id or None,
+        "schemaVersion": view.defaults.version,
+        "observedGeneration": view.generation,
+        "appliedGeneration": _applied(view),
+        "keyId": before.get("keyId") or view.config.key_id or None,
         "epoch": record.epoch,
         "begunEpoch": record.begun_epoch or None,
         "restarts": record.restarts,
         "totalRestarts": record.total_restarts,
         "forgiveAtStep": min(record.forgive_at, MOST) if record.forgive_at is not None else None,
-        **_runner_progress(situation, phase),
+        **_runner_progress(view, phase),
         "startTime": _time(record.start_time),
         "completionTime": _time(record.completion_time),
         "suspendedSeconds": record.suspended_seconds or None,
         "runtimeSeconds": before.get("runtimeSeconds"),
-        **_pods(situation, record),
-        "ends": ends_status(record.ends) or None,
+        **_pods(view, record),
+        "ends": pod_failures_status(record.pod_failures) or None,
         "draining": draining_status(draining) or None,
-        "halt": halt_status(record.halt) if record.halt is not None else None,
-        "conditions": conditions.merge(record.conditions, facts, now=situation.now, generation=situation.generation),
+        "halt": suspension_status(record.suspension) if record.suspension is not None else None,
+        "conditions": conditions.merge(record.conditions, facts, now=view.now, generation=view.generation),
     }
-    after["firstStepTime"] = _time(_first_step(situation, after.get("step")))
+    after["firstStepTime"] = _time(_first_step(view, after.get("step")))
     after["columns"] = {
         "step": f"{after.get('step') or 0}/{after['totalSteps']}",
         **_role_columns(after["roles"]),
@@ -111,7 +111,7 @@ def build(
     if after == before:
         return None
     if record.start_time is not None:
-        after["runtimeSeconds"] = deadlines.runtime_seconds(record, situation.now)
+        after["runtimeSeconds"] = deadlines.runtime_seconds(record, view.now)
     return after
 
 
@@ -165,39 +165,39 @@ def _known(record: Record) -> dict[str, Fact]:
 # --- what the runner reports -------------------------------------------------------------------------------------------
 
 
-def _runner_progress(situation: Situation, phase: str) -> dict[str, Any]:
+def _runner_progress(view: JobView, phase: str) -> dict[str, Any]:
     """Return the progress fields. Inside an epoch step and version never fall, whatever order answers come in."""
-    before, report = situation.record.raw, situation.report
+    before, report = view.record.raw, view.report
     kept = {
         key: before[key]
         for key in ("step", "policyVersion", "reward", "lag", "checkpoint", "metrics", "busy", "devices")
         if key in before
     }
-    kept["totalSteps"] = situation.spec.algorithm.steps
+    kept["totalSteps"] = view.spec.algorithm.steps
     if report is None or not report.begun:
         return kept
-    same_run = situation.record.begun and situation.record.epoch == situation.epoch
+    same_run = view.record.begun and view.record.epoch == view.epoch
     for name in ("step", "policyVersion"):
         new, old = report.count(name), before.get(name)
         if new is not None:
             kept[name] = max(new, old) if same_run and isinstance(old, int) else new
     kept["totalSteps"] = report.count("totalSteps") or kept["totalSteps"]
     kept |= (
-        {"reward": report.number("reward"), "lag": _lag(situation)}
+        {"reward": report.number("reward"), "lag": _lag(view)}
         if report.number("reward") is not None
-        else {"lag": _lag(situation)}
+        else {"lag": _lag(view)}
     )
     told = {
         "checkpoint": _checkpoint(report),
         "metrics": _metrics(report),
         "busy": _busy(report),
-        "devices": _devices(situation, report),
+        "devices": _devices(view, report),
     }
     return kept | {key: value for key, value in told.items() if value}
 
 
-def _lag(situation: Situation) -> int:
-    lag = condition_facts.rollout_role(situation).get("lag")
+def _lag(view: JobView) -> int:
+    lag = condition_facts.rollout_role(view).get("lag")
     return min(whole(lag) or 0, 2**31 - 1)
 
 
@@ -233,13 +233,13 @@ def _busy(report: Report) -> list[dict[str, str]]:
     ]
 
 
-def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
+def _devices(view: JobView, report: Report) -> list[dict[str, Any]]:
     by_pod: dict[str, set[str]] = {}
     for member in report.members:
         uuids = member.get("deviceUuids")
         if isinstance(uuids, list) and uuids:
             by_pod.setdefault(str(member.get("pod")), set()).update(str(uuid)[:LONGEST_NAME] for uuid in uuids)
-    pods = situation.pods
+    pods = view.pods
     return [
         {"pod": pod, "node": pods[pod].node, "uuids": sorted(uuids)[:DEVICES]}
         for pod, uuids in sorted(by_pod.items())
@@ -247,39 +247,39 @@ def _devices(situation: Situation, report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _applied(situation: Situation) -> Any:
-    report = situation.report
+def _applied(view: JobView) -> Any:
+    report = view.report
     if report is not None and report.applied_generation:  # 0: a runner that has just started has got nothing yet
         return report.applied_generation
-    return situation.record.raw.get("appliedGeneration")
+    return view.record.raw.get("appliedGeneration")
 
 
-def _first_step(situation: Situation, step: Any) -> float | None:
-    known = situation.record.first_step_time
-    return known if known is not None else situation.now if isinstance(step, int) and step > 0 else None
+def _first_step(view: JobView, step: Any) -> float | None:
+    known = view.record.first_step_time
+    return known if known is not None else view.now if isinstance(step, int) and step > 0 else None
 
 
 # --- what the pods show ----------------------------------------------------------------------------------------------
 
 
-def _pods(situation: Situation, record: Record) -> dict[str, Any]:
-    roles = [_role(situation, record, role) for role in ROLES]
+def _pods(view: JobView, record: Record) -> dict[str, Any]:
+    roles = [_role(view, record, role) for role in ROLES]
     return {
         "roles": roles,
         "rollout": {
             "replicas": roles[1]["active"],
             "readyReplicas": roles[1]["ready"],
-            "selector": naming.role_selector(situation.name, "rollout"),
+            "selector": naming.role_selector(view.name, "rollout"),
         },
     }
 
 
-def _role(situation: Situation, record: Record, role: str) -> dict[str, Any]:
+def _role(view: JobView, record: Record, role: str) -> dict[str, Any]:
     known = record.role(role)
-    pods = [p for p in situation.hosts(role) if is_active(p) and (p.role != "actor" or p.epoch == record.epoch)]
+    pods = [p for p in view.hosts(role) if is_active(p) and (p.role != "actor" or p.epoch == record.epoch)]
     status: dict[str, Any] = {
         "name": role,
-        "desired": situation.indices(role).stop,
+        "desired": view.indices(role).stop,
         "ready": sum(1 for pod in pods if pod.ready),
         "active": len(pods),
         "failed": known.failed,
@@ -287,11 +287,11 @@ def _role(situation: Situation, record: Record, role: str) -> dict[str, Any]:
     }
     if known.restart_time is not None:
         status["restartTime"] = _time(known.restart_time)
-    return status | (_versions(situation) if role == "rollout" else {})
+    return status | (_versions(view) if role == "rollout" else {})
 
 
-def _versions(situation: Situation) -> dict[str, int]:
-    versions = condition_facts.rollout_role(situation).get("versions")
+def _versions(view: JobView) -> dict[str, int]:
+    versions = condition_facts.rollout_role(view).get("versions")
     numbers = (
         [int(v) for v in versions if str(v).isdecimal() and len(str(v)) < 16] if isinstance(versions, Mapping) else []
     )

@@ -13,7 +13,7 @@ from rl_core.api.roles import RoleSpec
 from rljob_operator.manifests import containers, gang
 from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Object
-from rljob_operator.reconcile.situation import ROLES, Situation
+from rljob_operator.reconcile.job_view import ROLES, JobView
 
 HOSTNAME = "kubernetes.io/hostname"
 SHARED = {"ReadWriteMany"}
@@ -28,51 +28,51 @@ class Obstacle:
     message: str
 
 
-def obstacle(situation: Situation) -> Obstacle | None:
+def obstacle(view: JobView) -> Obstacle | None:
     """Return the first obstacle; None when pods may be made."""
-    if situation.job.metadata.namespace == situation.config.namespace:
+    if view.job.metadata.namespace == view.config.namespace:
         return Obstacle(
             reason="NamespaceNotServed",
             message=(
                 "the job's namespace must not be that of the operator and its master key, "
-                f"got {situation.config.namespace}; make the job in another"
+                f"got {view.config.namespace}; make the job in another"
             ),
         )
-    wanted = {name for role in ROLES for name in situation.wanted(role)}
-    foreign = {*situation.observed.foreign, *(f"Pod/{name}" for name in situation.strangers if name in wanted)}
-    if foreign:
-        names = ", ".join(sorted(foreign))
+    wanted = {name for role in ROLES for name in view.wanted(role)}
+    name_conflicts = {*view.observed.name_conflicts, *(f"Pod/{name}" for name in view.strangers if name in wanted)}
+    if name_conflicts:
+        names = ", ".join(sorted(name_conflicts))
         return Obstacle(
             reason="NameConflict",
             message=f"{names} must be free or the job's own, got an object of someone else; delete it or rename the job",
         )
-    for role in containers.roles(situation.job):
-        if image_of(situation.job, role, config=situation.config) is None:
+    for role in containers.roles(view.job):
+        if image_of(view.job, role, config=view.config) is None:
             return Obstacle(
                 reason="ImageMissing",
                 message=f"{role}.image must name an image, as the operator has none for the role, got none; set {role}.image",
             )
-    if words := gang.unavailable(situation.job, situation.config.gang_api):
+    if words := gang.unavailable(view.job, view.config.gang_api):
         return Obstacle(reason="GangUnavailable", message=words)
-    if (away := _source_away(situation)) is not None:
+    if (away := _source_away(view)) is not None:
         return away
     for role in ROLES:
-        for name, read_only in _claims(situation.role(role)):
-            found = situation.observed.claims.get(name)
+        for name, read_only in _claims(view.role(role)):
+            found = view.observed.claims.get(name)
             if found is None:
                 return Obstacle(
                     reason="VolumeClaimNotFound",
                     message=f'PersistentVolumeClaim "{name}" of {role}.volumes must exist in the namespace, got none; create it or correct claimName',
                 )
-            problem = _unshared(situation, role, name, found, read_only=read_only)
+            problem = _unshared(view, role, name, found, read_only=read_only)
             if problem is not None:
                 return problem
     return None
 
 
-def checkpoints_last(situation: Situation) -> bool:
+def checkpoints_last(view: JobView) -> bool:
     """Return whether checkpoints are kept on a volume that outlives the actor's pods."""
-    path, actor = situation.spec.checkpoint.path, situation.spec.actor
+    path, actor = view.spec.checkpoint.path, view.spec.actor
     claimed = {volume.name for volume in actor.volumes if volume.persistent_volume_claim is not None}
     if path is None:
         return False
@@ -82,14 +82,14 @@ def checkpoints_last(situation: Situation) -> bool:
     )
 
 
-def _source_away(situation: Situation) -> Obstacle | None:
+def _source_away(view: JobView) -> Obstacle | None:
     """Return the obstacle of a checkpoint to begin from that no volume of the actor holds; links are the runner's to look at."""
-    checkpoint = situation.spec.checkpoint
+    checkpoint = view.spec.checkpoint
     wanted = checkpoint.resume_from
     if wanted is None:
         return None
     given = checkpoint.path if wanted.path is None else wanted.path
-    mounts = [mount.mount_path for mount in situation.spec.actor.volume_mounts]
+    mounts = [mount.mount_path for mount in view.spec.actor.volume_mounts]
     if given is not None and any(_below(normpath(given), mount) for mount in mounts):
         return None
     field = "checkpoint.path" if wanted.path is None else "checkpoint.resumeFrom.path"
@@ -110,13 +110,13 @@ def _claims(spec: RoleSpec) -> Iterator[tuple[str, bool]]:
             yield claim.claim_name, claim.read_only or all(mount.read_only for mount in mounts)
 
 
-def _unshared(situation: Situation, role: str, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
+def _unshared(view: JobView, role: str, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
     spec = claim.get("spec")
     modes = spec.get("accessModes") if isinstance(spec, Mapping) else None
-    pods = situation.indices(role).stop
+    pods = view.indices(role).stop
     if pods < 2 or not isinstance(modes, list) or not modes:
         return None
-    held = "ReadWriteOncePod" not in modes and _on_one_node(situation.role(role))
+    held = "ReadWriteOncePod" not in modes and _on_one_node(view.role(role))
     if held or not set(map(str, modes)).isdisjoint(SHARED_READING if read_only else SHARED):
         return None
     return Obstacle(

@@ -22,7 +22,7 @@ from kubernetes.aio import client
 from rljob_operator import kinds, naming
 from rljob_operator.errors import ApiError, NotFound
 from rljob_operator.manifests import gang, secret
-from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.runtime import handlers, master_key
 from rljob_operator.runtime.apply import Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 RESYNC_TICK = 5.0
 CLUSTER_PAUSE = 2.0
-PROJECTIONS = {kinds.POD: views.pod_view} | dict.fromkeys((*kinds.SUPPORT, *gang.KINDS), head)
+PROJECTIONS = {kinds.POD: pod_views.pod_view} | dict.fromkeys((*kinds.SUPPORT, *gang.KINDS), head)
 
 
 class Operator:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from rljob_operator import kinds
 from rljob_operator.errors import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, NotFound
 from rljob_operator.kinds import Kind
-from rljob_operator.model import ControlCall, Deletion, EventNote, Object, Plan, Scale
+from rljob_operator.model import ControlCall, Deletion, JobEvent, Object, Plan, Scale
 from rljob_operator.naming import ANNOTATION_MANIFEST_HASH, LABEL_JOB, LABEL_JOB_UID
 from rljob_operator.naming import secret as secret_name
 from rljob_operator.runtime import status_patch
@@ -46,7 +46,7 @@ class Runner(Protocol):
 class Recorder(Protocol):
     """Takes Kubernetes events; implemented by `events.EventRecorder`."""
 
-    def record(self, job: Object, note: EventNote) -> None:
+    def record(self, job: Object, event: JobEvent) -> None:
         """Queue an event about the job; returns at once."""
 
 
@@ -108,8 +108,8 @@ class Applier:
             written = await self._write_status(work, pauses)
             if not written:
                 return Applied(again_after=0.0, stale=True)
-        for note in work.plan.events:
-            self._recorder.record(work.job, note)
+        for event in work.plan.events:
+            self._recorder.record(work.job, event)
         pauses += await self._each(work.plan.delete, lambda deletion: self._delete(work, deletion))
         pauses += await self._each(work.plan.ensure, lambda obj: self._ensure(work, obj))
         await self._assert_secret(work)
@@ -160,14 +160,14 @@ class Applier:
             await self._cluster.patch(kinds.RLJOB, work.key.namespace, work.key.name, body, subresource="scale")
         except (Forbidden, Invalid) as error:  # rights of an earlier chart, a policy of the cluster, a bound of the job
             pause = work.memory.scaling.failed(now)
-            words = f"{scale.note.message}; it was refused: {error.message}"
-            self._recorder.record(job, EventNote(type="Warning", reason="AutoscaleRefused", message=words))
+            words = f"{scale.event.message}; it was refused: {error.message}"
+            self._recorder.record(job, JobEvent(type="Warning", reason="AutoscaleRefused", message=words))
             return pause
         except (Conflict, NotFound):
             pass
         else:
             work.memory.scaling = BackOff()
-            self._recorder.record(job, scale.note)
+            self._recorder.record(job, scale.event)
         await self._reread_job(work.key)
         return 0.0
 
@@ -214,7 +214,7 @@ class Applier:
         finalizer may hold an object for ever.
         """
         kind, now = kinds.by_name(deletion.kind), self._clock()
-        back_off = work.memory.futile.get(deletion.uid)
+        back_off = work.memory.delete_backoff.get(deletion.uid)
         if back_off is not None and (pause := back_off.left(now)) > 0:
             return pause
         try:
@@ -235,9 +235,9 @@ class Applier:
         if gone:
             self._cache.drop_uid(kind, work.key, deletion.name, deletion.uid)
         if gone or changed:
-            work.memory.futile.pop(deletion.uid, None)
+            work.memory.delete_backoff.pop(deletion.uid, None)
             return 0.0
-        return work.memory.futile.setdefault(deletion.uid, BackOff()).failed(now)
+        return work.memory.delete_backoff.setdefault(deletion.uid, BackOff()).failed(now)
 
     async def _ensure(self, work: Application, obj: Object) -> float | None:
         """Apply a supporting object; return a pause when an earlier job's or someone else's holds the name."""
@@ -316,8 +316,8 @@ class Applier:
         label = f"{kind.kind}/{meta['name']}"
         labels = meta.get("labels") or {}
         if labels.get(LABEL_JOB) != work.key.name or LABEL_JOB_UID not in labels:
-            news = label not in work.memory.foreign
-            work.memory.foreign.add(label)
+            news = label not in work.memory.name_conflicts
+            work.memory.name_conflicts.add(label)
             return 0.0 if news else EARLIER_JOB_PAUSE
         self._cache.put(kind, holder)
         work.memory.clear(label)

@@ -126,7 +126,7 @@ class Controller:
         observed = Observed(
             pods=tuple(self._cache.children(kinds.POD, key)),
             objects=tuple(self._cache.support(key)),
-            foreign=tuple(sorted(memory.foreign)),
+            name_conflicts=tuple(sorted(memory.name_conflicts)),
             refusals={label: refusal.words for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
             defaults=kept,
@@ -196,7 +196,7 @@ class Controller:
 
     async def _recheck_foreign(self, key: JobKey, memory: JobMemory) -> None:
         """Look again at names that others held, so that the job goes on when they are free."""
-        for label in list(memory.foreign):
+        for label in list(memory.name_conflicts):
             kind, _, name = label.partition("/")
             try:
                 holder = await self._cluster.read(kinds.by_name(kind), key.namespace, name)

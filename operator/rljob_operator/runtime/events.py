@@ -18,7 +18,7 @@ from typing import Any
 
 from rljob_operator import kinds
 from rljob_operator.errors import ApiError, NotFound
-from rljob_operator.model import EventNote, Object
+from rljob_operator.model import JobEvent, Object
 from rljob_operator.runtime.cluster import Cluster
 
 logger = logging.getLogger(__name__)
@@ -62,19 +62,19 @@ class EventRecorder:
         self._identity = identity
         self._dropped = dropped
         self._clock = clock
-        self._known: OrderedDict[tuple[str, EventNote], _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[str, JobEvent], _Known] = OrderedDict()
         self._budgets: OrderedDict[str, _Budget] = OrderedDict()
-        self._waiting: OrderedDict[tuple[str, EventNote], Mapping[str, Any]] = OrderedDict()
+        self._waiting: OrderedDict[tuple[str, JobEvent], Mapping[str, Any]] = OrderedDict()
         """Notes to write and the job's metadata; a note that waits is counted up, not queued twice."""
         self._wake = asyncio.Event()
 
-    def record(self, job: Object, note: EventNote) -> None:
+    def record(self, job: Object, event: JobEvent) -> None:
         """Queue an event about the job; returns at once."""
         uid = job["metadata"]["uid"]
         if not self._allowed(uid) or len(self._waiting) >= WAITING:
             self._dropped()
             return
-        key = (uid, note)
+        key = (uid, event)
         known = self._known.get(key)
         if known is None:
             now = self._clock()
@@ -102,7 +102,7 @@ class EventRecorder:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _write(self, key: tuple[str, EventNote], meta: Mapping[str, Any]) -> None:
+    async def _write(self, key: tuple[str, JobEvent], meta: Mapping[str, Any]) -> None:
         known = self._known.get(key)
         if known is None:  # pushed out by newer ones
             return
@@ -118,8 +118,8 @@ class EventRecorder:
         await self._cluster.create(kinds.EVENT, namespace, self._body(key, meta, known))
         known.sent = count
 
-    def _body(self, key: tuple[str, EventNote], meta: Mapping[str, Any], known: _Known) -> dict[str, Any]:
-        uid, note = key
+    def _body(self, key: tuple[str, JobEvent], meta: Mapping[str, Any], known: _Known) -> dict[str, Any]:
+        uid, event = key
         return {
             "apiVersion": "v1",
             "kind": "Event",
@@ -131,9 +131,9 @@ class EventRecorder:
                 "name": meta["name"],
                 "uid": uid,
             },
-            "type": note.type,
-            "reason": note.reason,
-            "message": note.message[:LONGEST_MESSAGE],
+            "type": event.type,
+            "reason": event.reason,
+            "message": event.message[:LONGEST_MESSAGE],
             "count": known.count,
             "firstTimestamp": known.first,
             "lastTimestamp": _stamp(self._clock()),

@@ -56,11 +56,11 @@ class JobMemory:
     """By `Kind/name`."""
     refused_change: tuple[int, str] | None = None
     """(generation, the runner's words) of a changed spec that the runner refused."""
-    futile: dict[str, BackOff] = field(default_factory=dict)
+    delete_backoff: dict[str, BackOff] = field(default_factory=dict)
     """By uid: deletions that were accepted and changed nothing, as a finalizer holds the object."""
     scaling: BackOff = field(default_factory=BackOff)
     """Writes of spec.rollout.replicas that were refused."""
-    foreign: set[str] = field(default_factory=set)
+    name_conflicts: set[str] = field(default_factory=set)
     """`Kind/name` of names held by others."""
     progress_written: float = 0.0
     """When a progress-only status was last written, seconds since 1970."""
@@ -99,10 +99,10 @@ class JobMemory:
 
     def deletion_is_due(self, uid: str, *, now: float) -> bool:
         """Return whether a deletion may be tried: it has not been in vain, or its pause is over."""
-        back_off = self.futile.get(uid)
+        back_off = self.delete_backoff.get(uid)
         return back_off is None or back_off.left(now) == 0
 
     def clear(self, label: str) -> None:
         """Forget what stood in the way of a name."""
         self.refusals.pop(label, None)
-        self.foreign.discard(label)
+        self.name_conflicts.discard(label)

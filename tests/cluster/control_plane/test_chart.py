@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from network_policies import selects
 from operator_rig.charts import CHART, eventually, job
 
 from rljob_operator import naming
-from rljob_operator.manifests.policy_judge import selects
 from rljob_operator.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from operator_rig.replica import home_of
 from rljob_operator import kinds, naming
 from rljob_operator.errors import NotFound
 from rljob_operator.kinds import Kind
-from rljob_operator.model import ControlCall, EventNote, Object, OperatorConfig
+from rljob_operator.model import ControlCall, JobEvent, Object, OperatorConfig
 from rljob_operator.runtime.app import Operator
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.master_key import KeyRing
@@ -84,7 +84,7 @@ class Silent:
     async def call(self, job_uid: str, call: ControlCall) -> bool:
         return False
 
-    def record(self, job: Object, note: EventNote) -> None:
+    def record(self, job: Object, event: JobEvent) -> None:
         pass
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rljob_operator.model import Observed, OperatorConfig, Plan, Progress
-from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.times import to_seconds, to_text
 
@@ -80,7 +80,7 @@ class World:
 
     def observed(self) -> Observed:
         """Return what a cache without delay would show."""
-        return views.observe(
+        return pod_views.observe(
             pods=list(self.pods.values()),
             objects=list(self.objects.values()),
             refusals=dict(self.refusals),

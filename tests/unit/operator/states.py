@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simulator import START, make_job
 
 from rljob_operator.model import Observed, Progress
-from rljob_operator.reconcile import views
+from rljob_operator.reconcile import pod_views
 from rljob_operator.reconcile.conditions import REASONS, TYPES
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.times import to_text
@@ -143,10 +143,12 @@ def state(data: bytes) -> tuple[dict[str, Any], Observed]:
     if not dice.maybe(4):
         job["status"] = _status(dice)
     progress = _progress(dice)
-    foreign = dice.one(((), (), (), ("Service/x",)))
+    name_conflicts = dice.one(((), (), (), ("Service/x",)))
     refusals = dice.one(({}, {}, {}, {"Pod/x-env-0": "exceeded quota: q"}, {"Service/x": "denied"}))
     pods = {pod["metadata"]["name"]: pod for pod in (_pod(dice) for _ in range(dice.number(0, 8)))}
-    return job, views.observe(pods=list(pods.values()), foreign=foreign, refusals=refusals, progress=progress)
+    return job, pod_views.observe(
+        pods=list(pods.values()), name_conflicts=name_conflicts, refusals=refusals, progress=progress
+    )
 
 
 def _pod(dice: Dice) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from rljob_operator import kinds
 from rljob_operator.errors import Conflict, Forbidden, Invalid, NotFound, Unavailable
-from rljob_operator.model import ControlCall, Deletion, EventNote, Plan
+from rljob_operator.model import ControlCall, Deletion, JobEvent, Plan
 from rljob_operator.runtime.apply import EARLIER_JOB_PAUSE, Application, Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
 from rljob_operator.runtime.fairness import FairSlots
@@ -27,10 +27,10 @@ class Runner:
 
 class Recorder:
     def __init__(self):
-        self.notes = []
+        self.events = []
 
-    def record(self, job, note):
-        self.notes.append(note)
+    def record(self, job, event):
+        self.events.append(event)
 
 
 def labels(uid, job="x"):
@@ -176,14 +176,14 @@ async def test_a_pod_of_ours_under_the_name_is_adopted(bench):
     bench.cluster.put(kinds.POD, "ns", pod("x-env-0"))
     applied = await bench.apply(create=(pod("x-env-0"),))
     assert bench.cache.entry(kinds.POD, KEY, "x-env-0") is not None
-    assert not bench.memory.foreign and applied.again_after == 0.0
+    assert not bench.memory.name_conflicts and applied.again_after == 0.0
 
 
 async def test_a_pod_of_an_earlier_job_is_waited_for(bench):
     bench.cluster.put(kinds.POD, "ns", pod("x-env-0", uid="old-job"))
     applied = await bench.apply(create=(pod("x-env-0"),))
     assert bench.cache.entry(kinds.POD, KEY, "x-env-0") is not None, "observed, so that reconcile can say so"
-    assert not bench.memory.foreign and applied.again_after == EARLIER_JOB_PAUSE
+    assert not bench.memory.name_conflicts and applied.again_after == EARLIER_JOB_PAUSE
 
 
 @pytest.mark.parametrize("kind", [kinds.POD, kinds.SERVICE], ids=["pod", "service"])
@@ -191,7 +191,7 @@ async def test_someone_elses_object_is_left_alone_and_told(bench, kind):
     theirs = bench.cluster.put(kind, "ns", {"metadata": {"name": "x", "labels": {"app": "theirs"}}})
     wanted = {"create": (pod("x"),)} if kind == kinds.POD else {"ensure": (service(),)}
     applied = await bench.apply(**wanted)
-    assert bench.memory.foreign == {f"{kind.kind}/x"}
+    assert bench.memory.name_conflicts == {f"{kind.kind}/x"}
     assert applied.again_after == 0.0
     assert bench.cluster.objects[kind.kind, "ns", "x"] == theirs
 
@@ -318,17 +318,17 @@ async def test_pods_are_made_in_parallel_within_the_jobs_limit(bench):
 
 
 async def test_events_of_a_written_status_are_not_lost_with_a_create_that_fails(bench):
-    note = EventNote(type="Warning", reason="PodFailed", message="exit code 1")
+    event = JobEvent(type="Warning", reason="PodFailed", message="exit code 1")
     bench.cluster.fail("create", "x-env-0", Unavailable("no answer"))
     with pytest.raises(Unavailable):
-        await bench.apply(status={"phase": "Restarting"}, create=(pod("x-env-0"),), events=(note,))
-    assert bench.recorder.notes == [note]
+        await bench.apply(status={"phase": "Restarting"}, create=(pod("x-env-0"),), events=(event,))
+    assert bench.recorder.events == [event]
 
 
 async def test_events_of_a_status_that_was_not_written_are_not_told(bench):
     bench.cluster.put(kinds.RLJOB, "ns", {"metadata": {"name": "x", "uid": "job-uid"}, "status": {"phase": "Failed"}})
-    await bench.apply(status={"phase": "Running"}, events=(EventNote(type="Normal", reason="Started", message=""),))
-    assert bench.recorder.notes == []
+    await bench.apply(status={"phase": "Running"}, events=(JobEvent(type="Normal", reason="Started", message=""),))
+    assert bench.recorder.events == []
 
 
 async def test_a_changed_spec_that_the_runner_refuses_is_told_of_at_once_and_once(bench):
@@ -344,8 +344,8 @@ async def test_a_changed_spec_that_the_runner_refuses_is_told_of_at_once_and_onc
 
 async def test_calls_and_events_are_passed_on(bench):
     call = ControlCall(method="POST /drain", body={"pods": ["x-rollout-1"]}, ip="10.0.0.1", epoch=1)
-    note = EventNote(type="Normal", reason="Scaled", message="down")
-    applied = await bench.apply(calls=(call,), events=(note,), requeue_after=7.0)
+    event = JobEvent(type="Normal", reason="Scaled", message="down")
+    applied = await bench.apply(calls=(call,), events=(event,), requeue_after=7.0)
     assert bench.runner.calls == [("job-uid", call)]
-    assert bench.recorder.notes == [note]
+    assert bench.recorder.events == [event]
     assert applied.again_after == 7.0

@@ -10,7 +10,7 @@ from test_apply import KEY, Bench
 
 from rljob_operator import kinds
 from rljob_operator.errors import Forbidden
-from rljob_operator.model import EventNote, Scale
+from rljob_operator.model import JobEvent, Scale
 
 AUTOSCALE = {"min": 1, "max": 8, "targetIdle": 0.2}
 
@@ -29,7 +29,7 @@ def test_a_hungry_trainer_gets_more_rollouts_and_idle_ones_go() -> None:
     world = job()
     world.workload = workload(2)
     plan = world.reconcile()
-    assert plan.scale is not None and plan.scale.replicas == 4 and "2 -> 4" in plan.scale.note.message
+    assert plan.scale is not None and plan.scale.replicas == 4 and "2 -> 4" in plan.scale.event.message
     world.workload = workload(2, full=False)
     world.run_until(lambda: world.role("rollout")["ready"] == 4)
     world.workload = workload(4, starved=0.7, trainer=0.0)
@@ -78,7 +78,7 @@ def test_nothing_is_scaled(why: str) -> None:
 
 def scale(generation: int = 1) -> Scale:
     return Scale(
-        replicas=4, generation=generation, note=EventNote(type="Normal", reason="Autoscaled", message="2 -> 4")
+        replicas=4, generation=generation, event=JobEvent(type="Normal", reason="Autoscaled", message="2 -> 4")
     )
 
 
@@ -97,24 +97,24 @@ def bench(cluster: Any) -> Bench:
 async def test_the_number_is_written_by_the_scale_subresource_and_told(bench: Bench) -> None:
     applied = await bench.apply(scale=scale(), status={"phase": "Running", "step": 1})
     assert bench.cluster.scaled == [("x", 4)] and applied.again_after == 0.0
-    assert [note.reason for note in bench.recorder.notes] == ["Autoscaled"]
+    assert [event.reason for event in bench.recorder.events] == ["Autoscaled"]
 
 
 async def test_a_newer_spec_is_the_users_word(bench: Bench) -> None:
     await bench.apply(scale=scale(generation=0))
-    assert bench.cluster.scaled == [] and bench.recorder.notes == []
+    assert bench.cluster.scaled == [] and bench.recorder.events == []
     edited = bench.cluster.objects["RLJob", "ns", "x"]["metadata"] | {"generation": 2}
     bench.cluster.put(kinds.RLJOB, "ns", {"metadata": edited})  # the cache has not seen it
     await bench.apply(scale=scale())
-    assert bench.cluster.scaled == [] and bench.recorder.notes == []
+    assert bench.cluster.scaled == [] and bench.recorder.events == []
     assert bench.cache.job(KEY)["metadata"]["generation"] == 2
 
 
 async def test_a_refusal_is_told_and_tried_again_later(bench: Bench) -> None:
     bench.cluster.fail("patch", "x", Forbidden("no right to rljobs/scale"))
     applied = await bench.apply(scale=scale())
-    (note,) = bench.recorder.notes
-    assert note.reason == "AutoscaleRefused" and "no right to rljobs/scale" in note.message
+    (event,) = bench.recorder.events
+    assert event.reason == "AutoscaleRefused" and "no right to rljobs/scale" in event.message
     assert applied.again_after > 0
     await bench.apply(scale=scale())
     assert bench.cluster.scaled == [], "its time has not come"

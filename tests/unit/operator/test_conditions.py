@@ -14,9 +14,9 @@ import rl_core.plan.failure_rules
 import rljob_operator.reconcile
 from rl_core.api.status import Condition
 from rljob_operator.reconcile.conditions import REASONS, TYPES, Fact, merge
-from rljob_operator.reconcile.notes import EVENTS
+from rljob_operator.reconcile.events import EVENTS
 
-PURE = ("condition_facts", "storage", "failures", "lifecycle", "notes", "status", "decision")
+PURE = ("condition_facts", "storage", "failures", "lifecycle", "events", "status", "reconciler")
 
 
 def literals() -> Iterator[str]:

@@ -168,14 +168,14 @@ async def test_a_refused_apply_is_forgotten_when_it_is_wanted_no_more(bench):
 
 async def test_names_of_others_are_read_again_until_they_are_free(bench):
     bench.cluster.put(kinds.POD, "ns", {"metadata": {"name": "x-env-0"}})
-    bench.applier.effect = lambda work: work.memory.foreign.add("Pod/x-env-0") or Applied()
+    bench.applier.effect = lambda work: work.memory.name_conflicts.add("Pod/x-env-0") or Applied()
     await bench.controller.handle(KEY)
     bench.applier.effect = lambda work: Applied()
     await bench.controller.handle(KEY)
-    assert bench.seen[1][1].foreign == ("Pod/x-env-0",)
+    assert bench.seen[1][1].name_conflicts == ("Pod/x-env-0",)
     del bench.cluster.objects["Pod", "ns", "x-env-0"]
     await bench.controller.handle(KEY)
-    assert bench.seen[2][1].foreign == ()
+    assert bench.seen[2][1].name_conflicts == ()
 
 
 async def test_nothing_is_remembered_of_a_forerunner(bench):

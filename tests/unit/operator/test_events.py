@@ -6,11 +6,11 @@ import pytest
 
 from rljob_operator import kinds
 from rljob_operator.errors import Forbidden
-from rljob_operator.model import EventNote
+from rljob_operator.model import JobEvent
 from rljob_operator.runtime.events import BURST, REFILL_SECONDS, EventRecorder
 
 JOB = {"metadata": {"name": "x", "namespace": "ns", "uid": "job-uid"}}
-NOTE = EventNote(type="Warning", reason="Unschedulable", message="no nodes")
+NOTE = JobEvent(type="Warning", reason="Unschedulable", message="no nodes")
 
 
 class Bench:
@@ -79,7 +79,7 @@ def test_equal_events_become_one_with_a_count(play):
 def test_different_words_are_different_events(play):
     async def scenario(bench):
         bench.recorder.record(JOB, NOTE)
-        bench.recorder.record(JOB, EventNote(type="Warning", reason="Unschedulable", message="other words"))
+        bench.recorder.record(JOB, JobEvent(type="Warning", reason="Unschedulable", message="other words"))
         await bench.write()
         assert len(bench.events) == 2
 
@@ -101,7 +101,7 @@ def test_an_event_the_server_has_forgotten_is_made_anew(play):
 def test_a_talkative_job_is_limited_and_may_speak_again_later(play):
     async def scenario(bench):
         for number in range(100):
-            bench.recorder.record(JOB, EventNote(type="Normal", reason="Step", message=str(number)))
+            bench.recorder.record(JOB, JobEvent(type="Normal", reason="Step", message=str(number)))
         other = {"metadata": {**JOB["metadata"], "name": "y", "uid": "other"}}
         bench.recorder.record(other, NOTE)
         await bench.write()
@@ -127,7 +127,7 @@ def test_a_refused_event_is_counted_and_the_next_is_written(play):
 
         bench.cluster.create = once
         bench.recorder.record(JOB, NOTE)
-        bench.recorder.record(JOB, EventNote(type="Normal", reason="Next", message=""))
+        bench.recorder.record(JOB, JobEvent(type="Normal", reason="Next", message=""))
         await bench.write()
         assert [event["reason"] for event in bench.events] == ["Next"]
         assert len(bench.dropped) == 1

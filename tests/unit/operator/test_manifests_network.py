@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifest_samples import CONFIG, UID, make_job
+from network_policies import Endpoint, allows
 
 from rljob_operator import naming
 from rljob_operator.manifests import network
-from rljob_operator.manifests.network import Endpoint, allows
 
 HUB, CHANNEL, CONTROL, HEALTH, MASTER, RPC = range(7700, 7706)
 JOB = make_job(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rljob_operator.reconcile.conditions import REASONS, TYPES
-from rljob_operator.reconcile.notes import EVENTS
+from rljob_operator.reconcile.events import EVENTS
 
 DOC = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
 

@@ -22,9 +22,9 @@ from states import PHASES, UID, Dice, spec
 from rljob_operator import kinds
 from rljob_operator.errors import ApiError, Conflict, Forbidden, Invalid, Unavailable
 from rljob_operator.kinds import Kind
-from rljob_operator.model import ControlCall, EventNote, Object, Progress
+from rljob_operator.model import ControlCall, JobEvent, Object, Progress
 from rljob_operator.naming import LABEL_JOB, LABEL_JOB_UID
-from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.runtime.apply import Applier
 from rljob_operator.runtime.cache import Cache, JobKey, head
 from rljob_operator.runtime.controller import Controller
@@ -91,10 +91,10 @@ class Recorder:
     """Counts events: each is a write."""
 
     def __init__(self) -> None:
-        self.notes: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.events: collections.Counter[tuple[str, str]] = collections.Counter()
 
-    def record(self, job: Object, note: EventNote) -> None:
-        self.notes[note.reason, note.message] += 1
+    def record(self, job: Object, event: JobEvent) -> None:
+        self.events[event.reason, event.message] += 1
 
 
 def secret(job: Object) -> Object:
@@ -106,7 +106,7 @@ async def live(
 ) -> Recorder:
     """Serve one job for SECONDS; the runner's word is new at each poll."""
     loop, recorder = asyncio.get_running_loop(), Recorder()
-    cache = Cache(projections={**dict.fromkeys(kinds.SUPPORT, head), kinds.POD: views.pod_view}, clock=loop.time)
+    cache = Cache(projections={**dict.fromkeys(kinds.SUPPORT, head), kinds.POD: pod_views.pod_view}, clock=loop.time)
 
     def clock() -> float:
         return START + loop.time()
@@ -184,7 +184,7 @@ def test_nothing_is_repeated_in_vain_faster_than_its_back_off(
     recorder = fake_time(live(cluster, job, pods, told))
     for request, times in cluster.in_vain.items():
         assert times <= (MOST_READS if request[0] in ("read", "list") else MOST_REPEATS), (request, times)
-    assert max(recorder.notes.values(), default=0) <= MOST_REPEATS, recorder.notes.most_common(3)
+    assert max(recorder.events.values(), default=0) <= MOST_REPEATS, recorder.events.most_common(3)
 
 
 def pod_of(role: str, index: int, epoch: int, dice: Dice) -> dict[str, Any]:

@@ -35,7 +35,6 @@ def pod(index=0, epoch=1, role="actor", **more):
         role=role,
         index=index,
         epoch=epoch,
-        template_hash="",
         created=0.0,
         **{**base, **more},
     )

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from manifest_samples import CONFIG as IMAGES
 from manifest_samples import make_job as typed_job
+from network_policies import Endpoint, allows
 from simulator import World, make_job, reason, running
 
 from rljob_operator import naming
 from rljob_operator.manifests import claims, containers, gang, meta, network
-from rljob_operator.manifests.network import Endpoint, allows
 from rljob_operator.model import OperatorConfig
 
 PAIRS: dict[str, Any] = {

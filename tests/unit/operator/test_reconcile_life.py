@@ -11,7 +11,7 @@ from simulator import CONFIG, START, World, make_job, reason, running
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Progress
-from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.conditions import TYPES
 from rljob_operator.times import to_text
 
@@ -340,7 +340,7 @@ def test_the_word_of_another_pod_or_epoch_is_not_heard() -> None:
         Progress(status={**world.summary(), "step": 400}, at=world.now, pod_uid="another"),
         Progress(status={**world.summary(), "step": 400, "epoch": 7}, at=world.now, pod_uid=uid),
     ):
-        observed = views.observe(
+        observed = pod_views.observe(
             pods=list(world.pods.values()), objects=list(world.objects.values()), progress=progress
         )
         plan = reconcile(world.job, observed, world.now, config=CONFIG)
@@ -387,7 +387,7 @@ def test_devices_metrics_and_versions_are_told() -> None:
     }
     plan = reconcile(
         world.job,
-        views.observe(
+        pod_views.observe(
             pods=pods, objects=list(world.objects.values()), progress=Progress(status=status, at=world.now, pod_uid=uid)
         ),
         world.now,
@@ -427,7 +427,7 @@ def test_a_pod_that_was_asked_to_finish_goes_even_if_it_is_wanted_again() -> Non
 
 def test_an_init_container_that_runs_is_named() -> None:
     job = make_job()
-    first = reconcile(job, views.observe(), START, config=CONFIG)
+    first = reconcile(job, pod_views.observe(), START, config=CONFIG)
     prepares = {"initContainerStatuses": [{"name": "fetch", "state": {"running": {}}}], "phase": "Pending"}
     pods = [
         {
@@ -438,7 +438,7 @@ def test_an_init_container_that_runs_is_named() -> None:
         }
         for number, pod in enumerate(first.create)
     ]
-    plan = reconcile({**job, "status": first.status}, views.observe(pods=pods), START + 1, config=CONFIG)
+    plan = reconcile({**job, "status": first.status}, pod_views.observe(pods=pods), START + 1, config=CONFIG)
     ready = next(c for c in plan.status["conditions"] if c["type"] == "Ready")
     assert ready["reason"] == "Preparing" and "init container fetch runs" in ready["message"]
     assert plan.status["columns"]["reason"] == "Preparing"

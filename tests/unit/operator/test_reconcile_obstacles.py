@@ -10,7 +10,7 @@ from simulator import CONFIG, START, World, make_job, reason, running
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Observed, OperatorConfig
-from rljob_operator.reconcile import reconcile, views
+from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.conditions import TYPES
 
 CLAIMED = {
@@ -78,7 +78,7 @@ def test_a_running_job_whose_spec_is_no_longer_understood_keeps_its_pods() -> No
 
 def test_an_object_of_someone_else_under_our_name_is_a_conflict() -> None:
     world = World(make_job())
-    observed = Observed(foreign=("Service/x",))
+    observed = Observed(name_conflicts=("Service/x",))
     plan = reconcile(world.job, observed, START, config=CONFIG)
     world.apply(plan)
     assert not plan.create and not plan.ensure and plan.requeue_after == 15.0
@@ -88,7 +88,7 @@ def test_an_object_of_someone_else_under_our_name_is_a_conflict() -> None:
 def test_a_pod_with_our_labels_and_no_owner_is_a_conflict() -> None:
     world = World(make_job())
     stranger = {"metadata": {"name": "x-env-0", "uid": "s", "labels": {"rljob.dev/role": "env", "rljob.dev/job": "x"}}}
-    plan = reconcile(world.job, views.observe(pods=[stranger]), START, config=CONFIG)
+    plan = reconcile(world.job, pod_views.observe(pods=[stranger]), START, config=CONFIG)
     world.apply(plan)
     assert not plan.create and reason(world, "Accepted") == "NameConflict"
 
@@ -96,7 +96,7 @@ def test_a_pod_with_our_labels_and_no_owner_is_a_conflict() -> None:
 def test_pods_of_an_earlier_job_of_the_name_are_waited_for() -> None:
     old = running()
     new = World(make_job(uid="bbbbbbbb-1111"))
-    plan = reconcile(new.job, views.observe(pods=list(old.pods.values())), START, config=CONFIG)
+    plan = reconcile(new.job, pod_views.observe(pods=list(old.pods.values())), START, config=CONFIG)
     new.apply(plan)
     assert not plan.create and not plan.delete and not plan.ensure and plan.requeue_after == 2.0
     assert (

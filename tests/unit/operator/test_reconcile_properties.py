@@ -73,7 +73,7 @@ def test_a_plan_never_contradicts_itself(data: bytes) -> None:
         assert not [pod for pod in observed.pods if pod.job_uid == UID] and not made
     if status["epoch"] == before.get("epoch") == before.get("begunEpoch") and before["epoch"]:
         assert status.get("step", 0) >= before.get("step", 0)
-    if observed.foreign:
+    if observed.name_conflicts:
         assert not made
 
 

@@ -105,8 +105,13 @@ def test_a_paused_job_keeps_its_last_good_checkpoint_and_names_it_in_a_field_of_
     world.run_until(lambda: world.phase == "Suspended")
     assert [call.body for call in world.calls if call.method == "POST /finish"] == [{"reason": "rollback"}]
     assert not world.pods and world.saved == good, "what the rule found wrong is not saved"
-    halt, told = world.status["halt"], world.condition("Suspended")
-    assert (halt["by"], halt["rule"], halt["lastGoodStep"], halt["done"]) == ("rule", "KlBlowUp", good, True)
+    suspension, told = world.status["halt"], world.condition("Suspended")
+    assert (suspension["by"], suspension["rule"], suspension["lastGoodStep"], suspension["done"]) == (
+        "rule",
+        "KlBlowUp",
+        good,
+        True,
+    )
     assert (told["status"], told["reason"]) == ("True", "Paused")
     words = f"the last good checkpoint is of step {good}; to go on from there"
     assert "approx_kl above" in told["message"] and words in told["message"] and "rljob resume" in told["message"]

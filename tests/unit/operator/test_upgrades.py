@@ -46,6 +46,6 @@ def test_lost_defaults_are_told_once_and_those_of_this_operator_are_kept_from_th
     world = accepted_under(earlier())
     plan = look(world, None)
     assert plan.status["schemaVersion"] == defaults.present().version
-    assert [note.reason for note in plan.events].count("DefaultsLost") == 1
+    assert [event.reason for event in plan.events].count("DefaultsLost") == 1
     world.job["status"] = dict(plan.status)
-    assert "DefaultsLost" not in [note.reason for note in look(world, defaults.present()).events]
+    assert "DefaultsLost" not in [event.reason for event in look(world, defaults.present()).events]

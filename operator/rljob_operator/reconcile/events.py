@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rljob_operator.model import EventNote, Object
+from rljob_operator.model import JobEvent, Object
 from rljob_operator.reconcile.condition_facts import NOT_DURABLE
 from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.failures import Act
-from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.record import Record
 
-LONGEST_NOTE = 1000
+LONGEST_EVENT = 1000
 """Characters of an event; the API server takes 1024."""
 
 EVENTS: Mapping[str, str] = {
@@ -58,59 +58,61 @@ _EVENT_STATUS = {
 """Condition -> the status worth an event, and reasons of it that are none."""
 
 
-def tell(record: Record, course: Course, facts: Mapping[str, Fact], status: Object | None) -> tuple[EventNote, ...]:
+def of_transition(
+    record: Record, decision: Decision, facts: Mapping[str, Fact], status: Object | None
+) -> tuple[JobEvent, ...]:
     """Return the events of a step; none when the status stays as it is."""
-    if status is None or course.stage is Stage.ENDED:
+    if status is None or decision.stage is Stage.ENDED:
         return ()
     return (
         *_schema(record, status),
-        *_phase(record, course, status),
-        *_findings(course),
+        *_phase(record, decision, status),
+        *_findings(decision),
         *_conditions(record, facts),
         *_draining(record, status),
     )
 
 
-def refusal(problem: str) -> tuple[EventNote, ...]:
+def of_refused_spec(problem: str) -> tuple[JobEvent, ...]:
     """Return the event about a spec that is not understood."""
-    return (_warn("InvalidSpec", problem),)
+    return (_warning("InvalidSpec", problem),)
 
 
-def _schema(record: Record, status: Object) -> Iterator[EventNote]:
+def _schema(record: Record, status: Object) -> Iterator[JobEvent]:
     before, now = record.raw.get("schemaVersion"), status.get("schemaVersion")
     if before and now != before:
-        yield _warn(
+        yield _warning(
             "DefaultsLost",
             f"the job's ConfigMap must keep the defaults of schema {before}, under which it was accepted, got none; it is resolved by "
             f"those of schema {now}: compare `kubectl get configmap` with what the job needs and write into the spec what differs",
         )
 
 
-def _phase(record: Record, course: Course, status: Object) -> Iterator[EventNote]:
+def _phase(record: Record, decision: Decision, status: Object) -> Iterator[JobEvent]:
     phase = str(status.get("phase"))
-    if not record.phase and course.stage is Stage.RUN:
+    if not record.phase and decision.stage is Stage.RUN:
         accepted: Object = next((c for c in status["conditions"] if c["type"] == "Accepted"), {})
         if accepted.get("message") == NOT_DURABLE:
-            yield _warn("CheckpointsNotDurable", NOT_DURABLE)
-    if phase == record.phase and course.stage is not Stage.RESTART:
+            yield _warning("CheckpointsNotDurable", NOT_DURABLE)
+    if phase == record.phase and decision.stage is not Stage.RESTART:
         return
-    if course.stage is Stage.RESTART:
-        resumed = course.reason == "Resumed"
-        yield _note("Resumed", course.message) if resumed else _warn("Restarting", course.message)
+    if decision.stage is Stage.RESTART:
+        resumed = decision.reason == "Resumed"
+        yield _normal("Resumed", decision.message) if resumed else _warning("Restarting", decision.message)
     elif phase == "Failed":
-        yield _warn("Failed", f"{course.reason}: {course.message}")
+        yield _warning("Failed", f"{decision.reason}: {decision.message}")
     elif phase in EVENTS:
-        yield _note(phase, course.message or EVENTS[phase])
+        yield _normal(phase, decision.message or EVENTS[phase])
 
 
-def _findings(course: Course) -> Iterator[EventNote]:
+def _findings(decision: Decision) -> Iterator[JobEvent]:
     reasons = {Act.REPLACE_PODS: "PodReplaced", Act.RESTART_ROLE: "RoleRestarted"}
-    for finding in course.findings if course.stage is Stage.RUN else ():
+    for finding in decision.findings if decision.stage is Stage.RUN else ():
         if finding.act in reasons:
-            yield _warn(reasons[finding.act], finding.message)
+            yield _warning(reasons[finding.act], finding.message)
 
 
-def _conditions(record: Record, facts: Mapping[str, Fact]) -> Iterator[EventNote]:
+def _conditions(record: Record, facts: Mapping[str, Fact]) -> Iterator[JobEvent]:
     for kind, (status, silent) in _EVENT_STATUS.items():
         fact = facts[kind]
         if (
@@ -118,22 +120,22 @@ def _conditions(record: Record, facts: Mapping[str, Fact]) -> Iterator[EventNote
             and fact.reason not in silent
             and record.condition(kind)[:2] != (fact.status, fact.reason)
         ):
-            yield _warn(fact.reason, fact.message or fact.reason)
+            yield _warning(fact.reason, fact.message or fact.reason)
     stalled = facts["Progressing"]
     if stalled.reason == "Stalled" and record.condition("Progressing")[1] != "Stalled":
-        yield _warn("Stalled", stalled.message)
+        yield _warning("Stalled", stalled.message)
 
 
-def _draining(record: Record, status: Object) -> Iterator[EventNote]:
+def _draining(record: Record, status: Object) -> Iterator[JobEvent]:
     listed: Any = status.get("draining") or []
     new = [entry["pod"] for entry in listed if entry["pod"] not in record.draining]
     if new:
-        yield _note("Draining", f"{', '.join(new)} finish their work before they are deleted")
+        yield _normal("Draining", f"{', '.join(new)} finish their work before they are deleted")
 
 
-def _warn(reason: str, message: str) -> EventNote:
-    return EventNote(type="Warning", reason=reason, message=message[:LONGEST_NOTE])
+def _warning(reason: str, message: str) -> JobEvent:
+    return JobEvent(type="Warning", reason=reason, message=message[:LONGEST_EVENT])
 
 
-def _note(reason: str, message: str) -> EventNote:
-    return EventNote(type="Normal", reason=reason, message=message[:LONGEST_NOTE])
+def _normal(reason: str, message: str) -> JobEvent:
+    return JobEvent(type="Normal", reason=reason, message=message[:LONGEST_EVENT])

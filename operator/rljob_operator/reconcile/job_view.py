@@ -20,7 +20,7 @@ ROLES = ("actor", "rollout", "env")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
+class JobView:
     """The inputs of a decision."""
 
     raw: Object
@@ -105,9 +105,9 @@ class Situation:
         return self.by_role[role]
 
 
-def look(
+def build(
     job: RLJob, raw: Object, observed: Observed, now: float, *, defaults: Defaults, config: OperatorConfig
-) -> Situation:
+) -> JobView:
     """Sort what is there."""
     uid = job.metadata.uid
     record = records.read(raw.get("status"))
@@ -119,7 +119,7 @@ def look(
     report = (reports.from_end(first, epoch=epoch, at=now) if first is not None and has_ended(first) else None) or (
         reports.from_progress(observed.progress, first, epoch=epoch)
     )
-    return Situation(
+    return JobView(
         raw=raw,
         job=job,
         defaults=defaults,

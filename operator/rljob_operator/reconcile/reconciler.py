@@ -21,20 +21,20 @@ from rljob_operator.reconcile import (
     cleanup,
     condition_facts,
     deadlines,
+    events,
+    job_view,
     lifecycle,
-    notes,
     parsing,
     scaling,
-    situation,
     storage,
 )
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import status as statuses
 from rljob_operator.reconcile.conditions import Fact
-from rljob_operator.reconcile.lifecycle import Course, Stage
+from rljob_operator.reconcile.job_view import JobView, is_active
+from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.reconcile.scaling import PodMoves
-from rljob_operator.reconcile.situation import Situation, is_active
 from rljob_operator.reconcile.storage import Obstacle
 
 OBSTACLE_SECONDS = 15.0
@@ -57,69 +57,69 @@ def reconcile(
     parsed = parsing.parse(job, observed.defaults, known)
     if isinstance(parsed, str):
         return _refuse(job, parsed, now)
-    return _plan(situation.look(parsed, job, observed, now, defaults=known.defaults, config=config), known)
+    return _plan(job_view.build(parsed, job, observed, now, defaults=known.defaults, config=config), known)
 
 
-def _plan(situation: Situation, known: ParsedJob) -> Plan:
-    course = lifecycle.decide(situation)
-    obstacle = storage.obstacle(situation) if course.stage is not Stage.ENDED else None
-    moves = _moves(situation, course, obstacle)
+def _plan(view: JobView, known: ParsedJob) -> Plan:
+    decision = lifecycle.decide(view)
+    obstacle = storage.obstacle(view) if decision.stage is not Stage.ENDED else None
+    moves = _moves(view, decision, obstacle)
     facts: Mapping[str, Fact] = (
-        condition_facts.facts(situation, course, obstacle) if course.stage is not Stage.ENDED else {}
+        condition_facts.facts(view, decision, obstacle) if decision.stage is not Stage.ENDED else {}
     )
-    status = statuses.build(situation, course, facts, moves.draining)
+    status = statuses.build(view, decision, facts, moves.draining)
     return Plan(
         status=status,
-        progress_only=status is not None and statuses.is_progress_only(situation.record.raw, status),
-        delete=(*moves.delete, *_old_templates(situation, course, obstacle, known)),
-        ensure=_support(situation, course, obstacle, known),
-        ensure_secret=course.stage is Stage.RUN and obstacle is None and not situation.earlier,
-        create=_build(situation, course, moves.create),
-        calls=(*moves.calls, *_control(situation, course)),
-        events=notes.tell(situation.record, course, facts, status),
-        scale=autoscaling.wanted(situation, course, moves),
-        requeue_after=_again(situation, course, moves, obstacle),
+        progress_only=status is not None and statuses.is_progress_only(view.record.raw, status),
+        delete=(*moves.delete, *_old_templates(view, decision, obstacle, known)),
+        ensure=_support(view, decision, obstacle, known),
+        ensure_secret=decision.stage is Stage.RUN and obstacle is None and not view.earlier,
+        create=_build(view, decision, moves.create),
+        calls=(*moves.calls, *_control(view, decision)),
+        events=events.of_transition(view.record, decision, facts, status),
+        scale=autoscaling.wanted(view, decision, moves),
+        requeue_after=_again(view, decision, moves, obstacle),
     )
 
 
-def _moves(situation: Situation, course: Course, obstacle: Obstacle | None) -> PodMoves:
+def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodMoves:
     """Return the moves of pods. A new epoch or an end is written alone: what it means for pods, the next reconcile sees."""
-    if course.stage is Stage.RUN:
-        free = obstacle is None and not situation.earlier
-        return scaling.run(situation, course.record, may_create=free)
-    if course.stage is Stage.HALT:
-        return cleanup.halt(situation, course.record)
-    if course.stage is Stage.ENDED:
-        return cleanup.ended(situation)
-    if course.roll_back:
-        return PodMoves(draining={}, calls=cleanup.finish(situation, "rollback"))
-    return PodMoves(draining=dict(course.record.draining) if course.stage is Stage.RESTART else {})
+    if decision.stage is Stage.RUN:
+        free = obstacle is None and not view.earlier
+        return scaling.run(view, decision.record, may_create=free)
+    if decision.stage is Stage.SUSPENDING:
+        return cleanup.suspend(view, decision.record)
+    if decision.stage is Stage.ENDED:
+        return cleanup.ended(view)
+    if decision.roll_back:
+        return PodMoves(draining={}, calls=cleanup.finish(view, "rollback"))
+    return PodMoves(draining=dict(decision.record.draining) if decision.stage is Stage.RESTART else {})
 
 
-def _support(situation: Situation, course: Course, obstacle: Obstacle | None, known: ParsedJob) -> tuple[Object, ...]:
+def _support(view: JobView, decision: Decision, obstacle: Obstacle | None, known: ParsedJob) -> tuple[Object, ...]:
     """Return the Service, ConfigMap and the like to write; they stay while the job exists, so that what runs keeps its name and fence."""
-    if course.stage is not Stage.RUN or obstacle is not None or situation.earlier:
+    if decision.stage is not Stage.RUN or obstacle is not None or view.earlier:
         return ()
-    return parsing.missing_objects(situation.job, situation.observed.objects, config=situation.config, known=known)
+    return parsing.missing_objects(view.job, view.observed.objects, config=view.config, known=known)
 
 
 def _old_templates(
-    situation: Situation, course: Course, obstacle: Obstacle | None, known: ParsedJob
+    view: JobView, decision: Decision, obstacle: Obstacle | None, known: ParsedJob
 ) -> tuple[Deletion, ...]:
     """Return the claim templates to delete; a pod that is not bound yet may still need the one it names."""
-    unbound = any(not pod.scheduled for pod in situation.pods.values())
-    if course.stage is not Stage.RUN or obstacle is not None or situation.earlier or unbound:
+    unbound = any(not pod.scheduled for pod in view.pods.values())
+    if decision.stage is not Stage.RUN or obstacle is not None or view.earlier or unbound:
         return ()
-    return parsing.old_templates(situation.job, situation.observed.objects, config=situation.config, known=known)
+    return parsing.old_templates(view.job, view.observed.objects, config=view.config, known=known)
 
 
-def _build(situation: Situation, course: Course, wanted: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
+def _build(view: JobView, decision: Decision, wanted: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
     """Return the manifests of the pods to make."""
     if not wanted:
         return ()
-    meta, record = situation.job.metadata, course.record
+    meta, record = view.job.metadata, decision.record
     plan = build_launch_plan(
-        situation.job,
+        view.job,
         name=meta.name,
         namespace=meta.namespace or "default",
         uid=meta.uid or "",
@@ -127,40 +127,40 @@ def _build(situation: Situation, course: Course, wanted: tuple[tuple[str, int], 
         attempts={role: record.role(role).restarts for role in scaling.ELASTIC},
     )
     pods = {(pod.role, pod.index): pod for pod in plan.pods}
-    return tuple(manifests.pods.build(situation.job, pods[key], config=situation.config) for key in wanted)
+    return tuple(manifests.pods.build(view.job, pods[key], config=view.config) for key in wanted)
 
 
-def _control(situation: Situation, course: Course) -> tuple[ControlCall, ...]:
+def _control(view: JobView, decision: Decision) -> tuple[ControlCall, ...]:
     """Return the call that tells the runner of a changed spec."""
-    report, first = situation.report, situation.first_actor
-    if course.stage is not Stage.RUN or report is None or first is None or not first.ip or not is_active(first):
+    report, first = view.report, view.first_actor
+    if decision.stage is not Stage.RUN or report is None or first is None or not first.ip or not is_active(first):
         return ()
-    progress, applied = situation.observed.progress, report.applied_generation
-    if applied is None or applied >= situation.generation or progress is None or progress.error:
+    progress, applied = view.observed.progress, report.applied_generation
+    if applied is None or applied >= view.generation or progress is None or progress.error:
         return ()
-    spec = document.write(situation.spec, situation.defaults.table)
-    body = {"generation": situation.generation, "spec": spec}
+    spec = document.write(view.spec, view.defaults.table)
+    body = {"generation": view.generation, "spec": spec}
     return (ControlCall(method="PUT /control", body=body, ip=first.ip, epoch=first.epoch),)
 
 
-def _again(situation: Situation, course: Course, moves: PodMoves, obstacle: Obstacle | None) -> float | None:
-    if course.stage in (Stage.RESTART, Stage.END):
+def _again(view: JobView, decision: Decision, moves: PodMoves, obstacle: Obstacle | None) -> float | None:
+    if decision.stage in (Stage.RESTART, Stage.END):
         return 0.0
     times = list(moves.again)
-    if course.stage is Stage.RUN:
+    if decision.stage is Stage.RUN:
         times += [OBSTACLE_SECONDS] if obstacle is not None else []
-        times += [EARLIER_SECONDS] if situation.earlier else []
-        due = deadlines.until_overdue(situation)
+        times += [EARLIER_SECONDS] if view.earlier else []
+        due = deadlines.until_overdue(view)
         times += [due] if due is not None else []
-        times += _until_unreachable(situation)
+        times += _until_unreachable(view)
     return max(min(times), 0.0) if times else None
 
 
-def _until_unreachable(situation: Situation) -> list[float]:
-    progress = situation.observed.progress
+def _until_unreachable(view: JobView) -> list[float]:
+    progress = view.observed.progress
     if progress is None or progress.failing_since is None:
         return []
-    left = progress.failing_since + condition_facts.UNREACHABLE_SECONDS - situation.now
+    left = progress.failing_since + condition_facts.UNREACHABLE_SECONDS - view.now
     return [left] if left > 0 else []
 
 
@@ -176,7 +176,7 @@ def _refuse(job: Object, problem: str, now: float) -> Plan:
     facts = condition_facts.refused(problem, record.conditions)
     status = statuses.refuse(job, record, facts, now=now, generation=generation if isinstance(generation, int) else 0)
     new = record.condition("Accepted")[1:] != ("InvalidSpec", problem)
-    return Plan(status=status, events=notes.refusal(problem) if new else ())
+    return Plan(status=status, events=events.of_refused_spec(problem) if new else ())
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

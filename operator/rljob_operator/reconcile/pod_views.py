@@ -27,7 +27,7 @@ def pod_view(pod: Object) -> PodView:
     meta, status = _map(pod.get("metadata")), _map(pod.get("status"))
     spec = _map(pod.get("spec"))
     sidecars = frozenset(str(c.get("name")) for c in _maps(spec.get("initContainers")) if c.get("restartPolicy"))
-    labels, notes = _map(meta.get("labels")), _map(meta.get("annotations"))
+    labels = _map(meta.get("labels"))
     conditions = {str(c.get("type")): c for c in _maps(status.get("conditions"))}
     scheduled, ready = conditions.get("PodScheduled", {}), conditions.get("Ready", {})
     disrupted = conditions.get("DisruptionTarget", {})
@@ -39,7 +39,6 @@ def pod_view(pod: Object) -> PodView:
         role=str(labels.get(naming.LABEL_ROLE, "")),
         index=_int(labels.get(naming.LABEL_INDEX)),
         epoch=_int(labels.get(naming.LABEL_EPOCH)),
-        template_hash=str(notes.get(naming.ANNOTATION_TEMPLATE_HASH, "")),
         created=to_seconds(meta.get("creationTimestamp")) or 0.0,
         deleting=meta.get("deletionTimestamp") is not None,
         deletion_deadline=to_seconds(meta.get("deletionTimestamp")),
@@ -66,7 +65,7 @@ def observe(
     *,
     pods: Iterable[Object] = (),
     objects: Sequence[Object] = (),
-    foreign: Sequence[str] = (),
+    name_conflicts: Sequence[str] = (),
     refusals: Mapping[str, str] | None = None,
     claims: Mapping[str, Object] | None = None,
     progress: Progress | None = None,
@@ -76,7 +75,7 @@ def observe(
     return Observed(
         pods=tuple(pod_view(pod) for pod in pods),
         objects=tuple(objects),
-        foreign=tuple(foreign),
+        name_conflicts=tuple(name_conflicts),
         refusals=refusals or {},
         claims=claims or {},
         progress=progress,

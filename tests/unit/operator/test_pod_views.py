@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rljob_operator.reconcile.views import pod_view
+from rljob_operator.reconcile.pod_views import pod_view
 from rljob_operator.times import to_seconds, to_text
 
 
