@@ -1,9 +1,10 @@
-"""`RolloutWorkerBase`: what every rollout worker does, whatever its engine: take weights, serve prompts, leave in order.
+"""`RolloutWorkerBase`: the rollout worker of every engine. It receives weights, leases prompt groups and delivers their records.
 
-    init_worker -> join (PULL, verify) -> start_rollout -> serving
-    OFFER -> updating (no prompt is leased, those in flight end) -> transfer, verify -> COMMIT -> serving
+    init_worker -> join (pull and verify the committed weights) -> start_rollout -> serving
+    offer of new weights -> updating (no prompt is leased, groups in flight end) -> transfer and verify -> commit -> serving
 
-A worker serves a version only after its receiver proved it (I2). Its async methods run on one event loop.
+Invariant: a worker generates with a version only after its receiver verified that the engine holds exactly the published weights. All async
+methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.api.job import RLJobSpec
@@ -29,17 +30,18 @@ from rl_core.messages.weights import (
     WeightOffer,
     WeightTransfer,
 )
-from rl_core.rollouts.engine import BuildEngine, Engine, Part, build_engine
+from rl_core.rollouts.engine import Engine, Part
 from rl_core.rollouts.environment import RemoteEnvironment
-from rl_core.rollouts.gate import gated
-from rl_core.rollouts.generation import BatchedDataDict, GenerationConfig, GenerationInterface, sample_seed
 from rl_core.rollouts.groups import GroupMaker
 from rl_core.rollouts.leases import HubLeases
 from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
-from rl_core.rollouts.meter import Meter
+from rl_core.rollouts.meter import EngineMeter
 from rl_core.rollouts.model_files import max_positions
-from rl_core.rollouts.occupancy import Occupancy
+from rl_core.rollouts.padded import BatchedDataDict, GenerationInterface
+from rl_core.rollouts.pausing_target import Pause, pausing
 from rl_core.rollouts.recovery import Recovery
+from rl_core.rollouts.residency import EngineResidency
+from rl_core.rollouts.sampling import sample_seed
 from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import ReceiverState, WeightReceiver
 from rl_core.workers.worker import Worker
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchedDataDict",
     "EnvironmentInterface",
-    "GenerationConfig",
     "GenerationInterface",
     "RemoteEnvironment",
     "RolloutWorkerBase",
@@ -61,12 +62,36 @@ __all__ = [
 ]
 
 PAUSE_SHARE = 0.8
-"""Share of the publisher's patience that groups in flight get to end before they are returned."""
+"""Share of a deadline within which groups in flight may end; then they are returned to the runner."""
+
+
+class BuildEngine(Protocol):
+    """Builds the engine of a rollout worker."""
+
+    def __call__(
+        self,
+        spec: RLJobSpec,
+        files: Mapping[str, bytes],
+        device: str,
+        max_seq_len: int,
+        on_tokens: Callable[[int], Any],
+        /,
+    ) -> Engine:
+        """Return the engine with unfilled weights.
+
+        Args:
+            spec: The job.
+            files: The files of the model folder by name, without weights.
+            device: Device such as "cpu" or "cuda:0".
+            max_seq_len: Longest sequence of prompt and completion, tokens.
+            on_tokens: Called from any thread with the number of tokens that were generated since the last call.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What `init_worker` builds, once."""
+    """What `init_worker` builds."""
 
     engine: Engine
     environment: RemoteEnvironment
@@ -74,11 +99,13 @@ class _Parts:
     receiver: WeightReceiver
     server: PromptServer
     recovery: Recovery
-    occupancy: Occupancy
+    residency: EngineResidency
 
 
 class RolloutWorkerBase(Worker):
-    """Weights in, prompts in, records out, with the engine that the job names."""
+    """Runs prompt groups with an engine. A subclass per engine sets `build_engine` (`rl_core.api.backends.ENGINES`)."""
+
+    build_engine: ClassVar[BuildEngine]
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {
         "actor": frozenset({"weights_offer", "weights_transfer", "weights_commit", "weights_abort", "weights_relay"})
@@ -88,34 +115,27 @@ class RolloutWorkerBase(Worker):
         self,
         config: RLJobSpec | Mapping[str, Any],
         placement: Mapping[str, Any] | None = None,
-        *,
-        build: BuildEngine = build_engine,
     ) -> None:
-        """`config` is the job's spec; `placement` may hold `max_seq_len` (None: the job's rollout.maxSequenceLength).
-
-        `build` makes the engine.
-        """
+        """`config` is the job's spec; `placement` may have `max_seq_len` in place of the job's rollout.maxSequenceLength."""
         self.spec = config if isinstance(config, RLJobSpec) else RLJobSpec.model_validate(config)
         self.placement = dict(placement or {})
-        self._build = build
         self._parts: _Parts | None = None
 
     # --- bring-up --------------------------------------------------------------------------------------------------
 
     def init_worker(self) -> None:
-        """Build the engine and all around it; repeating it keeps them."""
+        """Build the engine and the parts around it; does nothing if they exist."""
         if self._parts is not None:
             return
         spec = self.spec
-        meter: list[Meter] = []
+        meter = EngineMeter()
 
         def count(tokens: int) -> None:
             self.record_progress("tokens", tokens)
-            for one in meter:
-                one.count(tokens)
+            meter.count(tokens)
 
-        engine = self._build(spec, self.files, self.device, self._max_seq_len(), count)
-        meter.append(Meter(engine.load))
+        engine = type(self).build_engine(spec, self.files, self.device, self._max_seq_len(), count)
+        meter.watch(engine.load)
         environment = RemoteEnvironment(
             self._env_addresses,
             self.keys,
@@ -125,7 +145,7 @@ class RolloutWorkerBase(Worker):
             waiting=lambda address: self.waiting("environment step", self._env_at(address)),
         )
         groups = GroupMaker(spec, Tokenizer.from_files(self.files), engine, environment)
-        self.report_metrics(lambda: meter[0].read() | groups.metrics())
+        self.report_metrics(lambda: meter.read() | groups.metrics())
         server = PromptServer(
             self._make_group,
             HubLeases(self.hub_call),
@@ -139,7 +159,7 @@ class RolloutWorkerBase(Worker):
             spec,
             self.identity,
             self.epoch,
-            gated(engine.weight_target, self._pause(engine, server)),
+            pausing(engine.weight_target, self._pause(engine, server)),
             keys=self.keys,
             device=self.device,
             device_uuid=next(iter(self.worker_info.device_uuids), None),
@@ -149,45 +169,45 @@ class RolloutWorkerBase(Worker):
         receiver.warm_up()
         recovery = Recovery(receiver, server, starting=self._on_engine_lost)
         engine.watch(recovery.lost, recovery.back)
-        occupancy = Occupancy(engine.residency, server)
-        self._parts = _Parts(engine, environment, groups, receiver, server, recovery, occupancy)
-        # What was built lives as long as the process: a collection over it takes longer than a decode step.
+        residency = EngineResidency(engine.residency, server)
+        self._parts = _Parts(engine, environment, groups, receiver, server, recovery, residency)
+        # These objects live as long as the process, and a garbage collection over them takes longer than a decode step.
         gc.freeze()
 
-    def _pause(self, engine: Engine, server: PromptServer) -> Callable[[float], Awaitable[None]]:
-        """Return what `weights.onUpdate` says happens to groups in flight before weights change: they end, or are interrupted."""
+    def _pause(self, engine: Engine, server: PromptServer) -> Pause:
+        """Return how the worker pauses before weights change: as `weights.onUpdate` says, groups in flight end or are interrupted."""
         if self.spec.weights.on_update == "wait":
             return lambda deadline: server.pause(deadline * PAUSE_SHARE)
 
         async def interrupt(deadline: float) -> None:
             server.close()
-            await engine.hold(keep_cache=self.spec.weights.on_update == "keep_kv")
+            await engine.pause(keep_cache=self.spec.weights.on_update == "keep_kv")
 
         return interrupt
 
     async def join(self, publisher_address: str) -> ReceiverAck:
-        """Load the committed weights of the publisher at `publisher_address`; return once they are proven and served."""
+        """Load the committed weights of the publisher at `publisher_address`; returns once they are verified and served."""
         parts = self._built()
         parts.recovery.joined(publisher_address)
         version, digest = await parts.receiver.pull(publisher_address)
         return ReceiverAck(version=version, digest=digest)
 
     async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
-        """Lease prompt groups from the runner and deliver to these channels from now on; returns at once."""
+        """Start to lease prompt groups from the runner and to deliver to these channels; returns at once."""
         parts = self._built()
         parts.server.start(trajectories, validation)
-        # Reported again: the hub knows a member that was cut off and came back without its version.
+        # Reported again, because the hub has forgotten the version of a member that lost its connection and came back.
         if parts.receiver.state is ReceiverState.SERVING:
             self._on_weights(parts.receiver.state, *parts.receiver.current())
 
     async def drop_groups(self, tokens: list[str]) -> None:
-        """Generate these leases no further: the runner counts them no longer."""
+        """Stop the groups of these leases, which the runner has revoked."""
         self._built().server.drop(tokens)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     async def weights_offer(self, offer: WeightOffer) -> ReceiverAnswer:
-        """Answer the publisher's OFFER; READY means that nothing is served any more."""
+        """Answer the publisher's offer of new weights; the answer is ready once nothing generates any more."""
         return await self._built().receiver.offer(offer)
 
     async def weights_transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
@@ -195,49 +215,49 @@ class RolloutWorkerBase(Worker):
         return await self._built().receiver.transfer(transfer)
 
     async def weights_commit(self, version: int, digest: str) -> ReceiverAnswer:
-        """Serve the applied version."""
+        """Generate with the version that was transferred."""
         return await self._built().receiver.commit(version, digest)
 
     async def weights_abort(self, generation: int) -> None:
-        """Leave a transfer that a lost member blocks."""
+        """Abort a transfer that waits for a lost member."""
         await self._built().receiver.abort(generation)
 
     async def weights_relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
-        """Pass the proven version on to another rollout."""
+        """Pass the verified version on to another rollout."""
         return await self._built().receiver.relay(digest, encrypted)
 
     async def occupy(self, parts: list[Part], token: int) -> None:
-        """Have `parts` of the engine on the device and no others, under `token` of the device lease; serve again once it is whole."""
+        """Move exactly `parts` of the engine onto the device, under `token` of the device lease; serves again once all parts are there."""
         built = self._parts
         if built is None:
-            return  # nothing of this process is on a device yet
-        await built.occupancy.become(parts, token)
-        if built.occupancy.whole and built.receiver.state is ReceiverState.SERVING:
+            return  # the engine is not built: nothing is on the device
+        await built.residency.move_to(parts, token)
+        if built.residency.complete and built.receiver.state is ReceiverState.SERVING:
             built.server.open()
 
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
-        """Return how the served weights go on with a fixed prompt, for the content check after a sync.
+        """Return a continuation of a fixed prompt, for the content check after a weight sync.
 
-        Raises GenerationUnavailable while no proven weights are served.
+        Raises GenerationUnavailable while no verified weights are served or the engine is off its device.
         """
         parts = self._built()
         if parts.receiver.state is not ReceiverState.SERVING:
             raise GenerationUnavailable(f"no proven weights are served, the receiver is {parts.receiver.state.value}")
-        if not parts.occupancy.whole:
+        if not parts.residency.complete:
             raise GenerationUnavailable("the engine has given up its device for now")
         return await parts.groups.probe(prompt_ids, max_new_tokens)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     async def on_new_epoch(self, epoch: int) -> None:
-        """Drop all work of older epochs; weights count as unversioned until the new publisher proves them."""
+        """Drop all work of older epochs; the weights have no version until those of the new publisher are verified."""
         if self._parts is not None:
             await self._parts.server.stop()
             self._parts.receiver.set_epoch(epoch)
-            self._parts.occupancy.forget()
+            self._parts.residency.reset_token()
 
     async def drain(self) -> None:
-        """Lease nothing more and finish what is in flight; what cannot end in time is returned."""
+        """Lease no more groups and finish those in flight; groups that do not end in time are returned."""
         if self._parts is not None:
             await self._parts.server.pause(self.spec.runtime.drain_seconds * PAUSE_SHARE)
             await self._parts.server.stop()
@@ -253,7 +273,7 @@ class RolloutWorkerBase(Worker):
             await asyncio.to_thread(parts.engine.close)
 
     def status(self) -> dict[str, Any]:
-        """Return version, digest, state and proof of the weights, groups in flight, and engines lost."""
+        """Return version, digest, state and proof of the weights, lost engines, and groups in flight and done."""
         parts = self._parts
         version, digest = parts.receiver.current() if parts is not None else (-1, "")
         return {
@@ -269,13 +289,13 @@ class RolloutWorkerBase(Worker):
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _on_weights(self, state: ReceiverState, version: int, digest: str) -> None:
-        """Tell the hub what is held, and open the gate for a proven version only."""
+        """Report version and state of the weights to the hub, and lease groups while a verified version is served."""
         serving = state is ReceiverState.SERVING
         parts = self._built()
         proof = parts.engine.weights_proof if serving else ""
         self.set_policy_version(version if version >= 0 else None, digest or None, proof)
         self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
-        if serving and parts.occupancy.whole:
+        if serving and parts.residency.complete:
             parts.server.open()
         else:
             parts.server.close()
@@ -292,7 +312,7 @@ class RolloutWorkerBase(Worker):
         return record
 
     def _row_limit(self) -> int:
-        """Return the engine's capacity, but no more than this worker's share of a step's rows."""
+        """Return the most rows in flight: the engine's capacity, but no more than this worker's share of a step's rows."""
         algorithm = self.spec.algorithm
         groups = math.ceil(algorithm.prompts_per_step * self.spec.rollout.oversample)
         share = -(-groups * algorithm.group_size // max(1, self.num_serving))
@@ -306,7 +326,7 @@ class RolloutWorkerBase(Worker):
         return [member.address for member in self.members("env") if member.state.constructed]
 
     def _env_at(self, address: str) -> str:
-        """Return the name of an env worker, the role's where none is known at `address`."""
+        """Return the name of the env worker at `address`, or "env" if none is known there."""
         return next((member.name for member in self.members("env") if member.address == address), "env")
 
     def _built(self) -> _Parts:

@@ -1,4 +1,4 @@
-"""The state of one sample while it runs: its log, counts, reward and how it ended. Used by `multi_turn` only."""
+"""`Episode`: the state of one sample while it runs: message log, counters, reward and how it ended. Used by `multi_turn` only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rl_core.rollouts.message_log import as_token_tensor
 
 
 class Episode:
-    """RUNNING -> over (terminated, truncated) or out of turns; then `completion()` and `metrics()`."""
+    """One sample. RUNNING -> over (terminated or truncated) or out of turns; then `completion()` and `metrics()` are read."""
 
     def __init__(self, sample: Mapping[str, Any], *, seed: int | None, key: str) -> None:
-        """Copy what the sample may change; `key` is the sample id `{group_id}_g{i}`."""
+        """Copy the mutable parts of `sample`; `key` is the sample id `{group_id}_g{i}`."""
         self.key = key
         self.seed = seed
         self.prompt_idx = sample["idx"]
@@ -40,17 +40,17 @@ class Episode:
         self.turn_gen_tokens: list[int] = []
         self.env_tokens = 0
         self.times = [time.monotonic()]
-        """When it began, then in turns the end of each generation and of each environment step."""
+        """Start of the episode, then alternately the end of a generation and of an environment step (monotonic seconds)."""
         self.worker_tokens: dict[int, int] = {}
         self.versions: list[int] = []
 
     def mark(self) -> None:
-        """Note the end of a generation, or of an environment step."""
+        """Record the time at the end of a generation or of an environment step."""
         self.times.append(time.monotonic())
 
     @property
     def env_seconds(self) -> float:
-        """Return the time spent waiting for the environment's answers and rewards."""
+        """Return the seconds spent in environment steps."""
         return sum(after - before for before, after in zip(self.times[1::2], self.times[2::2], strict=False))
 
     @property
@@ -59,7 +59,7 @@ class Episode:
         return self.terminated or self.truncated
 
     def add_response(self, assistant: dict[str, Any], input_length: int, generated: Mapping[str, Any]) -> None:
-        """Append the policy's message; a cut generation makes the sample truncated, but it is still scored."""
+        """Append the policy's message. A generation that a limit cut makes the sample truncated; it is still scored."""
         self.log.append(assistant)
         self.turn_input_tokens.append(input_length)
         self.turn_gen_tokens.append(len(assistant["token_ids"]))
@@ -72,7 +72,7 @@ class Episode:
             self.cut = (FinishReason.SEQ_LIMIT if limited else FinishReason.LENGTH).value
 
     def add_reward(self, reward: float | None) -> None:
-        """Add this turn's reward; None = not applicable, which masks the sample."""
+        """Add this turn's reward; None (not applicable) masks the sample."""
         if reward is None:
             self.masked = True
         else:
@@ -81,7 +81,10 @@ class Episode:
             self.summed_components[name] = self.summed_components.get(name, 0.0) + value
 
     def add_observation(self, observation: Mapping[str, str], ids: Tensor, room: int, *, terminated: bool) -> None:
-        """Append the observation, cut to `room` tokens; full or cut = truncated, unless the environment ended it."""
+        """Append the observation, cut to `room` tokens.
+
+        The sample is truncated if the observation leaves no room for another turn and the environment did not end the episode.
+        """
         self.terminated = terminated
         if len(ids) >= room:
             ids = ids[: max(0, room)]
@@ -91,7 +94,7 @@ class Episode:
         self.log.append({"role": observation["role"], "content": observation["content"], "token_ids": ids})
 
     def advance(self, metadata: dict[str, Any] | None, stop_strings: list[list[str] | None] | None) -> None:
-        """Take the environment's metadata and stop strings for the next turn, where it gave any."""
+        """Take over the environment's metadata and stop strings for the next turn; None keeps the present ones."""
         if metadata is not None:
             self.env_info = metadata
         if stop_strings is not None and stop_strings[0] is not None:
@@ -99,7 +102,7 @@ class Episode:
 
     @property
     def finish_reason(self) -> str:
-        """Return the first reason that matches (rollouts.md 1)."""
+        """Return why the sample ended: cut by a limit, else ended by the environment, else out of turns, else stopped by the model."""
         if self.cut is not None:
             return self.cut
         if self.terminated:
@@ -107,7 +110,7 @@ class Episode:
         return (FinishReason.MAX_TURNS if self.max_turns_reached else FinishReason.STOP).value
 
     def completion(self, *, default_version: int) -> Completion:
-        """Return the sample; its versions are those of its tokens, `default_version` where it has none."""
+        """Return the completed sample. Its policy versions are those of its tokens, or `default_version` if it has none."""
         versions = self.versions or [default_version]
         return Completion(
             message_log=self.log,  # type: ignore[arg-type]
@@ -123,7 +126,7 @@ class Episode:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Return the raw numbers of the sample, aggregated per group."""
+        """Return the counters of the sample, from which the group's metrics are computed."""
         totals = [a + b for a, b in zip(self.turn_input_tokens, self.turn_gen_tokens, strict=True)]
         return {
             "turn_count": len(self.turn_gen_tokens),
@@ -139,8 +142,14 @@ class Episode:
         }
 
 
+def group_name(sample: Mapping[str, Any]) -> str:
+    """Return the group id of `sample`, or its index if it has none."""
+    group_id = sample.get("group_id")
+    return str(sample["idx"] if group_id is None else group_id)
+
+
 def _copy_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy; arrays become tensors with storage of their own."""
+    """Return a deep copy of a message; arrays become tensors with storage of their own."""
     copied: dict[str, Any] = {}
     for key, value in message.items():
         if isinstance(value, Tensor):

@@ -1,18 +1,16 @@
-"""How a rollout worker makes the record of a prompt group, whatever its engine: settings, manager, environment, content check."""
+"""`GroupMaker`: makes the record of a leased prompt group, and the answer of the content check, with any engine."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from rl_core.api.records import EnvironmentInterface, PromptGroupRecord
 from rl_core.data.tokenizer import Tokenizer
 from rl_core.messages.groups import ProbeAnswer, PromptLease
 from rl_core.rollouts.engine import Engine
-from rl_core.rollouts.generation import GenerationConfig
 from rl_core.rollouts.manager import RolloutManager
-from rl_core.rollouts.padding import generated
+from rl_core.rollouts.sampling import SamplingParams, unique
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
@@ -21,55 +19,47 @@ PROBE_SEED = 20260101
 
 
 class GroupMaker:
-    """Runs groups through one manager per kind: training, and validation by temperature."""
+    """Runs leased groups with one manager for training and one per temperature of validation."""
 
     def __init__(
         self, spec: RLJobSpec, tokenizer: Tokenizer, engine: Engine, environment: EnvironmentInterface
     ) -> None:
-        """Raises RolloutConfigError for sampling settings that the engine does not honour."""
+        """Run groups of the job `spec` with `engine` and `environment`."""
         self._spec = spec
         self._tokenizer = tokenizer
         self._engine = engine
         self._environment = environment
-        self._training = engine.generation(generation_config(spec, tokenizer))
+        self._params = training_params(spec)
+        self._training = engine.generator(self._params)
         self._managers: dict[tuple[float | None, int], RolloutManager] = {}
 
     async def make(self, lease: PromptLease) -> PromptGroupRecord:
-        """Return the record of a leased group, after the retries that are the worker's."""
+        """Return the record of a leased group. Raises the last failure once the manager's attempts are used up."""
         sample = {**lease.sample, "group_id": lease.group_id, "attempt": lease.attempt}
         sample["task_name"] = self._spec.env.type
         return await self._manager(lease.temperature, lease.num_generations).run(sample)
 
     def metrics(self) -> dict[str, float]:
-        """Return `rollout/redispatch_total`: how often a group was begun again here, whatever failed it. From any thread."""
+        """Return `rollout/redispatch_total`: attempts at groups that followed a failure. May be called from any thread."""
         name = "rollout/redispatch_total"
         return {name: float(sum(manager.metrics()[name] for manager in list(self._managers.values())))}
 
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
-        """Return a continuation of `prompt_ids` drawn with the training settings and a fixed seed.
+        """Return a continuation of `prompt_ids`, sampled with the training settings and a fixed seed.
 
-        Drawn, not greedy, so that its log-probabilities are of the temperature that the trainer scores with.
+        It is sampled rather than greedy, so that its log-probabilities have the temperature that the trainer scores with.
         """
-        data = {
-            "input_ids": torch.tensor([prompt_ids], dtype=torch.int64),
-            "input_lengths": torch.tensor([len(prompt_ids)]),
-            "seeds": [PROBE_SEED],
-            "max_new_tokens": [max_new_tokens],
-        }
-        async for _, row in self._training.generate_async(data):
-            ids, logprobs = generated(row, len(prompt_ids))
-        return ProbeAnswer(
-            ids=tuple(ids.tolist()), logprobs=tuple(logprobs.tolist()), version=self._engine.policy_version
-        )
+        output = await self._training.generate_row(prompt_ids, seed=PROBE_SEED, max_new_tokens=max_new_tokens)
+        return ProbeAnswer(ids=tuple(output.ids), logprobs=tuple(output.logprobs), version=self._engine.policy_version)
 
     def _manager(self, temperature: float | None, num_generations: int) -> RolloutManager:
-        """Return the manager for groups of this kind, made at first use; `temperature` None = training, 0 = greedy."""
+        """Return the manager for groups of this kind, created at first use; `temperature` None = training, 0 = greedy."""
         kind = (temperature, num_generations)
         if kind not in self._managers:
             spec, generation = self._spec, self._training
             if temperature is not None:
-                config = generation_config(spec, self._tokenizer, validation_temperature=temperature)
-                generation = self._engine.generation(config, validation=True)
+                params = replace(self._params, temperature=temperature, top_p=1.0, top_k=None)
+                generation = self._engine.generator(params)
             self._managers[kind] = RolloutManager(
                 self._tokenizer,
                 {spec.env.type: self._environment},
@@ -84,20 +74,14 @@ class GroupMaker:
         return self._managers[kind]
 
 
-def generation_config(
-    spec: RLJobSpec, tokenizer: Tokenizer, *, validation_temperature: float | None = None
-) -> GenerationConfig:
-    """Return the job's sampling settings as a backend takes them; of the val_ settings only the temperature is set."""
+def training_params(spec: RLJobSpec) -> SamplingParams:
+    """Return the sampling settings of the job's training rollouts."""
     sampling = spec.rollout.sampling
-    config: GenerationConfig = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "stop_strings": sampling.stop,
-        "stop_token_ids": sampling.stop_token_ids,
-        "_pad_token_id": tokenizer.pad_token_id,
-    }
-    if validation_temperature is not None:
-        config["val_temperature"] = validation_temperature
-    return config
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_strings=unique(sampling.stop),
+        stop_token_ids=unique(sampling.stop_token_ids),
+    )

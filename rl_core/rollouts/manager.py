@@ -1,23 +1,25 @@
-"""Prompts in, records out, with retries and budgets: `RolloutManager`, held by every rollout worker (rollouts.md 5).
+"""`RolloutManager`: runs prompt groups and retries those that fail.
 
-In a run the worker calls `run` (retries only; it gives up by a typed error, and the runner's ledger holds the budgets).
-Stand-alone users call `generate_and_push` with a buffer of their own, and the budgets of `RetryPolicy` apply.
+The rollout worker of a job calls `run`, which raises a group's last failure: the runner decides whether the prompt is dropped. Without
+a job, `generate_and_push` runs groups into a buffer of the caller's and drops prompts within the budgets of `RetryPolicy` (`buffered`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from enum import StrEnum
 from typing import Any, Protocol
 
-from rl_core.api.errors import RolloutConfigError, RolloutDataFailure, RolloutRedispatchExhausted, RolloutTimeout
+from rl_core.api.errors import RolloutConfigError
 from rl_core.api.records import PromptGroupRecord
 from rl_core.observability.statistics import aggregate_rollout_metrics
-from rl_core.rollouts.generation import GenerationInterface
+from rl_core.rollouts.buffered import BufferedGroups, PushOutcome
+from rl_core.rollouts.episode import group_name
+from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.multi_turn import AsyncRolloutImpl
+from rl_core.rollouts.padded import GenerationInterface
 from rl_core.rollouts.retry import FailureKind, RetryPolicy, classify_failure, deadline
 
 __all__ = [
@@ -47,7 +49,7 @@ COUNTERS = (
 
 
 class TokenizerType(Protocol):
-    """The calls of a tokenizer that rollouts make. `rl_core.data.tokenizer.Tokenizer` and Hugging Face's have them."""
+    """The tokenizer calls that rollouts make. `rl_core.data.tokenizer.Tokenizer` and Hugging Face tokenizers have them."""
 
     eos_token_id: int | None
 
@@ -58,15 +60,8 @@ class TokenizerType(Protocol):
         """Return the text of `token_ids`."""
 
 
-class PushOutcome(StrEnum):
-    """What became of a prompt."""
-
-    COMMITTED = "committed"
-    SKIPPED = "skipped"
-
-
 class RolloutManager:
-    """Runs prompt groups with retries by the kind of failure."""
+    """Runs prompt groups; a failed attempt is repeated as often as `RetryPolicy` allows for its kind of failure."""
 
     def __init__(
         self,
@@ -75,7 +70,7 @@ class RolloutManager:
         num_generations_per_prompt: int,
         max_seq_len: int,
         max_rollout_turns: int | None = None,
-        policy_generation: GenerationInterface | None = None,
+        policy_generation: RowGenerator | GenerationInterface | None = None,
         generation_config: Mapping[str, Any] | None = None,
         use_nemo_gym: bool = False,
         *,
@@ -85,10 +80,19 @@ class RolloutManager:
         group_seconds: float | None = None,
         **options: Any,
     ) -> None:
-        """`group_seconds` bounds one attempt at a group; `options` go to AsyncRolloutImpl (seed, env_step_seconds).
+        """Create a manager; the arguments that are not listed here are those of `AsyncRolloutImpl`.
 
-        `buffer` has reserve, commit and remove; `weight_version` reads the version now (None: the backend's). Raises
-        RolloutConfigError.
+        Args:
+            max_rollout_turns: Most turns of a sample; None = no limit.
+            generation_config: Settings for NeMo-Gym servers.
+            use_nemo_gym: Not available in this installation.
+            retry: Attempts and delays by kind of failure; None = the defaults of `RetryPolicy`.
+            buffer: Where `generate_and_push` puts groups; see `buffered.BufferedGroups`.
+            weight_version: Returns the current policy version for the buffer; None = that of `policy_generation`.
+            group_seconds: Deadline of one attempt at a group; None = no deadline.
+            **options: Passed to `AsyncRolloutImpl` (seed, env_step_seconds, greedy).
+
+        Raises RolloutConfigError for settings that do not fit together.
         """
         if num_generations_per_prompt < 1:
             raise RolloutConfigError(
@@ -113,23 +117,21 @@ class RolloutManager:
         )
         self.retry = retry or RetryPolicy()
         self.buffer = buffer
-        self._weight_version = weight_version or (lambda: self._impl.policy_version)
         self._group_seconds = group_seconds
-        self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self._redispatched: dict[str, int] = {}
-        self._skipped_prompts = 0
-        self._consecutive_infra_drops = 0
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self._redispatched: Counter[str] = Counter()
+        version = weight_version or (lambda: self._impl.policy_version)
+        self._buffered = BufferedGroups(buffer, self.retry, version, self._counts)
 
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
-        """Return the group of `input_sample` in one attempt, under the group deadline."""
-        what = f"rollout of group {input_sample.get('group_id', input_sample['idx'])}"
-        async with deadline(self._group_seconds, what):
+        """Return the group of `input_sample`. Makes one attempt, bounded by the deadline of a group."""
+        async with deadline(self._group_seconds, f"rollout of group {group_name(input_sample)}"):
             return await self._impl.run_rollout(input_sample)
 
     async def run(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
-        """Return the group after as many attempts as the policy grants; raises the last failure, unchanged.
+        """Return the group after as many attempts as the retry policy allows; raises the last failure unchanged.
 
-        `attempt` of the sample (and so its seeds) rises for data and deadline retries only.
+        `attempt` of the sample, and with it the sampling seeds, change after data and deadline failures only.
         """
         return await self._attempts(input_sample, self.run_rollout)
 
@@ -140,138 +142,59 @@ class RolloutManager:
         target_step: int | None = None,
         inflight_registry: MutableMapping[str, Any] | None = None,
     ) -> PushOutcome:
-        """Run `sample` and commit its record to the buffer; SKIPPED when it failed and a budget allows the drop.
+        """Run the group of `sample` into the buffer. Returns SKIPPED if it failed and a budget allows to drop it.
 
-        Every attempt has a slot `group_id#n`, removed on failure or cancellation; `inflight_registry` maps the slots
-        that run to their start version. Raises where no budget is left: data and deadline failures as they came,
-        infrastructure as RolloutRedispatchExhausted.
+        Every attempt reserves a slot `group_id#n`, which is removed if the attempt fails or is cancelled. `inflight_registry` holds
+        the slots that are being generated and their start version. Raises data and deadline failures unchanged, and infrastructure
+        failures as RolloutRedispatchExhausted, where no budget is left.
         """
         if self.buffer is None:
             raise RolloutConfigError("generate_and_push needs a buffer, got None; pass buffer= or call run()")
-        tries = 0
+        attempts = 0
 
-        async def once(attempted: Mapping[str, Any]) -> PromptGroupRecord:
-            nonlocal tries
-            tries += 1
-            return await self._push_once(attempted, f"{_name(sample)}#{tries}", target_step, inflight_registry)
+        async def attempt(attempted: Mapping[str, Any]) -> PromptGroupRecord:
+            nonlocal attempts
+            attempts += 1
+            slot = f"{group_name(sample)}#{attempts}"
+            return await self._buffered.generate(
+                slot, lambda: self.run_rollout(attempted), target_step, inflight_registry
+            )
 
         try:
-            await self._attempts(sample, once)
-        except Exception as error:  # noqa: BLE001 - whatever ended the last attempt is dropped by budget or raised again
-            self._drop(sample, error, tries)
+            await self._attempts(sample, attempt)
+        except Exception as error:  # noqa: BLE001 - any failure of the last attempt drops the group or is raised again
+            self._buffered.drop(f"group {group_name(sample)} failed after {attempts} attempt(s): {error}", error)
             return PushOutcome.SKIPPED
-        self._counts["committed_total"] += 1
-        self._consecutive_infra_drops = 0
+        self._buffered.committed()
         return PushOutcome.COMMITTED
 
     def metrics(self) -> dict[str, int]:
-        """Return the counters as `rollout/<name>`; redispatches by reason as `rollout/redispatch_total/<reason>`."""
-        found = {f"rollout/{name}": value for name, value in self._counts.items()}
-        found["rollout/redispatch_total"] = sum(self._redispatched.values())
-        return found | {f"rollout/redispatch_total/{kind}": count for kind, count in self._redispatched.items()}
+        """Return the counters as `rollout/<name>`, and retried attempts as `rollout/redispatch_total` and by kind of failure."""
+        counters = {f"rollout/{name}": value for name, value in self._counts.items()}
+        counters["rollout/redispatch_total"] = self._redispatched.total()
+        return counters | {f"rollout/redispatch_total/{kind}": count for kind, count in self._redispatched.items()}
 
     async def _attempts(
-        self, sample: Mapping[str, Any], once: Callable[[Mapping[str, Any]], Awaitable[PromptGroupRecord]]
+        self, sample: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], Awaitable[PromptGroupRecord]]
     ) -> PromptGroupRecord:
-        failures: dict[FailureKind, int] = {}
-        seed_attempt = sample.get("attempt", 1)
+        """Return what `attempt(sample)` returns, repeated after failures; raises the last failure unchanged."""
+        failures: Counter[FailureKind] = Counter()
+        number = first = sample.get("attempt", 1)
         while True:
-            attempted = sample if seed_attempt == sample.get("attempt", 1) else {**sample, "attempt": seed_attempt}
             try:
-                return await once(attempted)
+                return await attempt(sample if number == first else {**sample, "attempt": number})
             except RolloutConfigError:
                 raise
             except Exception as error:
                 kind = classify_failure(error)
-                failures[kind] = failures.get(kind, 0) + 1
-                self._count_failure(kind)
+                failures[kind] += 1
+                self._counts["data_failures_total"] += kind is FailureKind.DATA
+                self._counts["deadline_total"] += kind is FailureKind.DEADLINE
                 if failures[kind] >= self.retry.attempts(kind):
                     raise
-                logger.warning("group %s: %s failure, trying again: %s", _name(sample), kind.value, error)
-            self._redispatched[kind.value] = self._redispatched.get(kind.value, 0) + 1
-            if kind is FailureKind.DATA:
-                self._counts["data_retry_total"] += 1
-            if kind is not FailureKind.INFRASTRUCTURE:
-                seed_attempt += 1
-            delay = self.retry.delay(kind, failures[kind])
-            if delay:
+                logger.warning("group %s: %s failure, trying again: %s", group_name(sample), kind.value, error)
+            self._redispatched[kind.value] += 1
+            self._counts["data_retry_total"] += kind is FailureKind.DATA
+            number += kind is not FailureKind.INFRASTRUCTURE
+            if delay := self.retry.delay(kind, failures[kind]):
                 await asyncio.sleep(delay)
-
-    async def _push_once(
-        self,
-        sample: Mapping[str, Any],
-        slot: str,
-        target_step: int | None,
-        registry: MutableMapping[str, Any] | None,
-    ) -> PromptGroupRecord:
-        start = await _resolved(self._weight_version())
-        try:
-            await _resolved(self.buffer.reserve(slot, start, target_step))
-            if registry is not None:
-                registry[slot] = start
-            record = await self.run_rollout(sample)
-            await _resolved(self.buffer.commit(slot, record, start, await _resolved(self._weight_version())))
-            return record
-        except BaseException:
-            await self._remove(slot)
-            raise
-        finally:
-            if registry is not None:
-                registry.pop(slot, None)
-
-    async def _remove(self, slot: str) -> None:
-        try:
-            await _resolved(self.buffer.remove(slot))
-        except Exception:
-            logger.exception("slot %s could not be removed from the buffer", slot)
-
-    def _count_failure(self, kind: FailureKind) -> None:
-        if kind is FailureKind.DATA:
-            self._counts["data_failures_total"] += 1
-        elif kind is FailureKind.DEADLINE:
-            self._counts["deadline_total"] += 1
-
-    def _drop(self, sample: Mapping[str, Any], error: Exception, tries: int) -> None:
-        """Count the prompt as dropped, or raise where its budget does not allow it.
-
-        Two budgets, because they ask different things: data that fails does not get better over a run, while machinery
-        that answers anyone at all is not down.
-        """
-        kind = classify_failure(error)
-        if isinstance(error, RolloutConfigError):
-            raise error
-        what = f"group {_name(sample)} failed after {tries} attempt(s): {error}"
-        if kind is FailureKind.INFRASTRUCTURE:
-            self._drop_for_infrastructure(what, error)
-        else:
-            self._drop_for_data(what, error, kind)
-        self._counts["skipped_total"] += 1
-        logger.warning("dropped: %s", what)
-
-    def _drop_for_infrastructure(self, what: str, error: Exception) -> None:
-        limit = self.retry.max_consecutive_dropped_prompts
-        self._consecutive_infra_drops += 1
-        if self._consecutive_infra_drops > limit:
-            text = f"{what}; no more prompts may be dropped in a row, max_consecutive_dropped_prompts={limit}"
-            raise RolloutRedispatchExhausted(text) from error
-        self._counts["infra_drops_total"] += 1
-        longest = max(self._counts["max_consecutive_infra_drops"], self._consecutive_infra_drops)
-        self._counts["max_consecutive_infra_drops"] = longest
-
-    def _drop_for_data(self, what: str, error: Exception, kind: FailureKind) -> None:
-        limit = self.retry.max_skipped_prompts
-        if limit == 0:
-            raise error
-        self._skipped_prompts += 1
-        if self._skipped_prompts > limit:
-            raised = RolloutTimeout if kind is FailureKind.DEADLINE else RolloutDataFailure
-            raise raised(f"{what}; no more prompts may be dropped in the run, max_skipped_prompts={limit}") from error
-
-
-def _name(sample: Mapping[str, Any]) -> str:
-    given = sample.get("group_id")
-    return str(sample["idx"] if given is None else given)
-
-
-async def _resolved(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -1,7 +1,6 @@
-"""Message logs as tensors: which tokens train, and logs of a batch flattened to rows.
+"""Message logs as tensors: the loss mask of a log, and the logs of a batch as padded rows.
 
-Invariant kept here: the concatenated `token_ids` of a message log *are* the model's input, and only what the policy
-sampled itself can train (`token_loss_mask`).
+Invariants: the concatenated `token_ids` of a message log are the model's input, and only tokens that the policy sampled can be trained on.
 
 Legend: B logs, S longest log, T tokens of one log.
 """
@@ -24,9 +23,10 @@ def as_token_tensor(ids: Any) -> Tensor:
 
 
 def token_loss_mask(log: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Return [T] int64: 1 where a token trains (role assistant, sampled by the policy, its own mask 1 where given).
+    """Return the loss mask of a log, [T] int64: 1 for tokens that are trained on.
 
-    Raises DataError for log-probabilities or a mask of another length than the message's ids.
+    These are the tokens of assistant messages with `generation_logprobs`, where the message's own `token_loss_mask`, if any, is 1. Raises
+    DataError if log-probabilities or mask of a message differ in length from its ids.
     """
     parts = [_tensors(message, f"message {index}")["token_loss_mask"] for index, message in enumerate(log)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
@@ -37,9 +37,9 @@ def flatten_messages(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return every tensor key of B logs as [B, S], right-padded, and the lengths [B] int32.
 
-    S is the longest log rounded up to `divisor`. `token_ids` pads with `pad_id`, others with 0; messages without log
-    probabilities count as float32 zeros. Raises RuntimeError when one key has mixed dtypes or devices, DataError when a
-    message has a tensor of another length than its ids: it would shift all that follows.
+    S is the length of the longest log, rounded up to a multiple of `divisor`. `token_ids` is padded with `pad_id`, other keys with 0;
+    missing log-probabilities are float32 zeros. Raises RuntimeError if the tensors of a key differ in dtype or device, DataError if a
+    tensor of a message differs in length from its ids.
     """
     rows = [[_tensors(message, f"log {r}, message {m}") for m, message in enumerate(log)] for r, log in enumerate(logs)]
     keys = dict.fromkeys(key for row in rows for message in row for key in message)
@@ -61,36 +61,35 @@ def flatten_messages(
 
 
 def _tensors(message: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """Return the tensors of a message, one entry per token; log-probabilities and loss mask always among them."""
+    """Return the tensors of a message with one entry per token, always including log-probabilities and loss mask."""
     ids = torch.as_tensor(message["token_ids"])
     if not ids.numel() and ids.is_floating_point():
         ids = ids.to(torch.int64)
-    found = {key: torch.as_tensor(value) for key, value in message.items() if _per_token(key, value)} | {
-        "token_ids": ids
-    }
-    for key, tensor in found.items():
+    tensors = {key: torch.as_tensor(value) for key, value in message.items() if _per_token(key, value)}
+    tensors["token_ids"] = ids
+    for key, tensor in tensors.items():
         if tensor.shape[:1] != ids.shape[:1]:
             raise DataError(
                 f"{where}: {key} must have one entry per token, {len(ids)}, got shape {list(tensor.shape)}; "
                 "store ids, log-probabilities and masks of one generation together"
             )
-    sampled = message["role"] == "assistant" and "generation_logprobs" in found
+    sampled = message["role"] == "assistant" and "generation_logprobs" in tensors
     mask = torch.full(ids.shape, int(sampled), dtype=torch.int64, device=ids.device)
-    if sampled and "token_loss_mask" in found:
-        mask = found["token_loss_mask"].to(mask)
-    found["token_loss_mask"] = mask
-    found.setdefault("generation_logprobs", torch.zeros(len(ids), dtype=torch.float32, device=ids.device))
-    return found
+    if sampled and "token_loss_mask" in tensors:
+        mask = tensors["token_loss_mask"].to(mask)
+    tensors["token_loss_mask"] = mask
+    tensors.setdefault("generation_logprobs", torch.zeros(len(ids), dtype=torch.float32, device=ids.device))
+    return tensors
 
 
 def _per_token(key: str, value: Any) -> bool:
-    """Return whether a message's entry is a column of its tokens: every array, and what must be one though it is a list."""
+    """Return whether an entry of a message has a value per token: every array, and log-probabilities and mask even as lists."""
     return hasattr(value, "dtype") or (key in ("generation_logprobs", "token_loss_mask") and value is not None)
 
 
 def _common(key: str, tensors: Sequence[Tensor]) -> Tensor:
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise RuntimeError(f"{key} must have one dtype and device over a batch of logs, got {found}; convert first")
+        got = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise RuntimeError(f"{key} must have one dtype and device over a batch of logs, got {got}; convert first")
     return tensors[0]

@@ -1,4 +1,4 @@
-"""What a rollout's engine is doing, as the heartbeats tell it: tokens per second, rows, memory for keys and values, prefix hits."""
+"""`EngineMeter`: the engine metrics that heartbeats report: tokens per second, rows, use of the KV cache, prefix hits."""
 
 from __future__ import annotations
 
@@ -8,52 +8,59 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SHORTEST_WINDOW_S = 1.0
-"""Rates are taken over at least so long; whoever reads sooner gets the last ones."""
+"""Shortest time over which rates are computed; earlier reads return the last rates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLoad:
-    """What an engine has to do. None, or 0 of a counter and its base: this engine does not say, so the number is absent."""
+    """How much an engine has to do. A metric whose value is None, or whose counters stay 0, is not reported."""
 
-    running: int
-    """Rows that generate."""
-    waiting: int
-    """Rows that wait for a place."""
+    running: int = 0
+    """Running rows."""
+    waiting: int = 0
+    """Rows that wait for a place in the batch."""
     kv_use: float | None = None
-    """Share of the memory for keys and values that rows use."""
+    """Share of the KV cache in use."""
     queued_seconds: float = 0.0
-    """Seconds that rows waited for a place, of all rows that got one so far."""
+    """Total seconds that rows waited for a place in the batch, over all rows that got one."""
     queued_rows: int = 0
+    """Number of those rows."""
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were there already, of all rows that ended so far."""
+    """Prompt tokens found in the prefix cache, over all rows that ended."""
     prompt_tokens: int = 0
+    """Prompt tokens of those rows."""
 
 
-class Meter:
-    """Turns counters into numbers of the last moment. `count` on the engine's thread, `read` on any other."""
+class EngineMeter:
+    """Computes rates from the engine's counters. All methods may be called from any thread."""
 
-    def __init__(self, load: Callable[[], EngineLoad], clock: Callable[[], float] = time.monotonic) -> None:
-        self._load, self._clock = load, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._load: Callable[[], EngineLoad] = EngineLoad
+        self._clock = clock
         self._lock = threading.Lock()
-        """Guards `_tokens`, which two threads change."""
+        """Guards `_tokens`, which the engine's thread and the heartbeats change."""
         self._tokens = 0
-        self._since, self._before = clock(), load()
+        self._since, self._before = clock(), EngineLoad()
         self._last: dict[str, float] = {}
 
+    def watch(self, load: Callable[[], EngineLoad]) -> None:
+        """Read the counters of an engine by `load` from now on."""
+        self._load, self._since, self._before = load, self._clock(), load()
+
     def count(self, tokens: int) -> None:
-        """Count generated tokens."""
+        """Add generated tokens."""
         with self._lock:
             self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """Return `rollout/{tokens_per_second,running,waiting,kv_use,queue_seconds,prefix_hit_share}`, as far as the engine tells them."""
+        """Return `rollout/{tokens_per_second,running,waiting,kv_use,queue_seconds,prefix_hit_share}`, those that the engine reports."""
         now, load = self._clock(), self._load()
         if self._last and now - self._since < SHORTEST_WINDOW_S:
             return self._last
         with self._lock:
             tokens, self._tokens = self._tokens, 0
         before, seconds = self._before, max(now - self._since, 1e-9)
-        found: dict[str, float | None] = {
+        metrics: dict[str, float | None] = {
             "tokens_per_second": tokens / seconds,
             "running": load.running,
             "waiting": load.waiting,
@@ -64,10 +71,10 @@ class Meter:
             ),
         }
         self._since, self._before = now, load
-        self._last = {f"rollout/{name}": float(value) for name, value in found.items() if value is not None}
+        self._last = {f"rollout/{name}": float(value) for name, value in metrics.items() if value is not None}
         return self._last
 
 
 def _mean(total: float, count: int) -> float | None:
-    """Return total / count; None where nothing happened, or where the engine began anew meanwhile."""
+    """Return total / count; None if count is 0, or negative because the engine was restarted."""
     return total / count if count > 0 else None

@@ -1,4 +1,4 @@
-"""What a rollout reads from the files of the model folder that it got at hello, by name."""
+"""Reads the files of the model folder, which a rollout receives by name when it registers with the runner."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
 
 def max_positions(files: Mapping[str, bytes]) -> int:
-    """Return the longest sequence that the model was made for, tokens."""
+    """Return the longest sequence that the model supports, tokens."""
     return int(read_config(files)["max_position_embeddings"])
 
 
 def generation_eos_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, none where there is no such file.
+    """Return the end-of-sequence ids of generation_config.json; empty if there is no such file.
 
-    Raises ConfigError for one that cannot be read: without its ids, generations would run on to their limit.
+    Raises ConfigError for a file that cannot be read: without its ids, every generation would run to its limit.
     """
     if GENERATION_FILE not in files:
         return ()
@@ -42,10 +42,10 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Return an eos setting (None, one id or several) as a tuple."""
+    """Return an end-of-sequence setting (None, one id or several) as a tuple."""
     if value is None:
         return ()
-    return tuple(int(one) for one in value) if isinstance(value, list | tuple) else (int(value),)
+    return tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _parsed(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""One prompt group by turns of policy and environment: `AsyncRolloutImpl`, called by the manager.
+"""`AsyncRolloutImpl`: runs one prompt group in turns of policy and environment; called by the manager.
 
-A sample: prompt -> generate -> environment -> observation -> generate ... until the environment ends it, generation is
-cut, or the turns are used up. All samples of a group run at once; the first failure cancels its siblings.
-Invariants: generated ids are stored as sampled and never encoded again; nothing is shared between samples; a failure is
-raised, never turned into a reward.
+One sample: prompt -> generate -> environment step -> observation -> generate ... until the environment ends the episode, a
+generation is cut, or all turns are used. All samples of a group run concurrently; the first failure cancels the others.
+
+Invariants: generated ids are stored as they were sampled and are never tokenized again; samples share no mutable state; a failure is
+raised and never becomes a reward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import inspect
 import math
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,11 +29,14 @@ from rl_core.api.errors import (
 from rl_core.api.records import Completion, EnvironmentReturn, FinishReason, GroupTimes, PromptGroupRecord
 from rl_core.data.tokenizer import head_of
 from rl_core.observability.statistics import add_counts, percentile, prefixed, summarize
-from rl_core.rollouts.episode import Episode
-from rl_core.rollouts.generation import BatchedDataDict, GenerationInterface, sample_seed
+from rl_core.rollouts.episode import Episode, group_name
+from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.message_log import as_token_tensor
-from rl_core.rollouts.padding import generated
+from rl_core.rollouts.padded import BatchedDataDict, GenerationInterface, row_generator
+from rl_core.rollouts.request_batcher import RowGroup
 from rl_core.rollouts.retry import FailureKind, classify_failure, deadline
+from rl_core.rollouts.rows import GenerationOutput
+from rl_core.rollouts.sampling import sample_seed
 from rl_core.rollouts.scoring import calculate_rewards, one_reward
 
 __all__ = ["AsyncRolloutImpl", "calculate_rewards", "percentile", "summarize"]
@@ -42,7 +45,7 @@ TIMERS = "timing/rollout"
 
 
 class AsyncRolloutImpl:
-    """Runs prompt groups against a generation backend and text environments."""
+    """Runs prompt groups with a policy and text environments."""
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class AsyncRolloutImpl:
         task_to_env: Mapping[Any, Any],
         num_generations_per_prompt: int,
         max_seq_len: int,
-        policy_generation: GenerationInterface,
+        policy_generation: RowGenerator | GenerationInterface,
         max_rollout_turns: int = 999999,
         *,
         seed: int = 0,
@@ -58,9 +61,21 @@ class AsyncRolloutImpl:
         greedy: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`seed` is algorithm.seed; `env_step_seconds` bounds one environment step; `greedy` takes the likeliest token.
+        """Create a runner of prompt groups.
 
-        Raises RolloutConfigError for a bad setting or a keyword that is not honoured.
+        Args:
+            tokenizer: Encodes observations and decodes generations; see `manager.TokenizerType`.
+            task_to_env: Environment of every task name.
+            num_generations_per_prompt: Samples per group.
+            max_seq_len: Longest sequence of prompt and all turns, tokens.
+            policy_generation: Generates the assistant turns: rows, or padded tensors (`GenerationInterface`).
+            max_rollout_turns: Most turns of a sample.
+            seed: `algorithm.seed`, from which the seed of every sample is derived.
+            env_step_seconds: Deadline of one environment step.
+            greedy: Whether to take the most likely token at every position.
+            **kwargs: Refused; here so that the error names them.
+
+        Raises RolloutConfigError for max_rollout_turns < 1 and for unknown keywords.
         """
         if max_rollout_turns < 1:
             raise RolloutConfigError(f"max_rollout_turns must be >= 1, got {max_rollout_turns}; raise it")
@@ -71,6 +86,7 @@ class AsyncRolloutImpl:
         self.num_generations_per_prompt = num_generations_per_prompt
         self.max_seq_len = max_seq_len
         self.policy_generation = policy_generation
+        self._generator = row_generator(policy_generation)
         self.max_rollout_turns = max_rollout_turns
         self.seed = seed
         self.env_step_seconds = env_step_seconds
@@ -78,11 +94,11 @@ class AsyncRolloutImpl:
 
     @property
     def policy_version(self) -> int:
-        """Return the version of the backend's weights; 0 (initial weights) for one that has no versions."""
-        return getattr(self.policy_generation, "policy_version", 0)
+        """Return the version of the policy's weights; 0 (initial weights) for a backend without versions."""
+        return self._generator.policy_version
 
     async def run_rollout(self, input_sample: Mapping[str, Any]) -> PromptGroupRecord:
-        """Return the group of `input_sample`; raises the first failure after all siblings have ended."""
+        """Return the group of `input_sample`; raises the first failure of a sample after all others have ended."""
         started = time.perf_counter()
         start_version = self.policy_version
         results = await self._gather(input_sample)
@@ -101,7 +117,7 @@ class AsyncRolloutImpl:
             metadata={"task_name": input_sample.get("task_name")},
             completions=completions,
             rollout_metrics=metrics,
-            group_id=_group_id(input_sample),
+            group_id=group_name(input_sample),
             attempt=input_sample.get("attempt", 1),
             start_version=start_version,
             end_version=self.policy_version,
@@ -124,37 +140,33 @@ class AsyncRolloutImpl:
     async def _run_single_rollout(
         self, input_sample: Mapping[str, Any], traj_idx: int
     ) -> tuple[Completion, dict[str, Any]]:
-        """Return generation `traj_idx` of the group and its metrics.
+        """Return sample `traj_idx` of the group and its metrics.
 
-        Raises GenerationUnavailable or RolloutDataFailure with prompt_idx and traj_idx where generation fails,
-        RolloutTimeout for a late environment, and the environment's own errors unchanged.
+        Raises GenerationUnavailable or RolloutDataFailure with prompt_idx and traj_idx if generation fails, RolloutTimeout for an
+        environment step beyond its deadline, and the environment's own errors unchanged.
         """
-        group_id, attempt = _group_id(input_sample), input_sample.get("attempt", 1)
+        group_id, attempt = group_name(input_sample), input_sample.get("attempt", 1)
         seed = sample_seed(self.seed, group_id, traj_idx, attempt)
-        repeatable = getattr(self.policy_generation, "honours_seeds", True)
+        repeatable = self._generator.honours_seeds
         episode = Episode(input_sample, seed=seed if repeatable else None, key=f"{group_id}_g{traj_idx}")
+        # Only the first turns of a group start together, so only they can form one engine batch.
+        group: RowGroup | None = (f"{group_id}#{attempt}", self.num_generations_per_prompt)
         try:
-            for turn in range(self.max_rollout_turns):
-                await self._turn(episode, traj_idx, self._sampling(group_id, attempt, turn, seed))
+            for _ in range(self.max_rollout_turns):
+                await self._turn(episode, traj_idx, seed, group)
                 if episode.over:
                     break
+                group = None
             else:
                 episode.max_turns_reached = True
         finally:
             self._release(episode)
         return episode.completion(default_version=self.policy_version), episode.metrics()
 
-    def _sampling(self, group_id: str, attempt: int, turn: int, seed: int) -> dict[str, Any]:
-        """Return what the backend gets besides ids: the seed, and which rows form one engine batch where it asks."""
-        found: dict[str, Any] = {"seeds": [seed]}
-        if getattr(self.policy_generation, "batches_by_group", False) and turn == 0:
-            found["batch_keys"] = [(f"{group_id}#{attempt}", self.num_generations_per_prompt)]
-        return found
-
-    async def _turn(self, episode: Episode, traj_idx: int, sampling: Mapping[str, Any]) -> None:
+    async def _turn(self, episode: Episode, traj_idx: int, seed: int, group: RowGroup | None) -> None:
         where = f"prompt_idx={episode.prompt_idx} traj_idx={traj_idx}"
         try:
-            response = await self._generate_response(episode.log, episode.stop_strings, sampling)
+            response = await self._generate_response(episode.log, episode.stop_strings, seed=seed, group=group)
         except Exception as error:
             raise _generation_failure(error, where) from error
         assistant, lengths, generated = response
@@ -175,64 +187,48 @@ class AsyncRolloutImpl:
         self,
         message_log: Sequence[Mapping[str, Any]],
         stop_strings: list[str] | None,
-        sampling: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        seed: int = 0,
+        group: RowGroup | None = None,
     ) -> tuple[dict[str, Any], Tensor, dict[str, Any]]:
-        """Return (assistant message, input lengths [1] int32, generation metrics) for the log as it stands.
+        """Return (assistant message, input lengths [1] int32, generation metrics) for the turn that follows `message_log`.
 
-        `sampling` is added to what the backend gets: seeds and batch keys.
+        The message has `token_ids` [n] int64, `generation_logprobs` [n] float32 and `policy_versions`. `group` names the rows that
+        start together; see `RowGenerator.generate_row`. Raises RolloutDataFailure for a log of max_seq_len or more tokens.
         """
-        input_ids = torch.cat([as_token_tensor(message["token_ids"]) for message in message_log])
-        length = len(input_ids)
-        if length >= self.max_seq_len:
+        prompt = [token for message in message_log for token in as_token_tensor(message["token_ids"]).tolist()]
+        if len(prompt) >= self.max_seq_len:
             raise RolloutDataFailure(
-                f"prompt must be shorter than max_seq_len {self.max_seq_len}, got {length} tokens; drop it at reading"
+                f"prompt must be shorter than max_seq_len {self.max_seq_len}, got {len(prompt)} tokens; drop it at reading"
             )
-        lengths = torch.tensor([length], dtype=torch.int32)
-        data = BatchedDataDict(
-            {
-                "input_ids": input_ids.unsqueeze(0),
-                "input_lengths": lengths,
-                "stop_strings": [stop_strings],
-                **sampling,
-            }
+        output = await self._generator.generate_row(
+            prompt, seed=seed, stop_strings=stop_strings, greedy=self.greedy, group=group
         )
-        output: BatchedDataDict | None = None
-        async for item in self.policy_generation.generate_async(data, greedy=self.greedy):
-            output = item[1]
-        if output is None:
-            raise RolloutDataFailure("generate_async must yield one row, got none; this is a bug of the backend")
-        return self._assistant(output, length), lengths, self._generation_metrics(output, length)
+        metrics = {
+            "gen_leader_worker_idx": output.worker,
+            "gen_tokens": len(output.ids),
+            "truncated": output.truncated,
+            "finish_reason": output.finish_reason,
+        }
+        return self._assistant(output), torch.tensor([len(prompt)], dtype=torch.int32), metrics
 
-    def _assistant(self, output: Mapping[str, Any], start: int) -> dict[str, Any]:
-        ids, logprobs = generated(output, start)
+    def _assistant(self, output: GenerationOutput) -> dict[str, Any]:
+        """Return the assistant message of `output`. Raises RolloutDataFailure unless logprobs are finite and versions cover all ids."""
+        logprobs = torch.tensor(output.logprobs, dtype=torch.float32)
         if not math.isfinite(float(logprobs.sum())):
-            raise RolloutDataFailure(f"log-probabilities must be finite, got {logprobs.tolist()[:8]} ...")
-        versions = output["policy_versions"][0] if "policy_versions" in output else None
-        if versions is None:
-            versions = [(0, len(ids), self.policy_version)] if len(ids) else []
-        borders = [0, *(end for _, end, _ in versions)]
-        if [start for start, _, _ in versions] != borders[:-1] or borders[-1] != len(ids):
+            raise RolloutDataFailure(f"log-probabilities must be finite, got {output.logprobs[:8]} ...")
+        borders = [0, *(end for _, end, _ in output.versions)]
+        if [start for start, _, _ in output.versions] != borders[:-1] or borders[-1] != len(output.ids):
             raise RolloutDataFailure(
-                f"policy_versions must cover the {len(ids)} generated tokens without a gap, got {versions}; this is a bug of the backend"
+                f"policy_versions must cover the {len(output.ids)} generated tokens without a gap, got {output.versions}; this is a bug of "
+                "the backend"
             )
         return {
             "role": "assistant",
-            "content": self.tokenizer.decode(ids.tolist(), skip_special_tokens=True),
-            "token_ids": ids,
+            "content": self.tokenizer.decode(output.ids, skip_special_tokens=True),
+            "token_ids": torch.tensor(output.ids, dtype=torch.int64),
             "generation_logprobs": logprobs,
-            "policy_versions": [tuple(part) for part in versions],
-        }
-
-    def _generation_metrics(self, output: Mapping[str, Any], start: int) -> dict[str, Any]:
-        truncated = bool(output["truncated"][0]) if "truncated" in output else False
-        reasons = output.get("finish_reasons")
-        default = FinishReason.LENGTH.value if truncated else FinishReason.STOP.value
-        worker = output.get("gen_leader_worker_idx")
-        return {
-            "gen_leader_worker_idx": int(worker[0]) if worker is not None else 0,
-            "gen_tokens": int(output["unpadded_sequence_lengths"][0]) - start,
-            "truncated": truncated,
-            "finish_reason": str(reasons[0]) if reasons else default,
+            "policy_versions": [tuple(part) for part in output.versions],
         }
 
     async def _env_step(self, episode: Episode) -> EnvironmentReturn:
@@ -244,8 +240,8 @@ class AsyncRolloutImpl:
                 "sample_key": [episode.key],
             }
         )
-        # `patience` is longer than any step, so that the env worker's own error arrives first: it says whether the
-        # environment was late or the worker is missing.
+        # `patience` of a RemoteEnvironment is longer than any step, so that the env worker's own error arrives first: it says
+        # whether the environment was late or the worker is missing.
         bound = max(self.env_step_seconds, getattr(self._env(episode), "patience", 0.0))
         async with deadline(bound, f"environment step of sample {episode.key}"):
             returned = calculate_rewards(batch, self.task_to_env)
@@ -260,7 +256,10 @@ class AsyncRolloutImpl:
             release(episode.key)
 
     def _tokenize(self, text: str, room: int) -> Tensor:
-        """Return the ids of `text` without special tokens, of a very long one more than `room` of them; empty text gives empty int64."""
+        """Return the token ids [n] int64 of `text` without special tokens.
+
+        Only the head of a very long text is tokenized: enough for more than `room` tokens.
+        """
         if not text or room <= 0:
             return torch.zeros(0, dtype=torch.int64)
         encoded = self.tokenizer(head_of(text, self.tokenizer, room), add_special_tokens=False)
@@ -269,7 +268,7 @@ class AsyncRolloutImpl:
     def _aggregate_rollout_metrics(
         self, completions: Sequence[Completion], all_sample_metrics: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return the group's metrics by name (rollouts.md 3); masked samples (NaN reward) leave `total_reward`."""
+        """Return the group's metrics by name; masked samples (reward NaN) do not count in `total_reward`."""
         rows, n = all_sample_metrics, max(len(all_sample_metrics), 1)
 
         def column(key: str) -> list[Any]:
@@ -299,11 +298,6 @@ class AsyncRolloutImpl:
         for kind in ("gen", "input", "total"):
             metrics[f"histogram/{kind}_tokens_length"] = [x for row in rows for x in row[f"turn_{kind}_tokens"]]
         return metrics
-
-
-def _group_id(sample: Mapping[str, Any]) -> str:
-    given = sample.get("group_id")
-    return str(sample["idx"]) if given is None else str(given)
 
 
 def _generation_failure(error: Exception, where: str) -> Exception:

@@ -1,4 +1,4 @@
-"""Which failures are worth another attempt, how often and after how long (rollouts.md 5)."""
+"""Retries of failed prompt groups: the kind of a failure, the attempts and delays of each kind, and deadlines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from enum import StrEnum
 from rl_core.api.errors import DataError, InfrastructureError, RolloutConfigError, RolloutTimeout
 
 MAX_CAUSE_DEPTH = 8
-"""Causes followed from a failure before it counts as unknown."""
+"""Longest chain of causes that is followed to find the kind of a failure."""
 RETRYABLE_STATUS = frozenset({408, 429})
-"""HTTP client errors that speak of load, not of the request."""
+"""HTTP client errors that are due to load, not to the request."""
 
 
 class FailureKind(StrEnum):
-    """Who can mend a failure: other machinery, nobody (the data), or more time."""
+    """Cause of a failure: a lost or overloaded process, the sample itself, or a missed deadline."""
 
     INFRASTRUCTURE = "infrastructure"
     DATA = "data"
@@ -26,22 +26,22 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """Attempts per kind of failure and budgets of dropped prompts."""
+    """Attempts and delays per kind of failure, and how many prompts may be dropped."""
 
     infrastructure_attempts: int = 5
-    """Attempts in all when machinery fails."""
+    """Attempts in total for infrastructure failures."""
     data_attempts: int = 2
-    """Attempts in all when the sample fails."""
+    """Attempts in total for data failures."""
     deadline_attempts: int = 2
-    """Attempts in all when time runs out."""
+    """Attempts in total for missed deadlines."""
     base_delay: float = 1.0
-    """Seconds before the second attempt after a failure of machinery; doubles with each."""
+    """Seconds before the second attempt after an infrastructure failure; doubles with every attempt."""
     max_delay: float = 30.0
     """Longest delay, seconds."""
     max_skipped_prompts: int = 0
-    """Prompts that may be dropped over the run for data or deadline failures; 0 = the first is raised."""
+    """Prompts that may be dropped in total for data and deadline failures; 0 = the first failure is raised. Used without a job only."""
     max_consecutive_dropped_prompts: int = 0
-    """Prompts that may be dropped in a row for failures of machinery; 0 = the first is raised."""
+    """Prompts that may be dropped in a row for infrastructure failures; 0 = the first failure is raised. Used without a job only."""
 
     def __post_init__(self) -> None:
         for name in ("infrastructure_attempts", "data_attempts", "deadline_attempts"):
@@ -49,7 +49,7 @@ class RetryPolicy:
                 raise RolloutConfigError(f"{name} must be >= 1, got {getattr(self, name)}; 1 = no retry")
 
     def attempts(self, kind: FailureKind) -> int:
-        """Return the attempts in all for `kind`."""
+        """Return the attempts in total for failures of `kind`."""
         return {
             FailureKind.INFRASTRUCTURE: self.infrastructure_attempts,
             FailureKind.DATA: self.data_attempts,
@@ -64,9 +64,9 @@ class RetryPolicy:
 
 
 def classify_failure(exc: BaseException) -> FailureKind:
-    """Return the kind of `exc`: typed where it was raised, else by its causes (not contexts) to depth 8.
+    """Return the kind of `exc`: that of the first error with a known type among `exc` and its causes, at most MAX_CAUSE_DEPTH deep.
 
-    An explicit data failure anywhere in the chain wins; what nobody typed is DATA.
+    A data failure anywhere in the chain takes precedence, and a failure of unknown type is DATA. Contexts (`__context__`) are ignored.
     """
     kinds = [_kind(link) for link in _causes(exc)]
     if FailureKind.DATA in kinds:
@@ -84,7 +84,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _kind(error: BaseException) -> FailureKind | None:
-    """Return the kind that this error alone states, None where it states none."""
+    """Return the kind that the type or HTTP status of `error` states, None if neither does."""
     if isinstance(error, RolloutTimeout):
         return FailureKind.DEADLINE
     if isinstance(error, DataError):
@@ -101,9 +101,9 @@ def _kind(error: BaseException) -> FailureKind | None:
 
 @asynccontextmanager
 async def deadline(seconds: float | None, what: str) -> AsyncIterator[None]:
-    """Bound the block to `seconds` (None = unbounded); only its own expiry becomes RolloutTimeout.
+    """Bound the block to `seconds` (None = no bound); raises RolloutTimeout when they have passed.
 
-    A TimeoutError raised inside passes unchanged, and so does cancellation from outside.
+    A TimeoutError that the block raises itself, and a cancellation from outside, pass unchanged.
     """
     try:
         async with asyncio.timeout(seconds) as scope:

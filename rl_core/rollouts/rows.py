@@ -1,4 +1,7 @@
-"""Rows on their way to an engine that runs elsewhere (a thread, a process of its own), and the port that takes them."""
+"""Rows of token ids: what an engine takes (`Row`), what it returns (`GenerationOutput`), and the port that runs them (`RowQueue`).
+
+The limits and the finish reason of a row, and the check of its prompt, are here, so that every engine ends a row for the same reason.
+"""
 
 from __future__ import annotations
 
@@ -6,50 +9,87 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_core.rollouts.padding import GenerationOutput
+from rl_core.api.records import FinishReason
 from rl_core.rollouts.sampling import SamplingParams
 
-Result = tuple[Any, GenerationOutput | BaseException]
-Sink = Callable[[list[Result]], None]
-"""Takes what one step finished, on a thread of the engine's; must not block."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationOutput:
+    """The generated part of one row."""
+
+    ids: list[int]
+    """Generated token ids, including the one that ended the row."""
+    logprobs: list[float]
+    """Log-probability of each id under softmax(logits / temperature) over the whole vocabulary."""
+    finish_reason: str
+    """A `FinishReason`: stop, length (max_new_tokens reached) or seq_limit (max_seq_len reached)."""
+    versions: list[tuple[int, int, int]]
+    """(start, end, policy version) ranges over `ids`, contiguous from 0."""
+    worker: int = 0
+    """Index of the backend's worker that generated the row; 0 for a backend with one worker."""
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether a limit cut the row."""
+        return FinishReason(self.finish_reason).truncated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row to be generated; `key` is what the sink gets back with its result."""
+    """A row to be generated."""
 
     key: Hashable
+    """Identifies the row in its result and in `RowQueue.abort`."""
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
-    unit: int | None = None
-    """Rows of one unit form an engine batch of their own."""
+    """Sampling seed in [0, 2**64)."""
+    batch: int | None = None
+    """Rows with the same number run as an engine batch of their own; None = in any batch."""
+
+
+Result = tuple[Any, GenerationOutput | BaseException]
+"""(key of the row, its output or the reason why it has none)."""
+Sink = Callable[[list[Result]], None]
+"""Receives the rows that ended together, on a thread of the engine; must not block."""
 
 
 class RowQueue(Protocol):
-    """What runs rows. Implemented by `hf.loop.EngineLoop` and `sglang.engine.SGLangEngine`; usable from any thread."""
+    """Runs rows. Implemented by `hf.loop.EngineLoop` and `sglang.engine.SGLangEngine`. All methods may be called from any thread."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that new tokens come from."""
+        """Policy version of the weights that new tokens are drawn from."""
         ...
 
     def submit(self, rows: Sequence[Row], sink: Sink) -> None:
-        """Queue `rows` together; each result reaches `sink` once. Raises GenerationUnavailable where none can run."""
+        """Queue `rows` together; `sink` gets each result once. Raises GenerationUnavailable if the engine cannot run any."""
         ...
 
     def abort(self, keys: Iterable[Hashable]) -> None:
-        """Drop rows whose caller does not wait any more; their sink hears nothing."""
+        """Drop the rows with these keys; `sink` gets no result for them."""
         ...
 
-    def statistics(self) -> dict[str, float]:
-        """Return steps, rows, tokens, seconds at work and row-steps since the last `clear_statistics`."""
-        ...
 
-    def clear_statistics(self) -> None:
-        """Start the statistics anew."""
-        ...
+def token_limit(prompt_tokens: int, params: SamplingParams, max_seq_len: int) -> tuple[int, str]:
+    """Return (most new tokens of a row, finish reason when that many were generated).
 
-    def close(self) -> None:
-        """Stop; rows in flight fail as GenerationUnavailable. Idempotent."""
-        ...
+    The number is 0 if the prompt fills the sequence or `params` asks for no token: the row then ends without running.
+    """
+    room = max_seq_len - prompt_tokens
+    reason = FinishReason.SEQ_LIMIT if room < params.max_new_tokens else FinishReason.LENGTH
+    return min(params.max_new_tokens, room), reason.value
+
+
+def check_prompt(prompt: Sequence[int], *, vocab_size: int, max_seq_len: int) -> None:
+    """Raise ValueError if `prompt` is empty, longer than `max_seq_len`, or has ids outside [0, `vocab_size`).
+
+    Such a row must be refused before it is queued: found in the middle of a batch it would fail every row of the batch.
+    """
+    if not 1 <= len(prompt) <= max_seq_len:
+        raise ValueError(
+            f"a prompt must have 1 to max_seq_len={max_seq_len} tokens, got {len(prompt)}; shorten it or raise max_seq_len"
+        )
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token ids must be in [0, {vocab_size}), got {low} to {high}; use the model's tokenizer")

@@ -1,39 +1,33 @@
-"""Settings of a request: read from a GenerationConfig, refused where they would bias training, the same for every engine."""
+"""Sampling settings of a row (`SamplingParams`), the same for every engine, and the seeds of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from typing import Any
 
 from rl_core.api.errors import RolloutConfigError
-from rl_core.rollouts.generation import GenerationConfig
-
-HONOURED = frozenset(
-    {"backend", "model_name", "max_new_tokens", "temperature", "top_p", "top_k", "val_temperature", "val_top_p"}
-    | {"val_top_k", "stop_token_ids", "stop_strings", "_pad_token_id", "use_async_rollouts", "colocated"}
-)
-"""Keys of GenerationConfig that mean something here; its others must be empty, keys that it does not have are refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Settings of one request."""
+    """Sampling settings of one row. Raises RolloutConfigError for a value out of range."""
 
     max_new_tokens: int = 64
     """Longest generation, tokens."""
     temperature: float = 1.0
     """Softmax temperature; 0 = greedy."""
     top_p: float = 1.0
-    """Nucleus, after top_k; 1 = off."""
+    """Nucleus sampling, applied after top_k; 1 = off."""
     top_k: int | None = None
-    """Most likely tokens kept; None = off."""
+    """Number of most likely tokens that are kept; None = off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end the generation besides end of sequence."""
+    """Ids that end the generation, in addition to the end-of-sequence ids."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end the generation; they stay in text and tokens."""
     ignore_eos: bool = False
-    """Go on after end of sequence (benchmarks)."""
+    """Do not end at end-of-sequence ids (used by benchmarks)."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -51,32 +45,34 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return whether the likeliest token is taken."""
+        """Return whether the most likely token is taken."""
         return self.temperature == 0
 
     @classmethod
-    def of(cls, given: Any) -> SamplingParams:
-        """Return `given` (SamplingParams, a mapping, or an object with such attributes) as SamplingParams.
-
-        `stop`, `do_sample` and `greedy` are understood too; other unknown keys of a mapping are refused.
-        """
-        if isinstance(given, cls):
+    def of(cls, given: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+        """Return `given` as SamplingParams; raises RolloutConfigError for unknown keys of a mapping."""
+        if isinstance(given, SamplingParams):
             return given
-        if isinstance(given, Mapping):
-            values = dict(given)
-        else:
-            names = [field.name for field in fields(cls)] + ["stop"]
-            values = {name: getattr(given, name) for name in names if hasattr(given, name)}
-        if "stop" in values:
-            values["stop_strings"] = values.pop("stop")
-        sampled = values.pop("do_sample", True) and not values.pop("greedy", False)
+        values = dict(given)
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise RolloutConfigError(f"sampling settings {', '.join(unknown)} are not known; remove them")
         for name in ("stop_strings", "stop_token_ids"):
             values[name] = unique(values.get(name))
-        params = cls(**values)
-        return params if sampled else replace(params, temperature=0.0, top_p=1.0, top_k=None)
+        return cls(**values)
+
+    def for_row(self, stop_strings: Sequence[str], max_new_tokens: int | None, greedy: bool) -> SamplingParams:
+        """Return the settings of one row: more stop strings, another length limit (None = the same), or greedy decoding."""
+        params = replace(
+            self,
+            stop_strings=unique((*self.stop_strings, *stop_strings)),
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        )
+        return replace(params, temperature=0.0, top_p=1.0, top_k=None) if greedy else params
+
+    def stop_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """Return all ids that end a row, given the model's end-of-sequence ids."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_token_ids))
 
 
 def unique(values: Any) -> tuple[Any, ...]:
@@ -86,61 +82,10 @@ def unique(values: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys([values] if isinstance(values, str) else values))
 
 
-def sampling_params(
-    config: Mapping[str, Any], *, backend: str, validation: bool, allow_truncated: bool
-) -> SamplingParams:
-    """Return the settings of GenerationConfig as SamplingParams.
+def sample_seed(seed: int, group_id: str, index: int, attempt: int = 1) -> int:
+    """Return the 63-bit sampling seed of generation `index` of a prompt group: BLAKE2b of the four arguments.
 
-    Raises RolloutConfigError for keys that are not honoured; in training for temperature <= 0, and for top_p or top_k
-    unless `allow_truncated` (algorithms.md 7: sampling from a cut distribution biases the policy ratio).
+    Generations of a group differ, and a resumed run repeats them. `attempt` rises with retries after data and deadline failures only.
     """
-    _check_keys(config, backend)
-    prefix = "val_" if validation else ""
-    temperature = config.get(f"{prefix}temperature", 0.0 if validation else 1.0)
-    top_p, top_k = config.get(f"{prefix}top_p", 1.0), config.get(f"{prefix}top_k")
-    if not validation and temperature <= 0:
-        raise RolloutConfigError(f"temperature must be > 0 for training, got {temperature}; use greedy for validation")
-    if not validation and not allow_truncated and (top_p < 1 or top_k is not None):
-        raise RolloutConfigError(
-            f"top_p and top_k bias the policy ratio, got top_p {top_p}, top_k {top_k}; remove them or set "
-            "algorithm.allowTruncatedSampling"
-        )
-    return SamplingParams(
-        max_new_tokens=config.get("max_new_tokens", SamplingParams().max_new_tokens),
-        temperature=float(temperature),
-        top_p=float(top_p),
-        top_k=top_k,
-        stop_token_ids=unique(config.get("stop_token_ids")),
-        stop_strings=unique(config.get("stop_strings")),
-    )
-
-
-def _check_keys(config: Mapping[str, Any], backend: str) -> None:
-    known = GenerationConfig.__annotations__
-    unknown = sorted(key for key, value in config.items() if key not in HONOURED and (value or key not in known))
-    if unknown:
-        raise RolloutConfigError(
-            f"generation settings {', '.join(unknown)} are not honoured by the {backend} engine; remove them"
-        )
-    if config.get("backend") not in (None, backend):
-        raise RolloutConfigError(
-            f"backend must be {backend!r} for the {backend} engine, got {config['backend']!r}; change one of the two"
-        )
-    if config.get("use_async_rollouts", True) is False:
-        raise RolloutConfigError(
-            "use_async_rollouts must be true, got False: rollouts are always asynchronous; remove it"
-        )
-    if (config.get("colocated") or {}).get("enabled"):
-        raise RolloutConfigError(
-            f"colocated.enabled is not honoured by the {backend} engine, got true; set it to false"
-        )
-
-
-def pad_id(config: Mapping[str, Any], tokenizer: Any) -> int:
-    """Return the padding of ids: the configured one, else the tokenizer's, else its end of sequence."""
-    candidates = (
-        config.get("_pad_token_id"),
-        getattr(tokenizer, "pad_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    return next((int(one) for one in candidates if one is not None), 0)
+    text = "\x1f".join((str(seed), str(group_id), str(index), str(attempt)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""Environment steps over a batch: one call per task, answers in the rows' order, rewards checked (rollouts.md 2)."""
+"""Environment steps over a batch: one call per task, results in the order of the rows, rewards checked."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rl_core.rollouts.environment import RemoteEnvironment
 
 
 async def calculate_rewards(batch: Mapping[str, Any], task_to_env: Mapping[str, Any]) -> EnvironmentReturn:
-    """Return the environments' answers for `batch` (`message_log`, `task_name`, `extra_env_info`), in its order.
+    """Return the results of one environment step for the rows of `batch` (`message_log`, `task_name`, `extra_env_info`), in their order.
 
-    Exactly one `step` per distinct task name, concurrently. Rewards are a float32 tensor [B], a map of such, or a list
-    where a row has None (not applicable). Raises ValueError for an unknown task, AssertionError when tasks mix maps and
-    numbers, RolloutDataFailure for a wrong number of rows.
+    `step` is called once per distinct task name, concurrently. Rewards are a float32 tensor [B], a dict of such tensors by name, or a list
+    if a row has None (not applicable). Raises ValueError for an unknown task, AssertionError if some tasks return rewards by name and others
+    do not, RolloutDataFailure if an environment returns a wrong number of rows.
     """
     names = list(batch["task_name"])
     rows_of: dict[Any, list[int]] = {}
@@ -41,7 +41,7 @@ async def calculate_rewards(batch: Mapping[str, Any], task_to_env: Mapping[str, 
 
 
 async def _all(steps: list[Any]) -> list[EnvironmentReturn]:
-    """Return all answers; waits for every step before the first failure is raised."""
+    """Return all results; raises the first failure after every step has ended."""
     if len(steps) == 1:
         return [await steps[0]]
     results: list[Any] = await asyncio.gather(*steps, return_exceptions=True)
@@ -70,7 +70,7 @@ async def _step(name: Any, env: Any, batch: Mapping[str, Any], rows: Sequence[in
 
 
 def _call_step(env: Any, logs: Any, metadata: Any) -> Any:
-    """Return what `env.step` returns; a StopIteration, which no future of the loop takes, leaves as a RuntimeError."""
+    """Return what `env.step` returns; a StopIteration becomes a RuntimeError, because an asyncio future cannot hold it."""
     try:
         return env.step(logs, metadata)
     except StopIteration as error:
@@ -105,8 +105,8 @@ def _normalise(returned: EnvironmentReturn) -> EnvironmentReturn:
 
 
 def _merge(returned: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int]], count: int) -> EnvironmentReturn:
-    """Return the answers of several tasks in the order of the batch."""
-    parts = [_normalise(one) for one in returned]
+    """Return the results of several tasks in the order of the batch."""
+    parts = [_normalise(result) for result in returned]
     kinds = {isinstance(part.rewards, Mapping) for part in parts}
     if len(kinds) > 1:
         raise AssertionError(
@@ -122,9 +122,9 @@ def _merge(returned: Sequence[EnvironmentReturn], rows_of: Sequence[Sequence[int
 
     rewards: Any
     if kinds == {True}:
-        found = dict.fromkeys(name for part in parts for name in part.rewards)
+        names = dict.fromkeys(name for part in parts for name in part.rewards)
         blank = [[None] * len(rows) for rows in rows_of]
-        columns = {n: [p.rewards.get(n, b) for p, b in zip(parts, blank, strict=True)] for n in found}
+        columns = {n: [p.rewards.get(n, b) for p, b in zip(parts, blank, strict=True)] for n in names}
         rewards = {name: _floats(column([list(v) for v in values])) for name, values in columns.items()}
     else:
         rewards = _floats(column([list(part.rewards) for part in parts]))
@@ -149,17 +149,17 @@ def _map_columns(rewards: Any, convert: Any) -> Any:
 
 
 def _floats(values: Any) -> Any:
-    """Return float32 [B], or the list unchanged where a row has None."""
+    """Return `values` as a float32 tensor [B], or as a list of floats and None if a row has None."""
     if isinstance(values, list) and any(value is None for value in values):
         return [None if value is None else float(value) for value in values]
     return torch.as_tensor(values, dtype=torch.float32)
 
 
 def one_reward(rewards: Any, env: Any, where: str) -> tuple[dict[str, float], float | None]:
-    """Return (components by name, reward) of the first row; the reward is None where it does not apply.
+    """Return (reward components by name, reward) of the first row; the reward is None if it does not apply.
 
-    Components are summed with the environment's `reward_weights`. Raises RolloutConfigError without weights,
-    RolloutDataFailure for a reward that is not finite.
+    Components are summed with the environment's `reward_weights`. Raises RolloutConfigError if a component has no weight,
+    RolloutDataFailure for a reward that is not finite. `where` names the sample in errors.
     """
     if not isinstance(rewards, Mapping):
         return {}, _finite(rewards[0], "reward", where)

@@ -1,15 +1,15 @@
-"""`HFEngine`: generation for many prompts with continuous batching, in this process and thread.
+"""`HFEngine`: generation with continuous batching, in this process and on the calling thread.
 
-A loop of `step()`: admit waiting prompts into free rows (distinct prompts are computed once, whatever the number of
-samples), run one token for all rows, draw, record, and hand back what ended. `generate` drives the loop to the end;
-`loop.EngineLoop` drives it for asynchronous callers. Not thread-safe: one thread calls it at a time.
+Every `step` admits waiting rows (a prompt that several rows share is computed once), computes one token for all rows, samples and
+records it, and returns the rows that ended. `generate` steps until its rows have ended; `loop.EngineLoop` steps for asynchronous
+callers. Not thread-safe: one thread may call it at a time.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +26,17 @@ from rl_core.rollouts.hf.sampling import Draw
 from rl_core.rollouts.hf.stopping import StopIds, StopStrings
 from rl_core.rollouts.meter import EngineLoad
 from rl_core.rollouts.model_files import token_ids
-from rl_core.rollouts.padding import GenerationOutput
+from rl_core.rollouts.rows import GenerationOutput, check_prompt, token_limit
 from rl_core.rollouts.sampling import SamplingParams
 
 PREFILL_TOKENS = 16384
-"""Padded prompt tokens of one prefill at most; bounds its activations."""
+"""Most padded prompt tokens of one prefill; bounds the memory of its activations."""
 ADMIT_SHARE = 8
-"""A running batch is joined once 1/8 of its rows are free (or all that wait fit): a prefill costs about a step."""
+"""Waiting rows join a running batch once 1/8 of its places are free, or all waiting rows fit: a prefill costs about as much as a step."""
 
 
 class HFEngine:
-    """Generates with a decoder of the Qwen2, Qwen3 or Llama families, or through transformers for any other."""
+    """Generates with a lean forward for the Qwen2, Qwen3 and Llama families, and through transformers for other models."""
 
     def __init__(
         self,
@@ -48,11 +48,17 @@ class HFEngine:
         compile: bool = False,
         eos_token_ids: Iterable[int] = (),
     ) -> None:
-        """`model` is a transformers model or a `DecoderWeights`; a transformers model's weights are taken as they are now.
+        """Create an engine over `model`.
 
-        `max_batch` rows of at most `max_seq_len` tokens are the memory for keys and values; it is taken as rows need it.
-        `eos_token_ids` end a sequence besides those that tokenizer and model name. Raises RolloutConfigError for limits
-        that cannot be honoured.
+        Args:
+            model: A transformers model, whose weights are copied, or a `DecoderWeights`.
+            tokenizer: Decodes tokens to find stop strings.
+            max_batch: Most rows that run at once. The KV cache grows as rows need it, up to `max_batch` x `max_seq_len` tokens.
+            max_seq_len: Longest sequence of prompt and completion, tokens.
+            compile: Whether to use torch.compile.
+            eos_token_ids: End-of-sequence ids in addition to those of tokenizer and model.
+
+        Raises RolloutConfigError for max_batch < 1 or max_seq_len < 2.
         """
         if max_batch < 1 or max_seq_len < 2:
             raise RolloutConfigError(f"max_batch must be >= 1 and max_seq_len >= 2, got {max_batch} and {max_seq_len}")
@@ -60,8 +66,8 @@ class HFEngine:
         self.max_batch = max_batch
         self.max_seq_len = max_seq_len
         self.version = 0
-        self._parked = False
-        """Whether the running rows rest with their keys and values."""
+        self._interrupted = False
+        """Whether the running rows were interrupted and keep their keys and values."""
         self._decoder: Decoder = decoder_for(model, max_seq_len=max_seq_len, compile=compile)
         self.eos_token_ids = frozenset(_eos_ids(model, tokenizer) | set(eos_token_ids))
         self._stop_ids = StopIds(self._decoder.vocab_size)
@@ -82,16 +88,16 @@ class HFEngine:
 
     @property
     def busy(self) -> bool:
-        """Return whether anything runs or waits."""
+        """Return whether any row runs or waits."""
         return bool(self._rows.requests or self._waiting or self._ended)
 
     @property
     def num_running(self) -> int:
-        """Return the number of rows that generate."""
+        """Return the number of running rows."""
         return len(self._rows)
 
     def load(self) -> EngineLoad:
-        """Return what it has to do. From any thread."""
+        """Return how much the engine has to do. May be called from any thread."""
         return EngineLoad(
             running=len(self._rows),
             waiting=len(self._waiting),
@@ -105,28 +111,26 @@ class HFEngine:
     ) -> list[GenerationOutput]:
         """Return the generations of `input_ids` in their order.
 
-        `sampling` is one SamplingParams (or what `SamplingParams.of` takes) or one per prompt; `seeds` one per prompt,
-        None = drawn from torch's generator. Raises ValueError for what `submit` refuses, and leaves nothing queued then.
+        `sampling` is one SamplingParams (or a mapping of its fields), or one per prompt. `seeds` has one seed per prompt; None = drawn
+        from torch's generator. Raises ValueError for a row that `submit` refuses; then no row stays queued.
         """
         many = isinstance(sampling, Sequence)
         for name, given in (("sampling", sampling if many else None), ("seeds", seeds)):
             if given is not None and len(given) != len(input_ids):
                 raise ValueError(f"{name} must have one entry per prompt ({len(input_ids)}), got {len(given)}")
-        params = (
-            [SamplingParams.of(one) for one in sampling] if many else [SamplingParams.of(sampling)] * len(input_ids)
-        )
+        params = list(map(SamplingParams.of, sampling)) if many else [SamplingParams.of(sampling)] * len(input_ids)
         drawn = torch.randint(2**62, (len(input_ids),)).tolist() if seeds is None else [int(seed) for seed in seeds]
         tickets: list[int] = []
         try:
-            for prompt, one, seed in zip(input_ids, params, drawn, strict=True):
-                tickets.append(self.submit(prompt, one, seed))
+            for prompt, row_params, seed in zip(input_ids, params, drawn, strict=True):
+                tickets.append(self.submit(prompt, row_params, seed))
         except ValueError:
             self.abort(tickets)
             raise
         return self._finish(tickets)
 
     def _finish(self, tickets: Sequence[int]) -> list[GenerationOutput]:
-        """Step until these rows have ended; return their outputs in order. What else ends is handed out by `step`."""
+        """Step until these rows have ended; return their outputs in order. Other rows that end are returned by the next `step`."""
         outputs: dict[int, GenerationOutput] = {}
         missing = set(tickets)
         try:
@@ -137,29 +141,25 @@ class HFEngine:
         except BaseException:
             self.reset()
             raise
-        found = [outputs.pop(ticket) for ticket in tickets]
+        finished = [outputs.pop(ticket) for ticket in tickets]
         self._ended += outputs.items()
-        return found
+        return finished
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, unit: int | None = None) -> int:
-        """Queue one row; return its ticket. Rows of one `unit` must be submitted together; they run as one batch.
+    def submit(self, prompt: Sequence[int], params: SamplingParams, seed: int, *, batch: int | None = None) -> int:
+        """Queue one row and return its ticket. Rows with the same `batch` must be submitted together; they run as a batch of their own.
 
-        Raises ValueError, with numbers, for a prompt that is empty or longer than max_seq_len, for ids outside the model's
-        vocabulary and for a seed outside 64 bits: found later, they would cost every running row.
+        Raises ValueError for a prompt that `rows.check_prompt` refuses and for a seed outside 64 bits.
         """
         ids = tuple(map(int, prompt))
-        self._check(ids, seed)
-        length = len(ids)
+        check_prompt(ids, vocab_size=self._decoder.vocab_size, max_seq_len=self.max_seq_len)
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"a seed must be in [0, 2**64), got {seed}; take rollouts.sampling.sample_seed")
         self._next_ticket += 1
         ticket = self._next_ticket
-        room = self.max_seq_len - length
-        limit = min(params.max_new_tokens, room)
-        cut_by_room = room < params.max_new_tokens
-        reason = (FinishReason.SEQ_LIMIT if cut_by_room else FinishReason.LENGTH).value
+        limit, reason = token_limit(len(ids), params, self.max_seq_len)
         if limit == 0:
             self._ended.append((ticket, GenerationOutput(ids=[], logprobs=[], finish_reason=reason, versions=[])))
             return ticket
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(
             ticket=ticket,
             prompt=ids,
@@ -167,48 +167,36 @@ class HFEngine:
             seed=seed,
             limit=limit,
             limit_reason=reason,
-            stop_set=self._stop_ids.set_index(stops),
-            unit=unit,
+            stop_set=self._stop_ids.set_index(params.stop_ids(self.eos_token_ids)),
+            batch=batch,
             queued=time.monotonic(),
         )
         self._waiting.append(request)
         return ticket
 
-    def _check(self, ids: tuple[int, ...], seed: int) -> None:
-        if not 1 <= len(ids) <= self.max_seq_len:
-            raise ValueError(
-                f"a prompt must have 1 to max_seq_len={self.max_seq_len} tokens, got {len(ids)}; it can never fit"
-            )
-        if min(ids) < 0 or max(ids) >= self._decoder.vocab_size:
-            raise ValueError(
-                f"token ids must be in [0, {self._decoder.vocab_size}), got {min(ids)} to {max(ids)}; use the model's tokenizer"
-            )
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"a seed must be in [0, 2**64), got {seed}; take rollouts.base.sample_seed")
-
     def abort(self, tickets: Iterable[int]) -> None:
-        """Drop these rows at the next step; they end without an output."""
+        """Drop these rows at the next step; they have no output."""
         self._aborted.update(tickets)
 
-    def park(self, *, keep_cache: bool = False) -> None:
-        """Interrupt every running row until the next step: it goes on from its tokens, by keys and values computed anew.
+    def interrupt(self, *, keep_cache: bool = False) -> None:
+        """Interrupt all running rows, so that weights may change; the next step continues them from the tokens they have.
 
-        `keep_cache`: by those it has. The weights may change in between; each token keeps the version that drew it, and the seed of a row
-        its place.
+        `keep_cache`: rows continue with the keys and values they have; otherwise these are recomputed. Every token keeps the version of
+        the weights that it was drawn from, and the random numbers of a row do not depend on interruptions.
         """
-        parked = [
+        interrupted = [
             replace(request, begun=self._rows.output(row, "", self.version))
             for row, request in enumerate(self._rows.requests)
         ]
         if keep_cache:
-            self._rows.requests[:] = parked
-            self._parked = True
+            self._rows.requests[:] = interrupted
+            self._interrupted = True
         else:
             self._remove(list(range(len(self._rows))))
-            self._waiting.extendleft(reversed(parked))
+            self._waiting.extendleft(reversed(interrupted))
 
     def reset(self) -> None:
-        """Drop everything that runs or waits; after a step that failed too, when decoder and rows may differ."""
+        """Drop all running and waiting rows. Also repairs the engine after a failed step, when decoder and rows may disagree."""
         self._waiting.clear()
         self._ended.clear()
         self._aborted.clear()
@@ -218,8 +206,8 @@ class HFEngine:
         self._draw = None
 
     def step(self) -> list[tuple[int, GenerationOutput]]:
-        """Generate one token for every row (the first one for new rows); return (ticket, output) of those that ended."""
-        self._parked = False
+        """Generate one token for every running row, or the first token of newly admitted rows; return (ticket, output) of rows that ended."""
+        self._interrupted = False
         if self._aborted:
             self._drop_aborted()
         ended, self._ended = self._ended, []
@@ -231,7 +219,7 @@ class HFEngine:
         return ended
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return what `load_weights` must bring, by Hugging Face name."""
+        """Return name -> shape of every tensor that `load_weights` expects, by Hugging Face name."""
         return self._decoder.weights.names_and_shapes()
 
     def dtypes(self) -> dict[str, str]:
@@ -239,59 +227,60 @@ class HFEngine:
         return self._decoder.weights.dtypes()
 
     def destinations(self) -> dict[str, Tensor]:
-        """Return the parameters that may be overwritten in place while nothing runs, in host memory."""
+        """Return the parameters in host memory that may be overwritten in place while nothing runs."""
         return self._decoder.weights.destinations()
 
     def stored_weights(self) -> list[Tensor]:
-        """Return the tensors that hold the weights; views of one storage may repeat."""
+        """Return the tensors that hold the weights; several may be views of one storage."""
         return self._decoder.weights.stored()
 
     def release_cache(self) -> None:
-        """Give the memory of keys and values back while nothing runs; rows take it anew."""
+        """Free the KV cache while nothing runs; it is allocated again when rows need it."""
         self._require_idle()
         self._decoder.release_cache()
 
     def write_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write tensors whose names and shapes were checked before, each at once; `serve` ends the update."""
+        """Write tensors whose names and shapes were checked before; call `serve` after the last one."""
         self._require_idle()
         for name, tensor in tensors:
             self._decoder.weights.write(name, tensor)
 
     def serve(self, version: int) -> None:
-        """Generate as `version` from now on."""
+        """Label tokens that are generated from now on with `version`."""
         self._require_idle()
         self.version = version
 
     def load_weights(self, iterator: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by (name, tensor) pairs and serve them as `version`.
 
-        Strict: unknown, missing, repeated or mis-shaped names -> DataError, nothing applied. Tensors must stay valid
-        until this returns. Raises RolloutConfigError while rows run that are not parked: their keys and values are of the old weights.
+        Raises DataError for unknown, missing, repeated or wrongly shaped tensors; then no weight was changed. Raises RolloutConfigError
+        while rows run that were not interrupted, because their keys and values belong to the old weights. Tensors must stay valid until
+        this returns.
         """
         self._require_idle()
         self._decoder.weights.load(iterator)
         self.version = version
 
     def _require_idle(self) -> None:
-        if len(self._rows) and not self._parked:
+        if len(self._rows) and not self._interrupted:
             raise RolloutConfigError(
-                f"weights cannot change while {len(self._rows)} rows run; finish, park or abort them first"
+                f"weights cannot change while {len(self._rows)} rows run; finish, interrupt or abort them first"
             )
 
     def _admissible(self) -> list[Request]:
-        """Take from the queue what joins now, in order."""
+        """Remove the rows that are admitted now from the queue, and return them in order."""
         if not self._waiting:
             return []
         running, first = len(self._rows), self._waiting[0]
-        if first.unit is not None:
-            return [] if running else self._take(lambda one: one.unit == first.unit)
+        if first.batch is not None:
+            return [] if running else self._take(lambda request: request.batch == first.batch)
         free = self.max_batch - running
         if running and free < min(len(self._waiting), max(1, self.max_batch // ADMIT_SHARE)):
             return []
-        return self._take(lambda one: one.unit is None, free)
+        return self._take(lambda request: request.batch is None, free)
 
-    def _take(self, wanted: Any, free: int | None = None) -> list[Request]:
-        """Return the front of the queue while `wanted`, at most `free` rows and PREFILL_TOKENS of distinct prompts."""
+    def _take(self, wanted: Callable[[Request], bool], free: int | None = None) -> list[Request]:
+        """Remove and return the first rows of the queue while `wanted`, at most `free` rows and PREFILL_TOKENS of distinct prompts."""
         taken: list[Request] = []
         prompts: set[tuple[int, ...]] = set()
         longest = 0
@@ -305,7 +294,7 @@ class HFEngine:
         return taken
 
     def _start(self, requests: list[Request]) -> list[tuple[int, GenerationOutput]]:
-        """Prefill new rows and draw their first token."""
+        """Prefill new rows and sample their first token."""
         contexts = [request.context for request in requests]
         distinct = {context: index for index, context in enumerate(dict.fromkeys(contexts))}
         rows = np.array([distinct[context] for context in contexts], dtype=np.int64)
@@ -320,7 +309,7 @@ class HFEngine:
         return self._accept(first, logits)
 
     def _accept(self, first: int, logits: Tensor) -> list[tuple[int, GenerationOutput]]:
-        """Draw and record a token for the rows from `first` on; return and remove those that ended."""
+        """Sample and record a token for the rows from `first` on; remove and return those that ended."""
         rows = self._rows
         noise = torch.from_numpy(rows.noise(first)).to(logits.device)
         with torch.inference_mode():
@@ -344,7 +333,7 @@ class HFEngine:
         return outputs
 
     def _drawer(self, first: int) -> Draw:
-        """Return how the rows from `first` on draw; kept while the whole batch stays as it is."""
+        """Return the sampler of the rows from `first` on; that of the whole batch is kept until rows come or go."""
         if self._draw is None or first:
             params = [request.params for request in self._rows.requests[first:]]
             draw = Draw(params, vocab_size=self._decoder.vocab_size, device=self._decoder.device)
@@ -362,11 +351,11 @@ class HFEngine:
     def _drop_aborted(self) -> None:
         dropped, self._aborted = self._aborted, set()
         self._waiting = deque(request for request in self._waiting if request.ticket not in dropped)
-        self._ended = [one for one in self._ended if one[0] not in dropped]
+        self._ended = [(ticket, output) for ticket, output in self._ended if ticket not in dropped]
         self._remove([row for row, request in enumerate(self._rows.requests) if request.ticket in dropped])
 
     def _remove(self, gone: list[int]) -> None:
-        """Take rows out of the batch, here and in the decoder."""
+        """Remove rows from the batch, here and in the decoder."""
         if not gone:
             return
         moves = self._rows.remove(gone)
@@ -381,9 +370,9 @@ class HFEngine:
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Return the ids that end a sequence: the tokenizer's and those of the model's generation settings."""
-    found = set(token_ids(getattr(tokenizer, "eos_token_id", None)))
+    """Return the end-of-sequence ids of the tokenizer and of the model's generation settings."""
+    ids = set(token_ids(getattr(tokenizer, "eos_token_id", None)))
     settings = getattr(model, "generation_config", None) or getattr(model, "config", None)
     for name in ("eos_token_id", "eos_token_ids"):
-        found.update(token_ids(getattr(settings, name, None)))
-    return found
+        ids.update(token_ids(getattr(settings, name, None)))
+    return ids

@@ -1,18 +1,18 @@
-"""The thread that drives an engine for callers elsewhere: rows in, finished rows out.
+"""`EngineLoop`: the thread that steps an `HFEngine` for callers on other threads.
 
     submit (any thread) -> inbox -> [engine thread: submit, step, step ...] -> sink(results), once per step and caller
 
-The thread sleeps on a condition while nothing runs. A failing step fails every row in flight as GenerationUnavailable
-and empties the engine; the thread goes on.
+The thread sleeps on a condition while there is nothing to run. A step that fails fails every row in flight as GenerationUnavailable and
+empties the engine; the thread continues.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.rollouts.hf.engine import HFEngine
@@ -25,128 +25,121 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Owns the thread of one engine. CREATED -> running (first use) -> closed."""
 
-    def __init__(self, engine: HFEngine, *, on_step: Callable[[int], None] | None = None) -> None:
-        """`on_step(rows)` hears of every step on the engine's thread; None = nobody listens."""
+    def __init__(self, engine: HFEngine, *, on_tokens: Callable[[int], Any] | None = None) -> None:
+        """`on_tokens(tokens)` is called on the engine's thread after every step, with the number of new tokens."""
         self.engine = engine
-        self._on_step = on_step
-        self._wake = threading.Condition()
+        self._on_tokens = on_tokens
+        self._condition = threading.Condition()
+        """Guards the attributes up to `_at_rest`; notified when one of them changes."""
         self._inbox: list[tuple[Row, Sink]] = []
-        self._unwanted: list[Hashable] = []
-        self._owners: dict[int, tuple[Hashable, Sink]] = {}
-        self._tickets: dict[Hashable, int] = {}
+        self._aborted: list[Hashable] = []
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._holding = self._resting = self._keep_cache = False
-        """Whether nothing may run, and whether nothing does."""
-        self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
+        self._paused = False
+        self._keep_cache = False
+        """Whether rows that are paused keep their keys and values."""
+        self._at_rest = False
+        """Whether the engine's thread has paused all rows."""
+        self._owners: dict[int, tuple[Hashable, Sink]] = {}
+        """Key and sink of every row in the engine, by its ticket. Used on the engine's thread only, as is `_tickets`."""
+        self._tickets: dict[Hashable, int] = {}
 
     @property
     def version(self) -> int:
-        """Return the version of the weights that new tokens come from."""
+        """Return the version of the weights that new tokens are drawn from."""
         return self.engine.version
 
     @property
     def idle(self) -> bool:
         """Return whether no row waits or runs."""
-        with self._wake:
+        with self._condition:
             return not (self._inbox or self._owners)
 
     def submit(self, rows: Sequence[Row], sink: Sink) -> None:
-        """Queue `rows` together; each result reaches `sink` once. Raises GenerationUnavailable after `close`."""
-        with self._wake:
-            self._check_open()
+        """Queue `rows` together; `sink` gets each result once. Raises GenerationUnavailable after `close`."""
+        with self._condition:
+            if self._closed:
+                raise GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
             self._inbox += [(row, sink) for row in rows]
-            self._start()
-            self._wake.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name="rljob-engine", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
 
     def abort(self, keys: Iterable[Hashable]) -> None:
-        """Drop rows whose caller does not wait any more; their sink hears nothing."""
-        with self._wake:
-            wanted = set(keys)
-            self._inbox = [item for item in self._inbox if item[0].key not in wanted]
-            self._unwanted += wanted
-            self._wake.notify_all()
+        """Drop the rows with these keys; their sinks get no result."""
+        with self._condition:
+            dropped = set(keys)
+            self._inbox = [item for item in self._inbox if item[0].key not in dropped]
+            self._aborted += dropped
+            self._condition.notify_all()
 
-    def hold(self, *, keep_cache: bool = False) -> None:
-        """Generate nothing until `release`: rows that run are parked and go on then, new ones wait. Blocks until nothing runs."""
-        with self._wake:
-            self._holding, self._keep_cache = True, keep_cache
-            self._wake.notify_all()
-            while self._thread is not None and not (self._resting or self._closed):
-                self._wake.wait()
+    def pause(self, *, keep_cache: bool = False) -> None:
+        """Pause generation; blocks until nothing runs. Running and queued rows continue when `resume` is called.
 
-    def release(self) -> None:
-        """Go on generating; nothing to do unless held."""
-        with self._wake:
-            self._holding = self._resting = False
-            self._wake.notify_all()
+        `keep_cache`: running rows continue with the keys and values they have; otherwise these are recomputed.
+        """
+        with self._condition:
+            self._paused, self._keep_cache = True, keep_cache
+            self._condition.notify_all()
+            while self._thread is not None and not (self._at_rest or self._closed):
+                self._condition.wait()
 
-    def statistics(self) -> dict[str, float]:
-        """Return steps, rows, tokens, seconds at work and row-steps since the last `clear_statistics`."""
-        return dict(self._stats)
+    def resume(self) -> None:
+        """Continue generation; does nothing if it is not paused."""
+        with self._condition:
+            self._paused = self._at_rest = False
+            self._condition.notify_all()
 
     def load(self) -> EngineLoad:
-        """Return what the engine has to do; rows that it was not handed yet wait too."""
+        """Return how much the engine has to do, including rows that it was not given yet."""
         load = self.engine.load()
         return replace(load, waiting=load.waiting + len(self._inbox))
 
-    def clear_statistics(self) -> None:
-        """Start the statistics anew."""
-        self._stats = dict.fromkeys(self._stats, 0.0)
-
     def close(self) -> None:
         """Stop the thread; rows in flight fail as GenerationUnavailable. Idempotent."""
-        with self._wake:
+        with self._condition:
             self._closed = True
-            self._wake.notify_all()
+            self._condition.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="rljob-engine", daemon=True)
-            self._thread.start()
-
     def _main(self) -> None:
         while True:
-            with self._wake:
+            with self._condition:
                 while not self._has_work():
-                    self._wake.wait()
+                    self._condition.wait()
                 if self._closed:
                     break
-                holding = self._holding
+                paused = self._paused
                 inbox, self._inbox = self._inbox, []
-                unwanted, self._unwanted = self._unwanted, []
-            self._forget(unwanted)
+                aborted, self._aborted = self._aborted, []
+            self._drop(aborted)
             refused = self._admit(inbox)
-            if holding:
+            if paused:
                 self._rest()
-            self._deliver(refused if holding else refused + self._step())
+            self._deliver(refused if paused else refused + self._step())
         self._fail_all(GenerationUnavailable("the generation engine was shut down"))
 
     def _has_work(self) -> bool:
-        if self._inbox or self._unwanted or self._closed:
+        if self._inbox or self._aborted or self._closed:
             return True
-        return not self._resting if self._holding else bool(self._owners)
+        return not self._at_rest if self._paused else bool(self._owners)
 
     def _rest(self) -> None:
-        self.engine.park(keep_cache=self._keep_cache)
-        with self._wake:
-            self._resting = self._holding
-            self._wake.notify_all()
+        self.engine.interrupt(keep_cache=self._keep_cache)
+        with self._condition:
+            self._at_rest = self._paused
+            self._condition.notify_all()
 
     def _admit(self, inbox: list[tuple[Row, Sink]]) -> list[tuple[Sink, Result]]:
-        """Hand new rows to the engine; return those it refuses."""
+        """Submit new rows to the engine; return the results of those that it refuses."""
         refused: list[tuple[Sink, Result]] = []
         for row, sink in inbox:
             try:
-                ticket = self.engine.submit(row.prompt, row.params, row.seed, unit=row.unit)
-            except Exception as error:  # noqa: BLE001 - of this row alone; its caller gets it
+                ticket = self.engine.submit(row.prompt, row.params, row.seed, batch=row.batch)
+            except Exception as error:  # noqa: BLE001 - concerns this row alone; its caller gets it
                 refused.append((sink, (row.key, error)))
             else:
                 self._owners[ticket] = (row.key, sink)
@@ -154,10 +147,9 @@ class EngineLoop:
         return refused
 
     def _step(self) -> list[tuple[Sink, Result]]:
-        """Run one step; return what ended."""
+        """Run one step of the engine; return the rows that ended."""
         if not self._owners:
             return []
-        started = time.perf_counter()
         try:
             ended = self.engine.step()
         except Exception as error:
@@ -165,24 +157,18 @@ class EngineLoop:
             failure = GenerationUnavailable(f"a generation step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.engine.reset()
-            return self._disown(list(self._owners), failure)
-        stats = self._stats
-        stats["busy_seconds"] += time.perf_counter() - started
-        stats["steps"] += 1
-        rows = self.engine.num_running + len(ended)
-        stats["row_steps"] += rows
-        if self._on_step is not None:
-            self._on_step(rows)
+            return self._fail(list(self._owners), failure)
+        if self._on_tokens is not None:
+            self._on_tokens(self.engine.num_running + len(ended))
         results: list[tuple[Sink, Result]] = []
         for ticket, output in ended:
             key, sink = self._owners.pop(ticket)
             self._tickets.pop(key, None)
             results.append((sink, (key, output)))
-            stats["rows"] += 1
-            stats["tokens"] += len(output.ids)
         return results
 
-    def _forget(self, keys: list[Hashable]) -> None:
+    def _drop(self, keys: list[Hashable]) -> None:
+        """Drop rows from the engine whose callers have left."""
         tickets = [self._tickets.pop(key) for key in keys if key in self._tickets]
         for ticket in tickets:
             self._owners.pop(ticket, None)
@@ -191,17 +177,17 @@ class EngineLoop:
             if not self._owners:
                 self.engine.reset()
 
-    def _disown(self, tickets: list[int], failure: BaseException) -> list[tuple[Sink, Result]]:
+    def _fail(self, tickets: list[int], failure: BaseException) -> list[tuple[Sink, Result]]:
         owners = [self._owners.pop(ticket) for ticket in tickets]
         for key, _ in owners:
             self._tickets.pop(key, None)
         return [(sink, (key, failure)) for key, sink in owners]
 
     def _fail_all(self, failure: BaseException) -> None:
-        with self._wake:
+        with self._condition:
             inbox, self._inbox = self._inbox, []
-        waiting: list[tuple[Sink, Result]] = [(sink, (row.key, failure)) for row, sink in inbox]
-        self._deliver(waiting + self._disown(list(self._owners), failure))
+        queued: list[tuple[Sink, Result]] = [(sink, (row.key, failure)) for row, sink in inbox]
+        self._deliver(queued + self._fail(list(self._owners), failure))
 
     @staticmethod
     def _deliver(results: list[tuple[Sink, Result]]) -> None:
@@ -212,4 +198,4 @@ class EngineLoop:
             try:
                 sink(batch)
             except Exception:
-                logger.exception("results of %d rows could not be handed over", len(batch))
+                logger.exception("results of %d rows could not be delivered", len(batch))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_core.rollouts.hf.sampling import uniforms
-from rl_core.rollouts.padding import GenerationOutput
+from rl_core.rollouts.rows import GenerationOutput
 from rl_core.rollouts.sampling import SamplingParams
 
 
@@ -30,8 +30,8 @@ class Request:
     """Finish reason when the limit is reached."""
     stop_set: int
     """Index into StopIds."""
-    unit: int | None = None
-    """Rows of one unit run as a batch of their own; None = any batch."""
+    batch: int | None = None
+    """Rows with the same number run as a batch of their own; None = in any batch."""
     begun: GenerationOutput | None = None
     """What it had generated when it was parked; None for a new row."""
     queued: float = 0.0

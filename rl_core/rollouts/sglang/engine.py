@@ -1,9 +1,9 @@
-"""`SGLangEngine`: the engine's child process as the worker sees it: rows and calls in, and a new child where one died or hung.
+"""`SGLangEngine`: runs rows and calls in the engine's child process, and replaces a child that died or hangs.
 
-    keeper thread:   start child -> up -> read its stream ... -> it died or is silent -> fail all rows, tell `lost` -> start child ...
+    keeper thread:   start child -> ready -> read its messages ... -> it died or is silent -> report the loss, fail all rows -> start child ...
 
-Rows may be given from any thread; their results come on the keeper's thread. A child that answers nothing for `patience` seconds counts
-as hung and is killed: it is asked whether its scheduler still turns, so silence is never for want of work.
+Rows may be submitted from any thread; results are delivered on the keeper thread. The child is asked every few seconds whether its
+scheduler runs, so a child that sends nothing for `silence_seconds` hangs, and is killed.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from rl_core.messages.engine import (
     EngineSource,
 )
 from rl_core.rollouts.meter import EngineLoad
-from rl_core.rollouts.rows import Result, Row, Sink
-from rl_core.rollouts.sglang.pieces import Running
+from rl_core.rollouts.rows import Result, Row, Sink, check_prompt
 from rl_core.rollouts.sglang.process import EngineProcess
+from rl_core.rollouts.sglang.row_progress import RowProgress
 
 logger = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract", "abort"]
-"""in_place: rows keep their keys and values; retract: they are computed anew; abort: rows are cut, and go on from their tokens."""
+"""in_place: rows keep their keys and values; retract: these are recomputed; abort: rows are aborted and resumed from their tokens."""
 ASK_S = 2.0
-"""How often, at the least, the child is asked whether its scheduler is alive, and what it has to do."""
+"""Longest time between two questions to the child whether its scheduler is alive, and how much it has to do."""
 LOOK_S = 1.0
-"""How often the keeper looks whether it is to end, and at its rows."""
-STARTS, WITHIN_S = 4, 600.0
-"""A child that had to be started so often in this time is not started again."""
+"""How often the keeper checks whether the engine was closed."""
+MAX_STARTS, START_WINDOW_S = 4, 600.0
+"""A child that was started so many times within this time is not started again."""
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """Whoever waits for rows and calls."""
+class _Pending:
+    """Rows and calls that were sent to the child and have no result yet."""
 
-    rows: dict[int, Running] = field(default_factory=dict)
-    keys: dict[Hashable, int] = field(default_factory=dict)
-    """The caller's key of a row -> ours."""
+    rows: dict[int, RowProgress] = field(default_factory=dict)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    """Number of a row by the caller's key."""
     calls: dict[int, Future[Any]] = field(default_factory=dict)
 
 
 class SGLangEngine:
-    """Implements `RowQueue`. CREATED -> start -> up <-> lost -> closed."""
+    """Implements `RowQueue` with a child process. CREATED -> started -> ready <-> lost -> closed."""
 
     def __init__(
         self,
@@ -70,67 +70,72 @@ class SGLangEngine:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         on_tokens: Callable[[int], Any] = lambda tokens: None,
-        patience: float,
+        silence_seconds: float,
         restarts: bool = True,
     ) -> None:
-        """`memory` is the descriptor of the memory shared with the child, `environ` its variables; `on_tokens` hears of new tokens.
+        """Create an engine; `start` starts the child.
 
-        `patience`: seconds of silence after which a child counts as hung; longer than the longest prefill or load of weights.
-        `restarts`: whether a child that is lost has a successor here; else the engine is given up.
+        Args:
+            source: Arguments of the engine.
+            environ: Environment variables of the child.
+            memory: Descriptor of the memory that the child shares with this process.
+            start_seconds: Deadline of a start.
+            max_seq_len: Longest sequence of prompt and completion, tokens.
+            vocab_size: Number of token ids.
+            eos_token_ids: End-of-sequence ids.
+            on_tokens: Called with the number of new tokens.
+            silence_seconds: A child that sends nothing for so long hangs; longer than any prefill or load of weights.
+            restarts: Whether a lost child is replaced; if not, the engine fails for good.
         """
         self.max_seq_len = max_seq_len
         self._vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.version = -1
-        """Version of the weights that new tokens come from."""
+        """Version of the weights that new tokens are drawn from."""
         self.paused: PauseMode | None = None
-        """How its rows are paused; None = they run."""
+        """Mode in which generation is paused; None = it is not."""
         self._source, self._environ, self._memory = source, environ, memory
-        self._start_seconds, self._patience, self._on_tokens = start_seconds, patience, on_tokens
+        self._start_seconds, self._silence_seconds, self._on_tokens = start_seconds, silence_seconds, on_tokens
         self._restarts = restarts
         self._lost: Callable[[str], None] = lambda reason: None
         self._back: Callable[[RLJobError | None], None] = lambda error: None
         self._lock = threading.Lock()
-        """Guards `_process` and `_waiting`: a row is given to the child that is up, or refused, but never left to one that is gone."""
-        self._waiting = _Waiting()
+        """Guards `_process` and `_pending`: a row is either sent to a living child or refused, so none is left with a child that is gone."""
+        self._pending = _Pending()
         self._process: EngineProcess | None = None
-        self._up = threading.Event()
-        """Set while a child is up, and for good once there will be none."""
+        self._ready = threading.Event()
+        """Set while a child is ready, and for good once there will be none."""
         self._failure: RLJobError | None = None
         self._closed = threading.Event()
         self._numbers = count(1)
         self._starts: deque[float] = deque()
         self._tokens_seen = 0
-        self._stats = dict.fromkeys(("steps", "rows", "tokens", "busy_seconds", "row_steps"), 0.0)
         self._prompt_tokens = self._cached_tokens = 0
         self._scheduler: Mapping[str, float] = {}
-        """Rows that wait and use of the KV memory, as the child last told."""
+        """Waiting rows and use of the KV memory, as the child last reported them."""
         self._thread = threading.Thread(target=self._keep, name="rljob-engine", daemon=True)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the child and return once the engine is up. Raises InfrastructureError with the reason."""
+        """Start the child and return once the engine is ready. Raises InfrastructureError with the reason if it does not start."""
         self._thread.start()
-        self.await_up(self._start_seconds)
+        self.await_ready(self._start_seconds)
 
     def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
-        """Have `lost(reason)` called when the child and its weights are gone, `back(None)` when another is up, without weights.
-
-        `back(error)`: there will be none. Both on the keeper's thread.
-        """
+        """Register callbacks, which are called on the keeper thread; see `Engine.watch`."""
         self._lost, self._back = lost, back
 
-    def await_up(self, seconds: float) -> None:
-        """Return once a child is up. Raises DeadlineExceeded, or what keeps it from ever being up again."""
-        if not self._up.wait(seconds):
+    def await_ready(self, seconds: float) -> None:
+        """Return once a child is ready. Raises DeadlineExceeded after `seconds`, or the reason why there will be none."""
+        if not self._ready.wait(seconds):
             raise DeadlineExceeded(f"the engine must be up within {seconds:g} s, its process is still starting")
         if self._failure is not None:
             raise self._failure
 
     @property
     def pids(self) -> list[int]:
-        """Return the processes of the engine that is up, the child's own first."""
+        """Return the process ids of the engine that runs, the child's first; empty while none runs."""
         process = self._process
         return list(process.pids) if process is not None else []
 
@@ -143,57 +148,43 @@ class SGLangEngine:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def submit(self, rows: Sequence[Row], sink: Sink) -> None:
-        """Give rows to the child; see `RowQueue`."""
-        added = []
+        """Send rows to the child; see `RowQueue`. Rows that cannot run, or have no room for a token, get their result at once."""
+        started = []
         for row in rows:
-            one = Running(next(self._numbers), row, sink, self.max_seq_len, self.eos_token_ids)
-            result = self._problem(row) or one.empty
-            if result is None:
-                added.append(one)
+            progress = RowProgress(next(self._numbers), row, sink, self.max_seq_len, self.eos_token_ids)
+            try:
+                check_prompt(row.prompt, vocab_size=self._vocab_size, max_seq_len=self.max_seq_len)
+            except ValueError as error:
+                sink([(row.key, error)])
+                continue
+            if progress.empty is None:
+                started.append(progress)
             else:
-                sink([(row.key, result)])
+                sink([(row.key, progress.empty)])
         with self._lock:
             process = self._living()
-            for one in added:
-                self._waiting.rows[one.number] = one
-                self._waiting.keys[one.row.key] = one.number
-            process.send(EngineRows(rows=[one.request() for one in added]))
-
-    def _problem(self, row: Row) -> ValueError | None:
-        """Return why a row cannot run: found by the engine's scheduler, an id outside the vocabulary would cost every row."""
-        low, high = min(row.prompt, default=-1), max(row.prompt, default=-1)
-        if low >= 0 and high < self._vocab_size:
-            return None
-        return ValueError(
-            f"a prompt must have token ids in [0, {self._vocab_size}) and at least one, got {len(row.prompt)} from {low} to "
-            f"{high}; use the model's tokenizer"
-        )
+            for progress in started:
+                self._pending.rows[progress.number] = progress
+                self._pending.numbers[progress.row.key] = progress.number
+            process.send(EngineRows(rows=[progress.request() for progress in started]))
 
     def abort(self, keys: Iterable[Hashable]) -> None:
         """Drop rows; see `RowQueue`."""
         with self._lock:
-            numbers = [self._waiting.keys.pop(key) for key in keys if key in self._waiting.keys]
+            numbers = [self._pending.numbers.pop(key) for key in keys if key in self._pending.numbers]
             for number in numbers:
-                del self._waiting.rows[number]
+                del self._pending.rows[number]
             if numbers and self._process is not None:
                 self._process.send(EngineAbort(keys=numbers))
 
-    def statistics(self) -> dict[str, float]:
-        """Return the counts since the last `clear_statistics`; the engine does not tell its steps."""
-        return dict(self._stats)
-
-    def clear_statistics(self) -> None:
-        """Start the statistics anew."""
-        self._stats = dict.fromkeys(self._stats, 0.0)
-
     def load(self) -> EngineLoad:
-        """Return what it has to do; what waits and the KV memory as the child told at most `ASK_S` ago."""
-        rows, told = len(self._waiting.rows), self._scheduler
-        waiting = min(int(told.get("waiting", 0)), rows)
+        """Return how much the engine has to do. Waiting rows and KV memory are as old as the child's last report, at most `ASK_S`."""
+        rows, report = len(self._pending.rows), self._scheduler
+        waiting = min(int(report.get("waiting", 0)), rows)
         return EngineLoad(
             running=rows - waiting,
             waiting=waiting,
-            kv_use=told.get("kv_use"),
+            kv_use=report.get("kv_use"),
             cached_tokens=self._cached_tokens,
             prompt_tokens=self._prompt_tokens,
         )
@@ -201,25 +192,25 @@ class SGLangEngine:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, **arguments: Any) -> Future[Any]:
-        """Return what the child's `method` will have returned; fails as InfrastructureError."""
+        """Call `method` of the child; the returned future fails with InfrastructureError."""
         with self._lock:
             process = self._living()
             number = next(self._numbers)
             answer: Future[Any] = Future()
-            self._waiting.calls[number] = answer
+            self._pending.calls[number] = answer
             process.send(EngineCall(call=number, method=method, arguments=arguments))
         return answer
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
-        """Return once no row gets a further token until `go_on`; rows are neither lost nor given back."""
+        """Pause generation; returns once no row gets a further token until `resume`. No row is lost. Raises TimeoutError after `seconds`."""
         answer = self.call("pause", mode=mode)
         self.paused = mode
         await asyncio.wait_for(asyncio.wrap_future(answer), seconds)
 
-    async def go_on(self, seconds: float) -> None:
-        """Let paused rows go on, with the weights that the engine has then; nothing to do unless paused."""
+    async def resume(self, seconds: float) -> None:
+        """Continue paused rows with the weights that the engine has now; does nothing if generation is not paused."""
         if self.paused:
-            await asyncio.wait_for(asyncio.wrap_future(self.call("go_on")), seconds)
+            await asyncio.wait_for(asyncio.wrap_future(self.call("resume")), seconds)
             self.paused = None
 
     def _living(self) -> EngineProcess:
@@ -239,7 +230,9 @@ class SGLangEngine:
                 process = EngineProcess(self._source, self._environ, self._memory)
                 process.await_ready(self._start_seconds, self._closed.is_set)
                 reason = self._serve(process)
-            except Exception as error:  # whatever it was: who waits for the engine must hear that there will be none
+            except (
+                Exception
+            ) as error:  # any failure: callers that wait for the engine must learn that there will be none
                 if not isinstance(error, RLJobError):
                     logger.exception("the engine's keeper failed")
                     error = InfrastructureError(f"the engine's keeper failed: {type(error).__name__}: {error}")
@@ -252,40 +245,40 @@ class SGLangEngine:
                 self._give_up(InfrastructureError(f"the engine is lost and may not start here again: {reason}"))
                 return
         self._failure = GenerationUnavailable("the generation engine was shut down; this rollout process is ending")
-        self._up.set()
+        self._ready.set()
 
     def _count_start(self) -> None:
         now = time.monotonic()
-        while self._starts and now - self._starts[0] > WITHIN_S:
+        while self._starts and now - self._starts[0] > START_WINDOW_S:
             self._starts.popleft()
-        if len(self._starts) >= STARTS:
+        if len(self._starts) >= MAX_STARTS:
             raise InfrastructureError(
-                f"the engine's process died {len(self._starts)} times within {WITHIN_S:g} s and is not started again; its output is in this log"
+                f"the engine's process died {len(self._starts)} times within {START_WINDOW_S:g} s and is not started again; its output is in this log"
             )
         self._starts.append(now)
 
     def _give_up(self, error: RLJobError) -> None:
         logger.error("the engine does not come back: %s", error)
         self._failure = error
-        self._up.set()
+        self._ready.set()
         self._back(error)
 
     def _serve(self, process: EngineProcess) -> str:
-        """Hand over what the child sends until it is gone, hung, or `close` was called; return why."""
+        """Handle the child's messages until it is gone, it hangs, or `close` is called; return the reason."""
         with self._lock:
             self._process = process
             self._tokens_seen = 0
         restarted = len(self._starts) > 1
-        self._up.set()
+        self._ready.set()
         if restarted:
             self._back(None)
         reason = "its keeper failed"
         try:
             reason = self._read(process)
         finally:
-            self._up.clear()
+            self._ready.clear()
             if not self._closed.is_set():
-                # First of all: who asks why a call failed must find the loss told.
+                # Before the calls fail: a caller that looks for the reason of a failed call must find the loss reported.
                 logger.error("the engine is lost: %s", reason)
                 self._lost(reason)
             self._fail_all(reason)
@@ -295,7 +288,7 @@ class SGLangEngine:
         heard = asked = time.monotonic()
         while not self._closed.is_set():
             try:
-                message = process.receive(min(LOOK_S, self._patience / 4), self._patience)
+                message = process.receive(min(LOOK_S, self._silence_seconds / 4), self._silence_seconds)
             except (EOFError, OSError) as error:
                 silent = isinstance(error, TimeoutError)
                 return (
@@ -306,24 +299,24 @@ class SGLangEngine:
             now = time.monotonic()
             if message is not None:
                 heard = now
-                self._take(message)
-            elif now - heard > self._patience:
+                self._handle(message)
+            elif now - heard > self._silence_seconds:
                 return f"its process {process.pids[0]} has answered nothing for {now - heard:.0f} s"
-            if now - asked > min(ASK_S, self._patience / 4):
+            if now - asked > min(ASK_S, self._silence_seconds / 4):
                 asked = now
                 self._ask_alive(process)
         return "closed"
 
     def _ask_alive(self, process: EngineProcess) -> None:
-        """Ask what only the scheduler can answer: the child itself goes on talking beside one that hangs."""
+        """Ask the child a question that only its scheduler can answer: the child itself keeps sending while its scheduler hangs."""
         with self._lock:
             number = next(self._numbers)
             answer: Future[Any] = Future()
-            self._waiting.calls[number] = answer
+            self._pending.calls[number] = answer
             process.send(EngineCall(call=number, method="alive", arguments={}))
-        answer.add_done_callback(self._note)
+        answer.add_done_callback(self._store_load)
 
-    def _note(self, answer: Future[Any]) -> None:
+    def _store_load(self, answer: Future[Any]) -> None:
         if answer.cancelled() or answer.exception() is not None:
             self._scheduler = {}
             return
@@ -333,12 +326,12 @@ class SGLangEngine:
             self._on_tokens(tokens - self._tokens_seen)
             self._tokens_seen = tokens
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         if isinstance(message, EngineOutputs):
             self._deliver(message.outputs)
         elif isinstance(message, EngineAnswer | EngineFailure):
             with self._lock:
-                answer = self._waiting.calls.pop(message.call, None)
+                answer = self._pending.calls.pop(message.call, None)
             if answer is None or not answer.set_running_or_notify_cancel():
                 return
             if isinstance(message, EngineAnswer):
@@ -347,27 +340,25 @@ class SGLangEngine:
                 answer.set_exception(InfrastructureError(f"the engine failed: {message.type}: {message.message}"))
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        """Hand rows over, by sink; those that the engine ended before their time go on."""
+        """Deliver the rows that ended, together per sink; rows that the engine aborted are requested again."""
         results: dict[Sink, list[Result]] = {}
         tokens = 0
         with self._lock:
             for output in outputs:
-                one = self._waiting.rows.get(output.key)
-                if one is None:  # nobody waits for it any more
+                progress = self._pending.rows.get(output.key)
+                if progress is None:  # its caller has left
                     continue
                 tokens += len(output.ids)
                 self._prompt_tokens += output.prompt_tokens
                 self._cached_tokens += output.cached_tokens
-                result = one.take(output)
+                result = progress.append(output)
                 if result is None:
                     assert self._process is not None
-                    self._process.send(EngineRows(rows=[one.request()]))
+                    self._process.send(EngineRows(rows=[progress.request()]))
                     continue
-                del self._waiting.rows[output.key]
-                self._waiting.keys.pop(one.row.key, None)
-                results.setdefault(one.sink, []).append((one.row.key, result))
-        self._stats["rows"] += sum(map(len, results.values()))
-        self._stats["tokens"] += tokens
+                del self._pending.rows[output.key]
+                self._pending.numbers.pop(progress.row.key, None)
+                results.setdefault(progress.sink, []).append((progress.row.key, result))
         if tokens:
             self._tokens_seen += tokens
             self._on_tokens(tokens)
@@ -375,15 +366,15 @@ class SGLangEngine:
             sink(batch)
 
     def _fail_all(self, reason: str) -> None:
-        """Fail everything that waits: the child that had it is gone, for `reason`."""
+        """Fail all rows and calls that were sent to a child that is gone for `reason`."""
         with self._lock:
             self._process = None
             self.version = -1
             self.paused = None
-            waiting, self._waiting = self._waiting, _Waiting()
-        for one in waiting.rows.values():
+            pending, self._pending = self._pending, _Pending()
+        for progress in pending.rows.values():
             error = GenerationUnavailable(f"the engine is lost, the row was not finished: {reason}")
-            one.sink([(one.row.key, error)])
-        for answer in waiting.calls.values():
+            progress.sink([(progress.row.key, error)])
+        for answer in pending.calls.values():
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(InfrastructureError(f"the engine is lost, the call was not answered: {reason}"))

@@ -1,4 +1,4 @@
-"""One start of the engine's child process, seen from the worker: spawned, spoken to, killed. `engine` owns one after the other."""
+"""`EngineProcess`: starts the engine's child process, exchanges messages with it, and kills it. `SGLangEngine` owns one at a time."""
 
 from __future__ import annotations
 
@@ -23,21 +23,27 @@ from rl_core.transports import pipe
 from rl_core.workers import processes
 
 LOOK_S = 0.5
-"""How often a start is looked at."""
+"""How often a start checks whether it was cancelled."""
 REAP_SECONDS = 10.0
-"""How long a killed child may take to end; one that still lives then hangs in the kernel."""
+"""How long a killed child may take to end; one that takes longer hangs in the kernel."""
 STDERR = 2
 END_S = 1.0
-"""How long the end of a child whose stream has ended, and that of its output, is waited for."""
+"""How long to wait for a child whose stream has ended to exit, and for the rest of its output."""
 DEATH = re.compile(rb"hit an exception|crashed with exit code|terminate called")
-"""What SGLang writes when one of its processes dies: the exception's traceback follows, or the line says it all."""
+"""Lines that SGLang writes when one of its processes dies: a traceback follows, or the line itself has the reason."""
 
 
 class EngineProcess:
-    """A child and its stream. Made, read and killed on one thread, which must live as long: the kernel kills the child with it."""
+    """A child process and the socket to it.
+
+    It must be created, read and killed on one thread, and that thread must outlive it: the kernel kills the child when the thread ends.
+    """
 
     def __init__(self, source: EngineSource, environ: Mapping[str, str], memory: int) -> None:
-        """Start the child; `memory` is the descriptor of the memory that it shares. Raises InfrastructureError."""
+        """Start the child with the variables `environ`. Raises InfrastructureError if it cannot be started.
+
+        `source` says which engine the child builds; `memory` is the descriptor of the memory shared with it.
+        """
         near, far = socket.socketpair()
         command = [sys.executable, "-P", "-u", "-m", "rl_core.rollouts.sglang.child"]
         numbers = [str(far.fileno()), str(memory), str(os.getpid())]
@@ -48,7 +54,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(far.fileno(), memory),
-                start_new_session=True,  # Ctrl-C does not reach it, and all of it can be killed together
+                start_new_session=True,  # Ctrl-C does not reach it, and the whole group can be killed at once
             )
         except OSError as error:
             near.close()
@@ -56,46 +62,46 @@ class EngineProcess:
         finally:
             far.close()
         self.pids = [self._process.pid]
-        """The processes of the engine, the child's own first."""
+        """The process ids of the engine, the child's first."""
         self._report("started", self._process.pid)
         self._cause = ""
-        """Why one of its processes died, by their own words; "" while none said so."""
-        self._output = threading.Thread(target=self._pass_on, name="rljob-engine-err", daemon=True)
+        """Reason that one of its processes wrote when it died; "" if none did."""
+        self._output = threading.Thread(target=self._copy_output, name="rljob-engine-err", daemon=True)
         self._output.start()
         self._stream = near
         self._poll = select.poll()  # not select(), which knows no descriptor above 1,023
         self._poll.register(near, select.POLLIN)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # A thread of its own: a child that is stopped takes nothing, and the event loop must not wait for it.
+        # A thread of its own: a stopped child reads nothing, and the event loop must not block on it.
         threading.Thread(target=self._write, name="rljob-engine-out", daemon=True).start()
         self.send(source)
 
     def send(self, message: Any) -> None:
-        """Send a message, at once or as soon as the child takes it; from any thread."""
+        """Queue a message for the child. May be called from any thread; never blocks."""
         self._outbox.put(pipe.pack(message))
 
-    def receive(self, seconds: float, patience: float) -> Any:
-        """Return the next message, None when none begins within `seconds`. Raises EOFError at the end of the stream.
+    def receive(self, seconds: float, message_seconds: float) -> Any:
+        """Return the next message, or None if none begins within `seconds`.
 
-        Raises TimeoutError for a message that stops in its middle for `patience` seconds.
+        Raises EOFError at the end of the stream, and TimeoutError if a message that began does not continue for `message_seconds`.
         """
         if not self._poll.poll(seconds * 1000):
             return None
-        self._stream.settimeout(patience)
+        self._stream.settimeout(message_seconds)
         return pipe.receive_blocking(self._stream)
 
-    def await_ready(self, seconds: float, gone: Callable[[], bool]) -> None:
-        """Return once the engine is up, or `gone()`. Raises InfrastructureError with the reason when it is not within `seconds`."""
+    def await_ready(self, seconds: float, cancelled: Callable[[], bool]) -> None:
+        """Return once the engine is ready, or `cancelled()`. Raises InfrastructureError if it fails or takes more than `seconds`."""
         deadline = time.monotonic() + seconds
         answer = None
         try:
-            while answer is None and time.monotonic() < deadline and not gone():
+            while answer is None and time.monotonic() < deadline and not cancelled():
                 answer = self.receive(LOOK_S, seconds)
         except (EOFError, OSError) as error:
             raise InfrastructureError(
                 f"the engine's process {self.how_it_ended()} before the engine was up; its last output is in this log"
             ) from error
-        if answer is None and gone():
+        if answer is None and cancelled():
             return
         if isinstance(answer, EngineFailure):
             raise InfrastructureError(f"the engine could not be built: {answer.type}: {answer.message}")
@@ -108,7 +114,7 @@ class EngineProcess:
         self.pids = answer.pids
 
     def how_it_ended(self) -> str:
-        """Return the end of the child in words, with the cause that it told; waits for it for a moment."""
+        """Return how the child ended, in words, and the reason if it wrote one. Waits up to END_S for its exit."""
         try:
             code = self._process.wait(timeout=END_S)
         except subprocess.TimeoutExpired:
@@ -118,7 +124,7 @@ class EngineProcess:
         return f"{ended}; it said: {self._cause}" if self._cause else ended
 
     def kill(self) -> None:
-        """End the child and all processes of the engine, and reap it. A second call does nothing."""
+        """Kill the child and all processes of the engine, and reap it. Idempotent."""
         if self._stream.fileno() == -1:
             return
         processes.kill_group(self._process.pid, signal.SIGKILL)
@@ -128,7 +134,7 @@ class EngineProcess:
         self._report("ended", self._process.pid)
 
     def _report(self, event: str, pid: int) -> None:
-        """Tell the supervisor, so that processes.json names the process."""
+        """Report a process event to the supervisor, which lists the process in processes.json."""
         parent = os.getpid() if pid == self._process.pid else self._process.pid
         events.report(event, name="engine", pid=pid, parent=parent, process="engine")
 
@@ -136,16 +142,16 @@ class EngineProcess:
         while (data := self._outbox.get()) is not None:
             try:
                 self._stream.sendall(data)
-            except OSError:  # it ended, or was killed; who reads its stream knows
+            except OSError:  # the child has ended; the reader of the stream notices
                 return
 
-    def _pass_on(self) -> None:
-        """Write what the engine's processes write to the worker's own log, and remember the first cause of a death."""
+    def _copy_output(self) -> None:
+        """Copy the output of the engine's processes to the worker's log, and keep the first reason of a death."""
         traceback = False
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
-                with suppress(OSError):  # whoever read our log is gone; the engine must still find a reader
+                with suppress(OSError):  # nobody reads our log any more, but the engine's output must still be drained
                     os.write(STDERR, line)
                 if self._cause:
                     continue

@@ -1,4 +1,4 @@
-"""What of the SGLang engine lies on its device: `rollouts.engine.Residency` over `memory.DeviceMemory` in the child process."""
+"""`SGLangResidency`: moves the weights and the KV cache of the SGLang engine on and off its device."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from rl_core.rollouts.engine import Part
 from rl_core.rollouts.sglang.engine import SGLangEngine
 
 
-class EngineResidency:
-    """Implements `Residency`. While a part is away nothing generates; rows that are left go on once all is back."""
+class SGLangResidency:
+    """Implements `Residency` by calls of the child process (`child.memory`). Paused rows continue once all parts are back."""
 
     def __init__(self, engine: SGLangEngine, seconds: float) -> None:
-        """`seconds` bound one answer of the engine."""
+        """`seconds` is the deadline of one call of the engine."""
         self._engine, self._seconds = engine, seconds
-        self._away: set[Part] = set()
+        self._offloaded: set[Part] = set()
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Free the device memory of `parts`. Raises InfrastructureError when the engine does not."""
-        if gone := sorted(set(parts) - self._away):
-            self._engine.call("release_memory", parts=gone).result(self._seconds)
-            self._away.update(gone)
+        """Free the device memory of `parts`. Raises InfrastructureError if the engine fails to."""
+        if moved := sorted(set(parts) - self._offloaded):
+            self._engine.call("release_memory", parts=moved).result(self._seconds)
+            self._offloaded.update(moved)
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Bring `parts` back. Raises InfrastructureError when the weights are not those that went, and were not replaced since."""
-        if back := sorted(set(parts) & self._away):
-            self._engine.call("restore_memory", parts=back).result(self._seconds)
-            self._away.difference_update(back)
+        """Bring `parts` back. Raises InfrastructureError if the weights differ from those that were offloaded and were not replaced."""
+        if moved := sorted(set(parts) & self._offloaded):
+            self._engine.call("restore_memory", parts=moved).result(self._seconds)
+            self._offloaded.difference_update(moved)

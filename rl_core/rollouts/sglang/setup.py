@@ -1,4 +1,4 @@
-"""How the engine is started for a job: its arguments, its variables, the model folder it reads."""
+"""How the engine is started for a job: its arguments, its environment variables and the model folder that it reads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from rl_core.api.job import RLJobSpec
 
 PREFIX, LOCK = "rljob-engine-", "lock"
-"""Names of the engines' folders, and of the file in each that its worker holds locked."""
+"""Prefix of the engines' folders, and name of the file in each that its worker keeps locked."""
 CONTEXT_MARGIN = 8
-"""Tokens that the engine keeps free at the end of its context."""
+"""Tokens that SGLang keeps free at the end of its context."""
 
 
 class ModelFolder:
-    """A folder with the model's configuration and tokenizer, for engines that read one; without weights, which come by sync."""
+    """A temporary folder with the model's configuration and tokenizer. It has no weights: these come by weight sync."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """Write `files`, and remove the folders of workers that were killed."""
+        """Write `files` into a new folder; also removes the folders of workers that were killed."""
         _remove_orphans()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = (self.path / LOCK).open("wb")
@@ -35,25 +35,25 @@ class ModelFolder:
             (self.path / name).write_bytes(data)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         _remove(self.path)
         self._lock.close()
 
 
 def _remove(folder: Path) -> None:
-    """Remove an engine's folder, and its file in memory if it was killed while it started."""
+    """Remove an engine's folder, and the file in shared memory that an engine killed during its start leaves."""
     shutil.rmtree(folder, ignore_errors=True)
     for file in DIRECTORY.glob(f"sglang_loads_{folder.name}_*"):
         file.unlink(missing_ok=True)
 
 
 def _remove_orphans() -> None:
-    """Remove this user's folders that no living worker has locked: a worker that is killed cannot remove its own."""
+    """Remove this user's folders that no living worker has locked: a killed worker cannot remove its own."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
             with lock.open("wb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # its worker lives, or is of another user
+        except OSError:  # its worker lives, or belongs to another user
             continue
         _remove(lock.parent)
 
@@ -73,26 +73,27 @@ def options(spec: RLJobSpec, folder: Path, device: str, max_seq_len: int) -> dic
         "log_level": "warning",
     }
     if spec.weights.on_update == "keep_kv":
-        # Prefixes of other rows would be of older weights; a step that overlaps the update would count as one of the new ones.
+        # The prefix cache would hold keys and values of older weights, and a step that overlaps an update would be labelled with the
+        # new version.
         common |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
     if device == "cpu":
         return common | cpu.options(max_batch=spec.rollout.max_batch, context=context)
     first = int(device.partition(":")[2] or 0)
     if spec.placement.mode != "disaggregated":
-        # With a copy on the host, as weights that are not replaced meanwhile come back as they were.
+        # With a copy in host memory, so that weights that are not replaced while offloaded come back unchanged.
         common |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return common | {"device": "cuda", "base_gpu_id": first, "tp_size": spec.rollout.tensor_parallel}
 
 
 def variables(folder: Path, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of the engine's processes."""
-    found = {
+    env = {
         **environ,
         "TMPDIR": str(folder),
         "HF_HUB_OFFLINE": "1",
-        # A dead scheduler is told of at once, not after a minute in which its dumps are waited for.
+        # Without dumps the death of a scheduler is reported at once, not after a minute.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin above may exceed what the model was made for
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # CONTEXT_MARGIN may exceed the model's positions
     }
-    return found | (cpu.variables(environ.get("PYTHONPATH", "")) if device == "cpu" else {})
+    return env | (cpu.variables(environ.get("PYTHONPATH", "")) if device == "cpu" else {})

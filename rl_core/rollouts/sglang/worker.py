@@ -1,23 +1,26 @@
-"""`SGLangWorker`: the rollout worker of a job that says `rollout.engine: sglang`, with what only this engine offers."""
+"""`SGLangWorker`: the rollout worker of a job with `rollout.engine: sglang`."""
 
 from __future__ import annotations
 
 from rl_core.rollouts.base import RolloutWorkerBase
 from rl_core.rollouts.sglang.engine import PauseMode, SGLangEngine
+from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
 
 class SGLangWorker(RolloutWorkerBase):
-    """Generates with the SGLang engine (`sglang.served`) and scores with the job's env workers."""
+    """Generates with the SGLang engine, in a child process, and scores with the job's env workers."""
+
+    build_engine = SGLangRolloutEngine.build
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Let no row get a further token until `continue_generation`; rows are neither lost nor given back."""
-        await self._engine().pause(mode, self.spec.runtime.deadlines.rpc)
+        """Pause generation in the given mode; returns once no row gets a further token. No row is lost or returned."""
+        await self._sglang().pause(mode, self.spec.runtime.deadlines.rpc)
 
     async def continue_generation(self) -> None:
-        """Let paused rows go on, with the weights that the engine has then."""
-        await self._engine().go_on(self.spec.runtime.deadlines.rpc)
+        """Continue paused rows, with the weights that the engine has now."""
+        await self._sglang().resume(self.spec.runtime.deadlines.rpc)
 
-    def _engine(self) -> SGLangEngine:
-        engine = self._built().engine.engine  # type: ignore[attr-defined]
-        assert isinstance(engine, SGLangEngine)
-        return engine
+    def _sglang(self) -> SGLangEngine:
+        engine = self._built().engine
+        assert isinstance(engine, SGLangRolloutEngine)
+        return engine.engine

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
-from rl_core.rollouts.base import BatchedDataDict, GenerationInterface
+from rl_core.rollouts.rows import GenerationOutput
 
 
 class CharTokenizer:
@@ -24,8 +24,10 @@ class CharTokenizer:
         return "".join(chr(int(i)) for i in ids if not (skip_special_tokens and int(i) == 0))
 
 
-class ScriptedGeneration(GenerationInterface):
-    """Answers turn t with script[t] (text, or text and what differs from a plain stop); a callable sees the data."""
+class ScriptedGeneration:
+    """A `RowGenerator` that answers turn t with script[t] (text, or text and changed fields of the output); a callable sees the request."""
+
+    honours_seeds = True
 
     def __init__(self, script=("hi",), version=3):
         self.script, self.version = script, version
@@ -36,31 +38,23 @@ class ScriptedGeneration(GenerationInterface):
     def policy_version(self):
         return self.version
 
-    async def generate_async(self, data, greedy=False):
-        self.seen.append({**data, "greedy": greedy})
+    async def generate_row(self, prompt, **request):
+        request["prompt"] = prompt
+        self.seen.append(request)
         self.active += 1
         try:
             await asyncio.sleep(0)
-            step = self.script(data) if callable(self.script) else self.script[self._turn(data)]
+            step = self.script(request) if callable(self.script) else self.script[prompt.count(ord("|"))]
             text, changes = step if isinstance(step, tuple) else (step, {})
-            prompt = data["input_ids"][0, : int(data["input_lengths"][0])]
-            new = torch.tensor([ord(c) for c in text], dtype=torch.int64)
-            row = {
-                "output_ids": torch.cat([prompt, new]).unsqueeze(0),
-                "generation_lengths": torch.tensor([len(new)]),
-                "unpadded_sequence_lengths": torch.tensor([len(prompt) + len(new)]),
-                "logprobs": torch.cat([torch.zeros(len(prompt)), torch.full((len(new),), -0.5)]).unsqueeze(0),
-                "truncated": torch.tensor([False]),
-                "finish_reasons": ["stop"],
-                "policy_versions": [[(0, len(new), self.version)]],
+            plain = {
+                "ids": [ord(c) for c in text],
+                "logprobs": [-0.5] * len(text),
+                "finish_reason": "stop",
+                "versions": [(0, len(text), self.version)],
             }
-            yield 0, BatchedDataDict({**row, **changes})
+            return GenerationOutput(**{**plain, **changes})
         finally:
             self.active -= 1
-
-    def _turn(self, data):
-        ids = data["input_ids"][0].tolist()
-        return ids.count(ord("|"))  # every observation of ScriptedEnv begins with |
 
 
 class ScriptedEnv(EnvironmentInterface):

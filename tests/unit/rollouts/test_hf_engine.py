@@ -218,7 +218,7 @@ def test_the_load_counts_rows_memory_and_the_time_in_the_queue():
     load = engine.load()
     assert (load.running, load.waiting, load.kv_use) == (2, 1, (3 + 4) / 20)
     assert load.queued_rows == 2 and load.queued_seconds > 0
-    engine.park()
+    engine.interrupt()
     while engine.busy:
         engine.step()
     load = engine.load()
@@ -242,10 +242,10 @@ def test_aborted_rows_leave_the_batch_and_no_output():
     )
 
 
-def test_units_run_as_batches_of_their_own():
+def test_rows_with_batch_numbers_run_as_batches_of_their_own():
     engine = make(max_batch=8)
     sampling = SamplingParams(max_new_tokens=10, ignore_eos=True)
-    tickets = {engine.submit([5 + index, 6], sampling, index, unit=unit): unit for unit in (1, 2) for index in range(3)}
+    tickets = {engine.submit([5 + index, 6], sampling, index, batch=batch): batch for batch in (1, 2) for index in range(3)}
     ended = []
     while engine.busy:
         ended += [tickets[ticket] for ticket, _ in engine.step()]
@@ -276,29 +276,29 @@ def test_new_weights_are_served_with_their_version_and_bad_ones_change_nothing()
     assert close(after, make(seed=1).generate([[5, 6, 7]], sampling, [1])[0])
 
 
-@pytest.mark.parametrize("unit", [None, 1], ids=["any-batch", "own-batch"])
-def test_parked_rows_go_on_as_if_nothing_had_happened(unit):
-    engine, sampling = make(max_batch=8 if unit else 4), SamplingParams(max_new_tokens=20)
+@pytest.mark.parametrize("batch", [None, 1], ids=["any-batch", "own-batch"])
+def test_interrupted_rows_continue_as_if_nothing_had_happened(batch):
+    engine, sampling = make(max_batch=8 if batch else 4), SamplingParams(max_new_tokens=20)
     alone = [make().generate([p], sampling, [i])[0] for i, p in enumerate(prompts(6))]
-    tickets = [engine.submit(p, sampling, i, unit=unit) for i, p in enumerate(prompts(6))]
+    tickets = [engine.submit(p, sampling, i, batch=batch) for i, p in enumerate(prompts(6))]
     outputs, step = {}, 0
     while engine.busy:
         outputs.update(engine.step())
         step += 1
         if step % 5 == 0:
-            engine.park()
+            engine.interrupt()
             assert engine.num_running == 0
     assert all(close(outputs[ticket], one) for ticket, one in zip(tickets, alone, strict=True))
 
 
-def test_rows_parked_while_weights_change_keep_their_tokens_and_each_token_its_version():
+def test_rows_interrupted_while_weights_change_keep_their_tokens_and_each_token_its_version():
     engine, sampling = make(seed=0), SamplingParams(max_new_tokens=12, ignore_eos=True)
     prompt, old = [5, 6, 7], make(seed=0).generate([[5, 6, 7]], sampling, [1])[0]
     engine.submit(prompt, sampling, 1)
     for _ in range(4):
         engine.step()
-    engine.park()
-    engine.park()
+    engine.interrupt()
+    engine.interrupt()
     engine.load_weights(iter(named(1).items()), 7)
     (_, output), *_ = [ended for _ in range(9) for ended in engine.step()]
     assert output.versions == [(0, 4, 0), (4, 12, 7)]

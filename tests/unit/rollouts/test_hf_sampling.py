@@ -1,6 +1,7 @@
 """Noise by counter, and the draw against brute force in float64."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.api.errors import RolloutConfigError
-from rl_core.api.roles import SamplingSpec
+from rl_core.api.job import RLJobSpec
+from rl_core.rollouts.groups import training_params
 from rl_core.rollouts.hf.sampling import Draw, uniforms
 from rl_core.rollouts.sampling import SamplingParams
 
@@ -160,12 +162,26 @@ def test_settings_out_of_range_are_refused(field, value):
         SamplingParams(**{field: value})
 
 
-def test_settings_are_taken_from_maps_and_the_job_and_unknown_ones_refused():
+def test_settings_are_taken_from_the_job_and_from_mappings_and_unknown_ones_are_refused():
     assert SamplingParams.of(
-        {"max_new_tokens": 3, "stop": ["a", "a", "b"], "stop_token_ids": [5, 5]}
+        {"max_new_tokens": 3, "stop_strings": ["a", "a", "b"], "stop_token_ids": [5, 5]}
     ) == SamplingParams(max_new_tokens=3, stop_strings=("a", "b"), stop_token_ids=(5,))
-    assert SamplingParams.of({"do_sample": False, "temperature": 0.7, "top_k": 4}).greedy
-    spec = SamplingSpec(temperature=0.5, stop=["x"], max_new_tokens=9)
-    assert SamplingParams.of(spec) == SamplingParams(temperature=0.5, stop_strings=("x",), max_new_tokens=9)
+    spec = RLJobSpec.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rollout": {"sampling": {"temperature": 0.5, "stop": ["x"], "maxNewTokens": 9}},
+        }
+    )
+    assert training_params(spec) == SamplingParams(temperature=0.5, stop_strings=("x",), max_new_tokens=9)
+
+
+def test_a_row_adds_stop_strings_and_may_change_its_length_and_decode_greedily():
+    base = SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=3, stop_strings=("a",))
+    assert base.for_row(("a", "b"), None, False) == replace(base, stop_strings=("a", "b"))
+    assert base.for_row((), 2, True) == SamplingParams(max_new_tokens=2, temperature=0.0, stop_strings=("a",))
+
+
+def test_unknown_settings_are_refused():
     with pytest.raises(RolloutConfigError, match="repetition_penalty"):
         SamplingParams.of({"repetition_penalty": 1.1})

@@ -1,4 +1,4 @@
-"""Retries by kind of failure, budgets of drops, slots of the buffer (rollouts.md 5)."""
+"""Retries by kind of failure, budgets of dropped prompts, slots of the buffer."""
 
 import asyncio
 import itertools

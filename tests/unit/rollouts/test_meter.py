@@ -1,6 +1,6 @@
 """What an engine is doing, as heartbeats tell it: rates of the last moment, and nothing that the engine does not know."""
 
-from rl_core.rollouts.meter import EngineLoad, Meter
+from rl_core.rollouts.meter import EngineLoad, EngineMeter
 
 
 class Engine:
@@ -8,7 +8,9 @@ class Engine:
         self.now, self.load = 0.0, EngineLoad(running=0, waiting=0)
 
     def meter(self):
-        return Meter(lambda: self.load, clock=lambda: self.now)
+        meter = EngineMeter(clock=lambda: self.now)
+        meter.watch(lambda: self.load)
+        return meter
 
 
 def test_rates_are_those_since_the_last_reading():

@@ -1,4 +1,4 @@
-"""A prompt group by turns: log, rewards, limits, failures (rollouts.md 3)."""
+"""A prompt group by turns: log, rewards, limits, failures."""
 
 import asyncio
 import copy
@@ -55,9 +55,8 @@ async def test_turns_add_rewards_stops_metadata_and_observation_tokens(fakes):
     (completion,) = (await impl.run_rollout(fakes.sample(stop_strings=["first"]))).completions
     assert [text(m) for m in completion.message_log] == ["ask", "one", "|go", "two", "|end"]
     assert completion.reward == 3.0 and completion.env_extras == {"step": 2}
-    assert [seen["stop_strings"] for seen in generation.seen] == [[["first"]], [["x"]]]
-    assert generation.seen[1]["input_ids"][0].tolist() == [ord(c) for c in "askone|go"]
-    assert generation.seen[1]["input_lengths"].tolist() == [9]
+    assert [seen["stop_strings"] for seen in generation.seen] == [["first"], ["x"]]
+    assert generation.seen[1]["prompt"] == [ord(c) for c in "askone|go"]
 
 
 async def test_the_budget_of_turns_ends_a_sample_but_not_one_that_just_terminated(fakes):
@@ -73,14 +72,14 @@ async def test_the_budget_of_turns_ends_a_sample_but_not_one_that_just_terminate
 
 
 async def test_a_cut_answer_is_still_scored_and_says_length(fakes):
-    cut = {"truncated": torch.tensor([True]), "finish_reasons": ["length"]}
+    cut = {"finish_reason": "length"}
     impl, _ = make(fakes, script=(("hi", cut),), env=fakes.Env({"reward": 0.25, "terminated": True}))
     (completion,) = (await impl.run_rollout(fakes.sample())).completions
     assert (completion.reward, completion.finish_reason, completion.truncated) == (0.25, "length", True)
 
 
 async def test_generation_cut_by_the_sequence_limit_says_seq_limit(fakes):
-    cut = {"truncated": torch.tensor([True]), "finish_reasons": ["seq_limit"]}
+    cut = {"finish_reason": "seq_limit"}
     impl, _ = make(fakes, script=(("hi", cut),))
     assert (await impl.run_rollout(fakes.sample())).completions[0].finish_reason == "seq_limit"
 
@@ -120,7 +119,7 @@ async def test_of_an_observation_of_any_length_no_more_is_tokenised_than_there_i
 
 @pytest.mark.parametrize("versions", [[(0, 1, 3)], [(1, 2, 3)], [(0, 1, 3), (0, 2, 4)], [(0, 3, 3)]])
 async def test_versions_of_a_backend_that_leave_a_token_out_are_refused(fakes, versions):
-    impl, _ = make(fakes, script=[("hi", {"policy_versions": [versions]})])
+    impl, _ = make(fakes, script=[("hi", {"versions": versions})])
     with pytest.raises(RolloutDataFailure, match="policy_versions must cover the 2 generated tokens"):
         await impl.run_rollout(fakes.sample())
 
@@ -150,11 +149,10 @@ async def test_completions_are_in_index_order_whatever_finishes_first(fakes):
     seeds = [sample_seed(5, "0-7", i) for i in range(4)]
 
     class Reversed(fakes.Generation):
-        async def generate_async(self, data, greedy=False):
-            for _ in range(4 - seeds.index(data["seeds"][0])):
+        async def generate_row(self, prompt, *, seed, **request):
+            for _ in range(4 - seeds.index(seed)):
                 await asyncio.sleep(0)
-            async for item in super().generate_async(data, greedy):
-                yield item
+            return await super().generate_row(prompt, seed=seed, **request)
 
     impl = AsyncRolloutImpl(fakes.Tokenizer(), {"task": fakes.Env()}, 4, 100, Reversed(), seed=5)
     record = await impl.run_rollout(sample)
@@ -165,7 +163,7 @@ async def test_seeds_differ_per_sample_and_repeat_until_the_attempt_rises(fakes)
     impl, generation = make(fakes, n=3, seed=1)
     for attempt in (1, 1, 2):
         await impl.run_rollout(fakes.sample(attempt=attempt))
-    seeds = [seen["seeds"][0] for seen in generation.seen]
+    seeds = [seen["seed"] for seen in generation.seen]
     assert len(set(seeds[:3])) == 3 and seeds[:3] == seeds[3:6] and not set(seeds[:3]) & set(seeds[6:])
 
 
@@ -206,7 +204,7 @@ async def test_a_backend_failure_is_typed_and_names_the_sample(fakes, error, kin
 
 
 async def test_log_probabilities_must_be_finite(fakes):
-    broken = {"logprobs": torch.tensor([[0.0, 0.0, 0.0, -0.5, float("nan")]])}
+    broken = {"logprobs": [-0.5, float("nan")]}
     impl, _ = make(fakes, script=(("hi", broken),))
     with pytest.raises(RolloutDataFailure, match="must be finite"):
         await impl.run_rollout(fakes.sample())
@@ -320,17 +318,8 @@ async def test_an_error_of_the_environment_keeps_its_type(fakes):
         await impl.run_rollout(fakes.sample())
 
 
-async def test_a_backend_without_versions_serves_the_initial_weights(fakes):
-    class Plain:
-        async def generate_async(self, data, greedy=False):
-            ids = torch.cat([data["input_ids"], torch.tensor([[65, 66]])], dim=1)
-            logprobs = torch.full(ids.shape, -0.5)
-            yield (
-                0,
-                {"output_ids": ids, "unpadded_sequence_lengths": torch.tensor([ids.shape[1]]), "logprobs": logprobs},
-            )
-
-    impl = AsyncRolloutImpl(fakes.Tokenizer(), {"task": fakes.Env()}, 1, 100, Plain())
-    record = await impl.run_rollout(fakes.sample())
-    assert (record.start_version, record.end_version) == (0, 0)
-    assert record.completions[0].message_log[1]["policy_versions"] == [(0, 2, 0)]
+async def test_the_rows_of_a_group_start_together_on_the_first_turn_only(fakes):
+    env = fakes.Env({"content": "|go"}, {"terminated": True})
+    impl, generation = make(fakes, script=("one", "two"), env=env, n=2)
+    await impl.run_rollout(fakes.sample(attempt=3))
+    assert [seen["group"] for seen in generation.seen] == [("0-7#3", 2)] * 2 + [None] * 2

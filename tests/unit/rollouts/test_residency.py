@@ -1,4 +1,4 @@
-"""An engine asleep holds no memory and generates the same once it is awake; the worker moves it as the device lease says."""
+"""An offloaded engine holds no device memory and generates the same once it is back; the worker moves it as the device lease says."""
 
 import asyncio
 import threading
@@ -9,10 +9,10 @@ import torch
 from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.config import DecoderConfig
 from rl_core.rollouts.hf.loop import EngineLoop
-from rl_core.rollouts.hf.residency import EngineResidency
-from rl_core.rollouts.hf.served import EngineTarget
+from rl_core.rollouts.hf.residency import HFResidency
+from rl_core.rollouts.hf.weight_target import HFWeightTarget
 from rl_core.rollouts.hf.weights import DecoderWeights
-from rl_core.rollouts.occupancy import ALL, Occupancy
+from rl_core.rollouts.residency import ALL_PARTS, EngineResidency
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.weights.manifest import host_bytes
@@ -48,7 +48,7 @@ def generated(loop, *, meanwhile=lambda: None):
             done.set()
 
     params = SamplingParams.of({"max_new_tokens": 20, "ignore_eos": True})
-    loop.submit([Row(key=k, prompt=(5, 6, 7 + k), params=params, seed=k, unit=None) for k in range(2)], sink)
+    loop.submit([Row(key=k, prompt=(5, 6, 7 + k), params=params, seed=k) for k in range(2)], sink)
     meanwhile()
     assert done.wait(60)
     return [results[key].ids for key in range(2)]
@@ -60,8 +60,8 @@ def bytes_of(loop):
 
 
 def test_asleep_an_engine_holds_no_memory_and_awake_it_generates_the_same(loop):
-    residency, before = EngineResidency(loop), generated(loop)
-    for tensor in EngineTarget(loop).destinations().values():
+    residency, before = HFResidency(loop), generated(loop)
+    for tensor in HFWeightTarget(loop).destinations().values():
         host_bytes(
             tensor
         )  # as a receiver that writes in place does: torch fixes the size of a storage of which numpy has a view
@@ -76,7 +76,7 @@ def test_asleep_an_engine_holds_no_memory_and_awake_it_generates_the_same(loop):
 
 
 def test_rows_that_are_left_as_an_engine_falls_asleep_go_on_when_it_wakes(loop):
-    residency, expected = EngineResidency(loop), generated(loop)
+    residency, expected = HFResidency(loop), generated(loop)
 
     def nap():
         residency.offload(["kv_cache", "weights"])
@@ -103,17 +103,17 @@ class Log:
 
 
 async def test_what_is_in_flight_is_given_back_before_a_part_goes_and_a_newer_lease_wins():
-    told = Log()
-    occupancy = Occupancy(told, told)
-    assert occupancy.whole
-    await occupancy.become([], 3)
-    assert not occupancy.whole
-    assert told.log == [("pause", 0.0), ("offload", ["kv_cache", "weights"]), ("onload", [])]
-    told.log.clear()
-    await occupancy.become(["weights", "kv_cache"], 2)
-    assert told.log == [] and not occupancy.whole, "that lease is overtaken"
-    await asyncio.gather(occupancy.become(["weights"], 4), occupancy.become(["weights", "kv_cache"], 5))
-    assert occupancy.parts == ALL and told.log[-1] == ("onload", ["kv_cache", "weights"])
-    occupancy.forget()
-    await occupancy.become([], 1)
-    assert occupancy.parts == frozenset(), "another runner counts from one"
+    calls = Log()
+    residency = EngineResidency(calls, calls)
+    assert residency.complete
+    await residency.move_to([], 3)
+    assert not residency.complete
+    assert calls.log == [("pause", 0.0), ("offload", ["kv_cache", "weights"]), ("onload", [])]
+    calls.log.clear()
+    await residency.move_to(["weights", "kv_cache"], 2)
+    assert calls.log == [] and not residency.complete, "that lease is overtaken"
+    await asyncio.gather(residency.move_to(["weights"], 4), residency.move_to(["weights", "kv_cache"], 5))
+    assert residency.parts == ALL_PARTS and calls.log[-1] == ("onload", ["kv_cache", "weights"])
+    residency.reset_token()
+    await residency.move_to([], 1)
+    assert residency.parts == frozenset(), "another runner counts from one"

@@ -13,48 +13,48 @@ from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.rollouts.sglang import engine as engine_module
 from rl_core.rollouts.sglang import setup
+from rl_core.rollouts.sglang.checksums import ExpectedChecksums, checksum
 from rl_core.rollouts.sglang.engine import SGLangEngine
-from rl_core.rollouts.sglang.expected import Expected, checksum
-from rl_core.rollouts.sglang.pieces import MOST_RESUMPTIONS, Running
+from rl_core.rollouts.sglang.row_progress import MAX_RESUMPTIONS, RowProgress
 
 
 def running(max_seq_len=32, **params):
     row = Row(key="k", prompt=[5, 6], params=SamplingParams(**{"max_new_tokens": 10, **params}), seed=1)
-    return Running(1, row, lambda results: None, max_seq_len, frozenset({0}))
+    return RowProgress(1, row, lambda results: None, max_seq_len, frozenset({0}))
 
 
-def piece(ids, reason, version="3", **more):
+def output(ids, reason, version="3", **more):
     versions = [(0, len(ids), version)] if ids else []
     return EngineOutput(key=1, ids=ids, logprobs=[-0.5] * len(ids), reason=reason, versions=versions, **more)
 
 
 def test_an_aborted_row_goes_on_from_its_tokens_with_what_is_left_and_keeps_every_piece():
     row = running()
-    assert row.take(piece([1, 2], "abort", "3")) is None
+    assert row.append(output([1, 2], "abort", "3")) is None
     assert row.request().ids == [5, 6, 1, 2] and row.request().sampling["max_new_tokens"] == 8
-    assert row.take(piece([], "abort")) is None  # aborted before a token of its own
-    assert row.take(piece([4], "abort", "3")) is None
-    output = row.take(piece([7, 0], "stop", "4"))
-    assert output.ids == [1, 2, 4, 7, 0] and output.logprobs == [-0.5] * 5 and output.finish_reason == "stop"
-    assert output.versions == [(0, 3, 3), (3, 5, 4)]
+    assert row.append(output([], "abort")) is None  # aborted before a token of its own
+    assert row.append(output([4], "abort", "3")) is None
+    result = row.append(output([7, 0], "stop", "4"))
+    assert result.ids == [1, 2, 4, 7, 0] and result.logprobs == [-0.5] * 5 and result.finish_reason == "stop"
+    assert result.versions == [(0, 3, 3), (3, 5, 4)]
 
 
 def test_a_row_that_is_aborted_at_its_limit_is_done():
-    assert running(max_new_tokens=2).take(piece([1, 2], "abort")).finish_reason == "length"
-    assert running(max_seq_len=4).take(piece([1, 2], "abort")).finish_reason == "seq_limit"
+    assert running(max_new_tokens=2).append(output([1, 2], "abort")).finish_reason == "length"
+    assert running(max_seq_len=4).append(output([1, 2], "abort")).finish_reason == "seq_limit"
 
 
 def test_a_row_is_not_resumed_for_ever():
     row = running(max_new_tokens=20)
-    for _ in range(MOST_RESUMPTIONS):
-        assert row.take(piece([1], "abort")) is None
-    assert isinstance(row.take(piece([1], "abort")), GenerationUnavailable)
+    for _ in range(MAX_RESUMPTIONS):
+        assert row.append(output([1], "abort")) is None
+    assert isinstance(row.append(output([1], "abort")), GenerationUnavailable)
 
 
 def test_failures_are_typed_by_whose_fault_they_are_and_tokens_of_no_version_are_one():
-    assert isinstance(running().take(piece([], "error", data_fault=True)), RolloutDataFailure)
-    assert isinstance(running().take(piece([], "error")), GenerationUnavailable)
-    assert isinstance(running().take(piece([1], "stop", "default")), GenerationUnavailable)
+    assert isinstance(running().append(output([], "error", data_fault=True)), RolloutDataFailure)
+    assert isinstance(running().append(output([], "error")), GenerationUnavailable)
+    assert isinstance(running().append(output([1], "stop", "default")), GenerationUnavailable)
 
 
 def test_a_row_asks_for_the_whole_vocabulary_and_stops_at_the_ids_of_the_model_and_its_own():
@@ -85,7 +85,7 @@ def held(given, **changes):
 
 
 def compare(given, found):
-    expected = Expected()
+    expected = ExpectedChecksums()
     for name, tensor in given.items():
         expected.add(name, tensor)
     expected.compare(found)
@@ -116,7 +116,7 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
 
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
     source = EngineSource(options={}, family="qwen2")
-    engine = SGLangEngine(source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, patience=60.0)
+    engine = SGLangEngine(source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0)
     told = []
     engine.watch(lambda reason: None, told.append)
     with pytest.raises(InfrastructureError, match="ValueError: filedescriptor out of range"):
@@ -130,10 +130,10 @@ class Dying:
     def __init__(self, *arguments):
         self.pids, self.asked = [1], threading.Event()
 
-    def await_ready(self, seconds, gone):
+    def await_ready(self, seconds, cancelled):
         pass
 
-    def receive(self, seconds, patience):
+    def receive(self, seconds, message_seconds):
         raise EOFError
 
     def send(self, message):
@@ -149,7 +149,7 @@ class Dying:
 class DyingWhenAsked(Dying):
     """One that ends with the first row."""
 
-    def receive(self, seconds, patience):
+    def receive(self, seconds, message_seconds):
         if self.asked.wait(seconds):
             raise EOFError
 
@@ -159,7 +159,7 @@ def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
     monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
     source = EngineSource(options={}, family="qwen2")
     engine = SGLangEngine(
-        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, patience=60.0, restarts=False
+        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0, restarts=False
     )
     engine.watch(told.append, lambda error: ended.set())
     engine.start()
@@ -179,7 +179,7 @@ def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(mon
     monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
     source = EngineSource(options={}, family="qwen2")
     engine = SGLangEngine(
-        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, patience=60.0, restarts=restarts
+        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0, restarts=restarts
     )
     engine.watch(lambda reason: None, lambda error: error and told.set_result(error))
     with contextlib.suppress(InfrastructureError):

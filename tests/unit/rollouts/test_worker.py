@@ -1,44 +1,40 @@
 """The worker's base over a fake engine: what it asks of the port, and when it serves. No model, no hub, a real publisher."""
 
 import asyncio
+import importlib
 import json
 
 import pytest
 import torch
 
-from rl_core.api.errors import ConfigError, GenerationUnavailable, InfrastructureError
-from rl_core.api.job import RLJobSpec
+from rl_core.api.backends import ENGINES
+from rl_core.api.errors import GenerationUnavailable, InfrastructureError
 from rl_core.messages.groups import ProbeAnswer
-from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, RolloutWorkerBase
-from rl_core.rollouts.engine import PROVEN, build_engine
-from rl_core.rollouts.gate import gated
+from rl_core.rollouts.base import RolloutWorkerBase
+from rl_core.rollouts.engine import PROVEN
+from rl_core.rollouts.groups import PROBE_SEED
 from rl_core.rollouts.meter import EngineLoad
+from rl_core.rollouts.pausing_target import pausing
+from rl_core.rollouts.rows import GenerationOutput
+from rl_core.rollouts.sampling import SamplingParams
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.target import InPlaceTarget
 from rl_core.weights.version_source import StateSource
 
 
-class CountingGeneration(GenerationInterface):
-    """Goes on with 7, 8, 9, ... and remembers what it was asked."""
+class CountingGeneration:
+    """A `RowGenerator` that continues with 7, 8, 9, ... and keeps its requests."""
+
+    policy_version, honours_seeds = 5, True
 
     def __init__(self):
         self.seen = []
 
-    async def generate_async(self, data, greedy=False):
-        self.seen.append(data)
-        count = data["max_new_tokens"][0]
-        ids = torch.tensor([data["input_ids"][0].tolist() + list(range(7, 7 + count))])
-        lengths = torch.tensor([ids.shape[1]])
-        yield (
-            0,
-            BatchedDataDict(
-                {
-                    "output_ids": ids,
-                    "logprobs": torch.full(ids.shape, -0.5),
-                    "unpadded_sequence_lengths": lengths,
-                }
-            ),
-        )
+    async def generate_row(self, prompt, **request):
+        self.seen.append(request)
+        count = request["max_new_tokens"]
+        ids = list(range(7, 7 + count))
+        return GenerationOutput(ids=ids, logprobs=[-0.5] * count, finish_reason="length", versions=[(0, count, 5)])
 
 
 class DictTarget:
@@ -78,16 +74,16 @@ class FakeEngine:
     weights_proof = PROVEN
 
     def __init__(self):
-        self.log, self.configs = [], []
+        self.log, self.params = [], []
         self.weight_target, self.residency = DictTarget(self.log), Nap(self.log)
         self.backend = CountingGeneration()
 
-    def generation(self, config, *, validation=False):
-        self.configs.append((config, validation))
+    def generator(self, params):
+        self.params.append(params)
         return self.backend
 
-    async def hold(self, *, keep_cache):
-        self.log.append(f"hold, keep_cache={keep_cache}")
+    async def pause(self, *, keep_cache):
+        self.log.append(f"pause, keep_cache={keep_cache}")
 
     def watch(self, lost, back):
         self.lost, self.back = lost, back
@@ -127,11 +123,12 @@ async def worker(engine, asked):
         "rollout": {"sampling": {"temperature": 0.7, "stop": ["x"], "maxNewTokens": 9}},
     }
 
-    def build(*args):
-        asked.append(args)
-        return engine
+    class Worker(RolloutWorkerBase):
+        def build_engine(*args):
+            asked.append(args)
+            return engine
 
-    made = RolloutWorkerBase(spec, build=build)
+    made = Worker(spec)
     made._context.files = tokenizer_files()
     yield made
     await made.close()
@@ -148,11 +145,7 @@ async def test_the_engine_is_built_once_for_the_longest_sequence_of_the_model(wo
 
 async def test_training_takes_the_jobs_sampling_settings(worker, engine):
     worker.init_worker()
-    expected = {
-        "max_new_tokens": 9, "temperature": 0.7, "top_p": 1.0, "top_k": None, "stop_strings": ["x"],
-        "stop_token_ids": worker.spec.rollout.sampling.stop_token_ids, "_pad_token_id": 0,
-    }  # fmt: skip
-    assert engine.configs == [(expected, False)]
+    assert engine.params == [SamplingParams(max_new_tokens=9, temperature=0.7, stop_strings=("x",))]
 
 
 async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_proven(worker, engine):
@@ -171,7 +164,7 @@ async def test_nothing_is_served_before_the_engine_is_built_and_its_weights_are_
     assert engine.log == ["prepare", "resume 5"] and engine.weight_target.held["w"].tolist() == [1.0, 2.0]
     assert await worker.probe([3, 4], 2) == ProbeAnswer(ids=(7, 8), logprobs=(-0.5, -0.5), version=5)
     (seen,) = engine.backend.seen
-    assert len(seen["seeds"]) == 1
+    assert seen == {"seed": PROBE_SEED, "max_new_tokens": 2}
     await worker.on_new_epoch(1)
     with pytest.raises(GenerationUnavailable):
         await worker.probe([3], 2)
@@ -213,15 +206,15 @@ async def test_an_engine_is_prepared_only_when_the_worker_is_empty_and_what_may_
         def destinations(self):
             return {"w": "here"}
 
-    plain, in_place = gated(DictTarget(log), pause), gated(InPlace(log), pause)
+    plain, in_place = pausing(DictTarget(log), pause), pausing(InPlace(log), pause)
     await plain.prepare(8.0)
     assert log == ["pause 8.0", "prepare"]
     assert not isinstance(plain, InPlaceTarget)
     assert isinstance(in_place, InPlaceTarget) and in_place.destinations() == {"w": "here"}
 
 
-def test_an_engine_that_nobody_knows_is_refused_with_those_that_there_are():
-    spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
-    rollout = spec.rollout.model_copy(update={"engine": "abacus"})
-    with pytest.raises(ConfigError, match="rollout.engine must be one of hf, sglang, got 'abacus'"):
-        build_engine(spec.model_copy(update={"rollout": rollout}), {}, "cpu", 8, lambda rows: None)
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_worker_class_of_every_engine_builds_one(name):
+    module, _, attribute = ENGINES[name].partition(":")
+    worker_class = getattr(importlib.import_module(module), attribute)
+    assert issubclass(worker_class, RolloutWorkerBase) and callable(worker_class.build_engine)

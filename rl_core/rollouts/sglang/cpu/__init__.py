@@ -1,7 +1,7 @@
-"""What lets the real engine run without an accelerator, and nothing else: taken by `setup` for device "cpu" only.
+"""Lets the real SGLang engine run on a CPU; used by `setup` for device "cpu" only.
 
-SGLang imports its kernels' package when a model is built, and that package needs the CUDA driver; it imports triton everywhere. `stand_in/`
-comes before both on the path of the engine's processes; on a CPU every layer takes its torch path, so that no kernel is ever started.
+SGLang imports the package of its kernels, which needs the CUDA driver, and triton. The packages in `stand_in/` precede both on the
+Python path of the engine's processes. On a CPU every layer uses its torch implementation, so no kernel is ever called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_core.api.errors import RolloutConfigError
 STAND_IN = Path(__file__).with_name("stand_in")
 
 BLOCK = 32
-"""On a CPU the engine pads the intermediate size to a multiple of this, and its tensors are not those that it is given."""
+"""On a CPU SGLang pads the intermediate size to a multiple of this; padded tensors differ from the given ones."""
 
 
 def require(config: Mapping[str, Any]) -> None:
@@ -30,22 +30,22 @@ def require(config: Mapping[str, Any]) -> None:
 
 
 def variables(path: str) -> dict[str, str]:
-    """Return the variables for the engine's processes; `path` is the PYTHONPATH that they would have."""
+    """Return the environment variables of the engine's processes, given their PYTHONPATH `path`."""
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(STAND_IN), path))),
         "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",  # torch.compile needs a C++ compiler, which no image without CUDA has
+        "TORCHDYNAMO_DISABLE": "1",  # torch.compile needs a C++ compiler, which images without CUDA lack
     }
 
 
 def options(*, max_batch: int, context: int) -> dict[str, Any]:
-    """Return the engine's arguments: torch's own attention and sampling, KV memory for `max_batch` rows of `context` tokens."""
+    """Return arguments of the engine: attention and sampling of torch, KV memory for `max_batch` rows of `context` tokens."""
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
-        "sleep_on_idle": True,  # its scheduler would spin on one of the few cores
+        "sleep_on_idle": True,  # otherwise its scheduler busy-waits on one of the few cores
         "max_total_tokens": (max_batch + 1) * context,
     }

@@ -1,7 +1,7 @@
-"""What the engine's tensors must hold after an update: the checksums, by the engine's names, of the weights it was given.
+"""`ExpectedChecksums`: the checksums that the engine's tensors must have after a weight update.
 
-SGLang keeps query, key and value as one matrix, gate and up as another, and pads the vocabulary; its own checksum of a tensor in host
-memory is the head of its SHA-256.
+SGLang fuses query, key and value into one matrix, and gate and up into another, and pads the vocabulary. Its checksum of a tensor in
+host memory is the first 8 bytes of the SHA-256 of its data.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ FUSED = {
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 VOCABULARY = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 PADDING = 64
-"""The engine's vocabulary is a multiple of this; rows beyond the model's are zero."""
+"""The engine pads the vocabulary with zero rows to a multiple of this."""
 
 
-class Expected:
-    """Checksums of one update, collected while its tensors pass by."""
+class ExpectedChecksums:
+    """The checksums of one update by the engine's tensor names, computed while the tensors are loaded."""
 
     def __init__(self) -> None:
         self._sums: dict[str, str] = {}
         self._parts: dict[str, dict[str, Tensor]] = {}
-        """Copies of the parts of tensors that are not complete yet."""
+        """Copies of the parts of fused tensors of which a part is missing."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Note a tensor under its Hugging Face name."""
+        """Add a tensor by its Hugging Face name."""
         base, _, kind = name.rpartition(".")
         owner, _, part = base.rpartition(".")
         if part not in FUSED:
@@ -46,18 +46,18 @@ class Expected:
         parts = self._parts.setdefault(fused, {})
         parts[part] = tensor.clone()
         if len(parts) == len(PARTS[FUSED[part]]):
-            ordered = [parts[one] for one in PARTS[FUSED[part]]]
+            ordered = [parts[name] for name in PARTS[FUSED[part]]]
             self._sums[fused] = checksum(torch.cat(ordered))
             del self._parts[fused]
 
-    def compare(self, found: Mapping[str, str]) -> None:
-        """Raise InfrastructureError unless the engine's tensors are exactly those that were given."""
-        wrong = sorted(name for name in self._sums.keys() & found.keys() if self._sums[name] != found[name])
-        stale = sorted(found.keys() - self._sums.keys())
-        lacking = sorted((self._sums.keys() | self._parts.keys()) - found.keys())
+    def compare(self, actual: Mapping[str, str]) -> None:
+        """Raise InfrastructureError unless `actual`, the engine's checksums by name, are exactly the expected ones."""
+        wrong = sorted(name for name in self._sums.keys() & actual.keys() if self._sums[name] != actual[name])
+        stale = sorted(actual.keys() - self._sums.keys())
+        lacking = sorted((self._sums.keys() | self._parts.keys()) - actual.keys())
         if wrong or stale or lacking:
             raise InfrastructureError(
-                f"the engine's tensors must hold the weights they were given, got {len(found)} of which {len(wrong)} hold something else "
+                f"the engine's tensors must hold the weights they were given, got {len(actual)} of which {len(wrong)} hold something else "
                 f"{wrong[:3]} and {len(stale)} were not given {stale[:3]}; {len(lacking)} are missing {lacking[:3]}"
             )
 

@@ -1,6 +1,7 @@
-"""One row on its way through the engine, put together from its pieces: what the engine aborted goes on from where it was.
+"""`RowProgress`: a row that the engine may abort and that is then resumed from its tokens.
 
-A piece has ids, log-probabilities and versions; the next one continues prompt + ids so far. Nothing of an earlier piece is lost.
+Every output of the engine has ids, log-probabilities and versions, which are appended. An aborted row is requested again with prompt +
+ids so far as its prompt.
 """
 
 from __future__ import annotations
@@ -10,25 +11,22 @@ from typing import Any
 from rl_core.api.errors import GenerationUnavailable, RolloutDataFailure
 from rl_core.api.records import FinishReason
 from rl_core.messages.engine import EngineOutput, EngineRow
-from rl_core.rollouts.padding import GenerationOutput
-from rl_core.rollouts.rows import Row, Sink
+from rl_core.rollouts.rows import GenerationOutput, Row, Sink, token_limit
 
-MOST_RESUMPTIONS = 8
-"""How often a row goes on after an abort, before it fails as infrastructure."""
+MAX_RESUMPTIONS = 8
+"""How often an aborted row is resumed before it fails as GenerationUnavailable."""
 WHOLE_VOCABULARY = -1
+"""SGLang's value of top_k for no limit."""
 
 
-class Running:
-    """A row and what the engine has made of it."""
+class RowProgress:
+    """A row and what the engine has generated of it so far."""
 
     def __init__(self, number: int, row: Row, sink: Sink, max_seq_len: int, eos_token_ids: frozenset[int]) -> None:
-        """`number` is the row's key in the child; `sink` gets its result."""
+        """`number` identifies the row in the child process; `sink` gets its result."""
         self.number, self.row, self.sink = number, row, sink
-        room = max_seq_len - len(row.prompt)
-        self._limit = min(row.params.max_new_tokens, room)
-        cut = room < row.params.max_new_tokens
-        self._limit_reason = (FinishReason.SEQ_LIMIT if cut else FinishReason.LENGTH).value
-        self._stop_ids = sorted({*row.params.stop_token_ids} | (set() if row.params.ignore_eos else eos_token_ids))
+        self._limit, self._limit_reason = token_limit(len(row.prompt), row.params, max_seq_len)
+        self._stop_ids = sorted(row.params.stop_ids(eos_token_ids))
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[tuple[int, int, int]] = []
@@ -36,13 +34,13 @@ class Running:
 
     @property
     def empty(self) -> GenerationOutput | None:
-        """Return the result of a row that has room for no token, None for all others: the engine would compute its prompt for it."""
+        """Return the output of a row that has no room for a token, None for other rows. The engine need not prefill such a row."""
         if self._limit > 0:
             return None
         return GenerationOutput(ids=[], logprobs=[], finish_reason=self._limit_reason, versions=[])
 
     def request(self) -> EngineRow:
-        """Return what the engine is to go on with."""
+        """Return what is requested from the engine: prompt and ids so far, and the remaining number of tokens."""
         params = self.row.params
         sampling: dict[str, Any] = {
             "temperature": params.temperature,
@@ -58,8 +56,8 @@ class Running:
             sampling["stop"] = list(params.stop_strings)
         return EngineRow(key=self.number, ids=[*self.row.prompt, *self._ids], sampling=sampling)
 
-    def take(self, output: EngineOutput) -> GenerationOutput | BaseException | None:
-        """Add a piece; return the row's result, None when it is to go on."""
+    def append(self, output: EngineOutput) -> GenerationOutput | BaseException | None:
+        """Append an output of the engine. Returns the row's output or failure, or None if the row was aborted and must be requested again."""
         if output.reason == "error":
             return (RolloutDataFailure if output.data_fault else GenerationUnavailable)(
                 f"the engine failed the row: {output.message}"
@@ -73,7 +71,7 @@ class Running:
             return GenerationUnavailable(f"the engine served weights of no version: {output.versions}")
         if output.reason == "abort" and len(self._ids) < self._limit:
             self._resumptions += 1
-            if self._resumptions > MOST_RESUMPTIONS:
+            if self._resumptions > MAX_RESUMPTIONS:
                 return GenerationUnavailable(f"a row was aborted {self._resumptions} times: {output.message}")
             return None
         stopped = output.reason == "stop"
@@ -86,11 +84,11 @@ class Running:
 
 
 def _joined(versions: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Return the ranges with neighbours of one version made one."""
-    found: list[tuple[int, int, int]] = []
+    """Return the ranges with adjacent ranges of the same version merged."""
+    merged: list[tuple[int, int, int]] = []
     for start, end, version in versions:
-        if found and found[-1][2] == version and found[-1][1] == start:
-            found[-1] = (found[-1][0], end, version)
+        if merged and merged[-1][2] == version and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end, version)
         else:
-            found.append((start, end, version))
-    return found
+            merged.append((start, end, version))
+    return merged

@@ -1,8 +1,8 @@
-"""The engine's process, started by `process.EngineProcess` as `python -m rl_core.rollouts.sglang.child SOCKET MEMORY PARENT`.
+"""The engine's child process, started by `process.EngineProcess` as `python -m rl_core.rollouts.sglang.child SOCKET MEMORY PARENT`.
 
-Protocol over the socket: the records of `messages.engine`. MEMORY is a file in memory that the worker writes tensors to. The process
-leads a session of its own: when one of the engine's processes dies, sglang kills this whole tree, in which the worker must not be. It
-ends with its worker (the kernel sees to that), and its own children end with it.
+It exchanges the records of `messages.engine` over the socket; MEMORY is a memory file into which the worker writes tensors. It is the
+leader of a session, because SGLang kills the whole process tree when one of its processes dies, and the worker must survive that. The
+kernel ends it when its worker ends, and its own children when it ends.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Build the engine and serve until the stream ends; return the exit code."""
+    """Build the engine and serve it until the stream ends; return the exit code."""
     stream, memory, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(message)s")
     sock = socket.socket(fileno=stream)
-    for descriptor in (stream, memory):  # sglang's processes must not keep the stream open
+    for descriptor in (stream, memory):  # SGLang's processes must not keep the stream open
         os.set_inheritable(descriptor, False)
     source: EngineSource = pipe.receive_blocking(sock)
     try:
         engine = _build(source)
-    except Exception as error:  # noqa: BLE001 - whatever the engine raises, the worker is to hear it
+    except Exception as error:  # noqa: BLE001 - the worker gets any failure of the engine
         traceback.print_exc()
         sock.sendall(pipe.pack(EngineFailure(call=0, type=type(error).__name__, message=str(error))))
         return 2
     loads = engine.tokenizer_manager.load_snapshot_reader
-    loads.read_all()  # opened at the first look: it was made before the scheduler had made the file
-    # Both have it open; by name it would outlive an engine that is killed, as every one is in the end.
+    loads.read_all()  # opens the file, which the scheduler has created by now
+    # Reader and scheduler have the file open. Its name would outlive the engine, which always ends by being killed.
     Path(loads.path).unlink(missing_ok=True)
     sock.sendall(pipe.pack(EngineReady(pids=[os.getpid(), *engine.get_all_child_pids()])))
     shared = mmap.mmap(memory, os.fstat(memory).st_size)
@@ -61,7 +61,7 @@ def _build(source: EngineSource) -> Any:
     port, nccl_port = _free_ports(2)
 
     class Engine(engine.Engine):  # type: ignore[misc]
-        """Names its file in memory after the model folder: with that goes the file of an engine that is killed while it starts."""
+        """Names SGLang's file in shared memory after the model folder, so that it is removed with the folder if the start is killed."""
 
         @classmethod
         def _launch_scheduler_processes(cls, args: Any, ports: Any, *more: Any, **named: Any) -> Any:
@@ -72,13 +72,13 @@ def _build(source: EngineSource) -> Any:
 
 
 def _import_only(family: str, package: Path) -> None:
-    """Have the scheduler import the modules of one family: all of them are a quarter of its start."""
+    """Let the scheduler import the module of one model family: importing all of them takes a quarter of its start."""
     others = (path.stem for path in (package / "srt" / "models").iterdir() if path.stem != family)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(others))
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return TCP ports that were free a moment ago: engines of one machine that start together must not choose the same."""
+    """Return TCP ports chosen by the kernel, so that engines that start together on one machine do not choose the same."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
@@ -87,14 +87,14 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def _serve(engine: Any, sock: socket.socket, shared: mmap.mmap) -> None:
-    from rl_core.rollouts.sglang.server import Server
+    from rl_core.rollouts.sglang.child.server import EngineServer
 
     reader, writer = await asyncio.open_connection(sock=sock)
-    await Server(engine, shared, writer).serve(reader)
+    await EngineServer(engine, shared, writer).serve(reader)
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Not sys.exit: sglang's exit handler waits up to a minute for its processes, which the kernel kills with this one.
+    # Not sys.exit: SGLang's exit handler waits up to a minute for its processes, which the kernel kills with this one.
     os._exit(code)

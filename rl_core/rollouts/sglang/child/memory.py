@@ -1,7 +1,8 @@
-"""Gives the engine's device memory to the trainer for a while, and proves on its return that the weights are still the same. In the child process.
+"""`EngineMemory`: releases the engine's device memory for the trainer, and proves when it is restored that the weights are unchanged.
 
-release: rows go back to the engine's queue, caches are dropped, checksums taken, memory unmapped -> restore: mapped again, in parts; with
-the last part checksums are compared and rows go on. Without SGLang's memory saver, which needs CUDA, the engine only rests.
+`release` retracts running rows to the engine's queue, takes checksums, drops caches and unmaps memory. `restore` maps memory again, part
+by part; with the last part it compares checksums and continues the rows. Without SGLang's memory saver, which needs CUDA, the engine is
+paused but keeps its memory.
 """
 
 from __future__ import annotations
@@ -15,38 +16,38 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from rl_core.rollouts.sglang.loader import Loader
+from rl_core.rollouts.sglang.child.weights import WeightLoader
 
 
-class DeviceMemory:
-    """What of one engine lies on its devices."""
+class EngineMemory:
+    """Releases and restores the device memory of one engine."""
 
-    def __init__(self, manager: Any, loader: Loader, *, frees: bool) -> None:
+    def __init__(self, manager: Any, loader: WeightLoader, *, frees: bool) -> None:
         """`manager` is the engine's tokenizer manager; `frees`: whether the engine was started with the memory saver."""
         self._manager, self._loader, self._frees = manager, loader, frees
-        self._away: set[str] = set()
+        self._released: set[str] = set()
         self._before: tuple[int, list[dict[str, str]]] = (0, [])
-        """Number of the last update when the first part went, and the checksums of each rank then."""
+        """Number of weight updates, and the checksums of every rank, when the first part was released."""
 
     async def release(self, parts: list[str]) -> None:
-        """Free `parts`. Raises RuntimeError, and frees nothing, while something still runs: the engine's scheduler would die of it."""
-        if not self._away:
+        """Free `parts`. Raises RuntimeError and frees nothing while a row runs, because SGLang's scheduler would die."""
+        if not self._released:
             await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
-            await self._manager.get_internal_state()  # the scheduler does as it is told before it answers this
+            await self._manager.get_internal_state()  # the scheduler answers this after it has paused
             self._before = (self._loader.updates, await self._loader.checksums_of_ranks())
         if not (await self._manager.flush_cache()).success:
             raise RuntimeError("the engine's caches must be empty before its memory goes, it did not drop them")
         if self._frees:
             await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=parts), None)
-        self._away.update(parts)
+        self._released.update(parts)
 
     async def restore(self, parts: list[str]) -> None:
-        """Bring `parts` back; with the last of them rows go on. Raises RuntimeError when weights that nobody updated are others than before."""
-        back = sorted(self._away.intersection(parts))
+        """Bring `parts` back; rows continue once all are. Raises RuntimeError if weights changed without an update."""
+        back = sorted(self._released.intersection(parts))
         if self._frees and back:
             await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=back), None)
-        self._away.difference_update(back)
-        if self._away:
+        self._released.difference_update(back)
+        if self._released:
             return
         update, sums = self._before
         if update == self._loader.updates and sums != await self._loader.checksums_of_ranks():

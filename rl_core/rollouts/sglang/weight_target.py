@@ -1,6 +1,6 @@
-"""`EngineTarget`: verified weights on their way from the receiver into the engine's process, through memory that both share.
+"""`SGLangWeightTarget`: passes verified weights to the engine's child process through shared memory.
 
-The receiver's thread fills the memory and waits until the engine has taken it, as often as the model needs it.
+The receiver's thread fills the shared memory with tensors and waits until the engine has loaded them, as many times as the model needs.
 """
 
 from __future__ import annotations
@@ -16,73 +16,78 @@ from torch import Tensor
 
 from rl_core.messages.engine import TensorPlace
 from rl_core.rollouts.engine import PROVEN, UNPROVEN
+from rl_core.rollouts.sglang.checksums import ExpectedChecksums
 from rl_core.rollouts.sglang.engine import SGLangEngine
-from rl_core.rollouts.sglang.expected import Expected
 
 BUCKET_BYTES = 64 << 20
 ALIGNMENT = 64
 
 
-class SharedMemory:
-    """Memory of the worker and its engine: nameless, gone with the last of the two."""
+class WeightBuffer:
+    """Memory shared with the engine's child process. It has no name, and is freed when both processes have ended."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take `nbytes`; pages are taken as they are written."""
+        """Reserve `nbytes`; pages are allocated when they are first written."""
         self.descriptor = os.memfd_create("rljob-weights")
         os.ftruncate(self.descriptor, nbytes)
         self._map = mmap.mmap(self.descriptor, nbytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the object."""
+        """Close the descriptor; the mapping ends with the object."""
         os.close(self.descriptor)
 
 
-class EngineTarget:
+class SGLangWeightTarget:
     """Implements `WeightTarget`."""
 
     def __init__(
         self,
         engine: SGLangEngine,
-        memory: SharedMemory,
+        buffer: WeightBuffer,
         shapes: Mapping[str, tuple[tuple[int, ...], str]],
         seconds: float,
         *,
         provable: bool,
     ) -> None:
-        """`shapes`: name -> (shape, dtype) of the model's tensors; `seconds` bound one answer of the engine.
+        """Write into `engine` through `buffer`.
 
-        `provable`: whether the engine tells the checksums of its tensors.
+        Args:
+            engine: The engine.
+            buffer: Memory that the engine's child process shares.
+            shapes: Name -> (shape, dtype) of the model's tensors.
+            seconds: Deadline of one call of the engine.
+            provable: Whether the engine can report checksums of its tensors that are comparable with those of the given tensors.
         """
-        self._engine, self._memory, self._shapes, self._seconds = engine, memory, shapes, seconds
+        self._engine, self._buffer, self._shapes, self._seconds = engine, buffer, shapes, seconds
         self._provable = provable
         self.proof = ""
-        """What the last version was proven by; "" before the first."""
+        """How the last version was proven (`Engine.weights_proof`); "" before the first."""
 
     async def prepare(self, deadline: float) -> None:
-        """Wait until a child is up; nothing generates in it."""
-        await asyncio.to_thread(self._engine.await_up, deadline)
+        """Wait until the engine's child process is ready, for `deadline` seconds at most."""
+        await asyncio.to_thread(self._engine.await_ready, deadline)
 
     def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """Return name -> (shape, dtype) of every tensor of the model."""
         return self._shapes
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Give the engine every tensor, and compare its own with them. Raises InfrastructureError when they differ."""
+        """Load every tensor into the engine. Raises InfrastructureError if the engine's tensors then differ from the given ones."""
         self._call("begin_weights")
-        expected = Expected()
+        expected = ExpectedChecksums()
         places: list[TensorPlace] = []
         end = 0
         for name, tensor in tensors:
             if self._provable:
                 expected.add(name, tensor)
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            if places and start + tensor.nbytes > self._memory.bytes.numel():
+            if places and start + tensor.nbytes > self._buffer.bytes.numel():
                 self._call("load_weights", places=places)
                 places, start = [], 0
             end = start + tensor.nbytes
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            self._memory.bytes[start:end].copy_(flat)
+            self._buffer.bytes[start:end].copy_(flat)
             dtype = str(tensor.dtype).removeprefix("torch.")
             places.append(TensorPlace(name=name, shape=list(tensor.shape), dtype=dtype, offset=start))
         self._call("load_weights", places=places, version=version, keep_cache=self._engine.paused == "in_place")
@@ -92,16 +97,16 @@ class EngineTarget:
         self.proof = PROVEN if self._provable else UNPROVEN
 
     async def resume(self, version: int, digest: str) -> None:
-        """Generate with `version` from now on, also what was interrupted."""
+        """Generate with the weights as `version`; paused rows continue."""
         self._engine.version = version
-        await self._engine.go_on(self._seconds)
+        await self._engine.resume(self._seconds)
 
     def _call(self, method: str, **arguments: Any) -> Any:
         return self._engine.call(method, **arguments).result(self._seconds)
 
 
-def memory_for(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> SharedMemory:
-    """Return memory for a bucket of tensors, and for the largest one."""
+def weight_buffer(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> WeightBuffer:
+    """Return shared memory for BUCKET_BYTES of tensors, more if one tensor is larger and less if the whole model is smaller."""
     sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in shapes.values()]
     whole = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
-    return SharedMemory(max(*sizes, min(BUCKET_BYTES, whole)))
+    return WeightBuffer(max(*sizes, min(BUCKET_BYTES, whole)))

@@ -1,8 +1,7 @@
-"""Puts weights into the engine's model, and tells what its own tensors hold then. In the child process.
+"""`WeightLoader`: loads weights from the shared memory into the engine, and returns checksums of the engine's tensors.
 
-begin -> load (as many times as it takes) -> end. The worker compares: it has the weights that were verified, while this process only
-has what came through the shared memory. Every answer of the engine is looked at: a refused update is a return value there,
-not an exception.
+An update is begin -> load (once or more) -> end. The worker compares the checksums, because it has the verified weights. Every result of
+the engine is checked: SGLang refuses an update by its return value, not by an exception.
 """
 
 from __future__ import annotations
@@ -23,24 +22,28 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from rl_core.messages.engine import TensorPlace
 
 
-class Loader:
-    """The weight updates of one engine."""
+class WeightLoader:
+    """Runs the weight updates of one engine."""
 
     def __init__(self, manager: Any, shared: mmap.mmap, *, device: str, ranks: int) -> None:
-        """`manager` is the engine's tokenizer manager, which speaks to its schedulers; `device` is where the model lies.
+        """Load from the memory `shared`.
 
-        `ranks`: processes that share the model; each takes its own slices of what all are given.
+        Args:
+            manager: The engine's tokenizer manager, which sends requests to its schedulers.
+            shared: Memory into which the worker writes tensors.
+            device: Device of the model.
+            ranks: Number of tensor-parallel processes; each gets all tensors and takes its own slices.
         """
         self._manager = manager
         self._memory = torch.frombuffer(shared, dtype=torch.uint8)
         self._open, self._ranks = False, ranks
         self.updates = 0
-        """Updates begun so far."""
+        """Number of updates that were begun."""
         self._provable = device == "cpu"
-        """On a GPU the engine's checksum is a kernel's: the weights lie in the worker's host memory and have none to compare with."""
+        """On a GPU SGLang computes checksums with a kernel; the worker, whose weights are in host memory, cannot compute the same."""
 
     async def begin(self) -> None:
-        """Open an update; one that was left open by a transfer that failed is closed first."""
+        """Begin an update; first ends one that a failed transfer left open."""
         if self._open:
             await self._close()
         self.updates += 1
@@ -48,13 +51,13 @@ class Loader:
         self._open = True
 
     async def load(self, places: list[TensorPlace], *, version: int | None = None, keep_cache: bool = False) -> None:
-        """Take the tensors that lie in the shared memory now; with the last of them comes the `version` that they are of.
+        """Load the tensors that are in the shared memory at `places`.
 
-        Then the caches of before are dropped, unless kept.
+        `version` comes with the last tensors of an update; then the caches of the earlier weights are dropped, unless `keep_cache`.
         """
         end = max(self._end(place) for place in places)
-        # Cloned: to serialise a tensor moves its whole storage to memory of torch's own, after which nothing new would be seen here.
-        # As one tensor: each is handed over by a file descriptor of its own, which takes longer than a small tensor's copy.
+        # Cloned, because serialising a tensor moves its storage to memory of torch's own; later writes of the worker would not be seen.
+        # As one tensor, because every tensor is passed by a file descriptor of its own, which takes longer than copying a small tensor.
         bucket = {
             "flattened_tensor": self._memory[:end].clone(),
             "metadata": [self._metadata(place) for place in places],
@@ -68,16 +71,16 @@ class Loader:
         _require(await self._manager.update_weights_from_tensor(request, None))
 
     async def end(self) -> dict[str, str]:
-        """Close the update; return the checksums of the engine's tensors, none of them on a GPU."""
+        """End the update and return the checksums of the engine's tensors by name; empty on a GPU."""
         await self._close()
         return await self.checksums() if self._provable else {}
 
     async def checksums(self) -> dict[str, str]:
-        """Return the checksum of each of the engine's tensors, by the engine's name for it."""
+        """Return the checksum of every tensor of the first rank, by the engine's tensor name."""
         return (await self.checksums_of_ranks())[0]
 
     async def checksums_of_ranks(self) -> list[dict[str, str]]:
-        """Return the checksums of each rank; on a GPU they compare only with others of that GPU."""
+        """Return the checksums of every rank; those of a GPU are comparable with earlier ones of the same GPU only."""
         success, message, ranks, _ = await self._manager.check_weights(CheckWeightsReqInput(action="checksum"))
         _require((success, message))
         return [rank["checksums"] for rank in ranks]
@@ -93,7 +96,7 @@ class Loader:
 
     @staticmethod
     def _end(place: TensorPlace) -> int:
-        """Return the byte after a tensor."""
+        """Return the offset of the byte after a tensor."""
         nbytes: int = torch.Size(place.shape).numel() * getattr(torch, place.dtype).itemsize
         return place.offset + nbytes
 

@@ -1,4 +1,4 @@
-"""The engine's side of the stream between worker and child: rows and calls in, outputs and answers out. On the engine's event loop."""
+"""`EngineServer`: runs the rows and calls that the worker sends to the child process, on the engine's event loop."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from rl_core.messages.engine import (
     EngineRow,
     EngineRows,
 )
-from rl_core.rollouts.sglang.loader import Loader
-from rl_core.rollouts.sglang.memory import DeviceMemory
+from rl_core.rollouts.sglang.child.memory import EngineMemory
+from rl_core.rollouts.sglang.child.weights import WeightLoader
 from rl_core.transports import pipe
 
 BAD_REQUEST = 400
 
 
-class Server:
-    """One engine and who asks it."""
+class EngineServer:
+    """Serves one engine to the worker at the other end of the stream."""
 
     def __init__(self, engine: Any, shared: mmap.mmap, writer: asyncio.StreamWriter) -> None:
-        """`shared` is the memory in which tensors come."""
+        """Serve `engine`; messages go to `writer`, and tensors arrive in the memory `shared`."""
         self._engine, self._manager, self._writer = engine, engine.tokenizer_manager, writer
         settings = engine.server_args
-        self._loader = Loader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
-        self._memory = DeviceMemory(self._manager, self._loader, frees=settings.enable_memory_saver)
+        self._loader = WeightLoader(self._manager, shared, device=settings.device, ranks=settings.tp_size)
+        self._memory = EngineMemory(self._manager, self._loader, frees=settings.enable_memory_saver)
         self._ended: list[EngineOutput] = []
         self._tokens = 0
-        """Tokens of rows that ended."""
+        """Tokens of all rows that ended."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Held here: the event loop itself holds tasks weakly."""
+        """Running tasks; the event loop itself holds them weakly only."""
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Serve until the stream ends, then raise EOFError."""
@@ -65,13 +65,13 @@ class Server:
                 input_ids=row.ids, sampling_params=row.sampling, return_logprob=True, rid=_rid(row.key)
             )
             self._end(_output(row.key, answer))
-        except Exception as error:  # noqa: BLE001 - of this row alone; whoever asked for it hears of it
+        except Exception as error:  # noqa: BLE001 - concerns this row alone; the worker gets it
             message = f"{type(error).__name__}: {error}"
             refused = isinstance(error, ValueError)
-            self._end(_without(row.key, "error", message, data_fault=refused))
+            self._end(_failure(row.key, message, data_fault=refused))
 
     def _end(self, output: EngineOutput) -> None:
-        """Send what ends in one moment of the loop together."""
+        """Send the rows that end in one iteration of the event loop together."""
         self._tokens += len(output.ids)
         if not self._ended:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -86,7 +86,7 @@ class Server:
     async def _answer(self, call: EngineCall) -> None:
         try:
             value = await self._method(call.method, call.arguments)
-        except Exception as error:  # noqa: BLE001 - of this call alone; whoever made it hears of it
+        except Exception as error:  # noqa: BLE001 - concerns this call alone; the worker gets it
             failure = EngineFailure(call=call.call, type=type(error).__name__, message=str(error))
             self._writer.write(pipe.pack(failure))
         else:
@@ -96,7 +96,7 @@ class Server:
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "alive": self._alive,
             "pause": self._pause,
-            "go_on": self._go_on,
+            "resume": self._resume,
             "begin_weights": self._loader.begin,
             "load_weights": self._loader.load,
             "end_weights": self._loader.end,
@@ -107,7 +107,7 @@ class Server:
         return await methods[name](**arguments)
 
     async def _alive(self) -> dict[str, float]:
-        """Return the tokens generated so far and what there is to do, once the scheduler itself has answered."""
+        """Return the tokens generated so far, the waiting rows and the use of KV memory, once the scheduler itself has answered."""
         await self._manager.get_internal_state()
         running = sum(len(state.output_ids) for state in list(self._manager.rid_to_state.values()))
         loads = self._manager.load_snapshot_reader.read_all()
@@ -121,16 +121,16 @@ class Server:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
-        await self._manager.get_internal_state()  # the scheduler does as it is told before it answers this
+        await self._manager.get_internal_state()  # the scheduler answers this after it has paused
 
-    async def _go_on(self) -> None:
+    async def _resume(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
 
 def _rid(key: int) -> str:
-    """Return the request's name; of fixed width, because sglang aborts every request whose name begins with the one given."""
+    """Return the request id. All have one width, because SGLang aborts every request whose id begins with the given one."""
     return f"{key:016d}"
 
 
@@ -139,7 +139,7 @@ def _output(key: int, answer: dict[str, Any]) -> EngineOutput:
     finish = meta["finish_reason"]
     if finish["type"] == "abort" and finish.get("status_code"):
         status = int(finish["status_code"])
-        return _without(key, "error", str(finish.get("message")), data_fault=status == BAD_REQUEST)
+        return _failure(key, str(finish.get("message")), data_fault=status == BAD_REQUEST)
     ids = list(answer["output_ids"])
     return EngineOutput(
         key=key,
@@ -153,7 +153,7 @@ def _output(key: int, answer: dict[str, Any]) -> EngineOutput:
     )
 
 
-def _without(key: int, reason: str, message: str, *, data_fault: bool) -> EngineOutput:
+def _failure(key: int, message: str, *, data_fault: bool) -> EngineOutput:
     return EngineOutput(
-        key=key, ids=[], logprobs=[], reason=reason, versions=[], message=message, data_fault=data_fault
+        key=key, ids=[], logprobs=[], reason="error", versions=[], message=message, data_fault=data_fault
     )

@@ -1,0 +1,42 @@
+"""`HFWeightTarget`: writes new weights into the HF engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from rl_core.rollouts.hf.loop import EngineLoop
+from rl_core.weights.host_alias import host_alias
+
+
+class HFWeightTarget:
+    """Implements `WeightTarget` and `InPlaceTarget` over an engine in which no row runs while weights change."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        """Write into the engine of `loop`."""
+        self._loop, self._engine = loop, loop.engine
+
+    async def prepare(self, deadline: float) -> None:
+        """Do nothing: an engine without running rows is ready for weights."""
+
+    def names_and_shapes(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Return name -> (shape, dtype) of every tensor of the model."""
+        dtypes = self._engine.dtypes()
+        return {name: (shape, dtypes[name]) for name, shape in self._engine.names_and_shapes().items()}
+
+    def destinations(self) -> Mapping[str, Tensor]:
+        """Return the parameters that may be written in place: on a CPU, those that are stored in the layout of their name.
+
+        They are aliases, so that the storages of the parameters themselves can still be resized.
+        """
+        return {name: host_alias(tensor) for name, tensor in self._engine.destinations().items()}
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Write every tensor; names and shapes were compared with the manifest before."""
+        self._engine.write_weights(tensors)
+
+    async def resume(self, version: int, digest: str) -> None:
+        """Generate with the weights as `version`; paused rows continue."""
+        self._engine.serve(version)
+        self._loop.resume()

@@ -1,0 +1,1 @@
+"""The child process of the SGLang engine: imports sglang, never the worker."""

@@ -1,0 +1,148 @@
+"""`SGLangRolloutEngine`: the SGLang engine behind the worker's port `rollouts.engine.Engine`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from rl_core.api.errors import ConfigError, InfrastructureError, RLJobError, RolloutConfigError
+from rl_core.api.job import RLJobSpec
+from rl_core.data.tokenizer import Tokenizer
+from rl_core.messages.engine import EngineSource
+from rl_core.rollouts.generation import EngineGenerator
+from rl_core.rollouts.hf.config import DecoderConfig, unsupported
+from rl_core.rollouts.hf.weights import DecoderWeights
+from rl_core.rollouts.meter import EngineLoad
+from rl_core.rollouts.model_files import generation_eos_ids, read_config, token_ids
+from rl_core.rollouts.sampling import SamplingParams
+from rl_core.rollouts.sglang import cpu, setup
+from rl_core.rollouts.sglang.engine import SGLangEngine
+from rl_core.rollouts.sglang.residency import SGLangResidency
+from rl_core.rollouts.sglang.weight_target import SGLangWeightTarget, WeightBuffer, weight_buffer
+
+QUEUE_SHARE = 0.5
+"""Rows leased beyond the engine's batch, as a share of it, so that freed places in the batch are filled at once."""
+
+
+class SGLangRolloutEngine:
+    """Implements `Engine`."""
+
+    def __init__(
+        self,
+        spec: RLJobSpec,
+        engine: SGLangEngine,
+        folder: setup.ModelFolder,
+        buffer: WeightBuffer,
+        shapes: Mapping[str, tuple[tuple[int, ...], str]],
+        device: str,
+    ) -> None:
+        """Run `engine` on `device` with the settings of the job `spec`.
+
+        `folder` and `buffer` are closed with it; `shapes` is name -> (shape, dtype) of the model's tensors.
+        """
+        self.engine = engine
+        self._seconds = spec.runtime.deadlines.weight_sync
+        self.weight_target = SGLangWeightTarget(engine, buffer, shapes, self._seconds, provable=device == "cpu")
+        self.residency = SGLangResidency(engine, self._seconds)
+        self.row_capacity = spec.rollout.max_batch + int(spec.rollout.max_batch * QUEUE_SHARE)
+        self.max_seq_len = engine.max_seq_len
+        self._folder, self._buffer = folder, buffer
+        self._open = True
+
+    @classmethod
+    def build(
+        cls,
+        spec: RLJobSpec,
+        files: Mapping[str, bytes],
+        device: str,
+        max_seq_len: int,
+        on_tokens: Callable[[int], Any],
+    ) -> SGLangRolloutEngine:
+        """Return the engine, started and with unfilled weights; see `RolloutWorkerBase.build_engine`. Blocks for about a minute."""
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError(
+                "rollout.engine sglang needs the package sglang, found none; install rljob[rollout], or an image that has it "
+                "(worker_images/README.md), or take rollout.engine hf"
+            )
+        shapes = _shapes(files, spec.model.dtype)
+        config = read_config(files)
+        if device == "cpu":
+            cpu.require(config)
+        folder, buffer = setup.ModelFolder(files), weight_buffer(shapes)
+        options = setup.options(spec, folder.path, device, max_seq_len)
+        engine = SGLangEngine(
+            EngineSource(options=options, family=str(config["model_type"])),
+            environ=setup.variables(folder.path, device),
+            memory=buffer.descriptor,
+            start_seconds=spec.runtime.deadlines.wait_ready,
+            max_seq_len=max_seq_len,
+            vocab_size=int(config["vocab_size"]),
+            eos_token_ids=_eos_ids(files),
+            on_tokens=on_tokens,
+            silence_seconds=spec.runtime.deadlines.rpc,
+            # On shared devices the trainer may use the memory by the time the engine is lost. The worker ends instead, and its
+            # replacement starts an engine when it has the devices.
+            restarts=spec.placement.mode == "disaggregated",
+        )
+        built = cls(spec, engine, folder, buffer, shapes, device)
+        try:
+            engine.start()
+        except BaseException:
+            built.close()
+            raise
+        return built
+
+    @property
+    def policy_version(self) -> int:
+        """Return the version of the weights that new tokens are drawn from."""
+        return self.engine.version
+
+    @property
+    def weights_proof(self) -> str:
+        """Return what proves the served weights; see `Engine.weights_proof`."""
+        return self.weight_target.proof
+
+    def generator(self, params: SamplingParams) -> EngineGenerator:
+        """Return a generator of rows with the sampling settings `params`. SGLang does not repeat samples by seed."""
+        return EngineGenerator(self.engine, params, honours_seeds=False)
+
+    async def pause(self, *, keep_cache: bool) -> None:
+        """Pause generation; see `Engine.pause`."""
+        with suppress(InfrastructureError):  # nothing generates in an engine that is gone
+            await self.engine.pause("in_place" if keep_cache else "retract", self._seconds)
+
+    def watch(self, lost: Callable[[str], None], back: Callable[[RLJobError | None], None]) -> None:
+        """Register callbacks for the end of the child process and for its replacement; see `Engine.watch`."""
+        self.engine.watch(lost, back)
+
+    def load(self) -> EngineLoad:
+        """Return how much the engine has to do."""
+        return self.engine.load()
+
+    def close(self) -> None:
+        """End the engine's process; idempotent."""
+        self.engine.close()
+        if self._open:
+            self._open = False
+            self._buffer.close()
+            self._folder.close()
+
+
+def _shapes(files: Mapping[str, bytes], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return name -> (shape, dtype) of the model's tensors. Raises RolloutConfigError for a model whose layout is not known."""
+    raw = read_config(files)
+    reason = unsupported(raw)
+    if reason is not None:
+        raise RolloutConfigError(f"rollout.engine sglang: {reason}; take rollout.engine hf for this model")
+    weights = DecoderWeights(DecoderConfig.from_dict(raw), dtype=getattr(torch, dtype), device="meta")
+    return {name: (shape, dtype) for name, shape in weights.names_and_shapes().items()}
+
+
+def _eos_ids(files: Mapping[str, bytes]) -> set[int]:
+    """Return the end-of-sequence ids of tokenizer, configuration and generation settings: the same as with the HF engine."""
+    own = DecoderConfig.from_dict(read_config(files)).eos_token_ids
+    return {*own, *generation_eos_ids(files), *token_ids(Tokenizer.from_files(files).eos_token_id)}
