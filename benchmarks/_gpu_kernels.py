@@ -156,7 +156,7 @@ def _parity(world: World) -> dict:
 
 def _generated(world: World) -> dict:
     from rl_core.rollouts.hf.loop import EngineLoop
-    from rl_core.rollouts.hf.residency import EngineResidency
+    from rl_core.rollouts.hf.residency import HFResidency
 
     rows, prompt, new = (8, 8, 16) if world.small else (256, 128, 128)
     raw = sizes(world)
@@ -164,7 +164,7 @@ def _generated(world: World) -> dict:
     prompts = [[3 + (7 * row + 3 * at) % 60 for at in range(prompt)] for row in range(rows)]
     sampling = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}
     seconds = world.median(lambda: engine.generate(prompts, sampling, seeds=range(rows)), 3)
-    residency = EngineResidency(EngineLoop(engine))
+    residency = HFResidency(EngineLoop(engine))
     awake = world.held()
     sleep = world.seconds(lambda: residency.offload(["weights", "kv_cache"]))
     asleep = world.held()

@@ -189,26 +189,26 @@ def alone(world: World) -> dict:
 def through(world: World) -> dict:
     from rl_core.rollouts.hf.config import DecoderConfig
     from rl_core.rollouts.hf.weights import DecoderWeights
-    from rl_core.rollouts.sglang.served import build
+    from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
     new, job, prompts = 16 if world.small else 128, _job(world), _prompts(world)
-    served = build(job, _files(world), world.device, len(prompts[0]) + new, lambda tokens: None)
+    engine = SGLangRolloutEngine.build(job, _files(world), world.device, len(prompts[0]) + new, lambda tokens: None)
     try:
         import torch
 
         weights = DecoderWeights(DecoderConfig.from_dict(sizes(world)), dtype=getattr(torch, job.model.dtype))
         fill(weights, "cpu")
         began = time.perf_counter()
-        served.weight_target.load(weights.named_tensors(), 1)
+        engine.weight_target.load(weights.named_tensors(), 1)
         loaded = time.perf_counter() - began
-        served.engine.version = 1
-        parts, residency = ["kv_cache", "weights"], served.residency
-        figures = _rates(world, lambda: tokens_made(served.engine, prompts, new)) | {
+        engine.engine.version = 1
+        parts, residency = ["kv_cache", "weights"], engine.residency
+        figures = _rates(world, lambda: tokens_made(engine.engine, prompts, new)) | {
             "weights_load_seconds": round(loaded, 3)
         }
         return figures | _nap(world, lambda: residency.offload(parts), lambda: residency.onload(parts))
     finally:
-        served.close()
+        engine.close()
 
 
 if __name__ == "__main__":

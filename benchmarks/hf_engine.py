@@ -224,14 +224,18 @@ class InstantEnvironment:
 
 
 def through_manager() -> dict[str, Any]:
-    from rl_core.rollouts.hf import HFEngine, HFGeneration
+    from rl_core.rollouts.generation import EngineGenerator
+    from rl_core.rollouts.hf import HFEngine
+    from rl_core.rollouts.hf.loop import EngineLoop
     from rl_core.rollouts.manager import RolloutManager
+    from rl_core.rollouts.sampling import SamplingParams
 
     hidden, intermediate, layers, vocabulary, prompts, samples, tokens, new = SETUPS["groups_32x8_short"]
     engine = HFEngine(
         make_model(hidden, intermediate, layers, vocabulary), Tokenizer(), max_batch=prompts * samples, max_seq_len=64
     )
-    generation = HFGeneration(engine, {"max_new_tokens": new, "temperature": 1.0})
+    loop = EngineLoop(engine)
+    generation = EngineGenerator(loop, SamplingParams(max_new_tokens=new))
     manager = RolloutManager(Tokenizer(), {"task": InstantEnvironment()}, samples, 64, 1, generation)
     groups = [
         {
@@ -254,7 +258,7 @@ def through_manager() -> dict[str, Any]:
         return [await step() for _ in range(REPETITIONS + 1)][1:]
 
     taken = asyncio.run(main())
-    generation.shutdown()
+    loop.close()
     rows = prompts * samples
     return {
         "tokens_per_second": round(rows * new / statistics.median(both for both, _ in taken)),

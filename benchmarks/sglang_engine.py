@@ -60,17 +60,17 @@ def measured(generate, repetitions: int) -> dict[str, float]:
 def through(repetitions: int) -> dict[str, float]:
     import torch
 
-    from rl_core.rollouts.sglang.served import build
+    from rl_core.rollouts.sglang.rollout_engine import SGLangRolloutEngine
 
-    served = build(job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None)
+    engine = SGLangRolloutEngine.build(job(), model_files(), "cpu", MAX_SEQ_LEN, lambda tokens: None)
     try:
         generator = torch.Generator().manual_seed(0)
-        shapes = served.weight_target.names_and_shapes()
-        served.weight_target.load(((n, torch.randn(s, generator=generator) * 0.05) for n, (s, _) in shapes.items()), 1)
-        served.engine.version = 1
-        return measured(lambda: tokens_made(served.engine, prompts(), NEW_TOKENS), repetitions)
+        shapes = engine.weight_target.names_and_shapes()
+        engine.weight_target.load(((n, torch.randn(s, generator=generator) * 0.05) for n, (s, _) in shapes.items()), 1)
+        engine.engine.version = 1
+        return measured(lambda: tokens_made(engine.engine, prompts(), NEW_TOKENS), repetitions)
     finally:
-        served.close()
+        engine.close()
 
 
 def alone(repetitions: int) -> dict[str, float]:

@@ -38,13 +38,13 @@ def generate(world, *groups, room=None):
             done.set()
 
     loop, hard = world.engine.loop, resource.getrlimit(resource.RLIMIT_DATA)[1]
-    loop.hold()
+    loop.pause()
     loop.submit([Row(key=row, prompt=prompt, params=GREEDY, seed=1) for row in range(ROWS)], sink)
     world.put(*groups)
     wait_for(lambda: loop.engine.load().waiting == ROWS + GROUP * len(groups))
     if room is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (used() + room * MIB, hard))
-    loop.release()
+    loop.resume()
     assert done.wait(120)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     return sorted(

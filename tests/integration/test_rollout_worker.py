@@ -170,7 +170,7 @@ def test_groups_wait_for_an_env_worker_to_appear(world):
     world.start()
     world.publish(1, seed=1)
     world.put(0)
-    wait_for(lambda: world.engine.loop.statistics()["rows"] == 4)
+    wait_for(lambda: world.engine.load().queued_rows == 4 and world.engine.loop.idle)
     world.show_env(True)
     (record,) = records(world, 1)
     assert len(record.completions) == 4 and not world.ledger.given_back

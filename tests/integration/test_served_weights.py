@@ -214,7 +214,7 @@ def put_behind_the_proof(world, name, tensor):
     if not hasattr(target, "proof"):
         target.destinations()[name].copy_(tensor)
         return
-    target._memory.bytes[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+    target._buffer.bytes[: tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
     place = {"name": name, "shape": list(tensor.shape), "dtype": "float32", "offset": 0}
     for method, arguments in (
         ("begin_weights", {}),

@@ -44,18 +44,15 @@ def published(world):
     return publish
 
 
-def ask(world, prompts, greedy=False, config=None, **more):
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    generation = world.engine.generation({"max_new_tokens": 20, "_pad_token_id": 0, **(config or {})})
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    out = generation.generate({"input_ids": ids, "input_lengths": lengths, **more}, greedy=greedy)
-    ends = out["unpadded_sequence_lengths"].tolist()
-    cut = [(len(prompt), end) for prompt, end in zip(prompts, ends)]
-    new = [out["output_ids"][row, a:b].tolist() for row, (a, b) in enumerate(cut)]
-    return new, [out["logprobs"][row, a:b] for row, (a, b) in enumerate(cut)], out
+def ask(world, prompts, greedy=False, **params):
+    """Return the ids, log-probabilities and whole outputs of rows that are requested together."""
+    generator = world.engine.generator(SamplingParams(**{"max_new_tokens": 20, **params}))
+
+    async def rows():
+        return await asyncio.gather(*[generator.generate_row(p, seed=i, greedy=greedy) for i, p in enumerate(prompts)])
+
+    outputs = asyncio.run(rows())
+    return [output.ids for output in outputs], [torch.tensor(output.logprobs) for output in outputs], outputs
 
 
 def hf_engine(world, version):
@@ -69,17 +66,17 @@ def test_greedy_tokens_are_those_of_our_engine_and_of_transformers(world, publis
     new, _, out = ask(world, PROMPTS, greedy=True)
     ours = hf_engine(world, version).generate(PROMPTS, SamplingParams(max_new_tokens=20, temperature=0.0))
     assert new == [one.ids for one in ours]
-    assert out["finish_reasons"] == [one.finish_reason for one in ours]
+    assert [output.finish_reason for output in out] == [output.finish_reason for output in ours]
     for prompt, ids in zip(PROMPTS, new):
         made = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert ids == made[0, len(prompt) :].tolist()
-    assert out["policy_versions"] == [[(0, len(ids), version)] for ids in new]
+    assert [output.versions for output in out] == [[(0, len(ids), version)] for ids in new]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probabilities_are_the_trainers_at_any_temperature(world, published, temperature):
     _, model = published()
-    new, logprobs, _ = ask(world, PROMPTS * 4, config={"temperature": temperature})
+    new, logprobs, _ = ask(world, PROMPTS * 4, temperature=temperature)
     assert len({tuple(ids) for ids in new}) > len(PROMPTS), "the samples of one prompt differ"
     for prompt, ids, found in zip(PROMPTS * 4, new, logprobs):
         wanted = trainer_logprobs(model, prompt, ids, temperature)
@@ -98,11 +95,10 @@ def test_stops_and_limits_end_a_row_where_our_engine_ends_it(world, published):
         {"max_new_tokens": 60},
         {"max_new_tokens": 0},
     ):
-        config = {key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()}
-        new, _, out = ask(world, PROMPTS, greedy=True, config=config)
+        new, _, out = ask(world, PROMPTS, greedy=True, **changes)
         wanted = ours.generate(PROMPTS, SamplingParams(temperature=0.0, **{"max_new_tokens": 20, **changes}))
         assert new == [one.ids for one in wanted], changes
-        assert out["finish_reasons"] == [one.finish_reason for one in wanted], changes
+        assert [output.finish_reason for output in out] == [output.finish_reason for output in wanted], changes
 
 
 def engine_checksums(state):
@@ -162,7 +158,7 @@ def test_a_row_that_the_engine_refuses_fails_alone_and_as_its_own_fault(world, p
     futures |= submit(world, Row(key="stops", prompt=[3, 4], params=SamplingParams(stop_strings=tuple(many)), seed=1))
     futures |= submit(world, Row(key="ids", prompt=[3, 43], params=SamplingParams(), seed=1))
     assert isinstance(futures["stops"].exception(60), RolloutDataFailure)
-    assert "token ids in [0, 43)" in str(futures["ids"].exception(60))
+    assert "token ids must be in [0, 43)" in str(futures["ids"].exception(60))
     assert len(futures["good"].result(60).ids) >= 1
 
 

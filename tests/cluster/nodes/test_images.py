@@ -8,7 +8,7 @@ from testcluster.access import Access
 
 IMPORTS = {
     "actor": "rl_core.runner.__main__, rl_core.channel.__main__, rl_core.actors.fsdp, rl_core.actors.megatron.backend, torch, transformers, pyarrow, tensorboard",
-    "rollout": "rl_core.rollouts.hf.worker, rl_core.rollouts.sglang.served, rl_core.workers.host, torch, transformers",
+    "rollout": "rl_core.rollouts.hf.worker, rl_core.rollouts.sglang.worker, rl_core.workers.host, torch, transformers",
     "env": "rl_core.envs.worker, rl_core.workers.host, math_verify, reasoning_gym",
     "operator": "rljob_operator.__main__, kopf, kubernetes.aio",
 }

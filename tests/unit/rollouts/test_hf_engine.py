@@ -245,7 +245,9 @@ def test_aborted_rows_leave_the_batch_and_no_output():
 def test_rows_with_batch_numbers_run_as_batches_of_their_own():
     engine = make(max_batch=8)
     sampling = SamplingParams(max_new_tokens=10, ignore_eos=True)
-    tickets = {engine.submit([5 + index, 6], sampling, index, batch=batch): batch for batch in (1, 2) for index in range(3)}
+    tickets = {
+        engine.submit([5 + index, 6], sampling, index, batch=batch): batch for batch in (1, 2) for index in range(3)
+    }
     ended = []
     while engine.busy:
         ended += [tickets[ticket] for ticket, _ in engine.step()]

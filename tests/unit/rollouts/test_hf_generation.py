@@ -1,4 +1,4 @@
-"""The engine behind the generation interface: shapes, versions, refusals, concurrency, cancellation."""
+"""The HF engine behind `EngineGenerator`: versions, limits, refusals, concurrency, cancellation."""
 
 import asyncio
 import threading
@@ -7,9 +7,11 @@ import time
 import pytest
 import torch
 
-from rl_core.api.errors import GenerationUnavailable, RolloutConfigError
-from rl_core.rollouts.hf import HFEngine, HFGeneration
+from rl_core.api.errors import GenerationUnavailable
+from rl_core.rollouts.generation import EngineGenerator
+from rl_core.rollouts.hf import HFEngine
 from rl_core.rollouts.hf.config import DecoderConfig
+from rl_core.rollouts.hf.loop import EngineLoop
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
@@ -24,11 +26,10 @@ RAW = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-PAD = 63
 
 
 class Tokenizer:
-    eos_token_id, pad_token_id = 0, PAD
+    eos_token_id = 0
 
     def decode(self, ids, skip_special_tokens=False):
         return "".join(chr(32 + int(i)) for i in ids)
@@ -47,156 +48,95 @@ def engine(**options):
 
 
 @pytest.fixture
-def generation():
-    made = HFGeneration(engine(), {"max_new_tokens": 10, "_pad_token_id": PAD})
+def loop():
+    made = EngineLoop(engine())
     yield made
-    made.shutdown()
+    made.close()
 
 
-def data(*rows, **more):
-    width = max(map(len, rows))
-    ids = torch.full((len(rows), width), PAD)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row)
-    return {
-        "input_ids": ids,
-        "input_lengths": torch.tensor([len(row) for row in rows]),
-        "stop_strings": [None] * len(rows),
-        **more,
-    }
+@pytest.fixture
+def generation(loop):
+    return EngineGenerator(loop, SamplingParams(max_new_tokens=10))
 
 
-def test_rows_come_back_in_order_right_padded_with_zeros_on_the_prompt(generation):
-    generation.engine.serve(4)
-    rows = [[5, 6, 7], [8], [9, 10]]
-    out = generation.generate(data(*rows, seeds=[1, 2, 3]))
-    for index, row in enumerate(rows):
-        new, total = int(out["generation_lengths"][index]), int(out["unpadded_sequence_lengths"][index])
-        assert out["output_ids"][index, : len(row)].tolist() == row and total == len(row) + new
-        assert (out["output_ids"][index, total:] == PAD).all()
-        assert not out["logprobs"][index, : len(row)].any() and not out["logprobs"][index, total:].any()
-        assert (out["logprobs"][index, len(row) : total] < 0).all()
-        assert out["policy_versions"][index] == [(0, new, 4)]
-        assert bool(out["truncated"][index]) == (out["finish_reasons"][index] != "stop")
-    assert out["output_ids"].dtype == torch.int64 and out["logprobs"].dtype == torch.float32
+async def generated(generation, *rows, seeds=None, **request):
+    """Return the outputs of rows that are requested together."""
+    seeds = seeds or range(1, len(rows) + 1)
+    calls = [generation.generate_row(row, seed=seed, **request) for row, seed in zip(rows, seeds, strict=True)]
+    return await asyncio.gather(*calls)
 
 
-async def test_one_row_requests_give_what_the_batch_gives(generation):
+async def test_rows_come_back_in_order_with_a_log_probability_and_a_version_per_token(generation, loop):
+    loop.engine.serve(4)
+    outputs = await generated(generation, [5, 6, 7], [8], [9, 10])
+    assert generation.policy_version == 4
+    for output in outputs:
+        assert 1 <= len(output.ids) <= 10 and len(output.logprobs) == len(output.ids)
+        assert all(logprob < 0 for logprob in output.logprobs)
+        assert output.versions == [(0, len(output.ids), 4)]
+        assert output.truncated == (output.finish_reason != "stop")
+
+
+async def test_rows_requested_one_by_one_are_those_of_the_engine(generation):
     rows = [[5, 6, 7], [8], [9, 10], [11, 12]]
-    batch = generation.generate(data(*rows, seeds=[1, 2, 3, 4]))
-
-    async def one(row, seed):
-        return [item async for item in generation.generate_async(data(row, seeds=[seed]))]
-
-    found = await asyncio.gather(*[one(row, seed) for row, seed in zip(rows, (1, 2, 3, 4), strict=True)])
-    for index, ((number, out),) in enumerate(found):
-        total = int(out["unpadded_sequence_lengths"][0])
-        assert number == 0 and out["output_ids"][0].tolist() == batch["output_ids"][index, :total].tolist()
+    wanted = engine().generate(rows, SamplingParams(max_new_tokens=10), [1, 2, 3, 4])
+    for row, seed, output in zip(rows, (1, 2, 3, 4), wanted, strict=True):
+        assert (await generation.generate_row(row, seed=seed)).ids == output.ids
 
 
-async def test_rows_of_one_request_are_yielded_as_they_finish(generation):
-    request = data([5], [6], [7], seeds=[1, 2, 3], max_new_tokens=[9, 1, 4])
-    order = [
-        (index, int(out["generation_lengths"][0]))
-        async for index, out in generation.generate_async(request, greedy=True)
-    ]
-    lengths = dict(order)
-    assert set(lengths) == {0, 1, 2} and lengths[1] == 1
-    assert [lengths[index] for index, _ in order] == sorted(lengths.values())
+async def test_rows_requested_in_one_moment_reach_the_engine_together(generation, loop, monkeypatch):
+    submitted, submit = [], loop.submit
+    monkeypatch.setattr(loop, "submit", lambda rows, sink: (submitted.append(len(rows)), submit(rows, sink))[1])
+    await generated(generation, [5], [6], [7])
+    assert submitted == [3]
 
 
-def test_greedy_ignores_seeds(generation):
-    one, two = (generation.generate(data([5, 6], seeds=[s]), greedy=True) for s in (1, 2))
-    assert one["output_ids"].equal(two["output_ids"])
+async def test_a_row_may_have_a_limit_of_its_own(generation):
+    (output,) = await generated(generation, [5], max_new_tokens=1)
+    assert len(output.ids) == 1
 
 
-def test_a_prompt_without_room_comes_back_as_it_is(generation):
-    for length in (48, 60):
-        out = generation.generate(data([5] * length, [6]))
-        assert out["output_ids"][0, :length].tolist() == [5] * length and int(out["generation_lengths"][0]) == 0
-        assert bool(out["truncated"][0]) and out["finish_reasons"][0] == "seq_limit" and out["policy_versions"][0] == []
+async def test_greedy_ignores_seeds(generation):
+    one, two = [await generated(generation, [5, 6], seeds=[seed], greedy=True) for seed in (1, 2)]
+    assert one == two
 
 
-@pytest.mark.parametrize("row", [[PAD, PAD, 5, 6], [5, PAD, 6, PAD], [PAD, 5, 6, PAD]], ids=["left", "inside", "both"])
-def test_padding_on_the_left_or_inside_is_refused(generation, row):
-    for length in (2, 3):
-        with pytest.raises(ValueError, match="right-padded"):
-            generation.generate({"input_ids": torch.tensor([row]), "input_lengths": torch.tensor([length])})
+async def test_a_prompt_that_fills_the_sequence_ends_without_a_token_and_a_longer_one_is_refused(generation):
+    (output,) = await generated(generation, [5] * 48)
+    assert (output.ids, output.finish_reason, output.truncated, output.versions) == ([], "seq_limit", True, [])
+    for prompt, words in (([5] * 49, "got 49"), ([], "got 0"), ([64], "got 64 to 64")):
+        with pytest.raises(ValueError, match=words):
+            await generation.generate_row(prompt, seed=1)
 
 
-@pytest.mark.parametrize("length", [-1, 4])
-def test_a_length_that_the_row_does_not_have_is_refused(generation, length):
-    with pytest.raises(ValueError, match=rf"input_lengths must be in \[0, 3\].* got {length} in row 0"):
-        generation.generate({**data([5, 6, 7]), "input_lengths": torch.tensor([length])})
+async def test_stops_of_settings_and_row_both_count_and_stay_in_the_text(generation, loop):
+    decode = Tokenizer().decode
+    (free,) = await generated(generation, [5, 6], seeds=[3])
+    text = decode(free.ids)
+    stopping = EngineGenerator(loop, SamplingParams(max_new_tokens=10, stop_strings=("\x01", text[4])))
+    (by_settings,) = await generated(stopping, [5, 6], seeds=[3])
+    assert decode(by_settings.ids) == text[: text.index(text[4]) + 1]
+    (by_row,) = await generated(stopping, [5, 6], seeds=[3], stop_strings=[text[2]])
+    assert by_row.finish_reason == "stop"
+    assert decode(by_row.ids) == text[: min(text.index(text[2]), text.index(text[4])) + 1]
 
 
-def test_an_empty_batch_keeps_the_types_of_its_columns(generation):
-    empty = {"input_ids": torch.zeros(0, 3, dtype=torch.int64), "input_lengths": torch.zeros(0, dtype=torch.int64)}
-    output = generation.generate(empty)
-    assert (output["output_ids"].dtype, output["truncated"].dtype) == (torch.int64, torch.bool)
-    assert output["finish_reasons"] == []
-
-
-def test_stops_of_configuration_and_row_both_count_and_stay_in_the_text(generation):
-    free = generation.generate(data([5, 6], seeds=[3]))
-    text = Tokenizer().decode(free["output_ids"][0, 2:])
-    made = HFGeneration(
-        generation.loop, {"max_new_tokens": 10, "stop_strings": ["\x01", text[4]], "_pad_token_id": PAD}
-    )
-    request = data([5, 6], seeds=[3])
-    by_config = made.generate(request)
-    assert Tokenizer().decode(by_config["output_ids"][0, 2:]) == text[: text.index(text[4]) + 1]
-    by_row = made.generate({**request, "stop_strings": [[text[2]]]})
-    assert by_row["finish_reasons"] == ["stop"]
-    assert Tokenizer().decode(by_row["output_ids"][0, 2:]) == text[: min(text.index(text[2]), text.index(text[4])) + 1]
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"val_temprature": 0.0}, "val_temprature are not honoured"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"port_range": (1, 2)}, "port_range"),
-        ({"backend": "sglang"}, "backend must be 'hf'"),
-        ({"use_async_rollouts": False}, "use_async_rollouts must be true"),
-        ({"colocated": {"enabled": True}}, "colocated.enabled"),
-        ({"temperature": 0.0}, "temperature must be > 0"),
-        ({"top_p": 0.9}, "bias the policy ratio"),
-        ({"top_k": 5}, "bias the policy ratio"),
-    ],
-)
-def test_settings_that_are_not_honoured_or_would_bias_training_are_refused(config, match):
-    with pytest.raises(RolloutConfigError, match=match):
-        HFGeneration(engine(), config)
-
-
-def test_truncated_sampling_is_taken_on_request_and_in_validation():
-    HFGeneration(
-        engine(), {"top_p": 0.9, "bad_words": None, "colocated": {"enabled": False}}, allow_truncated_sampling=True
-    )
-    made = HFGeneration(engine(), {"temperature": 0.0, "val_temperature": 0.7, "val_top_k": 3}, validation=True)
-    assert (made._base.temperature, made._base.top_k) == (0.7, 3)
-
-
-async def test_a_cancelled_request_leaves_the_engine(generation):
-    async def consume(row):
-        async for item in generation.generate_async(data(row, seeds=[1])):
-            return item
-
-    kept = asyncio.ensure_future(consume([5, 6]))
-    gone = asyncio.ensure_future(consume([7, 8]))
+async def test_a_cancelled_request_leaves_the_engine(generation, loop):
+    kept = asyncio.ensure_future(generation.generate_row([5, 6], seed=1))
+    cancelled = asyncio.ensure_future(generation.generate_row([7, 8], seed=1, max_new_tokens=40))
     await asyncio.sleep(0)
-    gone.cancel()
-    assert (await kept)[1]["output_ids"].shape[0] == 1
-    while not generation.loop.idle:
+    cancelled.cancel()
+    assert (await kept).ids
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    while not loop.idle:
         await asyncio.sleep(0.001)
-    assert generation.engine.num_running == 0
+    assert loop.engine.num_running == 0
 
 
-async def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(generation, monkeypatch):
+async def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(generation, loop, monkeypatch):
     broken = {"left": 1}
-    step = generation.engine.step
+    step = loop.engine.step
 
     def fail_once():
         if broken["left"]:
@@ -204,116 +144,112 @@ async def test_a_failing_step_fails_its_rows_and_the_engine_goes_on(generation, 
             raise RuntimeError("out of memory")
         return step()
 
-    monkeypatch.setattr(generation.engine, "step", fail_once)
+    monkeypatch.setattr(loop.engine, "step", fail_once)
     with pytest.raises(GenerationUnavailable, match="out of memory") as caught:
-        await anext(generation.generate_async(data([5, 6], seeds=[1])))
+        await generation.generate_row([5, 6], seed=1)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    assert (await anext(generation.generate_async(data([5, 6], seeds=[1]))))[0] == 0
+    assert (await generation.generate_row([5, 6], seed=1)).ids
 
 
-async def test_a_failing_prefill_costs_its_own_rows_only(generation, monkeypatch):
-    wanted = generation.generate(data([5, 6], seeds=[1]))["output_ids"].tolist()
+async def test_a_failing_prefill_costs_its_own_rows_only(generation, loop, monkeypatch):
+    wanted = await generation.generate_row([5, 6], seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(generation.engine._decoder, "_hidden", lambda *_: 1 / 0)
+        patch.setattr(loop.engine._decoder, "_hidden", lambda *_: 1 / 0)
         with pytest.raises(GenerationUnavailable, match="ZeroDivisionError"):
-            await anext(generation.generate_async(data([7, 8, 9], seeds=[2])))
-    assert (await anext(generation.generate_async(data([5, 6], seeds=[1]))))[1]["output_ids"].tolist() == wanted
+            await generation.generate_row([7, 8, 9], seed=2)
+    assert await generation.generate_row([5, 6], seed=1) == wanted
 
 
-def test_held_nothing_generates_and_released_what_was_interrupted_and_what_came_meanwhile_goes_on(generation):
-    loop, heard, ended = generation.loop, {}, threading.Event()
+def test_paused_nothing_generates_and_resumed_the_interrupted_and_the_queued_rows_continue(loop):
+    results, ended = {}, threading.Event()
 
-    def hear(results):
-        heard.update(results)
-        if len(heard) == 3:
+    def sink(batch):
+        results.update(batch)
+        if len(results) == 3:
             ended.set()
 
     def row(key):
         return Row(key=key, prompt=[5, key], params=SamplingParams(max_new_tokens=40, ignore_eos=True), seed=key)
 
-    wanted = generation.engine.generate([[5, key] for key in (1, 2, 3)], row(1).params, [1, 2, 3])
-    loop.hold()
-    loop.submit([row(1)], hear)
-    loop.release()
-    while not loop.statistics()["tokens"] and not generation.engine.num_running:
+    wanted = loop.engine.generate([[5, key] for key in (1, 2, 3)], row(1).params, [1, 2, 3])
+    steps, step = [], loop.engine.step
+    loop.engine.step = lambda: (steps.append(1), step())[1]
+    loop.pause()
+    loop.submit([row(1)], sink)
+    loop.resume()
+    while not results and not loop.engine.num_running:
         time.sleep(0.001)
-    loop.submit([row(2)], hear)
-    loop.hold()
-    assert generation.engine.num_running == 0
-    steps = loop.statistics()["steps"]
-    loop.submit([row(3)], hear)
-    loop.hold()
-    assert loop.statistics()["steps"] == steps and 3 not in heard
-    generation.engine.serve(4)
-    loop.release()
+    loop.submit([row(2)], sink)
+    loop.pause()
+    assert loop.engine.num_running == 0
+    before = len(steps)
+    loop.submit([row(3)], sink)
+    loop.pause()
+    assert len(steps) == before and 3 not in results
+    loop.engine.serve(4)
+    loop.resume()
     assert ended.wait(60)
-    assert [heard[key].ids for key in (1, 2, 3)] == [one.ids for one in wanted]
-    assert heard[3].versions == [(0, 40, 4)]
+    assert [results[key].ids for key in (1, 2, 3)] == [output.ids for output in wanted]
+    assert results[3].versions == [(0, 40, 4)]
 
 
-def test_an_engine_that_closes_while_it_is_held_lets_nobody_wait(generation):
-    heard = []
-    generation.loop.hold()
-    generation.loop.submit([Row(key="a", prompt=[5], params=SamplingParams(max_new_tokens=9), seed=1)], heard.extend)
-    generation.shutdown()
-    generation.loop.hold()
-    assert [key for key, _ in heard] == ["a"]
+def test_closing_a_paused_engine_fails_its_rows(loop):
+    results = []
+    loop.pause()
+    loop.submit([Row(key="a", prompt=[5], params=SamplingParams(max_new_tokens=9), seed=1)], results.extend)
+    loop.close()
+    loop.pause()
+    assert [key for key, _ in results] == ["a"]
 
 
-async def test_after_shutdown_requests_fail_and_waiting_ones_too(generation):
-    generation.shutdown()
-    generation.shutdown()
+async def test_a_closed_engine_refuses_rows(generation, loop):
+    loop.close()
+    loop.close()
     with pytest.raises(GenerationUnavailable, match="shut down"):
-        await anext(generation.generate_async(data([5])))
+        await generation.generate_row([5], seed=1)
 
 
-def test_rows_that_run_or_wait_as_the_engine_closes_fail(generation, monkeypatch):
-    begun, go_on, heard = threading.Event(), threading.Event(), []
-    step = generation.engine.step
-    monkeypatch.setattr(generation.engine, "step", lambda: (begun.set(), go_on.wait(), step())[2])
+def test_rows_that_run_or_wait_as_the_engine_closes_fail(loop, monkeypatch):
+    begun, proceed, results = threading.Event(), threading.Event(), []
+    step = loop.engine.step
+    monkeypatch.setattr(loop.engine, "step", lambda: (begun.set(), proceed.wait(), step())[2])
     rows = [Row(key=key, prompt=[5], params=SamplingParams(max_new_tokens=9), seed=1) for key in "ab"]
-    generation.loop.submit(rows[:1], heard.extend)
+    loop.submit(rows[:1], results.extend)
     begun.wait()
-    generation.loop.submit(rows[1:], heard.extend)
-    closing = threading.Thread(target=generation.shutdown)
+    loop.submit(rows[1:], results.extend)
+    closing = threading.Thread(target=loop.close)
     closing.start()
-    while not generation.loop._closed:
+    while not loop._closed:
         time.sleep(0.001)
-    go_on.set()
+    proceed.set()
     closing.join()
-    assert sorted(key for key, _ in heard) == ["a", "b"]
-    assert all(isinstance(error, GenerationUnavailable) for _, error in heard)
+    assert sorted(key for key, _ in results) == ["a", "b"]
+    assert all(isinstance(error, GenerationUnavailable) for _, error in results)
 
 
-async def test_groups_wait_to_be_complete_and_run_apart():
-    made = HFGeneration(engine(), {"max_new_tokens": 6, "_pad_token_id": PAD}, batches_by_group=True)
+async def test_groups_wait_to_be_complete_and_run_apart(loop):
+    by_group = EngineGenerator(loop, SamplingParams(max_new_tokens=6), batches_by_group=True)
     sizes = []
-    prefill = made.engine._decoder.prefill
-    made.engine._decoder.prefill = lambda prompts, rows: sizes.append(len(rows)) or prefill(prompts, rows)
-    try:
+    prefill = loop.engine._decoder.prefill
+    loop.engine._decoder.prefill = lambda prompts, rows: sizes.append(len(rows)) or prefill(prompts, rows)
 
-        async def one(name, index):
-            request = data([5, 6], seeds=[index], batch_keys=[(name, 3)])
-            return [item async for item in made.generate_async(request)]
+    def request(name, index):
+        return by_group.generate_row([5, 6], seed=index, group=(name, 3))
 
-        tasks = [asyncio.ensure_future(one(name, index)) for index in range(2) for name in "ab"]
-        await asyncio.sleep(0.05)
-        assert sizes == [] and not any(task.done() for task in tasks)
-        await asyncio.gather(*tasks, one("a", 2), one("b", 2))
-        assert sizes == [3, 3]
-        await anext(made.generate_async(data([7], seeds=[1])))
-        assert sizes == [3, 3, 1]
-    finally:
-        made.shutdown()
+    tasks = [asyncio.ensure_future(request(name, index)) for index in range(2) for name in "ab"]
+    await asyncio.sleep(0.05)
+    assert sizes == [] and not any(task.done() for task in tasks)
+    await asyncio.gather(*tasks, request("a", 2), request("b", 2))
+    assert sizes == [3, 3]
+    await by_group.generate_row([7], seed=1)
+    assert sizes == [3, 3, 1]
 
 
-def test_metrics_count_since_the_last_clear(generation):
-    generation.generate(data([5], [6], seeds=[1, 2], max_new_tokens=[3, 3]))
-    found = generation.get_logger_metrics()
-    assert (
-        found["generation/rows"] == 2 and 2 <= found["generation/tokens"] <= 6 and found["generation/busy_seconds"] > 0
-    )
-    # A row makes one token per step, the one that ends it included.
-    assert found["generation/mean_batch"] * found["generation/steps"] == pytest.approx(found["generation/tokens"])
-    generation.clear_logger_metrics()
-    assert generation.get_logger_metrics()["generation/rows"] == 0
+async def test_a_group_that_lost_a_row_before_it_was_complete_takes_another(loop):
+    by_group = EngineGenerator(loop, SamplingParams(max_new_tokens=6), batches_by_group=True)
+    cancelled = asyncio.ensure_future(by_group.generate_row([5, 6], seed=1, group=("a", 2)))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    outputs = await asyncio.gather(*[by_group.generate_row([5, 6], seed=seed, group=("a", 2)) for seed in (2, 3)])
+    assert all(output.ids for output in outputs)

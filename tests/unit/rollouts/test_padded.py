@@ -33,7 +33,9 @@ class Padded(GenerationInterface):
 
 async def test_a_row_is_asked_as_a_batch_of_one_and_its_padding_removed():
     backend = Padded()
-    output = await PaddedGenerator(backend).generate_row([1, 2, 3], seed=7, stop_strings=["x"], max_new_tokens=5, greedy=True)
+    output = await PaddedGenerator(backend).generate_row(
+        [1, 2, 3], seed=7, stop_strings=["x"], max_new_tokens=5, greedy=True
+    )
     (seen,) = backend.seen
     assert seen["input_ids"].tolist() == [[1, 2, 3]] and seen["input_ids"].dtype == torch.int64
     assert seen["input_lengths"].tolist() == [3] and seen["input_lengths"].dtype == torch.int32

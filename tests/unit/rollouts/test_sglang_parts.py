@@ -116,7 +116,9 @@ def test_a_keeper_that_fails_in_any_way_is_heard_by_who_waits_for_the_engine(mon
 
     monkeypatch.setattr(engine_module, "EngineProcess", fail)
     source = EngineSource(options={}, family="qwen2")
-    engine = SGLangEngine(source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0)
+    engine = SGLangEngine(
+        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0
+    )
     told = []
     engine.watch(lambda reason: None, told.append)
     with pytest.raises(InfrastructureError, match="ValueError: filedescriptor out of range"):
@@ -159,7 +161,14 @@ def test_that_an_engine_is_lost_is_told_before_its_rows_fail(monkeypatch):
     monkeypatch.setattr(engine_module, "EngineProcess", DyingWhenAsked)
     source = EngineSource(options={}, family="qwen2")
     engine = SGLangEngine(
-        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0, restarts=False
+        source,
+        environ={},
+        memory=0,
+        start_seconds=60.0,
+        max_seq_len=8,
+        vocab_size=8,
+        silence_seconds=60.0,
+        restarts=False,
     )
     engine.watch(told.append, lambda error: ended.set())
     engine.start()
@@ -179,7 +188,14 @@ def test_an_engine_that_shares_its_device_is_not_started_again_by_its_worker(mon
     monkeypatch.setattr(engine_module, "EngineProcess", lambda *arguments: starts.append(1) or Dying())
     source = EngineSource(options={}, family="qwen2")
     engine = SGLangEngine(
-        source, environ={}, memory=0, start_seconds=60.0, max_seq_len=8, vocab_size=8, silence_seconds=60.0, restarts=restarts
+        source,
+        environ={},
+        memory=0,
+        start_seconds=60.0,
+        max_seq_len=8,
+        vocab_size=8,
+        silence_seconds=60.0,
+        restarts=restarts,
     )
     engine.watch(lambda reason: None, lambda error: error and told.set_result(error))
     with contextlib.suppress(InfrastructureError):
