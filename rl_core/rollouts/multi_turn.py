@@ -32,7 +32,7 @@ from rl_core.observability.statistics import add_counts, percentile, prefixed, s
 from rl_core.rollouts.episode import Episode, group_name
 from rl_core.rollouts.generation import RowGenerator
 from rl_core.rollouts.message_log import as_token_tensor
-from rl_core.rollouts.padded import BatchedDataDict, GenerationInterface, row_generator
+from rl_core.rollouts.padded import GenerationInterface, row_generator
 from rl_core.rollouts.request_batcher import RowGroup
 from rl_core.rollouts.retry import FailureKind, classify_failure, deadline
 from rl_core.rollouts.rows import GenerationOutput
@@ -207,7 +207,7 @@ class AsyncRolloutImpl:
         metrics = {
             "gen_leader_worker_idx": output.worker,
             "gen_tokens": len(output.ids),
-            "truncated": output.truncated,
+            "truncated": FinishReason(output.finish_reason).truncated,
             "finish_reason": output.finish_reason,
         }
         return self._assistant(output), torch.tensor([len(prompt)], dtype=torch.int32), metrics
@@ -232,14 +232,12 @@ class AsyncRolloutImpl:
         }
 
     async def _env_step(self, episode: Episode) -> EnvironmentReturn:
-        batch = BatchedDataDict(
-            {
-                "message_log": [episode.log],
-                "extra_env_info": [episode.env_info],
-                "task_name": [episode.task_name],
-                "sample_key": [episode.key],
-            }
-        )
+        batch = {
+            "message_log": [episode.log],
+            "extra_env_info": [episode.env_info],
+            "task_name": [episode.task_name],
+            "sample_key": [episode.key],
+        }
         # `patience` of a RemoteEnvironment is longer than any step, so that the env worker's own error arrives first: it says
         # whether the environment was late or the worker is missing.
         bound = max(self.env_step_seconds, getattr(self._env(episode), "patience", 0.0))

@@ -28,11 +28,6 @@ class GenerationOutput:
     worker: int = 0
     """Index of the backend's worker that generated the row; 0 for a backend with one worker."""
 
-    @property
-    def truncated(self) -> bool:
-        """Return whether a limit cut the row."""
-        return FinishReason(self.finish_reason).truncated
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

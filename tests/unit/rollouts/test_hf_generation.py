@@ -74,7 +74,6 @@ async def test_rows_come_back_in_order_with_a_log_probability_and_a_version_per_
         assert 1 <= len(output.ids) <= 10 and len(output.logprobs) == len(output.ids)
         assert all(logprob < 0 for logprob in output.logprobs)
         assert output.versions == [(0, len(output.ids), 4)]
-        assert output.truncated == (output.finish_reason != "stop")
 
 
 async def test_rows_requested_one_by_one_are_those_of_the_engine(generation):
@@ -103,7 +102,7 @@ async def test_greedy_ignores_seeds(generation):
 
 async def test_a_prompt_that_fills_the_sequence_ends_without_a_token_and_a_longer_one_is_refused(generation):
     (output,) = await generated(generation, [5] * 48)
-    assert (output.ids, output.finish_reason, output.truncated, output.versions) == ([], "seq_limit", True, [])
+    assert (output.ids, output.finish_reason, output.versions) == ([], "seq_limit", [])
     for prompt, words in (([5] * 49, "got 49"), ([], "got 0"), ([64], "got 64 to 64")):
         with pytest.raises(ValueError, match=words):
             await generation.generate_row(prompt, seed=1)
