@@ -1,1 +1,1 @@
-"""Prompts as the runner reads them and the tokenizer every role shares. Torch-free."""
+"""Reads data sets into prompts, and the tokenizer that runner and rollouts share. Torch-free."""

@@ -1,4 +1,4 @@
-"""Chat templates as transformers renders them: the same environment, filters and variables. Imported on first use."""
+"""Renders chat templates as transformers does: with the same Jinja environment, filters and variables. Imported at first use."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from rl_core.api.errors import ConfigError
 
 
 class GenerationTag(Extension):  # type: ignore[misc] # mypy does not look into jinja2
-    """`{% generation %}` marks what an assistant said; the text is rendered as if the tag were not there."""
+    """The tag `{% generation %}`, which marks assistant text; the text is rendered as if the tag were not there."""
 
     tags = {"generation"}
 
@@ -30,14 +30,14 @@ def render(
     source: str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, specials: Mapping[str, str]
 ) -> str:
     """Return the conversation rendered by `source`; `specials` are variables such as eos_token. Raises ConfigError."""
-    # Templates ask `tools is none` as often as `tools is defined`: transformers always defines them.
-    given = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **specials}
+    # Some templates test `tools is none` and others `tools is defined`; transformers always defines them.
+    variables = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt, **specials}
     try:
-        return str(_compiled(source).render(messages=list(messages), **given))
+        return str(_compiled(source).render(messages=list(messages), **variables))
     except TemplateError as error:
-        raise ConfigError(_complaint(str(error))) from error
+        raise ConfigError(_error_text(str(error))) from error
     except Exception as error:  # expressions of a template raise as Python's do
-        raise ConfigError(_complaint(f"{type(error).__name__}: {error}")) from error
+        raise ConfigError(_error_text(f"{type(error).__name__}: {error}")) from error
 
 
 @lru_cache(maxsize=8)
@@ -51,7 +51,7 @@ def _compiled(source: str) -> Template:
     return environment.from_string(source)
 
 
-def _complaint(cause: str) -> str:
+def _error_text(cause: str) -> str:
     return f"chat template must render the prompt, got: {cause}; correct the row or data.chatTemplate"
 
 

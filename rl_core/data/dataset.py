@@ -1,4 +1,4 @@
-"""Prompts with their tokens, as the ledger leases them."""
+"""Reads and tokenizes the prompts of a data set, which the ledger then leases to rollouts."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,16 +16,16 @@ from rl_core.transports import frames
 
 CHAT_ROLES = frozenset({"system", "user", "assistant", "tool"})
 ANSWERED_TASKS = frozenset({"math"})
-"""Environments that can score no row without its answer."""
+"""Environments that need an answer in every row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptDataset:
-    """Samples that fit, in file order; `samples[i]["idx"]` is the row's index in the file."""
+    """The samples of a data set that are short enough, in file order; `samples[i]["idx"]` is the row's index in the file."""
 
     samples: list[DatumSpec]
     dropped_overlong: int
-    """Rows left out because their prompt leaves no room for a completion."""
+    """Number of rows that were dropped because their prompt leaves no room for a completion."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -39,10 +39,10 @@ class PromptDataset:
 def load_prompts(
     reference: str, data: DataSpec, tokenizer: Tokenizer, *, field: str, task_name: str, max_seq_len: int
 ) -> PromptDataset:
-    """Read and tokenise the prompts behind `reference`.
+    """Read and tokenize the prompts of the data set `reference`; `field` (such as `data.train`) names it in errors.
 
-    A prompt of `max_seq_len` tokens or more has no room for a completion: dropped and counted, or refused (data.onOverlong).
-    Raises ConfigError when nothing is left or a column is missing everywhere, DataError naming the rows otherwise, a line each.
+    A prompt of `max_seq_len` tokens or more leaves no room for a completion: it is dropped and counted, or refused (data.onOverlong). Raises
+    ConfigError if no prompt is left or no row has a column that the job names, and DataError with a line per unusable row.
     """
     rows = read_rows(reference, field=field)
     _check_columns(rows, data, field=field)
@@ -55,9 +55,9 @@ def load_prompts(
             except DataError as error:
                 yield error
 
-    found = collect(outcomes(), rows=f"{field}: rows that cannot be used")
-    samples = [sample for sample in found if sample["length"] < max_seq_len]
-    dropped = len(found) - len(samples)
+    rows_read = collect(outcomes(), rows=f"{field}: rows that cannot be used")
+    samples = [sample for sample in rows_read if sample["length"] < max_seq_len]
+    dropped = len(rows_read) - len(samples)
     if not samples:
         raise ConfigError(
             f"{field} must hold a prompt shorter than {max_seq_len} tokens, got {dropped} longer ones; raise rollout.maxSequenceLength"
@@ -68,7 +68,7 @@ def load_prompts(
 def _sample(
     row: Row, index: int, data: DataSpec, tokenizer: Tokenizer, *, field: str, task_name: str, max_seq_len: int
 ) -> DatumSpec:
-    """Return one row as a sample, also one that is too long to use. Raises DataError."""
+    """Return a row as a sample, even if it is too long. Raises DataError for a row that cannot be used."""
     where = f"{field} row {index + 1}"
     _check_travels(row, where=where)
     if task_name in ANSWERED_TASKS and not _is_answer(row.get(data.answer_key)):
@@ -98,9 +98,9 @@ def _sample(
 
 
 def _check_columns(rows: list[Row], data: DataSpec, *, field: str) -> None:
-    """Refuse columns that are named in the job and stand in no row."""
+    """Raise ConfigError for a column that the job names and no row has."""
     named = {"promptKey": data.prompt_key}
-    if data.answer_key != DataSpec.model_fields["answer_key"].default:  # else not every job has answers
+    if data.answer_key != DataSpec.model_fields["answer_key"].default:  # jobs without answers keep the default
         named["answerKey"] = data.answer_key
     for name, column in named.items():
         if not any(column in row for row in rows):
@@ -110,7 +110,7 @@ def _check_columns(rows: list[Row], data: DataSpec, *, field: str) -> None:
 
 
 def _check_settings_of_messages(rows: list[Row], data: DataSpec, *, field: str) -> None:
-    """Refuse settings of message lists where there is none: nothing would come of them."""
+    """Raise ConfigError for settings of message lists if all prompts are texts: the settings would have no effect."""
     given = [
         name for name, text in (("systemPrompt", data.system_prompt), ("chatTemplate", data.chat_template)) if text
     ]
@@ -129,7 +129,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _check_travels(row: Row, *, where: str) -> None:
-    """Refuse what could not be sent to the rollouts, before anything starts: dates, decimals, integers beyond 64 bits."""
+    """Raise DataError for values that cannot be sent to rollouts, such as dates, decimals and integers beyond 64 bits."""
     try:
         frames.encode(row)
     except (TypeError, ValueError, RecursionError) as error:
@@ -140,7 +140,7 @@ def _check_travels(row: Row, *, where: str) -> None:
 
 
 def _env_info(row: Row, data: DataSpec) -> dict[str, Any]:
-    """Return what the environment sees of the row: all columns but the prompt, the answer also as `ground_truth`."""
+    """Return the environment's metadata of a row: all columns but the prompt, and the answer also as `ground_truth`."""
     info = {key: value for key, value in row.items() if key != data.prompt_key}
     if data.answer_key in row:
         info["answer"] = info["ground_truth"] = row[data.answer_key]
@@ -153,7 +153,7 @@ def _message_log(row: Row, data: DataSpec, tokenizer: Tokenizer, *, where: str, 
         ids = tokenizer(head_of(prompt, tokenizer, max_seq_len))["input_ids"]
         return [{"role": "user", "content": prompt, "token_ids": np.asarray(ids, dtype=np.int64)}]
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        # A parquet column gives every message all the keys that one of them has, as None.
+        # In a parquet column every message has the keys of all messages, with None where it has no value.
         messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
         if data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": data.system_prompt})
@@ -175,10 +175,10 @@ def _is_message(message: Any) -> bool:
 
 
 def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer, max_seq_len: int) -> list[Any]:
-    """Render the whole conversation, tokenise it once and cut the tokens at the messages' borders.
+    """Return the messages with their tokens: the whole conversation is rendered and tokenized once, and split at the messages' ends.
 
-    Where a template does not render a prefix of the conversation as a prefix of the text, or refuses the prefix, the next
-    message holds the tokens too: joined, the messages' tokens are the conversation's in any case.
+    If the template does not render the first messages as a prefix of the whole text, or refuses them, their tokens go to the next message.
+    The concatenated tokens are always those of the whole conversation.
     """
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, template=data.chat_template)
     whole = head_of(whole, tokenizer, max_seq_len)
@@ -187,11 +187,15 @@ def _render(messages: list[dict[str, Any]], data: DataSpec, tokenizer: Tokenizer
     for count in range(1, len(messages)):
         try:
             part = tokenizer.apply_chat_template(messages[:count], template=data.chat_template)
-        except ConfigError:  # many templates want a user's message, or one at the end
+        except ConfigError:  # many templates require a user message, or one at the end
             part = None
         ends.append(max(ends[-1], len(part)) if part is not None and whole.startswith(part) else ends[-1])
     borders = [*np.searchsorted(np.asarray(starts), ends).tolist(), len(ids)]
     return [
-        {"role": one["role"], "content": one["content"], "token_ids": np.asarray(ids[begin:end], dtype=np.int64)}
-        for one, begin, end in zip(messages, borders, borders[1:], strict=False)
+        {
+            "role": message["role"],
+            "content": message["content"],
+            "token_ids": np.asarray(ids[begin:end], dtype=np.int64),
+        }
+        for message, begin, end in zip(messages, borders, borders[1:], strict=False)
     ]

@@ -1,4 +1,4 @@
-"""`hf://repo[@revision][/file]` references: fetched to the local cache before anything starts."""
+"""Fetches `hf://repo[@revision][/file]` references into the local cache before a job starts."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ REFERENCE_FIELDS = (("model", "path"), ("data", "train"), ("data", "validation")
 
 
 def fetch_references(job: RLJob) -> RLJob:
-    """Return the job with `hf://` references replaced by the local paths of what was fetched.
+    """Fetch the `hf://` references of a job and return the job with local paths in their place.
 
-    `rljob run` calls it before anything starts, on a cluster the runner does. Raises ConfigError for one that cannot be fetched.
+    Called by `rljob run` before it starts processes, and by the runner on a cluster. Raises ConfigError if a reference cannot be fetched.
     """
     whole = job.model_dump(mode="json", by_alias=True)
     for block, field in REFERENCE_FIELDS:
@@ -24,7 +24,7 @@ def fetch_references(job: RLJob) -> RLJob:
 
 
 def fetch(reference: str) -> Path:
-    """Return the local path of `hf://owner/name[@revision]` (a model folder) or `hf://owner/name[@revision]/file` (a data set file).
+    """Fetch a model folder, `hf://owner/name[@revision]`, or a data file, `hf://owner/name[@revision]/file`; return its local path.
 
     The endpoint is huggingface_hub's (HF_ENDPOINT). Raises ConfigError when the reference is malformed or cannot be fetched.
     """

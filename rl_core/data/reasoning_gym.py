@@ -1,11 +1,11 @@
-"""Problems and scores of the reasoning-gym package, any of its procedural tasks by name. Imports no torch.
+"""Problems and scores of the procedural tasks of the reasoning-gym package. Imports no torch.
 
-The runner generates the problems (`reasoning-gym://task?size=N&seed=S`), an env process scores the answers. What scoring
-needs travels in the row's metadata: task, configuration and the whole entry, as plain values with tuples kept (some tasks
-compare tuples, and a list in their place would score a right answer as wrong).
+The runner generates the problems (`reasoning-gym://task?size=N&seed=S`), and an env process scores the answers. The row's metadata has all
+that scoring needs: the task, its configuration and the entry, as plain values. Tuples stay tuples, because some tasks compare them and
+would score a right answer with a list as wrong.
 
-Problems are made in a process of their own with a fixed hash seed: some tasks iterate over sets or draw from the global
-generators, and a resumed run must see the prompts of the run before.
+Problems are generated in a process with a fixed hash seed: some tasks iterate over sets or use the global random generators, and a
+resumed run must get the same prompts.
 """
 
 import json
@@ -27,7 +27,7 @@ Entry = dict[str, Any]
 Scorer = Callable[[str | None, Entry], float]
 
 GENERATION_SECONDS = 600.0
-"""Bound of one generation; the slowest tasks make about 5 problems per second."""
+"""Deadline for generating a data set; the slowest tasks generate about 5 problems per second."""
 
 
 def generate_entries(task: str, size: int, seed: int, config: Mapping[str, Any] | None = None) -> list[Entry]:
@@ -63,7 +63,7 @@ def generate_entries(task: str, size: int, seed: int, config: Mapping[str, Any] 
 
 
 def make_entries(task: str, size: int, seed: int, config: Mapping[str, Any]) -> list[Entry]:
-    """Return the problems of `generate_entries`, made in this process; reseeds the global generators."""
+    """Generate the problems of `generate_entries` in this process; reseeds the global random generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     dataset = _dataset(task, json.dumps({**config, "size": size, "seed": seed}))
@@ -89,7 +89,7 @@ def task_names() -> list[str]:
 def _package() -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a library it uses, each time nothing compiled is cached
+            warnings.simplefilter("ignore", SyntaxWarning)  # raised by a dependency when its bytecode is not cached
             import reasoning_gym
     except ImportError as error:
         raise ConfigError("reasoning-gym tasks need the package reasoning-gym: pip install 'rljob[env]'") from error
@@ -132,7 +132,7 @@ def _number(value: Any) -> int | float:
 
 
 def main() -> int:
-    """Answer one request of `generate_entries` on standard input; what tasks print goes to standard error."""
+    """Answer the request of `generate_entries` on standard input; output of tasks goes to standard error."""
     answer_to, sys.stdout = sys.stdout, sys.stderr
     request = json.load(sys.stdin)
     answer: dict[str, Any]

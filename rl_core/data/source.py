@@ -1,6 +1,6 @@
-"""Rows of a data reference: JSONL, parquet, `hf://` (fetched first), `reasoning-gym://` (generated).
+"""Reads the rows of a data set: JSONL, parquet, `hf://` (fetched first) or `reasoning-gym://` (generated).
 
-Every error names the file and, for JSONL, the line.
+Errors name the file and, for JSONL, the line.
 """
 
 import json
@@ -14,13 +14,13 @@ from rl_core.data.hub import HUB_SCHEME, fetch
 
 GENERATED_SCHEME = "reasoning-gym://"
 SHOWN_PROBLEMS = 10
-"""Bad rows named one by one; the others are counted."""
+"""Number of bad rows that an error lists; further ones are counted."""
 Row = dict[str, Any]
 T = TypeVar("T")
 
 
 def collect(outcomes: Iterable[T | DataError], *, rows: str) -> list[T]:
-    """Return what is no error. Raises one DataError with a line per error, the first SHOWN_PROBLEMS of them; `rows` names the rest."""
+    """Return the outcomes if none is an error. Raises one DataError that lists the first SHOWN_PROBLEMS errors; `rows` names the others."""
     good: list[T] = []
     problems: list[str] = []
     for outcome in outcomes:
@@ -35,9 +35,9 @@ def collect(outcomes: Iterable[T | DataError], *, rows: str) -> list[T]:
 
 
 def read_rows(reference: str, *, field: str) -> list[Row]:
-    """Return the rows behind `reference`; `field` (as `data.train`) names it in errors.
+    """Return the rows of the data set `reference`; `field` (such as `data.train`) names it in errors.
 
-    Raises ConfigError for a missing, empty or unknown kind of file, DataError for malformed lines, a line each.
+    Raises ConfigError for a file that is missing, empty or of an unknown kind, and DataError with a line per malformed line.
     """
     if reference.startswith(GENERATED_SCHEME):
         return _generate(reference, field=field)
@@ -83,12 +83,12 @@ def _read_jsonl(path: Path) -> Iterator[Row | DataError]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError for a key that comes twice: one of its values would be lost in silence."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return a JSON object as a dict. Raises ValueError for a repeated key, because all but one of its values would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
         twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
         raise ValueError(f"the key {twice!r} twice")
-    return found
+    return row
 
 
 def _read_parquet(path: Path, *, field: str) -> list[Row]:

@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer folder without transformers, which would bring torch (550 MB) into torch-free processes.
+"""`Tokenizer`: a Hugging Face tokenizer without transformers, which would import torch (550 MB) into torch-free processes.
 
-The runner tokenises prompts, rollouts decode; both read the same files, so both see the same ids. Offers the subset of the
-transformers tokenizer interface that rljob uses, so that either can be passed to it.
+The runner tokenizes prompts and rollouts decode; both read the same files, so their ids agree. The interface is a subset of that of
+transformers tokenizers, so that rollouts accept either.
 """
 
 import json
@@ -15,9 +15,9 @@ from rl_core.api.errors import ConfigError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MODEL_FILES = ("config.json", "generation_config.json")
-"""What a rollout needs besides weights; sent by the runner at hello."""
+"""Files of the model folder that a rollout needs besides weights; the runner sends them when it registers."""
 HEAD_CHARACTERS = 16
-"""Characters per token that is wanted beyond which a text is looked at by its head first: tokens take 400 bytes each."""
+"""A text with more characters than this per wanted token is tokenized from its head only, because a token takes 400 bytes of memory."""
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -27,7 +27,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def head_of(text: str, tokenizer: Callable[..., Mapping[str, Any]], max_tokens: int) -> str:
-    """Return `text`, or a head of it with more than twice `max_tokens` tokens: those of all of it might not fit into memory."""
+    """Return `text`, or a head of it that has more than twice `max_tokens` tokens: all tokens of a huge text may not fit into memory."""
     size = HEAD_CHARACTERS * max_tokens
     while size < len(text):
         if len(tokenizer(text[:size])["input_ids"]) > 2 * max_tokens:
@@ -84,7 +84,7 @@ class Tokenizer:
             ) from error
         except Exception as error:
             raise ConfigError(f"tokenizer.json of {origin} must be valid, got: {error}; save it again") from error
-        if not all(isinstance(one, dict) for one in (config, *more)):
+        if not all(isinstance(settings, dict) for settings in (config, *more)):
             raise ConfigError(
                 f"the config files of {origin} must hold JSON objects, got another value in one; save them again"
             )

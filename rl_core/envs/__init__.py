@@ -1,1 +1,1 @@
-"""Environments: they answer and score message logs; user code runs in child processes of the env worker only."""
+"""Environments, which answer and score message logs. User code runs in child processes of the env worker only."""

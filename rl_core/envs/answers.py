@@ -1,4 +1,4 @@
-"""The answers of the env workers' RPC from what an environment returned, in columns, by row and checked."""
+"""Checks what an environment returned and splits it into one answer per row, as the env worker's RPC returns them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ FIELDS = ("observations", "metadata", "next_stop_strings", "rewards", "terminate
 def answers_of(
     result: Any, rows: int, *, what: str, reward_weights: Mapping[str, float] | None = None
 ) -> list[EnvAnswer]:
-    """Return the answers to `rows` rows from an EnvironmentReturn (or a tuple of its six fields).
+    """Return one answer per row from the `result` of an environment: an EnvironmentReturn, or a tuple of its six fields.
 
-    `reward_weights` go with rewards by name. Raises RolloutDataFailure naming `what`, the field and the row where a
-    length, a type or a number is wrong.
+    `reward_weights` are added to rewards by name. Raises RolloutDataFailure that names `what`, the field and the row if a length, a type or
+    a number is wrong.
     """
     observations, metadata, stops, rewards, terminateds, answers = _fields(result, what)
     columns: dict[str, list[Any]] = {

@@ -1,4 +1,4 @@
-"""An EnvPool on an event loop of its own thread, so that it can be started and used from any thread or loop.
+"""`BackgroundPool`: an `EnvPool` with an event loop and a thread of its own, for use from any thread or event loop.
 
 The kernel kills an env child when the thread that started it ends; this thread lives as long as the pool.
 """
@@ -31,7 +31,7 @@ class BackgroundPool:
             raise
 
     async def step_rows(self, rows: list[EnvRow]) -> list[EnvAnswer | EnvFailure]:
-        """Return the pool's answers; cancelling the wait gives the rows up."""
+        """Return the pool's answers; if the call is cancelled, the rows are dropped."""
         return await asyncio.wrap_future(self._submit(self.pool.step_rows(rows)))
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Takes a process out of reach of the job's keys and of the memory of its other processes, as far as the kernel allows.
+"""Isolates a process that runs user code from the job's keys and from the memory of the job's other processes, if the kernel allows it.
 
-A user namespace of its own: the uid is the same, but over processes outside there are no rights, so their environment, memory, open files
-and folders in /proc stay closed and no debugger can be attached. A mount namespace of its own: empty folders lie over the keys and over
-/dev/shm. Capabilities are given up for good, so none of it can be undone.
+The process enters a user namespace of its own. Its uid stays the same, but it has no rights over processes outside: it cannot read their
+environment, memory or open files in /proc, nor attach a debugger. It also enters a mount namespace in which empty folders cover the keys
+and /dev/shm. It then drops all capabilities for good, so that none of this can be undone.
 
-No barrier to: signals to processes of the same user, the network, and all other files of this user, the output folder among them.
+Not isolated: signals to processes of the same user, the network, and all other files of the user, including the output folder.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(hidden: Sequence[str]) -> str:
-    """Put this process behind the barrier, `hidden` folders out of its sight; return "", or why the kernel does not allow it.
+    """Isolate this process and cover the `hidden` folders; return "", or the reason why the kernel does not allow it.
 
-    Only while it has one thread. What cannot be done whole is not done at all: a copy of the process tries it first.
+    The process must have a single thread. It is isolated completely or not at all: a forked copy tries it first.
     """
     trial = os.fork()
     if trial == 0:
@@ -45,7 +45,7 @@ def confine(hidden: Sequence[str]) -> str:
 def _confine(hidden: Iterable[str]) -> None:
     uid, gid = os.getuid(), os.getgid()
     _check(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS))
-    Path("/proc/self/setgroups").write_text("deny")  # the kernel wants it before a group is mapped
+    Path("/proc/self/setgroups").write_text("deny")  # required by the kernel before a group is mapped
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _check(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
@@ -54,7 +54,7 @@ def _confine(hidden: Iterable[str]) -> None:
             _cover(folder, _MS_RDONLY, "size=4k")
     if Path(_SHARED_MEMORY).is_dir():
         _cover(_SHARED_MEMORY, 0, "mode=1777")
-    _give_up_capabilities()
+    _drop_capabilities()
 
 
 def _cover(folder: str, flags: int, options: str) -> None:
@@ -62,9 +62,9 @@ def _cover(folder: str, flags: int, options: str) -> None:
     _check(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", wanted, options.encode()))
 
 
-def _give_up_capabilities() -> None:
+def _drop_capabilities() -> None:
     number = 0
-    while _prctl(_PR_CAPBSET_DROP, number) == 0:  # else a program that is started as root would have them again
+    while _prctl(_PR_CAPBSET_DROP, number) == 0:  # otherwise a program that is started as root would regain them
         number += 1
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)

@@ -1,8 +1,8 @@
-"""What every environment shares: the interface, its configuration base and the making of an `EnvironmentReturn`.
+"""The parts that all environments share: the interface, the base of configuration models, and helpers that build an `EnvironmentReturn`.
 
-Arrays: built-in environments answer with `rewards` and `terminateds` as torch tensors (float32, bool, shape [B]) in a
-process that has imported torch, and as numpy arrays of the same type elsewhere, so that env processes never load torch.
-Rewards that hold a None (not applicable: the sample is masked) stay a list.
+Built-in environments return `rewards` and `terminateds` as torch tensors (float32, bool, shape [B]) in a process that has imported torch,
+and as numpy arrays of the same type in others, so that env processes never import torch. Rewards with a None (not applicable: the sample
+is masked) are a list.
 """
 
 import sys
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Log = Sequence[Mapping[str, Any]]
-"""One message log; only `role` and `content` are looked at."""
+"""One message log; only `role` and `content` are read."""
 
 Model = TypeVar("Model", bound=Spec)
 
@@ -67,7 +67,7 @@ def _problems(error: ValidationError, model: type[Spec], where: str) -> list[str
 
 
 def last_assistant_text(log: Log) -> str:
-    """Return the content of the last assistant message, "" where there is none."""
+    """Return the content of the last assistant message, "" if there is none."""
     return next((str(m["content"]) for m in reversed(log) if m["role"] == "assistant"), "")
 
 
@@ -82,14 +82,14 @@ def prompt_text(log: Log) -> str:
 
 
 def float_array(values: Sequence[float]) -> Any:
-    """Return `values` as float32 [B]: a torch tensor where torch is loaded, else numpy."""
+    """Return `values` as float32 [B]: a torch tensor if torch is imported, else a numpy array."""
     if "torch" in sys.modules:
         return sys.modules["torch"].tensor(list(values), dtype=sys.modules["torch"].float32)
     return np.asarray(values, dtype=np.float32)
 
 
 def bool_array(values: Sequence[bool]) -> Any:
-    """Return `values` as bool [B]: a torch tensor where torch is loaded, else numpy."""
+    """Return `values` as bool [B]: a torch tensor if torch is imported, else a numpy array."""
     if "torch" in sys.modules:
         return sys.modules["torch"].tensor(list(values), dtype=sys.modules["torch"].bool)
     return np.asarray(values, dtype=np.bool_)
@@ -100,7 +100,7 @@ def single_turn_return(
     metadata: Sequence[dict[str, Any] | None],
     answers: list[str | None] | None = None,
 ) -> EnvironmentReturn:
-    """Return the answer of an environment that scores one completion and ends: no text, no stops, all terminated."""
+    """Return the result of a single-turn environment: empty observations, no stop strings, all episodes terminated."""
     scored = [reward for reward in rewards if reward is not None]
     return EnvironmentReturn(
         observations=[{"role": "environment", "content": ""} for _ in rewards],

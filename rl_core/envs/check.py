@@ -1,4 +1,4 @@
-"""What `rljob validate` asks about `spec.env`: can this environment be built here? User code is tried in a child process."""
+"""Checks for `rljob validate` whether the environment of a job can be built here. User code is run in a child process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from rl_core.messages.envs import EnvSource
 
 
 def check_env(spec: RLJobSpec, *, search_path: str | Sequence[str] = (), deadline: float | None = None) -> list[str]:
-    """Return the problems of building `spec.env`, each as `path: rule, got value; way out`; empty when it builds.
+    """Return the problems of building `spec.env`, each as `path: rule, got value; way out`; empty if it can be built.
 
-    `search_path`: one folder or several with user code (the job file's). `deadline` in seconds; None = runtime.deadlines.envReset.
+    `search_path` is one folder or several with user code, usually that of the job file. `deadline` is in seconds; None =
+    runtime.deadlines.envReset.
     """
     seconds = spec.runtime.deadlines.env_reset if deadline is None else deadline
     try:
@@ -35,5 +36,5 @@ async def _build_once(source: EnvSource, seconds: float) -> None:
 
 
 def _located(problem: str) -> str:
-    """Return the problem with the path of its field in front."""
+    """Return the problem prefixed with the path of its field."""
     return f"spec.{problem}" if problem.startswith(("env.", "extensions:")) else f"spec.env.type: {problem}"

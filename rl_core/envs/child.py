@@ -1,9 +1,9 @@
 """The process that runs an environment's code, started by `process.EnvProcess` as `python -m rl_core.envs.confined FD PARENT`.
 
-Protocol over the socket FD, one request at a time: the records of `messages.envs`. The environment's code runs in the main
-thread (libraries use signals); what it prints goes to the worker's log. The process ends with the stream, and is killed by
-the kernel when its worker dies. A copy that user code forks and that comes back from it ends where the environment's code
-does: a second answer on the stream would be taken for that of the next request.
+It exchanges the records of `messages.envs` over the socket FD, one request at a time. The environment's code runs in the main thread,
+because libraries use signals; its output goes to the worker's log. The process ends with the stream, and the kernel kills it when its worker
+dies. If user code forks and the copy returns from the environment's code, the copy ends there: a second answer on the stream would be
+taken for the answer to the next request.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from rl_core.workers.processes import die_with_parent
 DEFAULT_MEMORY_SHARE = 0.75
 CGROUP_MEMORY, OOM_SCORE = Path("/sys/fs/cgroup/memory.max"), Path("/proc/self/oom_score_adj")
 MAX_TRACEBACKS = 20
-"""Tracebacks of user code written to the log by one process; the answers name the cause of every failure."""
+"""Tracebacks of user code that one process logs; answers contain the cause of every failure in any case."""
 TRACEBACK_CHARACTERS = 32_768
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def main() -> int:
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)  # a program started by user code must not keep the stream open
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what cannot be printed is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # text that cannot be encoded must not fail the call
     first = os.getpid()
     try:
         source: EnvSource = pipe.receive_blocking(sock)
@@ -61,16 +61,16 @@ def main() -> int:
 
 
 def memory_here() -> int:
-    """Return the bytes of memory that this container, else this machine, has."""
+    """Return the memory limit of this container in bytes, or the memory of the machine if it has none."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(CGROUP_MEMORY.read_text()))
-    except (OSError, ValueError):  # no cgroup of version 2, or one without a bound
+    except (OSError, ValueError):  # no cgroup of version 2, or one without a limit
         return whole
 
 
 def end_copy(first: int, error: BaseException | None = None) -> None:
-    """End this process where it is not the one that began as `first`, as it would have ended by `error`."""
+    """Exit if this process is a forked copy of the process `first`, with the exit code that `error` would give."""
     if os.getpid() == first:
         return
     if error is not None and not isinstance(error, SystemExit):
@@ -87,7 +87,7 @@ def _why_not_built(error: BaseException, label: str) -> str:
 
 
 class Server:
-    """One environment and the calls to it."""
+    """Builds one environment and answers the requests to it."""
 
     def __init__(self, source: EnvSource) -> None:
         sys.path[:0] = source.search_path
@@ -95,9 +95,8 @@ class Server:
             resource.setrlimit(resource.RLIMIT_AS, (source.memory_bytes,) * 2)
         else:
             resource.setrlimit(resource.RLIMIT_DATA, (int(DEFAULT_MEMORY_SHARE * memory_here()),) * 2)
-        OOM_SCORE.write_text(
-            "1000"
-        )  # when memory is short all the same, user code is killed before the job's own processes
+        # If memory runs out nevertheless, the kernel kills user code before the job's own processes.
+        OOM_SCORE.write_text("1000")
         self._cpu_seconds = source.cpu_seconds
         self._name = source.label
         self._pid = os.getpid()
@@ -109,7 +108,7 @@ class Server:
             self._env.seed(source.seed)
 
     def answer(self, rows: list[EnvRow]) -> bytes:
-        """Return the packed answer to the rows of one request; whatever the environment does wrong becomes an error in it."""
+        """Return the packed answer to the rows of one request; any failure of the environment is an error in the answer."""
         self._limit_cpu()
         try:
             result = self._env.step([row.messages for row in rows], [row.metadata for row in rows])
@@ -139,7 +138,7 @@ class Server:
 
     def _failure(self, error: BaseException) -> EnvFailure:
         if isinstance(error, RLJobError):
-            public = next(one for one in type(error).__mro__ if one.__name__ in error_types())
+            public = next(kind for kind in type(error).__mro__ if kind.__name__ in error_types())
             return EnvFailure(type=public.__name__, message=text_of(error))
         if self._tracebacks < MAX_TRACEBACKS:
             self._tracebacks += 1

@@ -1,6 +1,6 @@
-"""The entry of an env child: `python -m rl_core.envs.confined FD PARENT [FOLDER...]` goes behind the barrier, then serves as `child`.
+"""The entry point of an env child: `python -m rl_core.envs.confined FD PARENT [FOLDER...]` isolates the process and then runs `child`.
 
-FOLDERs are those that user code must not see; none at all = no barrier is wanted.
+FOLDERs are hidden from user code; without any the process is not isolated.
 """
 
 import sys
@@ -9,7 +9,7 @@ from rl_core.envs.barrier import confine
 
 if __name__ == "__main__":
     if len(sys.argv) > 3:
-        # Before anything is imported that starts threads: only a process with one may enter a user namespace.
+        # Before any import that starts threads: only a single-threaded process may enter a user namespace.
         refusal = confine(sys.argv[3:])
         if refusal:
             sys.stderr.write(

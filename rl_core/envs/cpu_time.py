@@ -1,8 +1,7 @@
-"""A bound on the CPU time of one answer, for verifiers that a model's text can keep busy for ever.
+"""A limit on the CPU time of scoring one answer, for verifiers that some texts keep busy for ever.
 
-It counts CPU time of this process and not seconds on the clock: whether an answer counts as unreadable is a property of the
-answer, never of a loaded machine. Limits need signals, hence the main thread (env children run there); in another thread
-the step's own deadline is the only bound.
+The limit counts CPU time instead of wall-clock time, so that whether an answer is unreadable does not depend on the load of the machine. It
+uses signals and so works in the main thread only, where env children run user code; in other threads only the deadline of the step applies.
 """
 
 import signal
@@ -13,12 +12,12 @@ from typing import Any
 
 
 class CpuLimitReached(BaseException):
-    """The CPU time of one verification is used up; not an Exception, so that library code does not swallow it."""
+    """Raised when the CPU time of a verification is used up. Not an Exception, so that library code does not catch it."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuLimitReached inside the block after `seconds` of CPU time; without effect outside the main thread."""
+    """Raise CpuLimitReached in the block after `seconds` of CPU time; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""`math`: one turn, scored against `metadata["ground_truth"]`."""
+"""The environment `math`: scores one completion against `metadata["ground_truth"]`."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ from rl_core.envs.cpu_time import CpuLimitReached, cpu_limit
 from rl_core.envs.metrics import math_metrics
 
 Verdict = tuple[bool, str | None]
-"""Whether the answer is right, and the text that was taken for the answer."""
+"""Whether the answer is right, and the text that was taken as the answer."""
 Comparator = Callable[[str, str], Verdict]
 """f(completion, ground truth); raises ValueError when the ground truth cannot be read."""
 
@@ -40,7 +40,7 @@ class MathConfig(EnvConfig):
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Scores the last assistant text of each log; always terminates; `answers` holds the text taken for the answer."""
+    """Scores the last assistant text of each log and ends the episode; `answers` has the text that was taken as the answer."""
 
     config_model = MathConfig
 
@@ -107,21 +107,21 @@ def compare_exact(completion: str, truth: str) -> Verdict:
 
 def compare_numeric(completion: str, truth: str, *, tolerance: float = 1e-6) -> Verdict:
     """Compare the last number of the final answer (decimals, a/b, thousands commas). Raises ValueError."""
-    with localcontext(Context(prec=50, traps=[])):  # out of range becomes infinite or not a number, never an exception
+    with localcontext(Context(prec=50, traps=[])):  # out-of-range values become infinite or NaN and raise nothing
         expected = _last_number(truth)
         if expected is None:
             raise ValueError(
                 f"ground_truth must hold a number for comparator numeric, got {truth!r}; use another comparator"
             )
-        found = _last_number(final_answer(completion))
-        if found is None:
+        answer = _last_number(final_answer(completion))
+        if answer is None:
             return False, None
         bound = Decimal(str(tolerance)) * max(Decimal(1), abs(expected[0]))
-        return bool(abs(found[0] - expected[0]) <= bound), found[1]
+        return bool(abs(answer[0] - expected[0]) <= bound), answer[1]
 
 
 def _last_number(text: str) -> tuple[Decimal, str] | None:
-    """Return the last number in `text` as value and text; None where there is none or it is not finite."""
+    """Return the last number in `text` as value and text; None if there is none or it is not finite."""
     matches = NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typeset text
     if not matches:
         return None
@@ -141,7 +141,7 @@ class MathVerify:
                 "env.options.comparator: math_verify needs the package math-verify: pip install 'rljob[env]', "
                 "or use comparator numeric or exact"
             ) from error
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own wall-clock limits are off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own wall-clock limits are disabled
         self._parse, self._verify = math_verify.parse, math_verify.verify
         self._cpu_seconds = cpu_seconds
 
@@ -150,9 +150,9 @@ class MathVerify:
         expected = self._ground_truth(truth)
         try:
             with cpu_limit(self._cpu_seconds):
-                found = self._parse(completion, parsing_timeout=None)
-                answer = next((str(part) for part in found if isinstance(part, str)), None)
-                return bool(self._verify(expected, found, timeout_seconds=None, raise_on_error=True)), answer
+                parsed = self._parse(completion, parsing_timeout=None)
+                answer = next((str(part) for part in parsed if isinstance(part, str)), None)
+                return bool(self._verify(expected, parsed, timeout_seconds=None, raise_on_error=True)), answer
         except CpuLimitReached:
             return False, None
         except Exception as error:  # sympy raises anything

@@ -1,4 +1,4 @@
-"""Metrics of a scored batch, over its unmasked samples."""
+"""Metrics of a scored batch, computed over its unmasked samples."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -9,10 +9,9 @@ from typing import Any
 def math_metrics(batch: Mapping[str, Any], *, correct: float = 1.0) -> dict[str, float]:
     """Return accuracy, pass@k, fraction_of_samples_properly_ended, num_problems_in_batch and mean lengths.
 
-    `batch` holds per row [B]: `rewards` (or `total_reward`), and where known `is_end` (or `truncated`), `sample_mask`
-    (or `loss_multiplier`; 0 = masked), `generation_lengths`, `prompt_lengths`, and the prompt as `group_id`, `idx` or
-    `text`. A sample counts as right when its reward is `correct` and it was not cut; pass@k is the share of prompts
-    with a right sample among their k. NaN where there is nothing to average.
+    `batch` has per row [B]: `rewards` (or `total_reward`), and optionally `is_end` (or `truncated`), `sample_mask` (or `loss_multiplier`;
+    0 = masked), `generation_lengths`, `prompt_lengths`, and the prompt as `group_id`, `idx` or `text`. A sample is right if its reward is
+    `correct` and it was not truncated; pass@k is the share of prompts with a right sample among their k. A metric without samples is NaN.
     """
     rewards = _column(batch, "rewards", "total_reward")
     if rewards is None:

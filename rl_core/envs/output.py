@@ -1,4 +1,4 @@
-"""What user code prints, on its way to the pod's log: passed on up to a bound per minute, then counted, so that no log fills the disk."""
+"""Copies the output of user code to the pod's log, up to a limit per minute, so that the log cannot fill the disk."""
 
 import asyncio
 import os
@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable
 
 MOST_BYTES = 1 << 20
-"""Bytes of one process that are passed on in a window."""
+"""Bytes of one process that are written in a window."""
 WINDOW_SECONDS = 60.0
 _CHUNK = 1 << 16
 _LAST_CHUNKS = 16
-"""A pipe holds 64 KiB, or 1 MiB where somebody enlarged it."""
+"""Chunks that are read at the end: a pipe has 64 KiB, or at most 1 MiB if it was enlarged."""
 
 
 class BoundedOutput:
-    """Passes what it is given on to `write`; what is beyond the bound of a window is left out and told at its end."""
+    """Writes output to `write` up to a limit per time window; the number of bytes left out is written at the window's end."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class BoundedOutput:
         self._passed = self._left_out = 0
 
     def take(self, data: bytes) -> None:
-        """Take what was printed."""
+        """Write `data`, or as much of it as the limit of the window allows."""
         if self._clock() - self._began >= self._window:
-            self.tell()
+            self.report_omitted()
             self._began, self._passed = self._clock(), 0
         room = self._most - self._passed
         if room > 0:
@@ -39,8 +39,8 @@ class BoundedOutput:
         self._passed += min(len(data), max(room, 0))
         self._left_out += max(len(data) - max(room, 0), 0)
 
-    def tell(self) -> None:
-        """Say how much was left out since the last word on it."""
+    def report_omitted(self) -> None:
+        """Write how many bytes were left out since the last such line, if any."""
         if self._left_out:
             self._write(
                 f"\nenv child: {self._left_out} bytes of output are left out: at most {self._most} in {self._window:.0f} s\n".encode()
@@ -49,9 +49,10 @@ class BoundedOutput:
 
 
 class Relay:
-    """Passes what comes out of a pipe on to this process's output. On the event loop.
+    """Copies the data of a pipe to the standard output of this process. Used on the event loop.
 
-    Not asyncio's pipe of a subprocess: with one, the end of a process is told only when all that it started have closed the pipe.
+    asyncio's own subprocess pipes do not serve here: with them the end of a process is reported only when all processes that it started
+    have closed the pipe.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -62,7 +63,7 @@ class Relay:
         asyncio.get_running_loop().add_reader(descriptor, self._read)
 
     def _read(self) -> bool:
-        """Take one piece, so that a process that prints without end stops nothing else; return whether there was one."""
+        """Read one chunk, so that endless output does not block the event loop; return whether there was one."""
         try:
             data = os.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -74,7 +75,7 @@ class Relay:
         return bool(data)
 
     def close(self) -> None:
-        """Take what is there and stop reading."""
+        """Read what is in the pipe and stop."""
         for _ in range(_LAST_CHUNKS):
             if not (self._open and self._read()):
                 break
@@ -85,4 +86,4 @@ class Relay:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
-            self._bounded.tell()
+            self._bounded.report_omitted()

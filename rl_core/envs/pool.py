@@ -1,20 +1,21 @@
-"""The child processes of one env worker and how rows reach them.
+"""`EnvPool`: the child processes of one env worker, and the distribution of rows over them.
 
-Batching. Rows of all concurrent calls wait in one queue; a free process takes as many rows of one task as are its share,
-so that one call of user code scores many rows. A row that failed together with others is tried once more, alone:
+Batching. The rows of all concurrent calls wait in one queue. A free process takes its share of the rows of one task, so that one call of
+user code scores many rows. Rows of a failed batch are tried once more, each alone:
 
-    a batch raises               -> each of its rows is tried alone; one that raises alone is a RolloutDataFailure
-    a batch passes its deadline  -> process killed and replaced, each row tried alone; alone again: RolloutTimeout,
-                                    and RolloutDataFailure when the same sample does it a second time
-    a batch's process dies       -> likewise; alone again: InfrastructureError, the third time RolloutDataFailure
+    the batch raises               -> a row that raises alone fails with RolloutDataFailure
+    the batch misses its deadline  -> the process is killed and replaced; a row that does so alone fails with RolloutTimeout, the second
+                                      time with RolloutDataFailure
+    the process dies               -> it is replaced; a row that does so alone fails with InfrastructureError, the third time with
+                                      RolloutDataFailure
 
-A row called alone fails at once, and a sample with such a failure is not put into a batch again until it succeeds. So one
-bad row fails no other. The cost is bounded: a row is in at most two calls; after three calls in a row past their deadline
-the environment itself is taken to hang, and its rows are answered without being tried alone; and a row without an answer
-`patience` seconds (twice envStep and a start) after its arrival is answered with RolloutTimeout wherever it stands.
+A sample that failed alone is not put into a batch again until it succeeds, so one bad row fails no other. The cost is bounded: a row takes
+part in at most two calls; after three calls in succession that missed their deadline the environment itself is considered hanging, and rows
+that wait to be tried alone are answered at once; and a row without an answer `answer_seconds` after its arrival is answered with
+RolloutTimeout in any case.
 
-Stickiness. Rows of a key go to the process that served the key before, until its episode terminates or the process is
-replaced. The state of an episode lives in the metadata an environment returns; what it keeps in the process is a cache.
+Affinity. The rows of a key go to the process that served the key before, until the episode ends or the process is replaced. The state of an
+episode is in the metadata that the environment returns; state in the process is a cache.
 """
 
 import asyncio
@@ -42,9 +43,9 @@ from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow, EnvSource
 MAX_BATCH = 256
 """Rows of one call of user code."""
 HANGING_CALLS = 3
-"""Calls in a row past their deadline that mean the environment hangs, and not one row."""
-START_PATIENCE_SECONDS = 30.0
-"""Most that is waited for the start of a process besides two steps; less where starts were seen to be quick."""
+"""Number of calls in succession past their deadline after which the environment, not a single row, is considered hanging."""
+MAX_START_SECONDS = 30.0
+"""Longest time for the start of a process in `EnvPool.answer_seconds`; less if starts were observed to be quick."""
 RETRY_START_SECONDS = (0.1, 0.5, 2.0, 5.0)
 CLOSED = "the env worker was closed before the row was answered"
 
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 Event = Callable[[str, int, int], None]
 """f("started" | "ended", pid, index of the process in the pool)."""
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""Declares a wait for a process, by its name in the pool, while the block runs."""
+"""Reports a wait for a process, by its name in the pool, while the block runs."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +63,7 @@ class _Slot:
     index: int
     process: EnvProcess | None = None
     own: deque[WaitingRow] = field(default_factory=deque)
-    """Rows whose key this process served before."""
+    """Rows whose key this process has served before."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     busy_since: float | None = None
     starts: int = 0
@@ -78,7 +79,7 @@ class EnvPool:
         processes: int = 1,
         step_deadline: float,
         start_deadline: float,
-        on_event: Event | None = None,  # None where nobody keeps a list of processes
+        on_event: Event | None = None,  # None if processes are not reported
         waiting: Waiting = lambda process: nullcontext(),
     ) -> None:
         self._source = source
@@ -94,9 +95,9 @@ class EnvPool:
         self.counters: Counter[str] = Counter()
 
     @property
-    def patience(self) -> float:
-        """Return the seconds after which a row is answered in any case: two steps and a start."""
-        return 2 * self._step_deadline + min(START_PATIENCE_SECONDS, 5.0 + 2 * self._start_seconds)
+    def answer_seconds(self) -> float:
+        """Return the seconds after which a row is answered in any case: two steps and the start of a process."""
+        return 2 * self._step_deadline + min(MAX_START_SECONDS, 5.0 + 2 * self._start_seconds)
 
     async def start(self) -> None:
         """Start all processes. Raises what the first failing one raised: ConfigError, DeadlineExceeded, Infrastructure."""
@@ -132,20 +133,20 @@ class EnvPool:
         return {"processes": processes, "queued": queued, "counters": dict(self.counters)}
 
     async def step_rows(self, rows: Iterable[EnvRow]) -> list[EnvAnswer | EnvFailure]:
-        """Return one answer per row, in order; a row's failure fails no other row."""
+        """Return one answer per row, in order; the failure of a row does not affect others."""
         waiting = [self._waiting(row) for row in rows]
         if not waiting:
             return []
         self.counters["rows"] += len(waiting)
         self._enqueue(waiting)
         try:
-            await asyncio.wait([entry.answer for entry in waiting], timeout=self.patience)
+            await asyncio.wait([entry.answer for entry in waiting], timeout=self.answer_seconds)
             for entry in waiting:
                 if entry.open:
                     entry.fail(RolloutTimeout, self._no_answer())
         finally:
             for entry in waiting:
-                entry.answer.cancel()  # a caller that gave up leaves no row behind; answered rows are not touched
+                entry.answer.cancel()  # drops rows of a cancelled caller; answered rows are not affected
         return [entry.answer.result() for entry in waiting]
 
     def _waiting(self, row: EnvRow) -> WaitingRow:
@@ -162,7 +163,7 @@ class EnvPool:
     def _no_answer(self) -> str:
         busy = sum(1 for slot in self._slots if slot.busy_since is not None)
         return (
-            f"{self._source.label} must answer a row within {self.patience:g} s (twice runtime.deadlines.envStep and a "
+            f"{self._source.label} must answer a row within {self.answer_seconds:g} s (twice runtime.deadlines.envStep and a "
             f"start), got nothing while {busy} of {len(self._slots)} processes were busy; raise env.processes or envStep"
         )
 
@@ -186,7 +187,7 @@ class EnvPool:
                 await self._call(slot, batch)
 
     async def _take(self, slot: _Slot) -> list[WaitingRow]:
-        """Wait for rows and return a batch of one task; nothing when the process ended while idle (it is put away)."""
+        """Wait for rows and return a batch of one task; empty if the process ended while idle, which also removes it from the slot."""
         process = slot.process
         assert process is not None, "bug: a slot without a process takes rows"
         while process.alive:
@@ -206,7 +207,7 @@ class EnvPool:
         return min(MAX_BATCH, -(-len(self._shared) // max(1, idle)))
 
     async def _call(self, slot: _Slot, batch: list[WaitingRow]) -> None:
-        """Have the slot's process answer `batch`, and settle its rows whatever happens."""
+        """Call the slot's process with `batch` and answer, or queue again, all rows of the batch."""
         process = slot.process
         assert process is not None, "bug: a slot without a process calls"
         self.counters["calls"] += 1
@@ -248,7 +249,7 @@ class EnvPool:
             row.resolve(answer)
 
     def _failed(self, batch: list[WaitingRow], kind: type[RLJobError], message: str) -> None:
-        """Settle rows whose call was answered with an error: one row fails, several are tried alone."""
+        """Handle a call that returned an error: a single row fails, several are tried alone."""
         if len(batch) > 1:
             self._try_alone(batch)
             return
@@ -263,7 +264,7 @@ class EnvPool:
         message: str,
         strike: Callable[[WaitingRow, str], None],
     ) -> None:
-        """Settle rows whose call cost the process: one row fails, several are tried alone."""
+        """Handle a call that ended the process: a single row fails, several are tried alone."""
         self.counters[counter] += 1
         logger.warning("env process %d is replaced: %s", slot.index, message)
         if len(batch) > 1:
@@ -271,10 +272,10 @@ class EnvPool:
         else:
             strike(batch[0], message)
         if self._timeouts_in_a_row >= HANGING_CALLS:
-            self._give_up_suspects(message)
+            self._fail_suspects(message)
 
-    def _give_up_suspects(self, message: str) -> None:
-        """Answer the rows that wait to be tried alone: the environment hangs for all of them."""
+    def _fail_suspects(self, message: str) -> None:
+        """Fail the rows that wait to be tried alone, because the environment hangs."""
         for row in self._shared:
             if row.alone:
                 row.fail(RolloutTimeout, f"{message}; so did the {self._timeouts_in_a_row - 1} calls before it")
@@ -294,7 +295,7 @@ class EnvPool:
             self._on_event("started", slot.process.pid, slot.index)
 
     async def _end_process(self, slot: _Slot) -> None:
-        """Put the slot's process away; rows that waited for it wait for any."""
+        """End the slot's process; rows that waited for it may go to any process."""
         process, slot.process = slot.process, None
         if process is not None:
             await process.kill()

@@ -1,4 +1,4 @@
-"""One env child process seen from the worker: start, call with a deadline, kill. `pool` owns a handful of them."""
+"""`EnvProcess`: one env child process, seen from the worker: start, call with a deadline, kill. `pool` owns several."""
 
 import asyncio
 import logging
@@ -21,19 +21,19 @@ from rl_core.workers import processes
 
 KEY_FOLDER, OUTPUT = "RLJOB_CURVE_DIR", "RLJOB_OUTPUT"
 HIDDEN_ENV = ("RLJOB_CURVE_DIR", "RLJOB_EVENTS_FD", "RLJOB_CONFIG", "RLJOB_HUB", "RLJOB_CHANNEL")
-"""Variables user code has no business with: keys, addresses and the launcher's pipe."""
+"""Variables that are not passed to user code: keys, addresses and the launcher's pipe."""
 PRIVATE = ".rljob"
 """The launcher's folder inside the output folder."""
 MARK = "RLJOB_ENV_PROCESS"
 """Variable that tells which env process a program belongs to."""
-LAST_WORDS_SECONDS = 1.0
-"""How long an answer may still be read after the process that sent it has ended."""
+LAST_ANSWER_SECONDS = 1.0
+"""How long to wait for a last answer after the process has ended."""
 
 logger = logging.getLogger(__name__)
 
 
 class EnvProcess:
-    """A child that has built its environment. One call at a time."""
+    """A child process that has built its environment. It serves one call at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class EnvProcess:
     ) -> None:
         self._process = process
         self._mark = mark
-        """`NAME=value` in its environment, which whatever it starts inherits."""
+        """`NAME=value` in its environment, inherited by all processes that it starts."""
         self._reader, self._writer = reader, writer
         self._label = label
         self._relay = relay
@@ -59,7 +59,7 @@ class EnvProcess:
 
     @property
     def alive(self) -> bool:
-        """Return whether the process has not ended, as far as is known."""
+        """Return whether the process has not been seen to end."""
         return not self._ended.done()
 
     async def ended_or(self, event: asyncio.Event) -> None:
@@ -82,7 +82,7 @@ class EnvProcess:
             if isinstance(answer, EnvFailure):
                 raise ConfigError(answer.message)
             if not isinstance(answer, EnvReady):
-                raise InfrastructureError(child._foreign_answer(answer))
+                raise InfrastructureError(child._unexpected_answer(answer))
         except TimeoutError as error:
             await child.kill()
             raise DeadlineExceeded(
@@ -115,7 +115,7 @@ class EnvProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # so that what user code starts is killed with it, and Ctrl-C does not reach it
+                start_new_session=True,  # the whole group can be killed, and Ctrl-C does not reach it
                 env=child_environment(os.environ) | dict([mark.split("=")]),
             )
         except OSError as error:
@@ -138,7 +138,7 @@ class EnvProcess:
             if isinstance(answer, EnvFailure):
                 return answer
             if not isinstance(answer, list) or not all(isinstance(one, EnvAnswer) for one in answer):
-                raise InfrastructureError(self._foreign_answer(answer))
+                raise InfrastructureError(self._unexpected_answer(answer))
             if len(answer) != len(rows):
                 raise InfrastructureError(
                     f"{self._label}: process {self.pid} answered {len(answer)} rows, asked for {len(rows)}; "
@@ -155,7 +155,7 @@ class EnvProcess:
             await self.kill()
             raise
 
-    def _foreign_answer(self, answer: Any) -> str:
+    def _unexpected_answer(self, answer: Any) -> str:
         return (
             f"{self._label}: process {self.pid} answered with {type(answer).__name__}, which is no answer to what it "
             "was asked; something else writes to its connection"
@@ -168,12 +168,12 @@ class EnvProcess:
             async with asyncio.timeout(deadline):
                 await asyncio.wait({answer, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                await asyncio.wait({answer}, timeout=LAST_WORDS_SECONDS)
+                await asyncio.wait({answer}, timeout=LAST_ANSWER_SECONDS)
             if not answer.done():
-                raise InfrastructureError(await self._obituary())
+                raise InfrastructureError(await self._how_it_ended())
             return answer.result()
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise InfrastructureError(await self._obituary()) from error
+            raise InfrastructureError(await self._how_it_ended()) from error
         except FrameError as error:
             raise InfrastructureError(
                 f"{self._label}: process {self.pid} answered with a malformed message: {error}"
@@ -188,8 +188,8 @@ class EnvProcess:
         await self._writer.drain()
         return await pipe.receive(self._reader)
 
-    async def _obituary(self) -> str:
-        await asyncio.wait({self._ended}, timeout=LAST_WORDS_SECONDS)
+    async def _how_it_ended(self) -> str:
+        await asyncio.wait({self._ended}, timeout=LAST_ANSWER_SECONDS)
         code = self._process.returncode
         if code is None:
             how = "closed its connection"
@@ -200,14 +200,13 @@ class EnvProcess:
         return f"{self._label}: process {self.pid} {how} before it answered; see the env log for its last output"
 
     async def kill(self) -> None:
-        """Kill the child and what it started, and reap it."""
+        """Kill the child and the processes that it started, and reap it."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # not Process.kill, which may reap the child before its watcher
+            # Not Process.kill, which may reap the child before its watcher does.
+            os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.shield(self._ended)
-        # A program in a session of its own is in no group of the child's; it is known by the environment it inherited. One that
-        # was started without it lives until the worker ends, when the supervisor kills all that is left of it.
+        # A program in a session of its own is not in the child's process group, but has inherited the marked variable. One that was
+        # started without it lives until the worker ends, when the supervisor kills all remaining processes.
         await asyncio.to_thread(processes.kill_marked, self._mark)
         self._relay.close()
         self._writer.close()
@@ -216,11 +215,11 @@ class EnvProcess:
 
 
 def hidden_folders(environ: Mapping[str, str]) -> list[str]:
-    """Return the folders that user code must not see: keys, and what the launcher keeps in the output folder; never empty."""
+    """Return the folders that are hidden from user code: keys, and the launcher's part of the output folder. Never empty."""
     private = Path(environ[OUTPUT]) / PRIVATE if OUTPUT in environ else None
     return [environ.get(KEY_FOLDER) or CURVE_PATH, *([str(private)] if private is not None else [])]
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables a child gets: all but keys, addresses and pipes of the job."""
+    """Return the environment variables of a child: all but keys, addresses and pipes of the job."""
     return {key: value for key, value in environ.items() if key not in HIDDEN_ENV}

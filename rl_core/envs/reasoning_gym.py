@@ -1,7 +1,7 @@
-"""`reasoning_gym`: one turn, scored by the task's own function (a number in [0, 1], partial credit where it gives it).
+"""The environment `reasoning_gym`: scores one completion with the function of its reasoning-gym task, which returns a number in [0, 1].
 
-The rows' metadata say which task and entry they are (`rl_core.data.reasoning_gym.generate_entries`; the data reference
-`reasoning-gym://task` puts it under `metadata`), so that one environment serves any mixture of tasks.
+The metadata of a row has its task and entry (`rl_core.data.reasoning_gym.generate_entries`; the data reference `reasoning-gym://task` puts
+them under `metadata`), so that one environment serves any mixture of tasks.
 """
 
 import re
@@ -22,7 +22,7 @@ class ReasoningGymConfig(EnvConfig):
     """Options of `reasoning_gym`."""
 
     answer_tag: str | None = None
-    """The answer is the text inside the last <tag>...</tag>, without one it is missing; null = the whole completion."""
+    """The answer is the text in the last <tag>...</tag>, and missing if there is none; null = the whole completion."""
     min_score: float | None = None
     """Scores below it become 0 (some tasks give a little for any text); null = the task's score as it is."""
     cpu_seconds: float = Field(5.0, gt=0)
@@ -30,7 +30,7 @@ class ReasoningGymConfig(EnvConfig):
 
 
 class ReasoningGymEnvironment(EnvironmentInterface):
-    """Scores the last assistant text of each log; always terminates."""
+    """Scores the last assistant text of each log and ends the episode."""
 
     config_model = ReasoningGymConfig
 
@@ -54,8 +54,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     def _answer(self, completion: str) -> str | None:
         if self._tag is None:
             return completion.strip() or None
-        found = self._tag.findall(completion)
-        return found[-1].strip() if found else None
+        matches = self._tag.findall(completion)
+        return matches[-1].strip() if matches else None
 
     def _score(self, row: int, answer: str | None, metadata: dict[str, Any] | None) -> float:
         problem = _problem(metadata)
@@ -76,10 +76,10 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         return 0.0 if least is not None and score < least else score
 
     def _scored(self, score: Scorer, answer: str | None, entry: dict[str, Any]) -> float:
-        """Return the score of `answer`. One that the scorer fails on counts as missing, where the entry itself is sound.
+        """Return the score of `answer`. An answer that the scorer fails on is scored as missing.
 
-        Some scorers read the answer as a number or a map and raise for other text, or compute for ever what it says: that is a
-        wrong answer. An entry whose own answer cannot be scored either raises.
+        Some scorers parse the answer as a number or a dict and raise for other text, or evaluate it for ever: that is a wrong answer. If the
+        entry's own answer cannot be scored either, the entry is at fault and this raises.
         """
         try:
             with cpu_limit(self.config.cpu_seconds):

@@ -1,4 +1,4 @@
-"""Environments by name and user code by `module:object`. Imports of user code happen in env child processes only."""
+"""Finds environments and reward functions by name or by `module:object`. User code is imported in env child processes only."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,15 +16,15 @@ BUILT_IN = {
     "reasoning_gym": "rl_core.envs.reasoning_gym:ReasoningGymEnvironment",
     "reward": "rl_core.envs.reward:RewardEnvironment",
 }
-"""Imported on first use: each may need a package of the `env` extra."""
+"""Built-in environments, imported at first use because each may need a package of the `env` extra."""
 
 _registered: dict[str, type] = {}
 
 
 def register_env(name: str) -> Callable[[Env], Env]:
-    """Return a class decorator that makes an environment known as `name` (in `env.type`).
+    """Return a class decorator that registers an environment as `name` for `env.type`.
 
-    The module must be listed in `spec.extensions`, so that env processes import it. A taken name raises ValueError.
+    The module must be listed in `spec.extensions`, so that env processes import it. Raises ValueError if the name is taken.
     """
 
     def add(cls: Env) -> Env:
@@ -38,16 +38,16 @@ def register_env(name: str) -> Callable[[Env], Env]:
 
 
 def known_envs() -> list[str]:
-    """Return the names `env.type` accepts besides `module:Class`."""
+    """Return the names that `env.type` accepts in addition to `module:Class`."""
     return sorted({*BUILT_IN, *_registered})
 
 
 def make_env(name: str, cfg: Any = None) -> EnvironmentInterface:
     """Return the environment `name` (registered, or `module:Class`) built with `cfg`.
 
-    A registered class gets `cfg` as it is and checks it with its configuration model. A user class gets the options as
-    one mapping, or as an instance of its `config_model` when it has one; a class without `__init__` takes no options.
-    Raises ConfigError for user code that cannot be imported or built, ValueError for an unknown name.
+    A registered class gets `cfg` unchanged and checks it with its configuration model. A user class gets the options as one mapping, or as
+    an instance of its `config_model` if it has one; a class without `__init__` takes no options. Raises ConfigError for an unknown name, and
+    for user code that cannot be imported or built.
     """
     cls = _registered.get(name)
     if cls is None and name in BUILT_IN:

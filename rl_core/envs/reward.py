@@ -1,9 +1,8 @@
-"""`reward`: a user function scores the completions: f(prompts, completions, **columns) -> list[float | None].
+"""The environment `reward`: a user function scores the completions: f(prompts, completions, **columns) -> list[float | None].
 
-`prompts` and `completions` are texts. The columns are the keys of the rows' metadata (the data file's columns), as lists
-of length B with None where a row has no such key, and `messages`, the logs as lists of {role, content}. A function
-without `**columns` gets only those it names; `arguments` of the options come along as they are. None in the result = not
-applicable: the sample is masked.
+`prompts` and `completions` are lists of B texts. The columns are the keys of the rows' metadata (the columns of the data file), each a list
+of length B with None for rows without the key, and `messages`, the logs as lists of {role, content}. A function without `**columns` gets only
+the columns that it names. `arguments` of the options are passed unchanged. None in the result means not applicable: the sample is masked.
 """
 
 import inspect
@@ -28,11 +27,11 @@ class RewardConfig(EnvConfig):
     reward: str = Field(min_length=1)
     """`module:function` or a registered reward; `env.reward` in a job."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments that the function gets at every call besides the columns, such as the `pattern` of `format`."""
+    """Keyword arguments of every call in addition to the columns, such as the `pattern` of `format`."""
 
 
 class RewardEnvironment(EnvironmentInterface):
-    """Scores by a user function, one turn; an exception, a NaN or a wrong length raises RolloutDataFailure, never 0."""
+    """Scores one turn with a user function. An exception, a NaN or a wrong length raises RolloutDataFailure and never becomes 0."""
 
     config_model = RewardConfig
 
@@ -60,10 +59,10 @@ class RewardEnvironment(EnvironmentInterface):
         except Exception as error:  # user code may raise anything
             raise self._failure(error) from error
         if inspect.isawaitable(scores):
-            return self._later(scores, metadata_batch)
+            return self._await_scores(scores, metadata_batch)
         return self._answer(scores, metadata_batch)
 
-    async def _later(self, scores: Awaitable[Any], metadata_batch: Metadata) -> EnvironmentReturn:
+    async def _await_scores(self, scores: Awaitable[Any], metadata_batch: Metadata) -> EnvironmentReturn:
         try:
             result = await scores
         except Exception as error:  # user code may raise anything
@@ -98,7 +97,7 @@ class RewardEnvironment(EnvironmentInterface):
 
 
 def _check_order(function: Any, name: str) -> None:
-    """Refuse a function that would take prompts for completions: the two are given by position."""
+    """Raise ConfigError for a function with the two first parameters in the wrong order: they are passed by position."""
     try:
         first, second = [*inspect.signature(function).parameters, "", ""][:2]
     except (TypeError, ValueError):
@@ -110,7 +109,7 @@ def _check_order(function: Any, name: str) -> None:
 
 
 def _named_parameters(function: Any) -> tuple[dict[str, bool], bool]:
-    """Return the columns `function` names and whether each is required, and whether it takes any other."""
+    """Return the columns that `function` names, with whether each is required, and whether it accepts any other column."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,11 +1,11 @@
-"""Scores as they come from user code: one finite number or None per row, or a named error; never a made-up zero."""
+"""Checks the scores that user code returns: one finite number or None per row; anything else is an error and never becomes 0."""
 
 from typing import Any
 
 from rl_core.api.errors import RolloutDataFailure, shown
 
 LARGEST = 3.4028234663852886e38
-"""Largest number of float32, which rewards are."""
+"""Largest float32 number; rewards are float32."""
 
 
 def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
@@ -25,10 +25,10 @@ def check_scores(scores: Any, rows: int, *, what: str) -> list[float | None]:
 def _score(value: Any, row: int, what: str) -> float | None:
     if value is None:
         return None
-    is_text = isinstance(value, str | bytes | bytearray)  # no score, not even "1", which float would read
+    is_text = isinstance(value, str | bytes | bytearray)  # text is no score, although float() would accept "1"
     try:
         number = float(None if is_text else value)  # type: ignore[arg-type]
-    except Exception as error:  # OverflowError too, and what a class of the user's own raises
+    except Exception as error:  # OverflowError, or any exception of a class of the user
         raise RolloutDataFailure(f"{what}, row {row}: a score must be a number or None, got {shown(value)}") from error
     if not abs(number) <= LARGEST:
         raise RolloutDataFailure(

@@ -1,4 +1,4 @@
-"""What builds a job's environment in a child process, from `spec.env`."""
+"""Turns `spec.env` of a job into the record from which a child process builds the environment."""
 
 from rl_core.api.base import Spec
 from rl_core.api.roles import EnvSpec

@@ -1,4 +1,4 @@
-"""Rows that wait for a process of the pool, and the memory of samples that broke one."""
+"""Rows that wait for a process of the pool, and the samples that made a process hang or die."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque
@@ -8,10 +8,10 @@ from rl_core.api.errors import InfrastructureError, RLJobError, RolloutDataFailu
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 
 REMEMBERED = 65_536
-"""Samples remembered per pool; the oldest is forgotten first."""
+"""Most samples that a pool remembers; the oldest is forgotten first."""
 TIMEOUTS_OF_A_SAMPLE = 2
 DEATHS_OF_A_SAMPLE = 3
-"""At this number of failures of its own a sample is bad data; a process may also die of something else once or twice."""
+"""Number of timeouts and deaths after which a sample is considered bad data. A process may die once or twice for another reason."""
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class WaitingRow:
 
     row: EnvRow
     alone: bool
-    """Under suspicion: not to be called together with other rows."""
+    """Whether the row must be called alone, because a batch with it failed."""
     answer: asyncio.Future[EnvAnswer | EnvFailure]
 
     @property
@@ -30,21 +30,21 @@ class WaitingRow:
 
     @property
     def open(self) -> bool:
-        """Return whether somebody still waits for the answer."""
+        """Return whether a caller still waits for the answer."""
         return not self.answer.done()
 
     def resolve(self, answer: EnvAnswer | EnvFailure) -> None:
-        """Answer the row, unless it is answered or given up."""
+        """Answer the row, unless it is answered or its caller has left."""
         if self.open:
             self.answer.set_result(answer)
 
     def fail(self, kind: type[RLJobError], message: str) -> None:
-        """Answer the row with an error; the caller knows which sample it sent."""
+        """Answer the row with an error. The caller adds the name of the sample."""
         self.resolve(EnvFailure(type=kind.__name__, message=message))
 
 
 def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:
-    """Take up to `limit` open rows of one task from the head of `queue`; a row under suspicion comes alone."""
+    """Remove and return up to `limit` open rows of one task from the head of `queue`; a row that must be called alone is the only one."""
     batch: list[WaitingRow] = []
     while queue and len(batch) < limit:
         head = queue[0]
@@ -57,7 +57,7 @@ def pop_batch(queue: deque[WaitingRow], limit: int) -> list[WaitingRow]:
 
 
 class Suspects:
-    """Samples that, called alone, made their process hang or die, and how often."""
+    """Counts how often each sample, called alone, made its process hang or die."""
 
     def __init__(self) -> None:
         self._strikes: OrderedDict[str, Counter[str]] = OrderedDict()

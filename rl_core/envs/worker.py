@@ -1,6 +1,6 @@
-"""The env worker: serves an environment's steps to rollouts by RPC. User code runs in its child processes, never here.
+"""The env worker: serves the steps of an environment to rollouts by RPC. User code runs in its child processes only.
 
-User code is imported from PYTHONPATH, which the launcher begins with the job file's folder.
+User code is imported from PYTHONPATH, to whose front the launcher adds the folder of the job file.
 """
 
 import os
@@ -19,7 +19,7 @@ from rl_core.workers.worker import Worker
 
 
 class TextEnvWorker(Worker):
-    """Steps message logs in a pool of `env.processes` child processes; ready when all of them have built the environment."""
+    """Steps message logs in a pool of `env.processes` child processes; ready once all of them have built the environment."""
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {"rollout": frozenset({"step_rows"})}
 
@@ -50,13 +50,13 @@ class TextEnvWorker(Worker):
             processes=env.processes,
             step_deadline=bounds.env_step,
             start_deadline=bounds.env_reset,
-            on_event=self._tell,
+            on_event=self._report_process,
             waiting=lambda process: self.waiting("step of user code", f"{self.identity.name}/{process}"),
         )
         self._pool: BackgroundPool | None = BackgroundPool(pool)
 
     async def step_rows(self, rows: Sequence[EnvRow]) -> list[EnvAnswer | EnvFailure]:
-        """Return one answer per row, in order; rows fail separately and never with a made-up reward."""
+        """Return one answer per row, in order; every row fails separately, and no failure becomes a reward."""
         if self._pool is None:
             raise InfrastructureError("the env worker is closed; call another")
         answers = await self._pool.step_rows(list(rows))
@@ -79,8 +79,8 @@ class TextEnvWorker(Worker):
         if pool is not None:
             pool.close()
 
-    def _tell(self, event: str, pid: int, index: int) -> None:
-        """Keep the launcher's list of processes current; a child leaves it with this worker."""
+    def _report_process(self, event: str, pid: int, index: int) -> None:
+        """Report the start and end of a child process to the launcher's list of processes."""
         name = f"env-child-{index}"
         if event == "started":
             events.report(event, name=name, pid=pid, parent=os.getpid(), rank=self.rank, process="env-child")

@@ -1,8 +1,8 @@
-"""The env pods as one environment: `RemoteEnvironment`, called by `multi_turn` inside rollout processes.
+"""`RemoteEnvironment`: all env workers as one environment; called by `multi_turn` in rollout processes.
 
-One-row steps of one moment of the event loop travel as one `step_rows` call per pod, and so do those that come while a call
-is under way there, for GATHER_S at most. A sample stays on its pod (its episode lives there); a new sample goes to the pod
-with the fewest rows in flight. A lost pod fails its samples as infrastructure: the manager runs them again elsewhere.
+The rows that are stepped in one iteration of the event loop are sent as one `step_rows` call per env worker. Rows that come while a call is in
+progress there are gathered for at most GATHER_S. A sample stays on its env worker, which has its episode; a new sample goes to the one with
+the fewest rows in flight. If an env worker is lost, its samples fail with InfrastructureError, and the manager runs their groups again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rl_core.api.errors import (
     DataError,
@@ -26,25 +26,21 @@ from rl_core.api.errors import (
 from rl_core.api.records import EnvironmentInterface, EnvironmentReturn
 from rl_core.messages.envs import EnvAnswer, EnvFailure, EnvRow
 
+if TYPE_CHECKING:
+    from rl_core.transports.rpc import RpcClient
+
 ANSWER_MARGIN_S = 40.0
-"""Seconds an env worker gets beyond two steps (`envs.pool` tries a row at most twice and may start a process between), so
-that its own verdict, which separates the guilty row from its siblings, arrives first."""
+"""Seconds that an env worker gets in addition to two steps, so that its own error, which names the row at fault, arrives first. (`envs.pool`
+tries a row at most twice, and may start a process in between.)"""
 
 PATIENCE_MARGIN_S = 10.0
 GATHER_S = 0.005
-"""Longest time a row waits for others while its pod is at work; for a pod that answers sooner the wait is as short as that."""
-
-
-class EnvClient(Protocol):
-    """What a connection to one env worker must do. Implemented by `transports.rpc.RpcClient`."""
-
-    async def call(self, method: str, /, *args: Any, timeout: float | None = None) -> Any:
-        """Return the answer of `method`."""
+"""Longest time that a row waits for others while its env worker is busy; it is sent earlier if a call ends."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """One step that waits for its call: what is sent, and who waits."""
+    """One row to be stepped: the message that is sent, and the future of its answer."""
 
     sent: EnvRow
     answer: asyncio.Future[EnvAnswer]
@@ -57,17 +53,19 @@ class _Row:
 
 @dataclass(slots=True)
 class _Pod:
-    """What is on its way to one env worker."""
+    """The rows of one env worker that have no answer yet."""
 
     rows: int = 0
-    """Rows sent or gathered and not answered."""
+    """Number of rows that were sent or are gathered."""
     calls: int = 0
+    """Number of calls in progress."""
     gathered: list[_Row] = field(default_factory=list)
+    """Rows for the next call."""
     timer: asyncio.TimerHandle | None = None
 
 
 class RemoteEnvironment(EnvironmentInterface):
-    """Steps rows on env workers. `addresses` is a list, or a callable that returns the live list at each call."""
+    """Steps rows on env workers."""
 
     def __init__(
         self,
@@ -75,15 +73,21 @@ class RemoteEnvironment(EnvironmentInterface):
         keys: Any = None,
         *,
         step_seconds: float = 120.0,
-        connect: Callable[[str], EnvClient] | None = None,
+        connect: Callable[[str], RpcClient] | None = None,
         available: Callable[[], Awaitable[Any]] | None = None,
         waiting: Callable[[str], AbstractContextManager[None]] | None = None,
         reward_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`connect` returns the client of an address (None = an RpcClient with `keys`, kept until `close`).
+        """Create an environment over env workers.
 
-        `available` resolves when the live list may have changed (None: an empty list is a failure at once); `waiting`
-        declares a wait for an address; `reward_weights` sum rewards given by name, those that come with the rows are added.
+        Args:
+            addresses: Addresses of the env workers, or a function that returns the current ones.
+            keys: Keys of the connections that are made if `connect` is None.
+            step_seconds: Deadline of one environment step.
+            connect: Returns the client of an address; None = a client that is made with `keys` and closed by `close`.
+            available: Returns when the addresses may have changed; None = a step without any env worker fails at once.
+            waiting: Reports a wait for an address while the block runs.
+            reward_weights: Weights of rewards by name; those that env workers send are added.
         """
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._connect = connect or self._own_client
@@ -91,10 +95,10 @@ class RemoteEnvironment(EnvironmentInterface):
         self._available = available
         self._waiting_for = waiting or (lambda address: nullcontext())
         self.answer_seconds = 2 * step_seconds + ANSWER_MARGIN_S
-        self.patience = 2 * self.answer_seconds + PATIENCE_MARGIN_S
-        """Seconds within which `step` ends by itself, with an error that names the cause; they cover waiting for a worker and for its answer."""
+        self.step_limit_seconds = 2 * self.answer_seconds + PATIENCE_MARGIN_S
+        """Seconds within which `step` returns or raises: they cover the wait for an env worker and the wait for its answer."""
         self.reward_weights = dict(reward_weights or {})
-        self._clients: dict[str, EnvClient] = {}
+        self._clients: dict[str, RpcClient] = {}
         self._homes: dict[str, str] = {}
         self._pods: dict[str, _Pod] = {}
         self._waiting: list[_Row] = []
@@ -108,9 +112,9 @@ class RemoteEnvironment(EnvironmentInterface):
         keys: Sequence[str] | None = None,
         task_names: Sequence[str | None] | None = None,
     ) -> EnvironmentReturn:
-        """Return the answers of the rows. Raises the first failed row's typed error, InfrastructureError for a lost pod.
+        """Return the answers of the rows. Raises the error of the first failed row, InfrastructureError if its env worker is lost.
 
-        `keys` (sample ids) keep an episode on its pod; None = each log is its own episode.
+        `keys` are sample ids, which keep an episode on its env worker; None = every log is an episode of its own.
         """
         if self._available is not None and not self._addresses():
             await self._pod_appears(self._available)
@@ -134,7 +138,7 @@ class RemoteEnvironment(EnvironmentInterface):
         )
 
     def release(self, key: str) -> None:
-        """Forget where the sample `key` lives: its episode is over."""
+        """Forget the env worker of the sample `key`, whose episode is over."""
         self._homes.pop(key, None)
 
     def close(self) -> None:
@@ -145,19 +149,17 @@ class RemoteEnvironment(EnvironmentInterface):
             rows = self._gathered(pod)
             self._settle(rows, [_closed(address)] * len(rows))
         for client in self._clients.values():
-            closing = getattr(client, "close", None)
-            if closing is not None:
-                closing()
+            client.close()
         self._clients.clear()
 
     async def _pod_appears(self, available: Callable[[], Awaitable[Any]]) -> None:
-        """Wait for the first env worker, as long as a step may take; then the caller fails with the reason."""
+        """Wait for the first env worker, at most as long as a step may take; without one the caller then fails."""
         with suppress(TimeoutError), self._waiting_for("env"):
             async with asyncio.timeout(self.answer_seconds):
                 while not self._addresses():
                     await available()
 
-    def _own_client(self, address: str) -> EnvClient:
+    def _own_client(self, address: str) -> RpcClient:
         if address not in self._clients:
             self._clients[address] = _rpc_client(address, self._keys)
         return self._clients[address]
@@ -171,7 +173,7 @@ class RemoteEnvironment(EnvironmentInterface):
         return row.answer
 
     def _send(self) -> None:
-        """Give each pod what this moment of the loop has collected; one that is at work gets it a little later."""
+        """Send the collected rows to their env workers; a busy one gets them when its call ends, or after GATHER_S."""
         rows, self._waiting = self._waiting, []
         addresses = set()
         for row in rows:
@@ -209,7 +211,7 @@ class RemoteEnvironment(EnvironmentInterface):
         return rows
 
     def _home(self, key: str) -> str:
-        """Return the pod of the sample, chosen at its first step, and count the row as in flight there."""
+        """Return the env worker of the sample, chosen at its first step, and count the row as in flight there."""
         live = list(self._addresses())
         address = self._homes.get(key)
         if address is not None and address not in live:
@@ -218,7 +220,7 @@ class RemoteEnvironment(EnvironmentInterface):
         if address is None:
             if not live:
                 raise InfrastructureError("no env worker is ready, got an empty list; wait for one to join")
-            address = min(live, key=lambda one: self._pods.setdefault(one, _Pod()).rows)
+            address = min(live, key=lambda candidate: self._pods.setdefault(candidate, _Pod()).rows)
             self._homes[key] = address
         self._pods[address].rows += 1
         return address
@@ -229,7 +231,7 @@ class RemoteEnvironment(EnvironmentInterface):
         except asyncio.CancelledError:
             self._settle(rows, [_closed(address)] * len(rows))
             raise
-        except Exception as error:  # noqa: BLE001 - task boundary: every waiting row must hear of any failure
+        except Exception as error:  # noqa: BLE001 - task boundary: every row of the call gets the failure
             failure = _call_failure(address, error)
             for row in rows:
                 self._homes.pop(row.key, None)
@@ -243,14 +245,16 @@ class RemoteEnvironment(EnvironmentInterface):
             self._start_call(address)
 
     async def _answers(self, address: str, rows: Sequence[_Row]) -> list[Any]:
-        """Return an answer or a failure per row; rows that do not fit into one message together travel apart."""
+        """Return an answer or a failure per row. Rows that cannot be encoded in one message are sent in two halves."""
         try:
             with self._waiting_for(address):
                 answers = await self._connect(address).call(
                     "step_rows", [row.sent for row in rows], timeout=self.answer_seconds
                 )
         except (TypeError, ValueError) as error:
-            if isinstance(error, RLJobError):  # the env worker's error; any other says that the rows cannot be encoded
+            if isinstance(
+                error, RLJobError
+            ):  # raised by the env worker; other errors say that the rows cannot be encoded
                 raise
             if len(rows) == 1:
                 return [RolloutDataFailure(f"sample {rows[0].key} cannot be sent to an env worker: {error}")]
@@ -285,7 +289,7 @@ def _plain(log: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _columns(rewards: list[Any]) -> Any:
-    """Return rewards by name as columns when rows are maps, else the list. All rows of a call are of one task's kind."""
+    """Return rewards by name as one list per name, other rewards unchanged. All rows of a call must have the same form."""
     maps = [reward for reward in rewards if isinstance(reward, Mapping)]
     if not maps:
         return rewards
@@ -303,7 +307,7 @@ def _row_failure(key: str, failure: EnvFailure) -> RLJobError:
 
 
 def _call_failure(address: str, error: Exception) -> RLJobError:
-    """Return the typed failure of a whole call: deadlines and data as such, all else as a lost pod."""
+    """Return the failure of a whole call: a missed deadline, a data failure, or for anything else a lost env worker."""
     text = f"env worker {address}: {type(error).__name__}: {error}"
     if isinstance(error, DeadlineExceeded):
         failure: RLJobError = RolloutTimeout(text)
@@ -315,7 +319,7 @@ def _call_failure(address: str, error: Exception) -> RLJobError:
     return failure
 
 
-def _rpc_client(address: str, keys: Any) -> EnvClient:
+def _rpc_client(address: str, keys: Any) -> RpcClient:
     from rl_core.transports.rpc import RpcClient
 
     return RpcClient(address, keys)

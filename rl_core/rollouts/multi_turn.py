@@ -238,9 +238,9 @@ class AsyncRolloutImpl:
             "task_name": [episode.task_name],
             "sample_key": [episode.key],
         }
-        # `patience` of a RemoteEnvironment is longer than any step, so that the env worker's own error arrives first: it says
+        # `step_limit_seconds` of a RemoteEnvironment is longer than any step, so that the env worker's own error arrives first: it says
         # whether the environment was late or the worker is missing.
-        bound = max(self.env_step_seconds, getattr(self._env(episode), "patience", 0.0))
+        bound = max(self.env_step_seconds, getattr(self._env(episode), "step_limit_seconds", 0.0))
         async with deadline(bound, f"environment step of sample {episode.key}"):
             returned = calculate_rewards(batch, self.task_to_env)
             return await returned if inspect.isawaitable(returned) else returned

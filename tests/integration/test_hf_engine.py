@@ -161,7 +161,7 @@ def test_rows_parked_with_their_cache_go_on_as_the_new_model_does_over_the_old_o
     used.submit(prompt, SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True), 1)
     for _ in range(4):
         used.step()
-    used.park(keep_cache=True)
+    used.interrupt(keep_cache=True)
     used.load_weights(new.state_dict().items(), 7)
     (_, output), *_ = [ended for _ in range(8) for ended in used.step()]
     assert output.versions == [(0, 4, 0), (4, 12, 7)]

@@ -13,5 +13,5 @@ def test_output_beyond_the_bound_of_a_window_is_counted_and_told():
     now[0] = 60.0
     output.take(b"again")
     assert b"".join(written[2:]) == b"\nenv child: 106 bytes of output are left out: at most 10 in 60 s\nagain"
-    output.tell()
+    output.report_omitted()
     assert written[-1] == b"again", "nothing more was left out"
