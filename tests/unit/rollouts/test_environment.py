@@ -235,7 +235,7 @@ async def test_a_missing_worker_is_told_before_the_step_is_taken_for_late(fakes)
         await asyncio.Event().wait()
 
     environment = pods.environment(available=never, step_seconds=0.01)
-    environment.answer_seconds, XX, 30.0
+    environment.answer_seconds, environment.step_limit_seconds = 0.05, 30.0
     impl = AsyncRolloutImpl(
         fakes.Tokenizer(), {"task": environment}, 1, 64, fakes.Generation("one"), env_step_seconds=0.01
     )
