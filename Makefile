@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else every process compiles torch and transformers again, 11 s each
 
-CLUSTER := PYTHONPATH=tests/cluster $(BIN)/python
+CLUSTER := PYTHONPATH=. $(BIN)/python
 
 .PHONY: help env demo test test-unit test-pair test-integration test-e2e test-control-plane test-nodes images cluster cluster-down \
 	cluster-deps cluster-programs lint types bench docs lock clean
@@ -45,22 +45,22 @@ test-nodes: env cluster-programs ## images, pods and jobs on real nodes; needs r
 	$(BIN)/python -m pytest $(RERUNS) tests/cluster/nodes
 
 images: env ## build the images with buildah, once per content; needs root
-	$(BIN)/python worker_images/build.py
+	$(BIN)/python -m worker_images.build
 cluster: env ## a two-node cluster with the operator installed, in .cluster; needs root
 	$(CLUSTER) tests/cluster/deploy.py up
 cluster-down: env ## remove the cluster and all that belongs to it
 	$(CLUSTER) tests/cluster/deploy.py down
 cluster-deps: env ## install the Debian packages that clusters run (only as root)
-	@if [ $$(id -u) = 0 ]; then $(CLUSTER) -m testcluster deps; else echo "not root: node tests need Debian packages, which they name"; fi
+	@if [ $$(id -u) = 0 ]; then $(CLUSTER) -m tests.cluster.testcluster deps; else echo "not root: node tests need Debian packages, which they name"; fi
 cluster-programs: env ## compile the cluster's programs, once per content (10 minutes on 2 cores)
-	@$(CLUSTER) -m testcluster build
+	@$(CLUSTER) -m tests.cluster.testcluster build
 
 lint: env ## ruff (lint and format), import contracts, circles of files, literal names of groups, file size, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python tests/lint/circles.py
-	$(BIN)/python tests/lint/group_names.py
+	$(BIN)/python -m tests.lint.circles
+	$(BIN)/python -m tests.lint.group_names
 	$(BIN)/python -m rl_core.cli.reference --check
 	$(BIN)/python -m rljob_operator.crd --check
 	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }

@@ -123,8 +123,8 @@ def _job(world: World):
 
 
 def _files(world: World) -> dict[str, bytes]:
-    sys.path.insert(0, str(ROOT / "tests" / "integration"))
-    from rollout_world import tokenizer_files
+    sys.path.insert(0, str(ROOT))
+    from tests.integration.rollout_world import tokenizer_files
 
     return {**tokenizer_files(), "config.json": json.dumps(sizes(world)).encode()}
 

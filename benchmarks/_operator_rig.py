@@ -27,13 +27,12 @@ import yaml
 from _fake_pods import PODS, fake_pods
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
-
-from testcluster.access import Access  # noqa: E402
-from testcluster.cluster import Cluster  # noqa: E402
-from testcluster.control_plane import free_port  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from rljob_operator.runtime import master_key  # noqa: E402
+from tests.cluster.testcluster.access import Access  # noqa: E402
+from tests.cluster.testcluster.cluster import Cluster  # noqa: E402
+from tests.cluster.testcluster.control_plane import free_port  # noqa: E402
 
 PATIENT = ("--node-monitor-period=5s", "--node-monitor-grace-period=50s")
 """Kubernetes' own times until a node counts as dead, not those of the test cluster: a busy machine is none."""

@@ -23,10 +23,11 @@ from random import Random
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "unit" / "runner"))
+sys.path.insert(0, str(ROOT))
 
 from _processes import RLJOB  # noqa: E402
-from schedules import Schedule  # noqa: E402
+
+from tests.unit.runner.schedules import Schedule  # noqa: E402
 
 PROMPTS, SLOTS, ROLLOUTS, SAMPLES, LONGEST = 64, 16, 2, 8, 10.0
 STEPS = 100

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+sys.path.insert(0, str(ROOT))
 
-from jobs_on_nodes import Job, example, is_ready, small  # noqa: E402
-from testcluster.access import Access  # noqa: E402
-from testcluster.cluster import Cluster  # noqa: E402
+from tests.cluster.jobs_on_nodes import Job, example, is_ready, small  # noqa: E402
+from tests.cluster.testcluster.access import Access  # noqa: E402
+from tests.cluster.testcluster.cluster import Cluster  # noqa: E402
 
 NAMESPACE = "bench"
 PATIENCE = 600.0
@@ -44,11 +44,11 @@ def timed(action: Callable[[], object]) -> float:
 
 def install(access: Access) -> dict[str, float]:
     """Build, push and install; return what each took."""
-    command = [sys.executable, ROOT / "worker_images" / "build.py"]
-    found = {"build_images": timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))}
+    command = [sys.executable, "-m", "worker_images.build"]
+    found = {"build_images": timed(lambda: subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL))}
     registry = access.cluster.state.addresses.registry
     clock = Clock()
-    done = subprocess.run([*command, "--push", registry], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*command, "--push", registry], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     found["push_images"] = clock()
     values = [word for role, image in json.loads(done.stdout).items() for word in ("--set", f"images.{role}={image}")]
     words = ("-n", "rljob-system", "--create-namespace", "--wait")

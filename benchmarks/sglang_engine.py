@@ -28,8 +28,8 @@ MAX_SEQ_LEN = PROMPT_TOKENS + NEW_TOKENS
 
 
 def model_files() -> dict[str, bytes]:
-    sys.path.insert(0, str(ROOT / "tests" / "integration"))
-    from rollout_world import tokenizer_files
+    sys.path.insert(0, str(ROOT))
+    from tests.integration.rollout_world import tokenizer_files
 
     return {**tokenizer_files(), "config.json": json.dumps(CONFIG).encode()}
 

@@ -1,6 +1,6 @@
 """Build the images of this repository with buildah, and push them to a registry.
 
-    python worker_images/build.py [--push ADDRESS] [--accelerator cuda] [--base IMAGE --build-base IMAGE] [--sbom FOLDER] [ROLE ...]
+    python -m worker_images.build [--push ADDRESS] [--accelerator cuda] [--base IMAGE --build-base IMAGE] [--sbom FOLDER] [ROLE ...]
 
 Prints {"actor": REFERENCE, ...} on standard output, progress on standard error. Images are tagged with a hash of what they are made of: an
 image that is there is not built again, and an equal tag means equal content. A base is pulled and built on by its digest, whatever its tag
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import sbom
+from worker_images import sbom
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "worker_images"

@@ -1,6 +1,6 @@
 """Jobs whose checkpoint block is bad, as rows of `bad_jobs`."""
 
-from bad_placements import SAME
+from tests.cluster.bad_placements import SAME
 
 CHECKPOINTS = {
     "resume-from-two": (

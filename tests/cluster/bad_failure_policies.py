@@ -1,6 +1,6 @@
 """Jobs whose failure policy is bad, as rows of `bad_jobs`."""
 
-from bad_placements import OWN, SAME
+from tests.cluster.bad_placements import OWN, SAME
 
 FAILURE_POLICIES = {
     "rule-that-matches-nothing": (

@@ -6,10 +6,10 @@ those of the pydantic rule) or its own (OWN: types, bounds, enums and required f
 
 import copy
 
-from bad_checkpoints import CHECKPOINTS
-from bad_failure_policies import FAILURE_POLICIES
-from bad_placements import OWN, PLACEMENTS, SAME
-from bad_pod_fields import POD_FIELDS
+from tests.cluster.bad_checkpoints import CHECKPOINTS
+from tests.cluster.bad_failure_policies import FAILURE_POLICIES
+from tests.cluster.bad_placements import OWN, PLACEMENTS, SAME
+from tests.cluster.bad_pod_fields import POD_FIELDS
 
 GOOD = {
     "apiVersion": "rljob.dev/v1alpha1",

@@ -1,6 +1,6 @@
 """Bad pod fields of a role, as rows of `bad_jobs`: keys of others, variables, devices, volumes and destinations that no job may have."""
 
-from bad_placements import SAME
+from tests.cluster.bad_placements import SAME
 
 KEYS = "other-keys-0b7c1a2d"
 VOLUME = {"name": "data", "emptyDir": {}}

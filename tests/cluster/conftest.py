@@ -2,7 +2,7 @@
 
 `cluster` starts etcd, API server, controller manager and scheduler (4 s, 450 MB, no root). `control_plane` is the same
 with the RLJob resource defined, `nodes` the same with two nodes that run containers (root). All hand out one
-testcluster.access.Access.
+tests.cluster.testcluster.access.Access.
 """
 
 import os
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testcluster import packages
-from testcluster.access import Access
-from testcluster.cluster import Cluster, sweep
-from testcluster.errors import ClusterError
+
+from tests.cluster.testcluster import packages
+from tests.cluster.testcluster.access import Access
+from tests.cluster.testcluster.cluster import Cluster, sweep
+from tests.cluster.testcluster.errors import ClusterError
 
 NUM_NODES = 2
 FAKE_GPUS = 8

@@ -17,12 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-from testcluster import packages
-from testcluster.cluster import Cluster
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster import packages
+from tests.cluster.testcluster.cluster import Cluster
+from tests.cluster.testcluster.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD_IMAGES = ROOT / "worker_images" / "build.py"
 CHART = ROOT / "helm" / "rljob"
 NAMESPACE = "rljob-system"
 RELEASE = "rljob"
@@ -64,7 +63,7 @@ def start(folder: Path) -> Cluster:
 
 def push_images(registry: str) -> dict[str, str]:
     """Build what is not built, push it; return the name pods give to each image."""
-    command = [sys.executable, str(BUILD_IMAGES), "--push", registry]
+    command = [sys.executable, "-m", "worker_images.build", "--push", registry]
     done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ClusterError(f"the images were not built: {' '.join(command)} ended with status {done.returncode}")

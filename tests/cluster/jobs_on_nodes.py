@@ -8,8 +8,9 @@ from typing import Any
 
 import kubernetes
 import yaml
-from testcluster.access import Access
-from testcluster.commands import run
+
+from tests.cluster.testcluster.access import Access
+from tests.cluster.testcluster.commands import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "rljob.yaml"
 API = {"group": "rljob.dev", "version": "v1alpha1", "plural": "rljobs"}

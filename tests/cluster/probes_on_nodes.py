@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manifest_samples import make_job
-from testcluster.access import Access
-
 from rl_core.api.job import RLJob
 from rl_core.plan.launch import ContainerPlan, LaunchPlan
 from rljob_operator.model import OperatorConfig
+from tests.cluster.testcluster.access import Access
+from tests.unit.operator.manifest_samples import make_job
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("actor", "rollout", "env")
@@ -20,7 +19,7 @@ ROLES = ("actor", "rollout", "env")
 
 def one_image(nodes: Access, **settings: Any) -> OperatorConfig:
     """Return the settings of an operator whose roles all run the env image, the smallest with the supervisor in it."""
-    command = [sys.executable, "worker_images/build.py", "--push", nodes.cluster.state.addresses.registry, "env"]
+    command = [sys.executable, "-m", "worker_images.build", "--push", nodes.cluster.state.addresses.registry, "env"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return OperatorConfig(images=dict.fromkeys(ROLES, json.loads(done.stdout)["env"]), **settings)

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Run, job_document
+
+from tests.e2e.harness import Run, job_document
 
 REWARD = '''
 def letter_a(prompts, completions, **columns):

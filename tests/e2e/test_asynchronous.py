@@ -2,7 +2,7 @@
 
 import signal
 
-from harness import assert_trained_once
+from tests.e2e.harness import assert_trained_once
 
 BOUND = 2
 

@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
-from harness import Run, job_document
 
 from rl_core.launch.workspace import Workspace
+from tests.e2e.harness import Run, job_document
 
 
 def write(folder, name, text):

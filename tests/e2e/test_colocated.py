@@ -2,7 +2,7 @@
 
 import signal
 
-from harness import assert_trained_once
+from tests.e2e.harness import assert_trained_once
 
 ONE_EACH = {
     "rollout": {"replicas": 1, "maxSequenceLength": 32, "sampling": {"maxNewTokens": 12}, "batching": "perGroup"},

@@ -8,10 +8,10 @@ import sys
 
 import psutil
 import pytest
-from harness import assert_nothing_left, assert_trained_once
 
 from rl_core.api.errors import ConfigError
 from rl_core.cli.local_control import connect
+from tests.e2e.harness import assert_nothing_left, assert_trained_once
 
 QUIET = {"everySteps": 1000, "beforeTraining": False}
 

@@ -4,11 +4,11 @@ import json
 import os
 import signal
 
-import later_version
 import pytest
-from harness import assert_trained_once
 
 from rl_core.cli.local_control import connect
+from tests.e2e import later_version
+from tests.e2e.harness import assert_trained_once
 
 
 def kill_mid_run(run, *, step, **match):

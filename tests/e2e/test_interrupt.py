@@ -4,9 +4,9 @@ import os
 import signal
 
 import pytest
-from harness import assert_trained_once
 
 from rl_core.cli.local_control import connect
+from tests.e2e.harness import assert_trained_once
 
 QUIET = {"everySteps": 1000, "beforeTraining": False}
 LONG = {

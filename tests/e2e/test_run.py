@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import psutil
 import pytest
-from harness import assert_nothing_left, assert_trained_once
 from safetensors import safe_open
+
+from tests.e2e.harness import assert_nothing_left, assert_trained_once
 
 
 def test_a_run_trains_validates_checkpoints_exports_and_leaves_nothing_behind(start):

@@ -5,7 +5,8 @@ import signal
 from pathlib import Path
 
 import psutil
-from harness import assert_nothing_left, assert_trained_once
+
+from tests.e2e.harness import assert_nothing_left, assert_trained_once
 
 
 def engines(run):

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import assert_trained_once
+
+from tests.e2e.harness import assert_trained_once
 
 ROOT = Path(__file__).parents[2]
 TRACING = Path(__file__).with_name("tracing")

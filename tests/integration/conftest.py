@@ -1,12 +1,12 @@
 """Started once for several files: an RPC service with its server and a client, receivers of weights, a rollout with the SGLang engine."""
 
 import pytest
-import weight_world
-from rollout_world import World
-from rpc_samples import Service
 
 from rl_core.rollouts.sglang import SGLangWorker
 from rl_core.transports.rpc import RpcClient, RpcServer
+from tests.integration import weight_world
+from tests.integration.rollout_world import World
+from tests.integration.rpc_samples import Service
 
 
 @pytest.fixture

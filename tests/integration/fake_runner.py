@@ -30,8 +30,8 @@ def main():
         return 2
     hub = Hub(identity=identity, keys=keys, heartbeat_seconds=0.3, suspect_seconds=30, lost_seconds=60)
     cluster = Cluster(hub, sizes={"actor": 1, "rollout": wish("rollouts", 1)})
-    actor = WorkerGroup.of("worker_samples:Sample", 1).launch(cluster, name="actor")
-    rollout = WorkerGroup.of("worker_samples:Sample", 2).launch(cluster, name="rollout")
+    actor = WorkerGroup.of("tests.integration.worker_samples:Sample", 1).launch(cluster, name="actor")
+    rollout = WorkerGroup.of("tests.integration.worker_samples:Sample", 2).launch(cluster, name="rollout")
     history = OUT / "history.jsonl"
 
     def note(**what):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.launch.ports import free_ports
-
-HERE = Path(__file__).parent
+from tests import ROOT
 
 
 def scenario(name: str, spec: dict, verbs: list, *, world_size: int, groups: int = 4) -> dict:
@@ -23,7 +22,7 @@ def scenario(name: str, spec: dict, verbs: list, *, world_size: int, groups: int
 
 def run_here(name: str, spec: dict, verbs: list) -> dict:
     """Run a scenario as the only rank, in this process."""
-    from fsdp_rank import run_scenario
+    from tests.integration.fsdp_rank import run_scenario
 
     return run_scenario(scenario(name, spec, verbs, world_size=1), 0, 1)
 
@@ -37,7 +36,8 @@ def run_ranks(folder: Path, world_size: int, scenarios: list[dict]) -> list[dict
         out, file = folder / f"rank-{rank}.out.json", folder / f"rank-{rank}.json"
         plan = {"rank": rank, "world_size": world_size, "out": str(out), "scenarios": scenarios}
         file.write_text(json.dumps(plan))
-        processes.append(subprocess.Popen([sys.executable, str(HERE / "fsdp_rank.py"), str(file)], env=environment))
+        command = [sys.executable, "-m", "tests.integration.fsdp_rank", str(file)]
+        processes.append(subprocess.Popen(command, env=environment, cwd=ROOT))
         outputs.append(out)
     try:
         for process in processes:

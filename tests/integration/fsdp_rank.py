@@ -1,4 +1,4 @@
-"""Actor ranks as processes of their own: `python fsdp_rank.py PLAN.json` runs one; what it saw goes to PLAN's `out` as JSON.
+"""Actor ranks as processes of their own: `python -m tests.integration.fsdp_rank PLAN.json` runs one; what it saw goes to PLAN's `out` as JSON.
 
 PLAN: {rank, world_size, out, scenarios: [{name, spec, groups: [numbers of rank 0, ...], verbs: [[verb, argument...], ...]}]}.
 Each scenario has a fresh actor in the same process group.
@@ -14,10 +14,7 @@ import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
-from actor_samples import make_record
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rl_core.actors.critic import of_critic
@@ -28,6 +25,7 @@ from rl_core.weights.manifest import checksum, wire_dtype
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import SourceEntry
 from rl_core.workers.context import WorkerContext, stand_alone_identity
+from tests.actor_samples import make_record
 
 
 class Rank:

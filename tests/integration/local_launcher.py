@@ -2,12 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 
 from rl_core.launch.local import LocalCluster
 from rl_core.plan.launch import ContainerPlan, LaunchPlan, PodPlan, ProcessPlan
+from tests import ROOT
 
-HERE = Path(__file__).parent
 HOST = ("python", "-m", "rl_core.workers.host")
 
 
@@ -16,7 +15,7 @@ def process(name, group, command, *, restart=False, **env):
     identity = {
         "RLJOB_NAME": "j", "RLJOB_UID": "u77", "RLJOB_EPOCH": "0", "RLJOB_ROLE": group, "RLJOB_POD": f"j-{role}-0",
         "RLJOB_HUB": "tcp://j-actor-0.j:7700", "RLJOB_CHANNEL": "tcp://j-actor-0.j:7701",
-        "GROUP_NAME": group, "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(HERE),
+        "GROUP_NAME": group, "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     return ProcessPlan(name=name, group=group, rank=0, command=command, restart=restart, env=identity | env)
 
@@ -32,7 +31,7 @@ def pod(role, *children):
 
 def sample_plan():
     """One actor pod with a runner that only counts steps, the real channel server and a worker; one rollout pod."""
-    runner = process("runner", "runner", ("python", str(HERE / "fake_runner.py")), RLJOB_CONTROL_PORT="7702")
+    runner = process("runner", "runner", ("python", "-m", "tests.integration.fake_runner"), RLJOB_CONTROL_PORT="7702")
     channel = process("channel", "channel", ("python", "-m", "rl_core.channel"))
     actor = pod("actor", runner, channel, process("actor-0", "actor", HOST))
     rollout = pod("rollout", process("rollout-0", "rollout", HOST, restart=True))

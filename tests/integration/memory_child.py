@@ -9,11 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-import rollout_world
-from rollout_world import World, records, wait_for
-
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
+from tests.integration import rollout_world
+from tests.integration.rollout_world import World, records, wait_for
 
 rollout_world.CONFIG.update(
     hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

@@ -14,15 +14,12 @@ import psutil
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from actor_samples import make_model, make_record, make_spec
-
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.receiver import WeightReceiver
+from tests.actor_samples import make_model, make_record, make_spec
 
 
 class Engine:

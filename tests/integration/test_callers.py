@@ -5,10 +5,8 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from rpc_samples import identity
 
 from rl_core.api.errors import ConfigError
 from rl_core.launch.ports import free_ports
@@ -18,8 +16,8 @@ from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.hub import Hub
-
-HERE = Path(__file__).parent
+from tests import ROOT
+from tests.integration.rpc_samples import identity
 
 
 class Job:
@@ -34,11 +32,11 @@ class Job:
         self.hub.add_handlers({"admit": lambda entries: [True for _ in entries]}, role="actor")
         self.hub.listen(joined=lambda member: self.joined.set())
         self.cluster = Cluster(self.hub, sizes={"env": 1})
-        self.group = WorkerGroup.of("worker_samples:Guarded").launch(self.cluster, name="env")
+        self.group = WorkerGroup.of("tests.integration.worker_samples:Guarded").launch(self.cluster, name="env")
         self.hub.start()
         environ = {
             **os.environ, "RLJOB_NAME": "j", "RLJOB_UID": "u1", "RLJOB_ROLE": "env", "RLJOB_POD": "j-env-0", "RLJOB_HUB": self.hub.address,
-            "RLJOB_CURVE_DIR": str(folder), "PYTHONPATH": str(HERE),
+            "RLJOB_CURVE_DIR": str(folder), "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         self.process = subprocess.Popen([sys.executable, "-m", "rl_core.workers.host"], env=environ)
 

@@ -4,17 +4,14 @@ One launch of two ranks runs all scenarios; the same ones with one rank run in t
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from actor_samples import make_model, make_spec  # noqa: E402
-from fsdp_harness import run_here, run_ranks, scenario  # noqa: E402
+from tests.actor_samples import make_model, make_spec
+from tests.integration.fsdp_harness import run_here, run_ranks, scenario
 
 PLAIN: dict = {}
 FULL = {

@@ -14,10 +14,8 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.failure import FailurePolicySpec, StallSpec
 from rl_core.launch.local import LocalCluster
 from rl_core.workers import processes
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-from local_launcher import sample_plan  # noqa: E402 - lies beside this file, as the children import it
+from tests import ROOT
+from tests.integration.local_launcher import sample_plan
 
 
 class Run:
@@ -188,7 +186,10 @@ def test_a_kill_does_not_wait_for_what_a_stop_waits_for(run):
 def launcher(run):
     """A launcher in a process of its own, up and counting."""
     started = subprocess.Popen(
-        [sys.executable, str(HERE / "local_launcher.py"), str(run.folder)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.integration.local_launcher", str(run.folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     run.until(lambda: (run.folder / "logs").is_dir())
     run.runs()

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,9 @@ from safetensors.torch import load_file
 from rl_core.checkpoint.files import file_digest, relative_files
 from rl_core.checkpoint.store import CheckpointStore
 from rl_core.checkpoint.tensors import SHARDING
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from actor_samples import make_model, make_spec  # noqa: E402
-from fsdp_harness import run_here, run_ranks, scenario  # noqa: E402
-from fsdp_rank import Rank  # noqa: E402
+from tests.actor_samples import make_model, make_spec
+from tests.integration.fsdp_harness import run_here, run_ranks, scenario
+from tests.integration.fsdp_rank import Rank
 
 PLAIN: dict = {}
 FULL = {

@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from nvml_stub import build
 
 from rl_core.plan.launch import ContainerPlan, PodPlan, ProcessPlan
+from tests.cluster.nvml_stub import build
 
 UUIDS = ("GPU-aaaa", "GPU-bbbb", "GPU-cccc")
 

@@ -1,15 +1,9 @@
 """A version gathered from several ranks, one collective per bucket: rank 0 gets the bits of `full_tensor`, the others nothing."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from actor_samples import make_model, make_spec
-from fsdp_harness import run_ranks, scenario
+from tests.actor_samples import make_model, make_spec
+from tests.integration.fsdp_harness import run_ranks, scenario
 
 SHAPES = {
     "a": [5, 3],

@@ -4,14 +4,14 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from rollout_world import CONFIG, World, random_state, records, wait_for
 
 from rl_core.api.errors import GenerationUnavailable
 from rl_core.weights.version_source import StateSource
+from tests import ROOT
+from tests.integration.rollout_world import CONFIG, World, random_state, records, wait_for
 
 
 @pytest.fixture
@@ -194,9 +194,8 @@ def test_batches_per_group_repeat_bit_by_bit_under_any_load():
 
 def test_a_generation_that_finds_no_memory_fails_its_rows_with_the_reason_and_the_next_one_is_whole():
     """Memory ends where keys and values are placed, where their mask is, and in a step; the group in such a batch is made again, once."""
-    child = Path(__file__).with_name("memory_child.py")
-    command = [sys.executable, str(child), "60", "60", "140", "165"]
-    told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=240).stdout)
+    command = [sys.executable, "-m", "tests.integration.memory_child", "60", "60", "140", "165"]
+    told = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=240, cwd=ROOT).stdout)
     assert len(told["short"]) == 4 and len(told["whole"]) == 3
     for kinds in told["short"]:
         (kind, text), *others = map(json.loads, kinds)

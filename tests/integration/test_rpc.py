@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 import pytest
-from rpc_samples import RawPeer, identity
 
 from rl_core.api.errors import (
     ConfigError,
@@ -17,6 +16,7 @@ from rl_core.launch.ports import free_ports
 from rl_core.messages.rpc import Caller, Hello
 from rl_core.transports import rpc_wire
 from rl_core.transports.rpc import RpcClient, RpcServer
+from tests.integration.rpc_samples import RawPeer, identity
 
 
 class TestCalls:

@@ -5,11 +5,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from rpc_samples import identity
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rl_core.transports import curve, sockets
 from rl_core.transports.rpc import RpcClient, RpcServer
+from tests.integration.rpc_samples import identity
 
 
 @pytest.fixture

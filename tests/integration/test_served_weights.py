@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from rollout_world import World, random_state, trainer_logprobs, transformers_model, wait_for
 
 from rl_core.api.errors import DeadlineExceeded, GenerationUnavailable, InfrastructureError, WeightsDiverged
 from rl_core.messages.engine import TensorPlace
@@ -22,6 +21,7 @@ from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
 from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.weights.manifest import host_bytes
+from tests.integration.rollout_world import World, random_state, trainer_logprobs, transformers_model, wait_for
 
 PROMPT = list(range(2, 34))
 EMBEDDING = "model.embed_tokens.weight"

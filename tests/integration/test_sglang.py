@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_world import CONFIG, flip_in_memory, random_state, records, trainer_logprobs, transformers_model, wait_for
 
 from rl_core.api.errors import GenerationUnavailable, InfrastructureError, RolloutDataFailure
 from rl_core.data.tokenizer import Tokenizer
@@ -22,6 +21,15 @@ from rl_core.rollouts.hf.engine import HFEngine
 from rl_core.rollouts.hf.weights import DecoderWeights
 from rl_core.rollouts.rows import Row
 from rl_core.rollouts.sampling import SamplingParams
+from tests.integration.rollout_world import (
+    CONFIG,
+    flip_in_memory,
+    random_state,
+    records,
+    trainer_logprobs,
+    transformers_model,
+    wait_for,
+)
 
 MAX_SEQ_LEN = 64
 PROMPTS = [[3, 4, 5], [7, 8], list(range(2, 40)), [9, 10, 11, 12]]

@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 import pytest
-from rpc_samples import identity
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.messages.members import HeartbeatAnswer, HelloAccepted, View
@@ -12,6 +11,7 @@ from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.workers import registration
 from rl_core.workers.context import WorkerContext
 from rl_core.workers.registration import Registration
+from tests.integration.rpc_samples import identity
 
 VIEW = View(version=0, members=[])
 

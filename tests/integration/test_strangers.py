@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from rpc_samples import Service, identity
 
 from rl_core.transports import curve, sockets
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.strangers import MOST_STRANGERS
+from tests.integration.rpc_samples import Service, identity
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 PIECE = b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(1 << 16)

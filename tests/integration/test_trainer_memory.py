@@ -5,7 +5,6 @@ Measured in this process, on one rank: torch reports every allocation of its CPU
 
 import gc
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,17 +17,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from actor_samples import make_model, make_record, make_spec  # noqa: E402
-from fsdp_rank import Rank  # noqa: E402
-
-from rl_core.actors.manager import check_memory  # noqa: E402
-from rl_core.algorithms.logprobs import hidden_scores  # noqa: E402
-from rl_core.api.errors import CapacityError  # noqa: E402
-from rl_core.api.job import RLJobSpec  # noqa: E402
-from rl_core.plan.model_facts import ModelFacts  # noqa: E402
-from rl_core.plan.trainer_memory import CHUNK, trainer_phases  # noqa: E402
+from rl_core.actors.manager import check_memory
+from rl_core.algorithms.logprobs import hidden_scores
+from rl_core.api.errors import CapacityError
+from rl_core.api.job import RLJobSpec
+from rl_core.plan.model_facts import ModelFacts
+from rl_core.plan.trainer_memory import CHUNK, trainer_phases
+from tests.actor_samples import make_model, make_record, make_spec
+from tests.integration.fsdp_rank import Rank
 
 LENGTH, PROMPT, VOCABULARY = 128, 8, 2000
 SHAPE = {

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from weight_world import Receiver, about, model, publisher, serves, started, tensors
 
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.handshake import Handshake
+from tests.integration.weight_world import Receiver, about, model, publisher, serves, started, tensors
 
 
 def test_a_receiver_that_dies_of_commit_is_named_the_others_serve_and_its_successor_joins(receivers, caplog):

@@ -4,7 +4,8 @@ import os
 import signal
 
 import pytest
-from weight_world import Receiver, about, model, publisher, serves, source_of, started, tensors
+
+from tests.integration.weight_world import Receiver, about, model, publisher, serves, source_of, started, tensors
 
 
 @pytest.fixture(scope="module")

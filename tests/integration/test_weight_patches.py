@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from weight_world import Receiver, about, model, publisher, serves, source_of, started, tensors
+
+from tests.integration.weight_world import Receiver, about, model, publisher, serves, source_of, started, tensors
 
 
 @pytest.fixture(params=["shared", "stream"])

@@ -14,8 +14,18 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from weight_world import (
-    HERE,
+
+from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
+from rl_core.api.identity import Identity
+from rl_core.transports import tokens
+from rl_core.transports.curve import KeyRing, generate_keys
+from rl_core.transports.rpc import RpcClient
+from rl_core.weights.deadlines import Deadlines
+from rl_core.weights.device_memory import DeviceMemory
+from rl_core.weights.publisher import WeightPublisher
+from rl_core.weights.version_source import StateSource
+from tests import ROOT
+from tests.integration.weight_world import (
     QUICK,
     SHAPES,
     SPEC,
@@ -29,16 +39,6 @@ from weight_world import (
     started,
     tensors,
 )
-
-from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
-from rl_core.api.identity import Identity
-from rl_core.transports import tokens
-from rl_core.transports.curve import KeyRing, generate_keys
-from rl_core.transports.rpc import RpcClient
-from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.device_memory import DeviceMemory
-from rl_core.weights.publisher import WeightPublisher
-from rl_core.weights.version_source import StateSource
 
 
 @pytest.fixture(params=["shared", "stream", "gloo", "ipc"])
@@ -300,10 +300,11 @@ def test_a_receiver_that_never_answers_does_not_keep_the_others_from_serving(rec
 
 
 def test_a_publisher_killed_before_commit_leaves_receivers_not_serving_until_the_next_epoch(receivers):
-    command = [sys.executable, str(HERE / "weight_publisher_child.py"), str(next(epochs))]
+    command = [sys.executable, "-m", "tests.integration.weight_publisher_child", str(next(epochs))]
     child = subprocess.run(
         [*command, json.dumps([asdict(one) for one in about(receivers)]), json.dumps(SHAPES)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
     )
     assert child.returncode == -signal.SIGKILL
     for receiver in receivers:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,9 @@ from rl_core.messages.members import MemberId
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.group import Cluster, WorkerGroup
 from rl_core.workers.hub import Hub
+from tests import ROOT
 
-HERE = Path(__file__).parent
-SAMPLE = "worker_samples:Sample"
+SAMPLE = "tests.integration.worker_samples:Sample"
 
 
 class Job:
@@ -84,11 +83,11 @@ class Job:
     def _find(self, *wanted):
         return next((reason for *event, reason in self.events if tuple(event) == wanted), None)
 
-    def start(self, role, rank, *, epoch=0, incarnation="0.0", code=HERE):
+    def start(self, role, rank, *, epoch=0, incarnation="0.0", code=ROOT):
         environ = {
             **os.environ, "RLJOB_NAME": "j", "RLJOB_UID": "u", "RLJOB_ROLE": role, "RLJOB_POD": f"j-{role}-{rank}", "RANK": str(rank),
             "GROUP_NAME": role, "WORLD_SIZE": "2", "RLJOB_EPOCH": str(epoch), "RLJOB_INCARNATION": incarnation,
-            "RLJOB_HUB": f"tcp://127.0.0.1:{self.port}", "PYTHONPATH": f"{HERE}{os.pathsep}{code}", "RLJOB_LOG_LEVEL": "ERROR",
+            "RLJOB_HUB": f"tcp://127.0.0.1:{self.port}", "PYTHONPATH": f"{ROOT}{os.pathsep}{code}", "RLJOB_LOG_LEVEL": "ERROR",
         }  # fmt: skip
         process = subprocess.Popen([sys.executable, "-m", "rl_core.workers.host"], env=environ)
         self.processes.append(process)

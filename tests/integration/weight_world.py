@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -18,8 +17,8 @@ from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.version_source import StateSource
+from tests import ROOT
 
-HERE = Path(__file__).parent
 SHAPES = {"a": [500, 700], "b": [3], "c": [11], "d": [300, 999]}
 SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
 QUICK = Deadlines(sync_seconds=600, straggler_seconds=0.2)
@@ -31,9 +30,14 @@ class Receiver:
 
     def __init__(self, name, **options):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / "weight_receiver_child.py"), json.dumps({"shapes": SHAPES, **options})]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.integration.weight_receiver_child",
+            json.dumps({"shapes": SHAPES, **options}),
+        ]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
         self.name = name
 

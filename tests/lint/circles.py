@@ -1,4 +1,4 @@
-"""Find circles of files: files that import each other, directly or through others. Run by `make lint`; exits 1 when it prints one.
+"""Find circles of files: files that import each other, directly or through others. `python -m tests.lint.circles`, run by `make lint`; exits 1 when it prints one.
 
 An import counts wherever it stands. A late import inside a function hides a circle and does not take it away. One under
 `if TYPE_CHECKING` does no harm when the program runs, but a reader of either file must read both: hand the part what it calls (a
@@ -8,7 +8,7 @@ function, a Protocol) instead of the whole it belongs to.
 import sys
 from collections.abc import Mapping
 
-from import_graph import Graph, graph, modules
+from tests.lint.import_graph import Graph, graph, modules
 
 
 def circles(imports: Graph) -> list[list[str]]:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from operator_rig.jobs import Jobs
-from operator_rig.kubelet import Kubelet
-from operator_rig.replica import LEASE_SECONDS, Replica, home_of
-from testcluster.access import Access
 
 from rljob_operator.runtime import master_key
 from rljob_operator.runtime.cluster import ApiCluster
+from tests.cluster.operator_rig.jobs import Jobs
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.replica import LEASE_SECONDS, Replica, home_of
+from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "rljob"

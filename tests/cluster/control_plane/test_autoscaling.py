@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from operator_rig.jobs import IMAGE, Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.runner import FakeRunner
-from testcluster.access import Access
 
 from rljob_operator import kinds
 from rljob_operator.runtime.metrics import WORKLOAD
+from tests.cluster.operator_rig.jobs import IMAGE, Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.runner import FakeRunner
+from tests.cluster.testcluster.access import Access
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "autoscaling"
 

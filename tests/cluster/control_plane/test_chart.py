@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from network_policies import selects
-from operator_rig.charts import CHART, eventually, job
 
 from rljob_operator import naming
 from rljob_operator.runtime.settings import Settings
+from tests.cluster.operator_rig.charts import CHART, eventually, job
+from tests.unit.operator.network_policies import selects
 
 ROOT = Path(__file__).parents[3]
 NAMESPACE = "chart-test"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import yaml
-from operator_rig.charts import CHART, eventually, job
-from testcluster.access import Access
+
+from tests.cluster.operator_rig.charts import CHART, eventually, job
+from tests.cluster.testcluster.access import Access
 
 STRICT = {
     "allowedImagePrefixes": ["registry.test/", "ghcr.io/team/"],

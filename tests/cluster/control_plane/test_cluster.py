@@ -5,9 +5,10 @@ from pathlib import Path
 
 import kubernetes
 import pytest
-from testcluster.access import Access
-from testcluster.cluster import Cluster
-from testcluster.errors import ClusterError
+
+from tests.cluster.testcluster.access import Access
+from tests.cluster.testcluster.cluster import Cluster
+from tests.cluster.testcluster.errors import ClusterError
 
 POD = {
     "apiVersion": "v1",

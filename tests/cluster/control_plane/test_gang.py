@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifest_samples import make_job
-from operator_rig.jobs import Jobs, until
-from operator_rig.witness import Witness, granted
-from testcluster.access import Access
 
 from rljob_operator import kinds
 from rljob_operator.manifests import gang
 from rljob_operator.model import OperatorConfig
+from tests.cluster.operator_rig.jobs import Jobs, until
+from tests.cluster.operator_rig.witness import Witness, granted
+from tests.cluster.testcluster.access import Access
+from tests.unit.operator.manifest_samples import make_job
 
 CRD = Path(__file__).parents[3] / "crds" / "rljob.yaml"
 GATES = "--feature-gates=GenericWorkload=true,GangScheduling=true"

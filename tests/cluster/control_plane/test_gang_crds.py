@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from operator_rig.jobs import Jobs, manifest
-from operator_rig.replica import home_of
-from operator_rig.witness import Witness, granted
-from testcluster.access import Access
 
 from rljob_operator import kinds, naming
 from rljob_operator.manifests import gang
+from tests.cluster.operator_rig.jobs import Jobs, manifest
+from tests.cluster.operator_rig.replica import home_of
+from tests.cluster.operator_rig.witness import Witness, granted
+from tests.cluster.testcluster.access import Access
 
 SECTIONS = {"actor": {"replicas": 2}, "rollout": {"replicas": 3, "minReplicas": 2}}
 PODS = ("job-actor-0", "job-actor-1", "job-rollout-0", "job-rollout-1", "job-rollout-2", "job-env-0")

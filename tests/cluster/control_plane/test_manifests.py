@@ -4,10 +4,10 @@ import json
 
 import pytest
 import yaml
-from manifest_samples import CONFIG, MASTER, full_job, make_job, make_plan
 
 from rl_core.plan.colocated import colocate
 from rljob_operator import manifests
+from tests.unit.operator.manifest_samples import CONFIG, MASTER, full_job, make_job, make_plan
 
 DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}
 JOBS = {

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifest_samples import CONFIG, make_job, make_plan
-from testcluster.access import Access
 
 from rljob_operator import manifests
+from tests.cluster.testcluster.access import Access
+from tests.unit.operator.manifest_samples import CONFIG, make_job, make_plan
 
 UNOWNED = "the operator must touch only what an RLJob owns"
 SYSTEM = "the operator must not touch namespace kube-system"

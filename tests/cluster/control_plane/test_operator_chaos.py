@@ -6,12 +6,11 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from operator_rig.jobs import STANDARD, Jobs, until
-from testcluster.access import Access
-
 from rljob_operator import kinds
 from rljob_operator.errors import ApiError
 from rljob_operator.runtime.cluster import Cluster
+from tests.cluster.operator_rig.jobs import STANDARD, Jobs, until
+from tests.cluster.testcluster.access import Access
 
 STARTER = ThreadPoolExecutor(max_workers=1)
 """Programs of the cluster die with the thread that started them, so that thread lives as long as the session."""

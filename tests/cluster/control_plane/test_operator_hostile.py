@@ -6,16 +6,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from operator_rig.jobs import Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.replica import Replica, home_of
-from operator_rig.runner import FakeRunner
-from testcluster.access import Access
-
 from rljob_operator import kinds
 from rljob_operator.kinds import Kind
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.progress import CONTROL_PORT
+from tests.cluster.operator_rig.jobs import Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.replica import Replica, home_of
+from tests.cluster.operator_rig.runner import FakeRunner
+from tests.cluster.testcluster.access import Access
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"

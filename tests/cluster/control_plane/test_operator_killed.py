@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
-from operator_rig.jobs import Jobs, until
-from operator_rig.replica import home_of
 
 from rljob_operator import kinds, naming
 from rljob_operator.errors import NotFound
@@ -23,6 +21,8 @@ from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.master_key import KeyRing
 from rljob_operator.runtime.relist import Relister
 from rljob_operator.runtime.settings import Settings
+from tests.cluster.operator_rig.jobs import Jobs, until
+from tests.cluster.operator_rig.replica import home_of
 
 MASTER = bytes(32)
 MOST_REQUESTS = 200

@@ -4,12 +4,12 @@ import asyncio
 import signal
 
 import pytest
-from operator_rig.jobs import PATIENCE, STANDARD, Jobs, until
-from operator_rig.replica import home_of
 
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
 from rljob_operator.runtime.leader import NAME, LeaseLost
+from tests.cluster.operator_rig.jobs import PATIENCE, STANDARD, Jobs, until
+from tests.cluster.operator_rig.replica import home_of
 
 
 async def holder(jobs: Jobs) -> str:

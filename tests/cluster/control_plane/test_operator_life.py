@@ -1,11 +1,11 @@
 """A job's life on the real API server: made, repaired, scaled, deleted, made anew."""
 
 import pytest
-from operator_rig.jobs import STANDARD, Jobs, until
 
 from rl_core.plan.launch import PodPlan
 from rljob_operator import kinds, naming
 from rljob_operator.errors import Invalid
+from tests.cluster.operator_rig.jobs import STANDARD, Jobs, until
 
 
 def owner_of(obj):

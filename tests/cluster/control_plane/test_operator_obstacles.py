@@ -4,13 +4,13 @@ import asyncio
 import base64
 
 import pytest
-from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
-from operator_rig.replica import home_of
 
 from rljob_operator import kinds, naming
 from rljob_operator.errors import NotFound
 from rljob_operator.kinds import Kind
 from rljob_operator.runtime import master_key
+from tests.cluster.operator_rig.jobs import IMAGE, STANDARD, Jobs, until
+from tests.cluster.operator_rig.replica import home_of
 
 QUOTA = Kind(group="", version="v1", kind="ResourceQuota", plural="resourcequotas")
 

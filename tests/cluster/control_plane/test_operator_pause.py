@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 
-from operator_rig.jobs import STANDARD, Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.runner import FakeRunner
-from testcluster.access import Access
+from tests.cluster.operator_rig.jobs import STANDARD, Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.runner import FakeRunner
+from tests.cluster.testcluster.access import Access
 
 POLICY = {"klBlowUp": {"above": 0.5, "steps": 2, "action": "Pause"}}
 

@@ -3,9 +3,9 @@
 import asyncio
 import json
 
-from operator_rig.jobs import STANDARD, Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.runner import FakeRunner
+from tests.cluster.operator_rig.jobs import STANDARD, Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.runner import FakeRunner
 
 
 async def test_step_and_reward_come_from_the_runner(jobs: Jobs, start, kubelet: Kubelet) -> None:

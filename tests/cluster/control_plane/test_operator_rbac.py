@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from operator_rig.jobs import IMAGE, STANDARD, Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.replica import home_of
-from operator_rig.runner import FakeRunner
-from operator_rig.witness import Right, Witness, granted
-from testcluster.access import Access
-
 from rljob_operator import kinds
 from rljob_operator.manifests import gang
+from tests.cluster.operator_rig.jobs import IMAGE, STANDARD, Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.replica import home_of
+from tests.cluster.operator_rig.runner import FakeRunner
+from tests.cluster.operator_rig.witness import Right, Witness, granted
+from tests.cluster.testcluster.access import Access
 
 NOT_EXERCISED: dict[Right, str] = {
     (

@@ -5,14 +5,14 @@ import base64
 from typing import Any
 
 import pytest
-from operator_rig.jobs import PATIENCE, Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.replica import home_of
-from operator_rig.runner import FakeRunner
 
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
 from rljob_operator.runtime import master_key
+from tests.cluster.operator_rig.jobs import PATIENCE, Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.replica import home_of
+from tests.cluster.operator_rig.runner import FakeRunner
 
 READY = {"actor": 1, "rollout": 2, "env": 1}
 

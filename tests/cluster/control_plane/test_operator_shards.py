@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
-from operator_rig.charts import CHART, job
-from operator_rig.jobs import STANDARD, Jobs, until
-from operator_rig.replica import Replica, home_of
-from testcluster.access import Access
 
 from rljob_operator import kinds
 from rljob_operator.runtime import leader, master_key
 from rljob_operator.runtime.cluster import ApiCluster
+from tests.cluster.operator_rig.charts import CHART, job
+from tests.cluster.operator_rig.jobs import STANDARD, Jobs, until
+from tests.cluster.operator_rig.replica import Replica, home_of
+from tests.cluster.testcluster.access import Access
 
 
 @dataclass

@@ -12,15 +12,15 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import later_version
 import pytest
-from operator_rig.jobs import STANDARD, Jobs, until
-from operator_rig.kubelet import Kubelet
-from operator_rig.runner import FakeRunner
 
 from rl_core.api import defaults, document
 from rl_core.api.job import RLJobSpec
 from rljob_operator import kinds
+from tests.cluster.operator_rig.jobs import STANDARD, Jobs, until
+from tests.cluster.operator_rig.kubelet import Kubelet
+from tests.cluster.operator_rig.runner import FakeRunner
+from tests.e2e import later_version
 
 READ = """
 import pathlib, sys

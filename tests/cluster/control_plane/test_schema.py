@@ -9,10 +9,10 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from manifest_samples import FULL_POD
 from pydantic import ValidationError
 
 from rl_core.api.job import RLJob, RLJobSpec
+from tests.unit.operator.manifest_samples import FULL_POD
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = [*ROOT.glob("examples/*/*.yaml"), ROOT / "examples" / "reference.yaml"]

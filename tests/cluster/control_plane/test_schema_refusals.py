@@ -4,10 +4,10 @@ import json
 
 import kubernetes
 import pytest
-from bad_jobs import CASES, GOOD, merged
 from pydantic import ValidationError
 
 from rl_core.api.job import RLJob
+from tests.cluster.bad_jobs import CASES, GOOD, merged
 
 
 def judged(access, document) -> list[tuple[str, str]]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jobs_on_nodes import Job, example
-from testcluster.access import Access
+
+from tests.cluster.jobs_on_nodes import Job, example
+from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
 NAMESPACE = "training"
@@ -18,7 +19,7 @@ NAMESPACE = "training"
 @pytest.fixture(scope="session")
 def images(nodes: Access) -> dict[str, str]:
     """References of the images by role, built from this tree and in the cluster's registry."""
-    command = [sys.executable, "worker_images/build.py", "--push", nodes.cluster.state.addresses.registry]
+    command = [sys.executable, "-m", "worker_images.build", "--push", nodes.cluster.state.addresses.registry]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

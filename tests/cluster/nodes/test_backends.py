@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Output, assert_trained_once
-from jobs_on_nodes import SPREAD, Job, small
-from testcluster.access import Access
+
+from tests.cluster.jobs_on_nodes import SPREAD, Job, small
+from tests.cluster.testcluster.access import Access
+from tests.e2e.harness import Output, assert_trained_once
 
 TINY = Path(__file__).parents[2] / "e2e" / "make_tiny.py"
 SHARED = "shared"

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs_on_nodes import Job, small
-from testcluster.access import Access
+
+from tests.cluster.jobs_on_nodes import Job, small
+from tests.cluster.testcluster.access import Access
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "helm" / "rljob"

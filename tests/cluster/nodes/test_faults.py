@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from jobs_on_nodes import Job, condition, is_ready, small
-from testcluster.access import Access
+
+from tests.cluster.jobs_on_nodes import Job, condition, is_ready, small
+from tests.cluster.testcluster.access import Access
 
 MINUTES = 60.0
 

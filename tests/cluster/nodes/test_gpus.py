@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifest_samples import MASTER, make_plan
-from nvml_stub import build as build_stub
-from probes_on_nodes import create_job, one_image, probing
-from testcluster.access import Access
 
 from rl_core.plan.colocated import colocate
 from rl_core.plan.launch import LaunchPlan
 from rljob_operator import manifests
 from rljob_operator.model import OperatorConfig
+from tests.cluster.nvml_stub import build as build_stub
+from tests.cluster.probes_on_nodes import create_job, one_image, probing
+from tests.cluster.testcluster.access import Access
+from tests.unit.operator.manifest_samples import MASTER, make_plan
 
 SECONDS = 300.0
 DRA = {"gpuAllocation": "dra", "deviceClass": "gpu.example.com"}

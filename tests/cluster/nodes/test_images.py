@@ -4,7 +4,8 @@ import json
 import subprocess
 
 import pytest
-from testcluster.access import Access
+
+from tests.cluster.testcluster.access import Access
 
 IMPORTS = {
     "actor": "rl_core.runner.__main__, rl_core.channel.__main__, rl_core.actors.fsdp, rl_core.actors.megatron.backend, torch, transformers, pyarrow, tensorboard",

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Output, assert_trained_once
-from jobs_on_nodes import SPREAD, Job, condition, example, small
-from testcluster.access import Access
+
+from tests.cluster.jobs_on_nodes import SPREAD, Job, condition, example, small
+from tests.cluster.testcluster.access import Access
+from tests.e2e.harness import Output, assert_trained_once
 
 STEPS = 30
 MINUTES = 60.0

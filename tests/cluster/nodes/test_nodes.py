@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testcluster import images
-from testcluster.access import Access
-from testcluster.commands import run
+
+from tests.cluster.testcluster import images
+from tests.cluster.testcluster.access import Access
+from tests.cluster.testcluster.commands import run
 
 SERVE = "mkdir /tmp/www; hostname > /tmp/www/index.html; exec httpd -f -p 8080 -h /tmp/www"
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from jobs_on_nodes import Job, condition, example, small
+from tests.cluster.jobs_on_nodes import Job, condition, example, small
 
 SECONDS = 240.0
 """A machine of CI is slow and shared."""

@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 import pytest
-from manifest_samples import MASTER, make_plan
-from network_policies import Endpoint, allows
-from probes_on_nodes import create_job, one_image, probing
-from testcluster.access import Access
 
 from rljob_operator import manifests, naming
+from tests.cluster.probes_on_nodes import create_job, one_image, probing
+from tests.cluster.testcluster.access import Access
+from tests.unit.operator.manifest_samples import MASTER, make_plan
+from tests.unit.operator.network_policies import Endpoint, allows
 
 SECONDS = 120.0
 PORTS = (7700, 7701, 7702, 7703, 7705, 40123)

@@ -7,11 +7,11 @@ from typing import Any
 
 from kubernetes.aio import client, config
 
-from operator_rig.jobs import until
 from rljob_operator.model import OperatorConfig
 from rljob_operator.runtime.app import Operator
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.settings import Settings
+from tests.cluster.operator_rig.jobs import until
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 START = 180.0

@@ -6,11 +6,11 @@ from typing import Any
 
 from aiohttp import web
 
-from operator_rig.jobs import Jobs
 from rl_core.plan.keys import TOKEN_FILE
 from rl_core.plan.signatures import Guard, Peer, ReceivedCall
 from rljob_operator import kinds
 from rljob_operator.runtime.progress import CONTROL_PORT
+from tests.cluster.operator_rig.jobs import Jobs
 
 
 class FakeRunner:

@@ -1,5 +1,5 @@
-"""`python -m testcluster`."""
+"""`python -m tests.cluster.testcluster`."""
 
-from testcluster.cli import main
+from tests.cluster.testcluster.cli import main
 
 main()

@@ -12,7 +12,7 @@ import kubernetes
 import kubernetes.aio
 import yaml
 
-from testcluster.cluster import Cluster
+from tests.cluster.testcluster.cluster import Cluster
 
 TIMEOUT_S = 900
 """Longer than any --timeout given to kubectl or helm."""

@@ -6,9 +6,9 @@ import urllib.error
 import urllib.request
 from functools import cached_property
 
-from testcluster.errors import ClusterError
-from testcluster.identities import ADMIN, Identities
-from testcluster.state import State
+from tests.cluster.testcluster.errors import ClusterError
+from tests.cluster.testcluster.identities import ADMIN, Identities
+from tests.cluster.testcluster.state import State
 
 CONFLICT = 409
 

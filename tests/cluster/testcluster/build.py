@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from testcluster import toolchain
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster import toolchain
+from tests.cluster.testcluster.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m testcluster`: the cluster from a shell."""
+"""`python -m tests.cluster.testcluster`: the cluster from a shell."""
 
 import argparse
 import logging
@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from testcluster import build, images, packages
-from testcluster.addresses import REGISTRY
-from testcluster.cluster import Cluster
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster import build, images, packages
+from tests.cluster.testcluster.addresses import REGISTRY
+from tests.cluster.testcluster.cluster import Cluster
+from tests.cluster.testcluster.errors import ClusterError
 
 DEFAULT_STATE = ".cluster/default"
 
@@ -96,7 +96,7 @@ def install(_options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m testcluster", description=sys.modules["testcluster"].__doc__,
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.testcluster", description=sys.modules[__package__].__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--state", default=DEFAULT_STATE, help="folder of the cluster's state (default: %(default)s)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from testcluster import build, cgroups, host_services, images, network, packages, procfs
-from testcluster.addresses import Addresses
-from testcluster.control_plane import ControlPlane, free_ports
-from testcluster.errors import ClusterError
-from testcluster.kwok import Kwok
-from testcluster.node import Node
-from testcluster.processes import programs
-from testcluster.state import Settings, State
+from tests.cluster.testcluster import build, cgroups, host_services, images, network, packages, procfs
+from tests.cluster.testcluster.addresses import Addresses
+from tests.cluster.testcluster.control_plane import ControlPlane, free_ports
+from tests.cluster.testcluster.errors import ClusterError
+from tests.cluster.testcluster.kwok import Kwok
+from tests.cluster.testcluster.node import Node
+from tests.cluster.testcluster.processes import programs
+from tests.cluster.testcluster.state import Settings, State
 
 API_PORT = 6443
 

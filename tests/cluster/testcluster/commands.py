@@ -2,7 +2,7 @@
 
 import subprocess
 
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster.errors import ClusterError
 
 
 def run(*words: object) -> str:

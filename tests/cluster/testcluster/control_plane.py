@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event, Thread
 
-from testcluster.api import Api
-from testcluster.errors import ClusterError
-from testcluster.identities import ADMIN, CONTROLLER_MANAGER, SCHEDULER, Identities
-from testcluster.processes import Program
-from testcluster.state import State
+from tests.cluster.testcluster.api import Api
+from tests.cluster.testcluster.errors import ClusterError
+from tests.cluster.testcluster.identities import ADMIN, CONTROLLER_MANAGER, SCHEDULER, Identities
+from tests.cluster.testcluster.processes import Program
+from tests.cluster.testcluster.state import State
 
 SERVER_PORTS = (10_000, 32_000)
 KEEP_S = 0.5

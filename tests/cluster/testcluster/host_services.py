@@ -1,9 +1,9 @@
 """What runs on the host for the nodes: DNS and the image registry. No image is needed for them."""
 
-from testcluster.control_plane import ControlPlane
-from testcluster.identities import DNS, DRA_DRIVER, POLICY_AGENT
-from testcluster.processes import Program
-from testcluster.state import State
+from tests.cluster.testcluster.control_plane import ControlPlane
+from tests.cluster.testcluster.identities import DNS, DRA_DRIVER, POLICY_AGENT
+from tests.cluster.testcluster.processes import Program
+from tests.cluster.testcluster.state import State
 
 _COREFILE = """\
 .:53 {{

@@ -6,8 +6,8 @@ import json
 import secrets
 from pathlib import Path
 
-from testcluster.certificates import Authority
-from testcluster.state import State
+from tests.cluster.testcluster.certificates import Authority
+from tests.cluster.testcluster.state import State
 
 ADMIN = "admin"
 CONTROLLER_MANAGER = "system:kube-controller-manager"

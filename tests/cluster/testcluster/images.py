@@ -9,10 +9,10 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from testcluster.commands import run
-from testcluster.errors import ClusterError
-from testcluster.node import Node
-from testcluster.node_config import PAUSE_IMAGE
+from tests.cluster.testcluster.commands import run
+from tests.cluster.testcluster.errors import ClusterError
+from tests.cluster.testcluster.node import Node
+from tests.cluster.testcluster.node_config import PAUSE_IMAGE
 
 BUSYBOX_IMAGE = "localhost/busybox:1"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}

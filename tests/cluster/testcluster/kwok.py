@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from testcluster.control_plane import ControlPlane, free_port
-from testcluster.identities import KWOK
-from testcluster.processes import Program
-from testcluster.state import State
+from tests.cluster.testcluster.control_plane import ControlPlane, free_port
+from tests.cluster.testcluster.identities import KWOK
+from tests.cluster.testcluster.processes import Program
+from tests.cluster.testcluster.state import State
 
 ANNOTATION = "kwok.x-k8s.io/node"  # kwok looks after nodes that have it with the value "fake"
 TAINT = {"key": ANNOTATION, "value": "fake", "effect": "NoSchedule"}

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from testcluster.addresses import MAX_INDEX, Addresses
-from testcluster.commands import run, succeeds
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster.addresses import MAX_INDEX, Addresses
+from tests.cluster.testcluster.commands import run, succeeds
+from tests.cluster.testcluster.errors import ClusterError
 
 
 def claim(index: int | None) -> Addresses:

@@ -9,13 +9,13 @@ import signal
 import sys
 from pathlib import Path
 
-from testcluster import cgroups, network, node_config, node_init, procfs
-from testcluster.control_plane import ControlPlane
-from testcluster.errors import ClusterError
-from testcluster.processes import Program
-from testcluster.state import State
+from tests import ROOT
+from tests.cluster.testcluster import cgroups, network, node_config, node_init, procfs
+from tests.cluster.testcluster.control_plane import ControlPlane
+from tests.cluster.testcluster.errors import ClusterError
+from tests.cluster.testcluster.processes import Program
+from tests.cluster.testcluster.state import State
 
-PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 READY_TIMEOUT_S = 300
 
 
@@ -47,7 +47,7 @@ class Node:
                 *("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
                 *("--propagation=private", sys.executable, "-m", node_init.__name__, self._state.folder, self.name),
             ],
-            env={"PYTHONPATH": str(PACKAGE_FOLDER)},
+            env={"PYTHONPATH": str(ROOT)},
         )
         init = self._wait_init()
         network.connect(addresses, self.name, init=init.pid, services=self.name == self._state.settings.nodes[0])

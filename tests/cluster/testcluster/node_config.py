@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from testcluster.addresses import REGISTRY
-from testcluster.identities import DRA_DRIVER, POLICY_AGENT, PROXY, VOLUME_KEEPER, Identities, node_user
-from testcluster.state import State
+from tests.cluster.testcluster.addresses import REGISTRY
+from tests.cluster.testcluster.identities import DRA_DRIVER, POLICY_AGENT, PROXY, VOLUME_KEEPER, Identities, node_user
+from tests.cluster.testcluster.state import State
 
 PAUSE_IMAGE = "localhost/pause:1"
 

@@ -1,7 +1,7 @@
 """Process 1 of a node: mounts what must not be the host's, starts the node's programs, reaps orphans.
 
 Every program uses its default paths, as the kubelet's folder of device plug-ins is a constant in its code; so each node
-has private folders bound over them. `python -m testcluster.node_init STATE NODE`, in new namespaces.
+has private folders bound over them. `python -m tests.cluster.testcluster.node_init STATE NODE`, in new namespaces.
 """
 
 import os
@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from testcluster.commands import run, succeeds
-from testcluster.state import State
+from tests.cluster.testcluster.commands import run, succeeds
+from tests.cluster.testcluster.state import State
 
 # True: in memory, so that the node forgets it when its power is cut.
 FOLDERS = {

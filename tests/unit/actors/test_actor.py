@@ -3,16 +3,16 @@
 import asyncio
 import math
 
-import actor_samples
 import pytest
 import torch
-from actor_steps import gradients, sums, train
 
 from rl_core.actors.fsdp.actor import FSDPActor
 from rl_core.actors.intake import group_entry
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
 from rl_core.api.records import Completion
 from rl_core.messages.groups import EndOfStep
+from tests import actor_samples
+from tests.unit.actors.actor_steps import gradients, sums, train
 
 
 def checksum(tensors):

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 import torch
-from actor_steps import train
+
+from tests.unit.actors.actor_steps import train
 
 SMALL = {"actor__microBatchTokens": 32}
 """Several micro-batches per mini-batch."""

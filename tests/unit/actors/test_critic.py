@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from actor_steps import gradients, gradients_of, prepare, sums, train
 from safetensors.torch import load_file
 
 from rl_core.actors.critic import decoder_and_head, of_critic
 from rl_core.actors.reference import ReferencePolicy
+from tests.unit.actors.actor_steps import gradients, gradients_of, prepare, sums, train
 
 KINDS = pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
 GAMMA, LAM, CLIP, COEFFICIENT = 0.9, 0.8, 0.05, 0.7

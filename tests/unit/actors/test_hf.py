@@ -6,7 +6,6 @@ import os
 import shutil
 from itertools import pairwise
 
-import actor_samples
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from rl_core.actors import export, hf
 from rl_core.actors.forward import PackedBatch, attach_scoring, score
 from rl_core.api.errors import ConfigError, InfrastructureError
+from tests import actor_samples
 
 CPU = torch.device("cpu")
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-import actor_samples
 import pytest
 
 from rl_core.actors.intake import GroupIntake
 from rl_core.api.errors import DeadlineExceeded
 from rl_core.channel import Channel
 from rl_core.messages.groups import EndOfStep
+from tests import actor_samples
 
 
 class Runner:

@@ -5,11 +5,11 @@ import json
 import sys
 
 import pytest
-from actor_samples import make_spec as make_mapping
 
 from rl_core.actors.manager import validated
 from rl_core.actors.megatron.guards import check, refusals
 from rl_core.api.errors import ConfigError
+from tests.actor_samples import make_spec as make_mapping
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from actor_steps import sums, train
+
+from tests.unit.actors.actor_steps import sums, train
 
 EVERYTHING = {"params": True, "grads": True, "optimizer": True}
 

@@ -4,7 +4,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
-import actor_samples
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from rl_core.actors.fsdp.manager import FSDPModelManager
 from rl_core.actors.schedule import OptimizerCounts
 from rl_core.actors.step_engine import StepEngine
 from rl_core.api.algorithm import AlgorithmSpec
+from tests import actor_samples
 
 RECORDS = [actor_samples.make_record(group) for group in range(6)]
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -1,10 +1,10 @@
 """Bad jobs are refused by the schema with field, rule, value and way out; the same table goes to a real API server elsewhere."""
 
 import pytest
-from bad_jobs import CASES, GOOD, SAME, merged
 
 from rl_core.api.job import RLJob, RLJobSpec
 from rl_core.cli.problems import find_problems
+from tests.cluster.bad_jobs import CASES, GOOD, SAME, merged
 
 
 @pytest.mark.parametrize("case", CASES)

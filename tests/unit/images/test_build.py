@@ -1,14 +1,10 @@
 """Equal tags mean equal content, and nothing else decides over a tag."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[3] / "worker_images" / "build.py"
-specification = importlib.util.spec_from_file_location("build_images", SOURCE)
-build = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(build)
+from worker_images import build
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import sbom
+
+from worker_images import sbom
 
 DPKG = """Package: libc6
 Status: install ok installed

@@ -1,16 +1,12 @@
 """The stub that takes the place of the CUDA libraries: the dynamic linker of this machine is the judge."""
 
 import ctypes
-import importlib.util
 import random
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[3] / "worker_images" / "without_cuda.py"
-specification = importlib.util.spec_from_file_location("without_cuda", SOURCE)
-without_cuda = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(without_cuda)
+from worker_images import without_cuda
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 500])

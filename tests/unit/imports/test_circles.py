@@ -1,8 +1,9 @@
 """The check of `make lint` finds circles of any length, wherever their imports stand."""
 
 import pytest
-from circles import circles
-from import_graph import graph
+
+from tests.lint.circles import circles
+from tests.lint.import_graph import graph
 
 FILES = {
     "whole.py": "from rl_core import part\n",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from import_graph import graph, modules
+from tests.lint.import_graph import graph, modules
 
 STARTED = {
     "rl_core.cli.main": "the commands rljob and kubectl rljob",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, merge_patch
 
 from rljob_operator.runtime import status_patch
+from tests.unit.operator.fake_cluster import FakeCluster, merge_patch
 
 
 class _JumpingSelector(selectors.DefaultSelector):

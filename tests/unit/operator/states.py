@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
-from simulator import START, make_job
 
 from rljob_operator.model import Observed, Progress
 from rljob_operator.reconcile import pod_views
 from rljob_operator.reconcile.conditions import REASONS, TYPES
 from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.times import to_text
+from tests.unit.operator.simulator import START, make_job
 
 UID = "0f9d2c1e-0000"
 NUM_SPECS = 64

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulator import World, running
-from test_apply import KEY, Bench
 
 from rljob_operator import kinds
 from rljob_operator.errors import Forbidden
 from rljob_operator.model import JobEvent, Scale
+from tests.unit.operator.simulator import World, running
+from tests.unit.operator.test_apply import KEY, Bench
 
 AUTOSCALE = {"min": 1, "max": 8, "targetIdle": 0.2}
 

@@ -9,7 +9,6 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifest_samples import CONFIG, FULL_POD, MASTER, ROLES, UID, full_job, make_job, make_plan, make_pods
 
 from rl_core.api.pods import PodSpec
 from rl_core.plan import keys
@@ -17,6 +16,17 @@ from rl_core.plan.launch import PodPlan
 from rljob_operator import manifests, naming
 from rljob_operator.manifests import claims, containers
 from rljob_operator.model import OperatorConfig
+from tests.unit.operator.manifest_samples import (
+    CONFIG,
+    FULL_POD,
+    MASTER,
+    ROLES,
+    UID,
+    full_job,
+    make_job,
+    make_plan,
+    make_pods,
+)
 
 JOBS = {
     "minimal": make_job(),

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifest_samples import CONFIG, UID, make_job
-from network_policies import Endpoint, allows
 
 from rljob_operator import naming
 from rljob_operator.manifests import network
+from tests.unit.operator.manifest_samples import CONFIG, UID, make_job
+from tests.unit.operator.network_policies import Endpoint, allows
 
 HUB, CHANNEL, CONTROL, HEALTH, MASTER, RPC = range(7700, 7706)
 JOB = make_job(

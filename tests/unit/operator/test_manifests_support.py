@@ -4,8 +4,6 @@ import json
 import re
 
 import pytest
-from manifest_samples import CONFIG, UID, full_job, make_job, make_plan, make_pods
-from network_policies import selects
 
 from rl_core.api import defaults, document
 from rl_core.api.job import RLJob
@@ -13,6 +11,8 @@ from rl_core.plan.colocated import colocate
 from rljob_operator import manifests
 from rljob_operator.manifests import gang, meta
 from rljob_operator.model import OperatorConfig
+from tests.unit.operator.manifest_samples import CONFIG, UID, full_job, make_job, make_plan, make_pods
+from tests.unit.operator.network_policies import selects
 
 
 def support(job, config=CONFIG):

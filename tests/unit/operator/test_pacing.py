@@ -13,11 +13,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fake_cluster import FakeCluster
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulator import CONFIG, START, make_job
-from states import PHASES, UID, Dice, spec
 
 from rljob_operator import kinds
 from rljob_operator.errors import ApiError, Conflict, Forbidden, Invalid, Unavailable
@@ -30,6 +27,9 @@ from rljob_operator.runtime.cache import Cache, JobKey, head
 from rljob_operator.runtime.controller import Controller
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.queue import WorkQueue
+from tests.unit.operator.fake_cluster import FakeCluster
+from tests.unit.operator.simulator import CONFIG, START, make_job
+from tests.unit.operator.states import PHASES, UID, Dice, spec
 
 KEY = JobKey("team", "x")
 SECONDS = 200.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from manifest_samples import CONFIG as IMAGES
-from manifest_samples import make_job as typed_job
-from network_policies import Endpoint, allows
-from simulator import World, make_job, reason, running
 
 from rljob_operator import naming
 from rljob_operator.manifests import claims, containers, gang, meta, network
 from rljob_operator.model import OperatorConfig
+from tests.unit.operator.manifest_samples import CONFIG as IMAGES
+from tests.unit.operator.manifest_samples import make_job as typed_job
+from tests.unit.operator.network_policies import Endpoint, allows
+from tests.unit.operator.simulator import World, make_job, reason, running
 
 PAIRS: dict[str, Any] = {
     "placement": {"mode": "colocated"},

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import pytest
-from simulator import START, World, make_job, uid_of
 
 from rljob_operator.times import to_seconds, to_text
+from tests.unit.operator.simulator import START, World, make_job, uid_of
 
 
 def running(**spec: Any) -> World:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulator import CONFIG, START, World, make_job, reason, running
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Progress
 from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.conditions import TYPES
 from rljob_operator.times import to_text
+from tests.unit.operator.simulator import CONFIG, START, World, make_job, reason, running
 
 # --- from nothing ------------------------------------------------------------------------------------------------------
 

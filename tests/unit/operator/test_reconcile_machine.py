@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulator import CONFIG, World, make_job, role_of, uid_of
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Plan
 from rljob_operator.reconcile import reconcile
 from rljob_operator.reconcile.conditions import REASONS, TYPES
+from tests.unit.operator.simulator import CONFIG, World, make_job, role_of, uid_of
 
 TERMINAL = ("Succeeded", "Failed")
 

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 import pytest
-from simulator import CONFIG, START, World, make_job, reason, running
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Observed, OperatorConfig
 from rljob_operator.reconcile import pod_views, reconcile
 from rljob_operator.reconcile.conditions import TYPES
+from tests.unit.operator.simulator import CONFIG, START, World, make_job, reason, running
 
 CLAIMED = {
     "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "shared"}}],

@@ -9,14 +9,14 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulator import CONFIG, START, World, make_job
-from states import UID, bytes_of_a_state, known_of, state
 
 from rl_core.api.status import RLJobStatus
 from rljob_operator.model import Observed, Plan
 from rljob_operator.reconcile import reconcile
 from rljob_operator.reconcile.conditions import REASONS, TYPES
 from rljob_operator.reconcile.parsing import ParsedJob
+from tests.unit.operator.simulator import CONFIG, START, World, make_job
+from tests.unit.operator.states import UID, bytes_of_a_state, known_of, state
 
 MANY = settings(
     max_examples=int(os.environ.get("RLJOB_EXAMPLES", "2000")),

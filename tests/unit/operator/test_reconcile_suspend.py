@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulator import World, make_job, running
+
+from tests.unit.operator.simulator import World, make_job, running
 
 
 def test_suspending_saves_first_then_frees_everything_and_resuming_goes_on() -> None:

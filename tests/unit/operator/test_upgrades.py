@@ -3,10 +3,9 @@
 import json
 from dataclasses import replace
 
-from simulator import CONFIG, World, make_job
-
 from rl_core.api import defaults
 from rljob_operator.reconcile import reconcile
+from tests.unit.operator.simulator import CONFIG, World, make_job
 
 
 def earlier():

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from manifest_samples import make_job, make_pods
 
 from rl_core.actors.megatron.guards import refusals
 from rl_core.api.errors import CapacityError
@@ -13,6 +12,7 @@ from rl_core.cli.job_file import JobProblems, load_job
 from rl_core.cli.validate import validate_file
 from rl_core.plan.launch import build_launch_plan
 from rl_core.plan.model_facts import ModelFacts
+from tests.unit.operator.manifest_samples import make_job, make_pods
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "gsm8k"
 COMMON = {"vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_dropout": 0.0}

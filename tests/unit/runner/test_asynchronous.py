@@ -3,11 +3,11 @@
 from random import Random
 
 import pytest
-from account import Account
-from schedules import Schedule
 
 from rl_core.runner.admission import Bounded, OnPolicy, Standing
 from rl_core.runner.asynchronous import admissible, select_groups
+from tests.unit.runner.account import Account
+from tests.unit.runner.schedules import Schedule
 
 
 def bounded(staleness=2, prompts=2, **options):

@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
-from test_roster import member, roster, spec
 
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.controls import Controls, drain
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopController
+from tests.unit.runner.test_roster import member, roster, spec
 
 
 class FakeCluster:

@@ -1,7 +1,6 @@
 """The one account of a group: who gets it, what is admitted, what is replaced, when the run ends (I1, I5, protocol.md 2)."""
 
 import pytest
-from account import Account
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from rl_core.api.settings import ValidationSpec
 from rl_core.messages.groups import GroupEntry, ValidationScores
 from rl_core.runner.training_account import reward_metrics
 from rl_core.runner.validation import ValidationRound
+from tests.unit.runner.account import Account
 
 
 def test_a_step_gives_out_its_prompts_with_the_version_and_admits_each_once():

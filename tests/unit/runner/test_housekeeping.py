@@ -3,12 +3,11 @@
 import threading
 from types import SimpleNamespace
 
-from account import Account
-
 from rl_core.channel import Channel
 from rl_core.runner.housekeeping import Housekeeping
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopController, StopKind
+from tests.unit.runner.account import Account
 
 
 class Rounds:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from account import Account
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.job import RLJobSpec
@@ -20,6 +19,7 @@ from rl_core.runner.roster import Roster
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import Stopped
 from rl_core.workers.member import Member
+from tests.unit.runner.account import Account
 
 
 def member(role="rollout", rank=0, *, state=MemberState.READY, incarnation=(0, 0), version=None):

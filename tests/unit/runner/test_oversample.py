@@ -3,7 +3,8 @@
 from random import Random
 
 import pytest
-from account import Account
+
+from tests.unit.runner.account import Account
 
 
 def test_more_groups_are_out_than_the_step_trains_and_none_once_it_has_its_own():

@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from account import Account
 
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.api.job import RLJobSpec
@@ -16,6 +15,7 @@ from rl_core.runner.saving import Due, Saving
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
 from rl_core.workers.result import WorkerErrors
+from tests.unit.runner.account import Account
 
 
 class Checkpoints:

@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-from account import Account
 
 from rl_core.api.errors import ConfigError, DeadlineExceeded
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import Channel
 from rl_core.messages.groups import ValidationScores
 from rl_core.runner.validation import Validation, summarise
+from tests.unit.runner.account import Account
 
 
 def answer(group, rewards):

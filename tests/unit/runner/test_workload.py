@@ -1,12 +1,12 @@
 """What a rollout's and the trainer's waiting is: by the dispatcher's own calls, on an injected clock."""
 
 import pytest
-from account import BUDGETS, Account
 
 from rl_core.api.settings import ValidationSpec
 from rl_core.messages.groups import ValidationScores
 from rl_core.runner.validation import ValidationRound
 from rl_core.runner.workload import SHORTEST_WINDOW, STEPS_IN_WINDOW
+from tests.unit.runner.account import BUDGETS, Account
 
 
 class Step:
