@@ -14,7 +14,7 @@ from _gpu_world import World, rate
 
 TENSORS = 49
 EPOCHS = {"zmq": 1, "ipc": 2}
-"""Way -> epoch of its publisher."""
+"""WeightTransport -> epoch of its publisher."""
 
 
 def hand_over(world: World) -> dict:
@@ -48,7 +48,7 @@ def _way(world: World, transport: str, weights: dict, about: dict) -> dict:
     from rl_core.messages.weights import ReceiverAddress
     from rl_core.weights.manifest import checksum
     from rl_core.weights.publisher import WeightPublisher
-    from rl_core.weights.version_source import StateSource
+    from tests.weight_samples import StateSource
 
     spec = RLJobSpec.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
     # Not by the schema, which refuses ipc for a CPU: there shared memory stands in for the device's.

@@ -38,13 +38,13 @@ def serve_receiver(options):
 
     from rl_core.transports import tokens
     from rl_core.transports.rpc import RpcServer
-    from rl_core.weights import assembly, words
+    from rl_core.weights import assembly, checksums
     from rl_core.weights.manifest import checksum
     from rl_core.weights.receiver import WeightReceiver
 
     torch.set_num_threads(1)
     if not options["checksums"]:
-        trust_all(assembly, words)
+        trust_all(assembly, checksums)
 
     class Engine:
         def __init__(self):
@@ -77,12 +77,12 @@ def serve_receiver(options):
     sys.stdin.read()
 
 
-def trust_all(assembly, words):
+def trust_all(assembly, checksums):
     """Take the checksums out: what the copy alone costs."""
     always = (0, 0)
-    words.sum_bytes = lambda source, offset=0: always
-    words.copy_bytes = lambda destination, source, offset=0: (np.copyto(destination, source), always)[1]
-    words.add = lambda first, second: always
+    checksums.sum_bytes = lambda source, offset=0: always
+    checksums.copy_bytes = lambda destination, source, offset=0: (np.copyto(destination, source), always)[1]
+    checksums.add = lambda first, second: always
 
 
 def serve_raw(options):
@@ -217,7 +217,7 @@ class Case:
         self.reports = []
 
     def run(self):
-        from rl_core.weights.version_source import StateSource
+        from tests.weight_samples import StateSource
 
         self.version += 1
         self.state["embed"][0] = self.version

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rl_core.weights.offload import Offloader, give_back
+from rl_core.weights.offload import Offloader, empty_device_cache
 
 
 class ResidentState(ABC):
@@ -122,7 +122,7 @@ class Residency:
         if "weights" not in parts:
             self.offload_weights()
         if "offload/bytes" in self._moved:
-            give_back(self._device)
+            empty_device_cache(self._device)
         if "weights" in parts:
             self.load_weights()
             if "gradients" in parts:

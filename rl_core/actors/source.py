@@ -12,8 +12,8 @@ from torch import Tensor
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.slices import LocalSlice
 from rl_core.weights.bucket import Bucket, Layout
-from rl_core.weights.host_alias import host_alias
 from rl_core.weights.reshard import Held, TensorSlice, Transfer, execute, plan_reshard
+from rl_core.weights.storage_alias import storage_alias
 from rl_core.weights.version_source import SourceBucket, SourceEntry
 
 
@@ -119,7 +119,7 @@ class _Gathered:
         for name, dtype in self._dtypes.items():
             if (whole := self._whole.get(name)) is None:
                 stored = self._slices[name]
-                whole = host_alias(stored.tensor.view(stored.shape).to(dtype))
+                whole = storage_alias(stored.tensor.view(stored.shape).to(dtype))
             yield whole
 
 

@@ -82,15 +82,6 @@ class TensorPatch:
     """Where its gaps begin; its values follow at the next multiple of 8 bytes."""
 
 
-@record
-class Patch:
-    """The difference of two states of a model, by bits. Tensors that did not change are absent."""
-
-    tensors: tuple[TensorPatch, ...]
-    data: "np.ndarray"
-    """uint8: gaps and values of one tensor after the other."""
-
-
 # --- where the bytes are ------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,8 @@ from rl_core.rollouts.recovery import Recovery
 from rl_core.rollouts.residency import EngineResidency
 from rl_core.rollouts.sampling import sample_seed
 from rl_core.rollouts.serving import PromptServer
-from rl_core.weights.receiver import ReceiverState, WeightReceiver
+from rl_core.weights.receiver import WeightReceiver
+from rl_core.weights.receiver_state import ReceiverState
 from rl_core.workers.worker import Worker
 
 if TYPE_CHECKING:

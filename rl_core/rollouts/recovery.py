@@ -13,7 +13,8 @@ from typing import Any
 
 from rl_core.api.errors import RLJobError, exit_code
 from rl_core.rollouts.serving import PromptServer
-from rl_core.weights.receiver import ReceiverState, WeightReceiver
+from rl_core.weights.receiver import WeightReceiver
+from rl_core.weights.receiver_state import ReceiverState
 
 logger = logging.getLogger(__name__)
 PAUSE_S = 1.0

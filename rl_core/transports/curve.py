@@ -18,7 +18,7 @@ import zmq.utils.z85
 from rl_core.api.errors import ConfigError
 from rl_core.plan.groups import BUILT_IN, GroupKind
 from rl_core.transports.sockets import IoThread, readable
-from rl_core.transports.strangers import Strangers
+from rl_core.transports.unauthenticated import UnauthenticatedConnections
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class KeyRing:
         if service not in self.callers:
             raise ConfigError(f"service must be one of {sorted(self.callers)}, got {service!r}")
         gate = _gate_of(IoThread.shared())
-        Strangers(IoThread.shared(), socket, what=service)
+        UnauthenticatedConnections(IoThread.shared(), socket, what=service)
         socket.curve_server = True
         socket.curve_secretkey = self.secret
         socket.curve_publickey = self.public

@@ -2,7 +2,7 @@
 
 Pieces are (position, bytes) in rising order; they may hold many tensors or a part of one. A tensor with a destination is
 written there while its checksum is taken, one pass over memory; the others are handed out, each only after its checksum
-held. A patch is written over the version before it: in the destinations, and in what is kept of the tensors without one.
+held. A patch is written over the version before it: in the destinations, and in what is retained of the tensors without one.
 Used by the receiver, in its thread.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from rl_core.api.errors import DataError
 from rl_core.messages.weights import PatchSource
 from rl_core.transports.dtypes import CODES, tensor_view
-from rl_core.weights import patch, words
+from rl_core.weights import checksums, patch
 from rl_core.weights.bucket import Bucket, Layout
 from rl_core.weights.manifest import WeightEntry, WeightManifest, checksum, host_bytes
 
@@ -25,7 +25,7 @@ Piece = tuple[int, np.ndarray]
 """(position in the host copy, uint8 bytes); starts and ends inside a tensor fall on whole 32-bit words."""
 
 
-def places(destinations: "Mapping[str, torch.Tensor]") -> dict[str, np.ndarray]:
+def writable_bytes(destinations: "Mapping[str, torch.Tensor]") -> dict[str, np.ndarray]:
     """Return the bytes of those that can be written in place, views."""
     return {
         name: host_bytes(tensor)
@@ -45,18 +45,18 @@ class Assembly:
         destinations: Mapping[str, "torch.Tensor"],
         wanted: Container[str],
         check: Callable[[], None] = lambda: None,
-        kept: dict[str, np.ndarray] | None = None,
+        retained: dict[str, np.ndarray] | None = None,
         base: WeightManifest | None = None,
     ) -> None:
         """`wanted`: names to hand out besides those with a destination. `check` runs per tensor and raises to stop.
 
-        `kept`: bytes of the last version's tensors without a destination, by the name that travels; it is brought up to date.
-        None = none are kept. `base`: what is proven to be in memory; None = nothing.
+        `retained`: bytes of the last version's tensors without a destination, by the name that travels; it is brought up to date.
+        None = none are retained. `base`: what is proven to be in memory; None = nothing.
         """
         self.bad: list[str] = []
         self.touched = False
         """Whether anything of the target may have changed."""
-        self._partial: tuple[np.ndarray, int, words.Sums] | None = None
+        self._partial: tuple[np.ndarray, int, checksums.Checksum] | None = None
         """Of the tensor under way: its memory, bytes so far, sums so far."""
         self.manifest, self.layout = manifest, layout
         self._entries = manifest.entries
@@ -65,31 +65,31 @@ class Assembly:
         for entry in manifest.entries:
             if entry.alias_of is not None:
                 self._aliases.setdefault(entry.alias_of, []).append(entry.name)
-        self._places = places(destinations)
-        self._kept, self._base = kept, base
-        self._memory = {**(kept or {}), **self._places}
+        self._destinations = writable_bytes(destinations)
+        self._retained, self._base = retained, base
+        self._memory = {**(retained or {}), **self._destinations}
         """Where the bytes of a tensor are written, by the name that travels."""
 
     def _without_place(self) -> dict[str, int]:
         """Return name -> size of the tensors that travel and have no destination."""
         entries = (entry for entry in self._entries if entry.alias_of is None)
-        return {entry.name: entry.nbytes for entry in entries if entry.name not in self._places}
+        return {entry.name: entry.nbytes for entry in entries if entry.name not in self._destinations}
 
-    def _make_room(self, kept: dict[str, np.ndarray]) -> None:
-        """Let `kept` have room for exactly the tensors without a destination."""
+    def _make_room(self, retained: dict[str, np.ndarray]) -> None:
+        """Let `retained` have room for exactly the tensors without a destination."""
         sizes = self._without_place()
-        for name in list(kept):
-            if sizes.get(name) != kept[name].size:
-                del kept[name]
+        for name in list(retained):
+            if sizes.get(name) != retained[name].size:
+                del retained[name]
         for name, size in sizes.items():
-            if name not in kept:
-                kept[name] = np.empty(size, np.uint8)
-        self._memory = {**kept, **self._places}
+            if name not in retained:
+                retained[name] = np.empty(size, np.uint8)
+        self._memory = {**retained, **self._destinations}
 
     def tensors(self, pieces: Iterable[Piece]) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Yield (name, tensor) of what has no destination; valid as long as `pieces` are. Raises DataError for a gap."""
-        if self._kept is not None:
-            self._make_room(self._kept)
+        if self._retained is not None:
+            self._make_room(self._retained)
         order = [(start, self._entries[index]) for index, start in self.layout.starts.items()]
         cursor, end = 0, 0
         for position, data in pieces:
@@ -116,7 +116,7 @@ class Assembly:
         """Yield (name, tensor) of whole buckets (uint8) in an accelerator's memory, checked and left there."""
         import torch
 
-        self._places = {}
+        self._destinations = {}
         for bucket, buffer in buckets:
             for member, offset in zip(bucket.entries, bucket.offsets, strict=True):
                 self._check()
@@ -139,7 +139,7 @@ class Assembly:
         """
         if self._base is None or self._base.digest != source.base:
             raise DataError(f"patch must be of the version in memory, got one of {source.base}")
-        if self._kept is None or self._kept.keys() != self._without_place().keys():
+        if self._retained is None or self._retained.keys() != self._without_place().keys():
             raise DataError("patch must find the tensors where the version before it left them, some are not there")
         proven = {entry.name: entry.checksum for entry in self._base.entries}
         verify = frozenset(source.verify)
@@ -158,11 +158,11 @@ class Assembly:
                     raise DataError(
                         f"{entry.name!r} must be {entry.dtype} {list(entry.shape)} in a patch, got {change.dtype} {list(change.shape)}"
                     )
-                writing = patch.Writing.of(change, data)
+                writing = patch.TensorChange.of(change, data)
                 self.touched = True
                 sums = writing.write(memory, sums)
             if entry.name in verify:
-                sums = words.sum_bytes(memory)
+                sums = checksums.sum_bytes(memory)
             yield from self._proven(entry, memory, sums)
         if changes:
             raise DataError(f"patch must be of tensors of the manifest, got {next(iter(changes))!r}")
@@ -182,8 +182,8 @@ class Assembly:
         if done % 4:
             raise DataError(f"pieces of {entry.name!r} must be cut at whole 32-bit words, got a cut at byte {done}")
         self.touched |= entry.name in self._memory
-        added = words.copy_bytes(memory[done : done + data.size], data, offset=done // 4)
-        self._partial = (memory, done + data.size, words.add(sums, added))
+        added = checksums.copy_bytes(memory[done : done + data.size], data, offset=done // 4)
+        self._partial = (memory, done + data.size, checksums.add(sums, added))
 
     def _whole(self, entry: WeightEntry, data: np.ndarray) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Finish `entry` with its last (or only) bytes."""
@@ -194,13 +194,13 @@ class Assembly:
             self._partial = None
         elif place is not None:
             self.touched = True
-            memory, sums = place, words.copy_bytes(place, data)
+            memory, sums = place, checksums.copy_bytes(place, data)
         else:
-            memory, sums = data, words.sum_bytes(data)
+            memory, sums = data, checksums.sum_bytes(data)
         yield from self._proven(entry, memory, sums)
 
     def _proven(
-        self, entry: WeightEntry, memory: np.ndarray, sums: words.Sums | None
+        self, entry: WeightEntry, memory: np.ndarray, sums: checksums.Checksum | None
     ) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Copy what `memory` holds to the tied names of `entry` and hand it out, if its `sums` are those of the manifest."""
         if sums != entry.checksum:
@@ -208,10 +208,10 @@ class Assembly:
             return
         names = (entry.name, *self._aliases.get(entry.name, ()))
         for name in names:
-            other = self._places.get(name)
+            other = self._destinations.get(name)
             if other is not None and other is not memory and other.ctypes.data != memory.ctypes.data:
                 np.copyto(other, memory)
-        handed = [name for name in names if name not in self._places and name in self._wanted]
+        handed = [name for name in names if name not in self._destinations and name in self._wanted]
         if handed:
             self.touched = True
             tensor = tensor_view(memory.data, CODES[entry.dtype], entry.shape, copy=False)

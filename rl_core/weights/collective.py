@@ -1,7 +1,7 @@
-"""Weights by process group (gloo on CPUs, NCCL between GPUs): the publisher broadcasts bucket by bucket.
+"""Weights over a process group (gloo on CPUs, NCCL between GPUs): the publisher broadcasts bucket by bucket.
 
-The group lives as long as its members do. When one is lost no broadcast can end, so the publisher aborts the group at every
-member (RPC `weights_abort`), offers the version again to those that are left, and forms the next generation with them.
+The group exists as long as its members do. If a member is lost, no broadcast can finish; the publisher then aborts the group at every
+member (RPC `weights_abort`), offers the version to the remaining members again, and forms a new group (the next generation) with them.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ from rl_core.weights.host_copy import HostCopy
 
 NAME = "weights"
 ABORT_SECONDS = 5.0
-"""How long a member may take to confirm an abort; it is only told, nothing depends on it."""
+"""Seconds to wait for a member's answer to an abort. The answer is not used."""
 
 
 class GroupSender:
-    """The publisher's end: rank 0 of every generation. On the publisher's loop, except `_cast`."""
+    """The publisher's end, rank 0 of every generation. Methods run on the publisher's event loop, except `_cast`, which runs in a thread."""
 
     def __init__(self, *, host: str, epoch: int, backend: str, device: str, timeout: float) -> None:
-        """`timeout`: seconds for a formation and for each bucket. `device`: where NCCL takes the bytes from."""
+        """`timeout`: seconds for forming the group and for each bucket. `device`: device from which NCCL sends."""
         self._host, self._epoch, self._backend, self._device, self._timeout = host, epoch, backend, device, timeout
         self._store: GroupStore | None = None
         self._plan: GroupPlan | None = None
         self._group: TensorGroup | None = None
         self._generation = 0
-        self._telling: asyncio.Future[None] | None = None
-        """The last abort under way; held, because the loop itself does not."""
+        self._aborting: asyncio.Future[None] | None = None
+        """Task of the last abort. A reference is kept because the event loop keeps none."""
 
     async def send(self, copy: HostCopy, handshakes: Sequence[Handshake], timeout: float) -> None:
-        """Bring the READY `handshakes` to APPLIED; those that are READY still afterwards must be offered again."""
+        """Broadcast to the READY `handshakes`, which become APPLIED. Those that are still READY afterwards must be offered the version again."""
         plan = self._plan_for(handshakes)
         casting = asyncio.ensure_future(asyncio.to_thread(self._cast, plan, copy))
         transfers: dict[asyncio.Future[Any], Handshake] = {}
@@ -52,10 +52,10 @@ class GroupSender:
             if reason and self._plan is plan:
                 self._abort(plan, reason)
                 left = [handshake for task, handshake in transfers.items() if task in pending]
-                self._telling = asyncio.ensure_future(self._tell(plan, left))
+                self._aborting = asyncio.ensure_future(self._send_aborts(plan, left))
 
     def _broken(self, done: "asyncio.Future[Any]", transfers: Mapping["asyncio.Future[Any]", Handshake]) -> str:
-        """Return why the group cannot go on after `done`, or ""."""
+        """Return why the group cannot be used after `done`, or ""."""
         handshake = transfers.get(done)
         if handshake is None:
             error = done.exception()
@@ -94,7 +94,7 @@ class GroupSender:
             self._group.abort(reason)
         self._plan = self._group = None
 
-    async def _tell(self, plan: GroupPlan, handshakes: Sequence[Handshake]) -> None:
+    async def _send_aborts(self, plan: GroupPlan, handshakes: Sequence[Handshake]) -> None:
         calls = [
             handshake.client.call("weights_abort", plan.generation, timeout=ABORT_SECONDS) for handshake in handshakes
         ]
@@ -118,30 +118,30 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """A receiver's end. `buckets` runs in its thread, `abort` anywhere."""
+    """A receiver's end. `buckets` runs in the receiver's thread; `abort` may be called from any thread."""
 
     def __init__(self, *, timeout: float) -> None:
-        """`timeout`: seconds for a formation and for each bucket."""
+        """`timeout`: seconds for forming the group and for each bucket."""
         self._timeout = timeout
         self._group: TensorGroup | None = None
         self._aborted: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
-        """Guards both: an abort that arrives while the group forms must end it once it is formed."""
+        """Guards `_group` and `_aborted`: an abort that arrives while the group forms must end the group once it is formed."""
 
     @property
     def key(self) -> str:
-        """Return the key of the group that is formed and whole as far as this end knows, else ""."""
+        """Return the key of the group if it is formed and not known to be broken, else ""."""
         return self._group.plan.key if self._group is not None and not self._group.poisoned else ""
 
     @property
     def broken(self) -> bool:
-        """Whether the last transfer ended with the group, not with this receiver."""
+        """Return whether the last transfer failed because of the group and not because of this receiver."""
         return self._group is None or bool(self._group.poisoned)
 
     def buckets(self, source: GroupSource, layout: Layout, *, device: str) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield the buckets as they come; the next one is received while the consumer works on one.
+        """Yield the buckets as they arrive. The next bucket is received while the caller processes the current one.
 
-        Each has memory of its own: an aborted broadcast may still write the last.
+        Each bucket has its own memory, because an aborted broadcast may still write to the last one.
         """
         group = self._join(source.plan, source.rank)
 
@@ -173,7 +173,7 @@ class GroupReceiver:
         return group
 
     def abort(self, epoch: int, generation: int, reason: str) -> None:
-        """End the group of that generation, also one that is still forming."""
+        """Abort the group of that generation, even if it is still being formed."""
         with self._lock:
             self._aborted.add((epoch, generation))
             if self._group is not None and (self._group.plan.epoch, self._group.plan.generation) == (epoch, generation):

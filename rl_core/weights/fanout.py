@@ -1,8 +1,8 @@
-"""Trees of receivers: who has a version passes it on (`weights.fanout`), so that the publisher's link does not carry it once for each.
+"""Receivers that pass a version on to other receivers (`weights.fanout`), so that the publisher does not send it to each of them.
 
-The publisher and each receiver that has proven a version serve so many others at a time, by streams. `Tree` says who is
-next to give, `Relays` asks that receiver for a stream. Only bytes go through the tree: every receiver is offered, proven and
-committed by the publisher itself, and goes back to it for the bytes when its sender dies.
+The publisher and each receiver that has verified a version serve up to `fanout` others at a time, by streams. `RelaySlots` chooses the
+next sender; `RelayPool` asks that receiver for a stream. Only the bytes come from other receivers: the publisher itself sends the offer
+and the commit to every receiver, and it sends the bytes if a relay fails.
 """
 
 import asyncio
@@ -19,83 +19,83 @@ logger = logging.getLogger(__name__)
 
 PUBLISHER = ""
 RELAY_SECONDS = 10.0
-"""How long a receiver may take to open a stream; nothing has to be read for that."""
+"""Seconds that a receiver may take to open a stream. Opening does not read the weights."""
 
 
-class Tree:
-    """How many more receivers each sender of one version may serve."""
+class RelaySlots:
+    """Counts how many more receivers each sender of one version may serve."""
 
     def __init__(self, fanout: int) -> None:
         self._fanout = fanout
         self._free = {PUBLISHER: fanout}
 
     def add(self, name: str) -> None:
-        """Let `name`, which has the version, serve others."""
+        """Allow `name`, which has the version, to serve others."""
         self._free.setdefault(name, self._fanout)
 
-    def drop(self, name: str) -> None:
-        """Ask `name` no more."""
+    def remove(self, name: str) -> None:
+        """Do not use `name` any more."""
         if name != PUBLISHER:
             self._free.pop(name, None)
 
-    def take(self) -> str | None:
-        """Return who serves the next receiver: the least busy that has room, the publisher last; None = nobody has room."""
-        able = [name for name, free in self._free.items() if free]
-        if not able:
+    def acquire(self) -> str | None:
+        """Return the sender for the next receiver: the one with the most free slots, the publisher last. None if no slot is free."""
+        available = [name for name, free in self._free.items() if free]
+        if not available:
             return None
-        name = max(able, key=lambda one: (one != PUBLISHER, self._free[one]))
+        name = max(available, key=lambda sender: (sender != PUBLISHER, self._free[sender]))
         self._free[name] -= 1
         return name
 
-    def give_back(self, name: str) -> None:
-        """Let the place that `take` gave serve the next one."""
+    def release(self, name: str) -> None:
+        """Free the slot that `acquire` took."""
         if name in self._free:
             self._free[name] += 1
 
 
-class Relays:
-    """The receivers that pass the newest version on. On the publisher's loop."""
+class RelayPool:
+    """The receivers that can pass on the newest version. Used on the publisher's event loop."""
 
     def __init__(self, fanout: int, *, encrypted: bool = False) -> None:
-        """`encrypted`: whether the streams are secret as well."""
+        """`fanout`: receivers that each sender may serve at a time; `encrypted`: whether streams are encrypted."""
         self._fanout, self._encrypted = fanout, encrypted
         self._digest = ""
-        self._tree = Tree(fanout)
+        self._slots = RelaySlots(fanout)
         self._peers: dict[str, Handshake] = {}
-        self._room = asyncio.Condition()
-        """Guards `_tree`; told whenever somebody may have room."""
-        self._turns = itertools.count()
+        self._changed = asyncio.Condition()
+        """Guards `_slots`; notified when a slot may be free."""
+        self._next_peer = itertools.count()
 
-    def _begin(self, digest: str) -> None:
-        """Forget who has another version than `digest`."""
+    def _start_version(self, digest: str) -> None:
+        """Forget the senders of any version other than `digest`."""
         if digest != self._digest:
-            self._digest, self._tree, self._peers = digest, Tree(self._fanout), {}
+            self._digest, self._slots, self._peers = digest, RelaySlots(self._fanout), {}
 
     async def joined(self, digest: str, handshake: Handshake) -> None:
-        """Let a receiver that has proven the version `digest` pass it on."""
-        async with self._room:
-            self._begin(digest)
+        """Register a receiver that has verified the version `digest`, so that it can serve others."""
+        async with self._changed:
+            self._start_version(digest)
             self._peers[handshake.name] = handshake
-            self._tree.add(handshake.name)
-            self._room.notify_all()
+            self._slots.add(handshake.name)
+            self._changed.notify_all()
 
     @contextlib.asynccontextmanager
     async def sender(self, digest: str) -> AsyncIterator[Handshake | None]:
-        """Wait for a sender of the version `digest` with room and hold a place at it; None = the publisher."""
-        async with self._room:
-            self._begin(digest)
-            tree = self._tree
-            while (name := tree.take()) is None:
-                await self._room.wait()
+        """Wait for a sender of the version `digest` with a free slot and hold the slot; None stands for the publisher."""
+        async with self._changed:
+            self._start_version(digest)
+            slots = self._slots
+            while (name := slots.acquire()) is None:
+                await self._changed.wait()
         try:
             yield self._peers.get(name)
         finally:
-            async with self._room:
-                tree.give_back(name)
-                self._room.notify_all()
+            async with self._changed:
+                slots.release(name)
+                self._changed.notify_all()
 
     async def stream(self, peer: Handshake) -> StreamSource | None:
-        """Return a stream of the version from `peer`; None when it gives none, and is asked no more."""
+        """Return a stream of the version from `peer`. If it gives none, return None and do not use it again."""
         try:
             answer = await peer.client.call("weights_relay", self._digest, self._encrypted, timeout=RELAY_SECONDS)
         except RLJobError as error:
@@ -106,16 +106,16 @@ class Relays:
         return None
 
     async def failed(self, peer: Handshake, reason: str) -> None:
-        """Ask `peer` no more for this version."""
+        """Do not use `peer` for this version any more."""
         logger.warning("%s does not pass the weights on, the publisher gives them: %s", peer.name, reason)
-        async with self._room:
-            self._tree.drop(peer.name)
+        async with self._changed:
+            self._slots.remove(peer.name)
             self._peers.pop(peer.name, None)
-            self._room.notify_all()
+            self._changed.notify_all()
 
     async def for_joiner(self, digest: str) -> StreamSource | None:
-        """Return a stream of the committed version from the next receiver that serves it; None when there is none."""
-        peers: Sequence[Handshake] = [one for one in self._peers.values() if one.state is HandshakeState.ACKED]
+        """Return a stream of the committed version from one of the receivers that serve it, in turn; None if there is none."""
+        peers: Sequence[Handshake] = [peer for peer in self._peers.values() if peer.state is HandshakeState.ACKED]
         if digest != self._digest or not peers:
             return None
-        return await self.stream(peers[next(self._turns) % len(peers)])
+        return await self.stream(peers[next(self._next_peer) % len(peers)])

@@ -1,8 +1,8 @@
-"""One receiver's part in one sync, and the gate all of them pass before anybody serves the new version.
+"""The conversation with one receiver during a sync, and the decision when the version is committed.
 
-`Handshake` talks OFFER -> TRANSFER -> COMMIT with one receiver, or OFFER -> COMMIT where the offer says where the data are;
-`Gate` decides when the version is committed. Both live on the publisher's event loop; a handshake that fails concerns nobody
-else.
+A `Handshake` performs OFFER -> TRANSFER -> COMMIT with one receiver, or OFFER -> COMMIT if the offer says where the data is.
+`CommitGate` decides when the version is committed. Both live on the publisher's event loop. A handshake that fails does not affect
+the others.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from rl_core.transports.rpc_call import CallFuture
 
 
 class HandshakeState(enum.Enum):
-    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED, or LOADING -> APPLIED ...; FAILED ends it anywhere.
+    """OFFERED -> READY -> APPLIED -> COMMITTING -> ACKED, or LOADING -> APPLIED ...; any state may lead to FAILED.
 
-    A patch that does not hold leads to READY again.
+    A patch that fails verification leads back to READY.
     """
 
     OFFERED = "offered, not ready"
@@ -49,44 +49,44 @@ class Handshake:
         self.name, self.client, self.host_token = name, client, host_token
         self.state = HandshakeState.OFFERED
         self.reason = ""
-        """Why it failed."""
+        """Reason of the failure."""
         self.verification_failed = False
-        """Whether it got all bytes and some were wrong; a collective goes on then."""
+        """Whether all bytes arrived and some were wrong. The process group stays usable then."""
         self.transport = ""
-        """What carried the bytes: shared, stream, message, gloo, nccl, ipc; "" = no bytes were needed."""
+        """How the bytes were sent: shared, stream, message, gloo, nccl or ipc; "" if no bytes were needed."""
         self.patched = False
-        """Whether a patch was enough."""
+        """Whether a patch was applied instead of the whole version."""
         self.relayed = False
-        """Whether another receiver gave the bytes."""
+        """Whether another receiver sent the bytes."""
         self.ready: ReceiverReady | None = None
-        """Its last READY answer, once it gave one."""
+        """The last READY answer; None before the first."""
         self.ack: ReceiverAck | None = None
-        """Its ACK answer to COMMIT; None before it, and when it had the version already."""
+        """The ACK answer to COMMIT; None before it, and if the receiver had the version already."""
         self.changed: Callable[[], None] = lambda: None
-        """Called at each change of state, on the loop."""
+        """Called on the event loop at each change of state."""
         self._since = time.monotonic()
         self._digest = ""
-        """Of the version on offer."""
+        """Digest of the offered version."""
         self._offered: tuple[CallFuture, WeightSource | None] | None = None
-        """The offer under way and its source."""
+        """The pending call of OFFER and the source in it."""
 
     @property
     def applied(self) -> bool:
-        """Whether the version is proven in the receiver's memory."""
+        """Return whether the version is verified in the receiver's memory."""
         return self.state in (HandshakeState.APPLIED, HandshakeState.COMMITTING, HandshakeState.ACKED)
 
     @property
     def live(self) -> bool:
-        """Whether it may still apply the version."""
+        """Return whether the receiver may still apply the version."""
         return self.state in (HandshakeState.OFFERED, HandshakeState.LOADING, HandshakeState.READY)
 
     def describe(self) -> str:
-        """Return name, state and age of the state, and why it failed."""
+        """Return name, state, age of the state, and the reason of a failure."""
         text = f"{self.name} {self.state.value} for {time.monotonic() - self._since:.1f} s"
         return f"{text} ({self.reason})" if self.reason else text
 
     def start(self, offer: WeightOffer, timeout: float) -> None:
-        """Send OFFER, from any thread; `offered` hears the answer."""
+        """Send OFFER, from any thread. `offered` awaits the answer. `timeout` is in seconds."""
         self._digest = offer.digest
         source = offer.source or offer.patch
         if source is not None:
@@ -94,11 +94,14 @@ class Handshake:
         self._offered = (self.client.call_future("weights_offer", offer, timeout=timeout), source)
 
     async def offered(self) -> None:
-        """Bring the receiver to READY; to APPLIED when the offer says where the data are; further when it has the version."""
+        """Wait for the answer to OFFER.
+
+        The state becomes READY; APPLIED if the offer said where the data is; ACKED if the receiver serves the version already.
+        """
         if self._offered is None:
             raise AssertionError("bug: the offer must be started before its answer is awaited")
         sent, source = self._offered
-        answer = await self._heard(asyncio.wrap_future(sent), ReceiverAnswer)
+        answer = await self._await_answer(asyncio.wrap_future(sent), ReceiverAnswer)
         if isinstance(answer, ReceiverReady):
             self.ready = answer
             self._enter(HandshakeState.READY)
@@ -110,13 +113,14 @@ class Handshake:
             self._take_applied(answer, source)
 
     async def transfer(self, transfer: WeightTransfer, timeout: float, *, relayed: bool = False) -> None:
-        """Bring the receiver from READY to APPLIED; it stays READY when a patch did not hold there.
+        """Send TRANSFER; the state becomes APPLIED, or stays READY if a patch failed verification.
 
-        `relayed`: another receiver gives the bytes. It stays READY when that fails, with the reason, and must be offered the version again.
+        `relayed`: whether another receiver sends the bytes. If that fails, the state stays READY, `reason` is set, and the version must be
+        offered again.
         """
         self.transport = transfer.source.kind
         call = self.client.call("weights_transfer", transfer, timeout=timeout)
-        answer = await self._heard(call, ReceiverApplied | ReceiverReady | ReceiverFailure)
+        answer = await self._await_answer(call, ReceiverApplied | ReceiverReady | ReceiverFailure)
         if isinstance(answer, ReceiverReady):
             self.ready = answer
         elif relayed and isinstance(answer, ReceiverFailure):
@@ -139,10 +143,10 @@ class Handshake:
             self.fail(f"verification failed: {names}: {answer.reason}" if names else answer.reason)
 
     async def commit(self, version: int, digest: str, timeout: float) -> None:
-        """Bring the receiver from APPLIED to ACKED."""
+        """Send COMMIT; the state becomes ACKED."""
         self._enter(HandshakeState.COMMITTING)
         call = self.client.call("weights_commit", version, digest, timeout=timeout)
-        answer = await self._heard(call, ReceiverAck | ReceiverRefusal)
+        answer = await self._await_answer(call, ReceiverAck | ReceiverRefusal)
         if isinstance(answer, ReceiverAck):
             self.ack = answer
             self._enter(HandshakeState.ACKED)
@@ -150,12 +154,12 @@ class Handshake:
             self.fail(f"commit refused: {answer.reason}")
 
     def fail(self, reason: str) -> None:
-        """End the conversation: the receiver is out of this sync."""
+        """End the conversation: the receiver takes no further part in this sync."""
         self.reason = f"{self.state.value}: {reason}"
         self._enter(HandshakeState.FAILED)
 
-    async def _heard(self, call: Awaitable[Any], expected: Any) -> Any:
-        """Return the answer, one of the types `expected`; None when there will be none, which ends the conversation."""
+    async def _await_answer(self, call: Awaitable[Any], expected: Any) -> Any:
+        """Return the answer, an instance of `expected`; None if there is no valid answer, which fails the handshake."""
         try:
             answer = await call
         except RLJobError as error:
@@ -175,42 +179,42 @@ class Handshake:
         self.changed()
 
 
-class Gate:
-    """Opens when the version is committed: all live receivers applied it, or enough did and the others are slow.
+class CommitGate:
+    """Opens when the version is committed: when all live receivers have applied it, or when enough have and the others are slow.
 
-    A receiver that died unnoticed so costs the others `straggler_seconds` of serving, not its whole deadline.
+    A receiver that died unnoticed therefore delays the others by `straggler_seconds`, not by its whole deadline.
     """
 
     def __init__(self, *, min_acks: int, straggler_seconds: float, opened: Callable[[], None]) -> None:
         self.handshakes: Sequence[Handshake] = ()
         self._min_acks, self._straggler_seconds, self._opened = min_acks, straggler_seconds, opened
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._grace: asyncio.TimerHandle | None = None
+        self._straggler_timer: asyncio.TimerHandle | None = None
 
     def watch(self, handshakes: "Sequence[Handshake]") -> None:
-        """Decide over `handshakes`, and look whenever one of them changes."""
+        """Decide by the states of `handshakes`, and check again whenever one of them changes."""
         self.handshakes = handshakes
         for handshake in handshakes:
-            handshake.changed = self.look
-        self.look()
+            handshake.changed = self.check
+        self.check()
 
     async def wait(self) -> bool:
-        """Return whether the version was committed."""
+        """Wait for the decision and return whether the version was committed."""
         return await asyncio.shield(self._decision)
 
-    def look(self) -> None:
-        """Decide if it can be decided; called whenever a handshake changes."""
+    def check(self) -> None:
+        """Decide if that is possible. Called whenever a handshake changes."""
         if self._decision.done():
             return
         applied = sum(handshake.applied for handshake in self.handshakes)
         if not any(handshake.live for handshake in self.handshakes):
             self._decide(applied >= self._min_acks)
-        elif self._grace is None and applied >= max(1, self._min_acks):
-            self._grace = asyncio.get_running_loop().call_later(self._straggler_seconds, self._decide, True)
+        elif self._straggler_timer is None and applied >= max(1, self._min_acks):
+            self._straggler_timer = asyncio.get_running_loop().call_later(self._straggler_seconds, self._decide, True)
 
     def _decide(self, commit: bool) -> None:
-        if self._grace is not None:
-            self._grace.cancel()
+        if self._straggler_timer is not None:
+            self._straggler_timer.cancel()
         if not self._decision.done():
             if commit:
                 self._opened()

@@ -1,13 +1,13 @@
-"""The publisher's copy of a version in host memory, laid out as buckets in a segment of shared memory.
+"""The publisher's copy of a version in host memory, laid out as buckets in a shared-memory segment.
 
-`HostCopies.write` consumes the buckets of a source and sums while it copies; receivers of this host map the segment, all
-others get slices of it. What is held, when and why:
+`HostCopies.write` copies the buckets of a source and computes checksums in the same pass. Receivers on this host map the segment;
+all others are sent slices of it. The memory is managed as follows:
 
-- From the first bucket of a version to the first of the next: one copy. Receivers load it, late joiners pull it.
-- The publisher gives a copy up before it writes the next version, which so goes into the same memory: page faults are paid
-  once, and the model is in host memory once besides the trainer's own.
-- A second copy exists only while a late joiner still reads the older one; its segment goes back to the pool with the joiner.
-- With patches the copy is what the next version is compared with: that is written over it, tensor by tensor (`chain`).
+- One copy exists from the first bucket of a version to the first bucket of the next. Receivers load it and late joiners pull it.
+- The publisher releases a copy before it writes the next version, which therefore reuses the memory: page faults are paid once, and
+  the model is in host memory only once besides the memory of the trainer.
+- A second copy exists only while a late joiner still reads the older one. Its segment is freed when the joiner is done.
+- With patches, the copy is what the next version is compared with. The next version overwrites it tensor by tensor (`patch_encoder`).
 """
 
 import logging
@@ -22,7 +22,7 @@ from rl_core.messages.weights import TensorPatch
 from rl_core.transports.bulk import Share
 from rl_core.transports.dtypes import CODES, tensor_view
 from rl_core.transports.shared_memory import SegmentStore
-from rl_core.weights import words
+from rl_core.weights import checksums
 from rl_core.weights.bucket import Bucket, Layout
 from rl_core.weights.manifest import WeightEntry, WeightManifest, host_bytes
 from rl_core.weights.version_source import SourceBucket, SourceEntry, VersionSource
@@ -32,60 +32,60 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Take = Callable[[SourceEntry, int, np.ndarray, np.ndarray], words.Sums]
-"""Writes a tensor, given (entry, its position in the whole, its bytes, where they belong), and returns its checksum."""
+WriteTensor = Callable[[SourceEntry, int, np.ndarray, np.ndarray], checksums.Checksum]
+"""Function (entry, offset in the copy, bytes of the tensor, memory to write to) that writes a tensor and returns its checksum."""
 
 
 @dataclass(eq=False, slots=True)
 class HostMemory:
-    """Room for a version; where it is, and who needs it."""
+    """Memory for one version, and who uses it."""
 
     data: np.ndarray
     """uint8 [layout.nbytes]."""
     segment: str | None
-    """Name of the segment; None when /dev/shm was full and the memory is private."""
+    """Name of the shared-memory segment; None if /dev/shm was full and the memory is private."""
     generation: int = 0
-    """Which lending of the segment this is."""
-    is_there: Callable[[], bool] = lambda: False
-    """Tells whether the segment's name still leads to it."""
-    told: bool = False
-    """Whether it was logged that it does not."""
+    """Number of the allocation of this segment, which tells reuses apart."""
+    exists: Callable[[], bool] = lambda: False
+    """Returns whether the segment still exists under its name."""
+    removal_logged: bool = False
+    """Whether the removal of the segment by another process was logged."""
     holders: set[Hashable] = field(default_factory=set)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PatchCopy:
-    """What changed since another version, in host memory."""
+    """A patch in host memory."""
 
     base: str
-    """Digest of that version."""
+    """Digest of the version that the patch applies to."""
     tensors: tuple[TensorPatch, ...]
     memory: HostMemory
     nbytes: int
     verify: tuple[str, ...]
-    """Tensors that its receivers read whole, changed or not."""
+    """Tensors that receivers check as a whole, whether they changed or not."""
     share: Share = field(default_factory=Share)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostCopy:
-    """One version in host memory; read-only once written."""
+    """One version in host memory. It is not changed after it was written."""
 
     manifest: WeightManifest
     layout: Layout
     memory: HostMemory
     share: Share = field(default_factory=Share)
-    """Key and tags of its streams."""
+    """Key and tags shared by all streams of this copy."""
     patch: PatchCopy | None = None
-    """What changed since the version before it; None = nothing to compare with, or not smaller than all of it."""
+    """Patch against the previous version; None if there is no such version or the patch is not smaller than all weights."""
     patch_share: float | None = None
-    """Share of the elements that changed; None = nothing to compare with."""
-    chained: bool = False
-    """Whether the versions after it may come as patches."""
+    """Fraction of the elements that changed since the previous version; None if there is none."""
+    patches_follow: bool = False
+    """Whether later versions may be sent as patches."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of `memory` that are used."""
+        """Return the number of bytes of `memory` that are used."""
         return self.layout.nbytes
 
     def buckets(self, device: str) -> "Iterator[tuple[Bucket, torch.Tensor]]":
@@ -97,12 +97,12 @@ class HostCopy:
 
 
 class HostCopies:
-    """Writes the copies and keeps their memory. One thread writes at a time; any may `hold` and `drop`."""
+    """Writes host copies and manages their memory. Only one thread may write at a time; any thread may call `hold` and `drop`."""
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        """Guards the holders of all copies: of two that drop at once, only the last frees the memory."""
+        """Guards the holders of all copies: if two threads call `drop` at once, only the last one frees the memory."""
 
     def write(
         self,
@@ -112,56 +112,56 @@ class HostCopies:
         epoch: int,
         device: str = "cpu",
         base: HostCopy | None = None,
-        take: Take | None = None,
+        writer: WriteTensor | None = None,
     ) -> HostCopy:
-        """Return a new copy of `source`, whose buckets are taken on `device`; nobody holds it yet.
+        """Return a new copy of `source`, whose buckets are requested on `device`. The copy has no holder yet.
 
-        It is written over `base`, a copy of the same layout, where only one holds that. `take` writes each tensor; None = it is copied.
-        Raises ValueError when the source does not give what its entries say.
+        The copy reuses the memory of `base`, a copy of the same layout, if `base` has only one holder. `writer` writes each tensor; by default
+        tensors are only copied. Raises ValueError if a tensor of the source does not match its entry or is missing.
         """
         layout = source.layout
-        over = base.memory if base is not None and self._may_write_over(base.memory) else None
-        memory = over or self.lend(layout.nbytes)
+        reused = base.memory if base is not None and self._can_overwrite(base.memory) else None
+        memory = reused or self.allocate(layout.nbytes)
         try:
-            sums: dict[str, words.Sums] = {}
+            sums: dict[str, checksums.Checksum] = {}
             for bucket in source.buckets(device):
-                sums.update(_write_bucket(memory.data, bucket, source, take))
+                sums.update(_write_bucket(memory.data, bucket, source, writer))
             manifest = WeightManifest(version=version, epoch=epoch, entries=tuple(_with_sums(source.entries, sums)))
         except BaseException:
-            if over is None:
-                self.give_back(memory)
+            if reused is None:
+                self.free(memory)
             raise
         return HostCopy(manifest, layout, memory)
 
-    def _may_write_over(self, memory: HostMemory) -> bool:
+    def _can_overwrite(self, memory: HostMemory) -> bool:
         with self._lock:
             alone = len(memory.holders) == 1
-        return alone and (memory.segment is None or memory.is_there())
+        return alone and (memory.segment is None or memory.exists())
 
     def hold(self, copy: HostCopy, holder: Hashable) -> None:
-        """Keep the memory of `copy` until `drop` for the same holder."""
+        """Keep the memory of `copy` until `drop` is called for the same holder."""
         with self._lock:
             copy.memory.holders.add(holder)
 
     def drop(self, copy: HostCopy, holder: Hashable) -> None:
-        """End a hold; the last one frees the memory for a later version."""
+        """End a hold. The memory is freed for later versions when the last hold ends."""
         with self._lock:
             copy.memory.holders.discard(holder)
             unheld = not copy.memory.holders
         if unheld:
-            self.give_back(copy.memory)
+            self.free(copy.memory)
 
     def close(self) -> None:
         """Free every segment."""
         self._store.release_holder(self)
 
-    def give_back(self, memory: HostMemory) -> None:
-        """Free memory that nobody holds."""
+    def free(self, memory: HostMemory) -> None:
+        """Free memory that has no holder."""
         if memory.segment is not None:
             self._store.release(memory.segment, memory.generation, self)
 
-    def lend(self, nbytes: int) -> HostMemory:
-        """Return memory for `nbytes`, a segment where there is room for one."""
+    def allocate(self, nbytes: int) -> HostMemory:
+        """Return memory of `nbytes`: a shared-memory segment if one can be allocated, else private memory."""
         segment = self._store.lend(nbytes, self)
         if segment is None:
             logger.warning("no shared memory for %d bytes of weights; receivers of this host get a stream", nbytes)
@@ -171,8 +171,8 @@ class HostCopies:
 
 
 def _write_bucket(
-    data: np.ndarray, bucket: SourceBucket, source: VersionSource, take: Take | None
-) -> Iterator[tuple[str, words.Sums]]:
+    data: np.ndarray, bucket: SourceBucket, source: VersionSource, writer: WriteTensor | None
+) -> Iterator[tuple[str, checksums.Checksum]]:
     for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
         entry = source.entries[index]
         own = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
@@ -182,13 +182,13 @@ def _write_bucket(
             )
         start = source.layout.starts[index]
         place = data[start : start + entry.nbytes]
-        if take is None:
+        if writer is None:
             yield entry.name, write_tensor(place, tensor, entry)
         else:
-            yield entry.name, take(entry, start, host_bytes(tensor.cpu()), place)
+            yield entry.name, writer(entry, start, host_bytes(tensor.cpu()), place)
 
 
-def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, words.Sums]) -> Iterator[WeightEntry]:
+def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, checksums.Checksum]) -> Iterator[WeightEntry]:
     for entry in entries:
         travels = entry.alias_of or entry.name
         if travels not in sums:
@@ -196,9 +196,9 @@ def _with_sums(entries: Sequence[SourceEntry], sums: Mapping[str, words.Sums]) -
         yield WeightEntry(entry.name, entry.shape, entry.dtype, entry.nbytes, sums[travels], entry.alias_of)
 
 
-def write_tensor(memory: np.ndarray, tensor: "torch.Tensor", entry: SourceEntry) -> words.Sums:
-    """Write `tensor` to `memory` and return its checksum; from a CPU in one pass."""
+def write_tensor(memory: np.ndarray, tensor: "torch.Tensor", entry: SourceEntry) -> checksums.Checksum:
+    """Write `tensor` into `memory` and return its checksum. A CPU tensor is read in one pass."""
     if tensor.device.type == "cpu":
-        return words.copy_bytes(memory, host_bytes(tensor))
+        return checksums.copy_bytes(memory, host_bytes(tensor))
     tensor_view(memory.data, CODES[entry.dtype], entry.shape, copy=False).copy_(tensor.detach())
-    return words.sum_bytes(memory)
+    return checksums.sum_bytes(memory)

@@ -1,7 +1,7 @@
-"""The compiled passes over host memory: sums, copies, comparisons and scattered writes. Imports numba: `words` and `differences` load it late.
+"""Numba kernels over host memory: checksums, copies, comparisons and scattered writes. `checksums` and `delta` import this module late.
 
-Each is compiled when it is first wanted and cached on disk, so that a process pays milliseconds. All arithmetic wraps mod 2^64.
-What they return is described where they are called.
+Each kernel is compiled on first use and cached on disk, so that loading it takes milliseconds. All arithmetic is modulo 2^64. Results
+are described where the kernels are called.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,26 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 BLOCK = 1 << 16
-"""Words that are summed together: positions inside a block fit 32 bits, so products are 32 x 32 -> 64 bit, which vectorises."""
+"""Number of words summed as one block. Positions inside a block fit 32 bits, so products are 32 x 32 -> 64 bit, which vectorises."""
 NEAR = 1 << 12
-"""Words that are summed before they are compared: they stay in the first cache, so that memory is read once."""
+"""Number of words that are summed before they are compared. They stay in the L1 cache, so memory is read once."""
 LINE = 8
-"""64-bit words that are looked at together first: most have no difference."""
+"""Number of 64-bit words tested at once for any difference; most have none."""
 RUN = 1 << 9
-"""Elements that are written before they are read again: no later one is written to the same place, and their memory is near yet."""
+"""Number of elements that are written before they are read again for the checksum, while they are still in the cache."""
 AHEAD = 16
-"""Elements whose memory is asked for before it is needed: the misses of so many overlap."""
+"""Number of elements that are prefetched ahead, so that their cache misses overlap."""
 
 SUMS = numba.types.UniTuple(numba.uint64, 2)
 
 
 def view_of(element: Any, *, readonly: bool = False) -> Any:
-    """Return the type of a contiguous array of `element` that may lie anywhere in a message or a segment."""
+    """Return the numba type of a contiguous, possibly unaligned array of `element`."""
     return numba.types.Array(element, 1, "C", readonly=readonly, aligned=False)
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """Return `function` compiled and cached on disk where there is a folder for it."""
+    """Return `function` compiled for `signature`, cached on disk if there is a folder for the cache."""
     try:
         kernel: Callable[..., Any] = numba.njit([signature], nogil=True, cache=True)(function)
     except RuntimeError:  # no folder to cache in: read-only package and no home
@@ -52,7 +52,10 @@ def make_copy() -> Callable[..., Any]:
 
 
 def make_find(itemsize: int) -> Callable[..., Any]:
-    """Return (old, new, new in halves, gaps, values, last, offset, over) -> (count, largest, last, sums) for elements of so many bytes."""
+    """Return the comparison for elements of `itemsize` bytes.
+
+    (old, new, new as uint32, gaps, values, last, offset, overwrite) -> (count, largest gap, last, checksum)
+    """
     element, long, wide = _unsigned(itemsize), numba.int64, numba.uint64
     states = view_of(wide), view_of(wide, readonly=True), view_of(numba.uint32, readonly=True)
     result = numba.types.Tuple((long, long, long, wide, wide))
@@ -60,12 +63,12 @@ def make_find(itemsize: int) -> Callable[..., Any]:
 
 
 def make_reach(gap_bytes: int) -> Callable[..., Any]:
-    """Return (gaps) -> (their sum, the smallest but the first)."""
+    """Return (gaps) -> (sum of the gaps, smallest gap without the first)."""
     return compiled(_reach, SUMS(view_of(_unsigned(gap_bytes), readonly=True)))
 
 
 def make_write(gap_bytes: int, itemsize: int) -> Callable[..., Any]:
-    """Return (gaps, values, memory) -> sums for elements of 1, 2 or 4 bytes."""
+    """Return (gaps, values, memory) -> change of the checksum, for elements of 1, 2 or 4 bytes."""
     gaps, element = _unsigned(gap_bytes), _unsigned(itemsize)
     return compiled(_write, SUMS(view_of(gaps, readonly=True), view_of(element, readonly=True), view_of(element)))
 
@@ -76,7 +79,7 @@ def _unsigned(itemsize: int) -> Any:
 
 @intrinsic
 def _prefetch(context, array, index):  # type: ignore[no-untyped-def]
-    """Have the processor bring `array[index]` near, to be written; it waits for nothing."""
+    """Prefetch `array[index]` for writing, without waiting for it."""
 
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         view = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -1,12 +1,12 @@
-"""What a version of the weights is: names, shapes, types and checksums in wire order, and one digest over all of it.
+"""The manifest of a version of the weights: name, shape, type and checksum of every tensor, and one digest over all of them.
 
-Built by the publisher, sent as canonical msgpack, compared by every receiver. A version is served only by who holds the
-bytes this manifest describes (invariant I2).
+The publisher builds the manifest and sends it as canonical msgpack. A receiver serves a version only after it has checked that
+its memory holds the bytes that the manifest describes.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,87 +16,84 @@ import numpy as np
 
 from rl_core.api.errors import DataError
 from rl_core.transports.dtypes import CODES, ITEMSIZES
-from rl_core.weights import words
+from rl_core.weights import checksums
 
 if TYPE_CHECKING:
     import torch
 
 _FLOATING = frozenset(name for name in CODES if "float" in name)
 _DEVICE_CHUNK = 1 << 24
-"""Words summed at once on an accelerator; bounds the 64-bit temporaries at 128 MiB each."""
+"""Number of 32-bit words summed at once on an accelerator. It limits each 64-bit temporary tensor to 128 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One name of the model."""
+    """One named tensor of the model."""
 
     name: str
-    """Hugging Face name."""
+    """Name of the parameter in the Hugging Face model."""
     shape: tuple[int, ...]
-    """Full shape."""
+    """Shape of the whole (unsharded) tensor."""
     dtype: str
-    """Type on the wire, after the cast: "float32", "bfloat16", ..."""
+    """Type that is sent, after the cast: "float32", "bfloat16", ..."""
     nbytes: int
-    """Size on the wire; an alias has the size of what it names and sends nothing."""
+    """Size in the type that is sent. An alias has the size of the tensor it names, although nothing is sent for it."""
     checksum: tuple[int, int]
-    """`checksum` of the bytes on the wire."""
+    """`checksum` of the bytes that are sent."""
     alias_of: str | None = None
-    """The entry whose bytes this tied name shares; None = travels itself."""
+    """Name of the earlier entry that this tied parameter shares its bytes with; None if its own bytes are sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """A version of the weights. Raises ValueError for no entries, duplicate names or an alias of nothing."""
+    """The tensors of one version. Raises ValueError for no entries, duplicate names, or an alias of a tensor that is not listed before it."""
 
     version: int
-    """Policy version, rising inside an epoch."""
+    """Policy version. It only rises within an epoch."""
     epoch: int
-    """Epoch of the actor that trained it."""
+    """Epoch of the actor that trained this version."""
     entries: tuple[WeightEntry, ...]
-    """In wire order."""
-    base_version: int | None = None
-    """Version a patch applies to; None = full weights."""
+    """The tensors in the order in which they are sent."""
 
     def __post_init__(self) -> None:
         if not self.entries:
             raise ValueError("a manifest must have at least one tensor, got none; pass the model's parameters")
-        travelling = set()
+        sent = set()
         seen = set()
         for entry in self.entries:
             if entry.name in seen:
                 raise ValueError(f"names of a manifest must be unique, got {entry.name!r} twice; drop one")
             seen.add(entry.name)
             if entry.alias_of is None:
-                travelling.add(entry.name)
-            elif entry.alias_of not in travelling:
+                sent.add(entry.name)
+            elif entry.alias_of not in sent:
                 raise ValueError(f"{entry.name!r} must be an alias of an earlier tensor, got {entry.alias_of!r}")
 
     @functools.cached_property
     def total_bytes(self) -> int:
-        """Bytes that travel: aliases count nothing."""
+        """Number of bytes that are sent; aliases count as 0."""
         return sum(entry.nbytes for entry in self.entries if entry.alias_of is None)
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE2b-128 of the canonical msgpack, in hex: proves version, epoch, names and contents."""
+        """BLAKE2b-128 of `packed`, in hex. It identifies version, epoch, names and contents."""
         return blake2b(self.packed, digest_size=16).hexdigest()
 
     @functools.cached_property
     def packed(self) -> bytes:
-        """The canonical msgpack: [version, epoch, base_version, entries, total_bytes], entries as lists in wire order."""
+        """Canonical msgpack of [version, epoch, entries, total_bytes]; each entry is a list of its fields."""
         rows = [[e.name, e.shape, e.dtype, e.nbytes, e.checksum, e.alias_of] for e in self.entries]
-        packed: bytes = msgpack.packb([self.version, self.epoch, self.base_version, rows, self.total_bytes])
+        packed: bytes = msgpack.packb([self.version, self.epoch, rows, self.total_bytes])
         return packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> "WeightManifest":
-        """Return the manifest of `packed`. Raises DataError when the bytes are not one or disagree with themselves."""
+        """Return the manifest that `packed` encodes. Raises DataError if the bytes are malformed or their sizes are inconsistent."""
         try:
-            version, epoch, base_version, rows, total = msgpack.unpackb(packed)
+            version, epoch, rows, total = msgpack.unpackb(packed)
             manifest = cls(
                 version=checked_int(version),
                 epoch=checked_int(epoch),
-                base_version=None if base_version is None else checked_int(base_version),
                 entries=tuple(_entry(*row) for row in rows),
             )
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
@@ -119,7 +116,7 @@ def _entry(
 
 
 def checked_int(value: Any) -> int:
-    """Return `value`, which came over the wire. Raises TypeError or ValueError when it is not a number from 0."""
+    """Return `value`, an integer of a received message. Raises TypeError if it is not an integer, ValueError if it is negative."""
     if type(value) is not int:
         raise TypeError(f"a number must be an integer, got {value!r}")
     if value < 0:
@@ -128,7 +125,7 @@ def checked_int(value: Any) -> int:
 
 
 def checked_text(value: Any) -> str:
-    """Return `value`, which came over the wire. Raises TypeError when it is not a text."""
+    """Return `value`, a string of a received message. Raises TypeError if it is not a string."""
     if type(value) is not str:
         raise TypeError(f"a name must be a text, got {value!r}")
     return value
@@ -137,19 +134,19 @@ def checked_text(value: Any) -> str:
 def checksum(tensor: "torch.Tensor", offset: int = 0) -> tuple[int, int]:
     """Return (sum w_i, sum (i + 1) w_i), each mod 2^64, over the bytes of `tensor` as little-endian 32-bit words.
 
-    The bytes are padded with zeros to whole words. `offset` is the position of the first word in the full tensor: the
-    checksums of contiguous slices (cut at whole words) add up to that of the whole. Computed where the tensor lives.
-    Raises ValueError for a negative offset.
+    The bytes are padded with zeros to whole words. `offset` is the index of the first word in the full tensor, so that the
+    checksums of contiguous slices (cut at whole words) add up to the checksum of the full tensor. The sum is computed on the
+    device of the tensor. Raises ValueError for a negative offset.
     """
     if offset < 0:
         raise ValueError(f"offset must be 0 or more 32-bit words, got {offset}")
     if tensor.device.type == "cpu":
-        return words.sum_bytes(host_bytes(tensor), offset=offset)
+        return checksums.sum_bytes(host_bytes(tensor), offset=offset)
     return _device_checksum(tensor, offset)
 
 
 def host_bytes(tensor: "torch.Tensor") -> np.ndarray:
-    """Return the bytes of a CPU tensor as uint8 [nbytes]: a view, or a copy when it is not contiguous."""
+    """Return the bytes of a CPU tensor as uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1)
@@ -171,58 +168,13 @@ def _device_checksum(tensor: "torch.Tensor", offset: int) -> tuple[int, int]:
         block = values[start : start + _DEVICE_CHUNK].long() & 0xFFFFFFFF
         positions = torch.arange(1, block.numel() + 1, device=block.device)
         plain, weighted = int(block.sum()), int((block * positions).sum())  # int64 wraps, as the sums should
-        total = words.add(total, (plain, weighted + plain * (start + offset)))
+        total = checksums.add(total, (plain, weighted + plain * (start + offset)))
     return total
 
 
 def wire_dtype(tensor: "torch.Tensor", dtype: str | None) -> str:
-    """Return the type `tensor` travels in: `dtype` for floating ones (None = its own), its own for integers and bools."""
+    """Return the type that `tensor` is sent in: `dtype` for floating-point tensors (None: their own), their own for integers and booleans."""
     own = str(tensor.dtype).removeprefix("torch.")
     if own not in CODES:
         raise ValueError(f"weights must be of one of {', '.join(CODES)}, got {own}; convert them first")
     return dtype if dtype is not None and own in _FLOATING else own
-
-
-def build_manifest(
-    tensors: Mapping[str, "torch.Tensor"] | Iterable[tuple[str, "torch.Tensor"]],
-    *,
-    version: int,
-    epoch: int,
-    dtype: str | None = None,
-    base_version: int | None = None,
-) -> WeightManifest:
-    """Return the manifest of `tensors` in their order; floating ones are cast to `dtype` (None = kept) before the checksum.
-
-    A tensor that is the same memory as an earlier one is listed as its alias. Raises ValueError for duplicate or no names.
-    """
-    import torch
-
-    entries: list[WeightEntry] = []
-    ties = TieFinder()
-    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        wire = wire_dtype(tensor, dtype)
-        sent = tensor.detach().to(getattr(torch, wire))
-        entry = WeightEntry(name, tuple(sent.shape), wire, sent.numel() * sent.element_size(), checksum(sent))
-        entries.append(ties.resolve(entry, tensor))
-    return WeightManifest(version=version, epoch=epoch, base_version=base_version, entries=tuple(entries))
-
-
-def tensor_place(tensor: "torch.Tensor") -> tuple[object, ...]:
-    """Return what two names of one memory have in common while both tensors live."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-class TieFinder:
-    """Finds names of one memory. Tensors may be freed between two calls, so equal addresses must also hold equal bytes."""
-
-    def __init__(self) -> None:
-        self._at: dict[tuple[object, ...], WeightEntry] = {}
-
-    def resolve(self, entry: WeightEntry, tensor: "torch.Tensor") -> WeightEntry:
-        """Return `entry`, as an alias when an earlier one shares its memory."""
-        place = tensor_place(tensor)
-        known = self._at.get(place) if entry.nbytes else None
-        if known is not None and known.checksum == entry.checksum:
-            return replace(entry, alias_of=known.name)
-        self._at[place] = entry
-        return entry

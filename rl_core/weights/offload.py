@@ -1,7 +1,7 @@
-"""Moves the bytes of tensors to host memory and back while every object stays the same (trainers.md 5).
+"""Moves the bytes of tensors to host memory and back without replacing any object.
 
-Storages are emptied in place, so views, tied tensors, FSDP's bookkeeping and optimizer keys need no rebinding. From CPU to
-CPU the copy is made all the same: an emptied storage makes the state observable on any machine.
+Storages are emptied in place, so views, tied tensors, the state of FSDP and the keys of optimizers stay valid. Offloading from CPU to
+CPU makes a copy as well: the emptied storage makes the state observable in tests on any machine.
 """
 
 import time
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 class Offloader:
-    """Holds the bytes of the tensors given to `offload` until `reload`."""
+    """Keeps the bytes of the tensors given to `offload` until `reload`."""
 
     def __init__(self, target: str = "cpu", pin: bool = False) -> None:
-        """`target`: device that holds the bytes; `pin`: in page-locked memory, to and from which an accelerator copies all at once."""
+        """`target`: device that keeps the bytes. `pin`: use page-locked memory, which an accelerator copies asynchronously."""
         self.target = torch.device(target)
         self.pin = pin
         self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
         self.bytes = 0
-        """Bytes moved by the last call."""
+        """Number of bytes moved by the last call."""
         self.seconds = 0.0
-        """Duration of the last call."""
+        """Duration of the last call, seconds."""
 
     @property
     def is_offloaded(self) -> bool:
-        """Return whether bytes are held."""
+        """Return whether bytes are offloaded."""
         return bool(self._held)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copy each distinct storage to the target and empty it; storages that are empty already are left alone."""
+        """Copy each distinct storage to the target and empty it. Storages that are empty already are skipped."""
         started, self.bytes = time.perf_counter(), 0
         for storage in (tensor.untyped_storage() for tensor in distinct_storages(tensors)):
             if not storage.nbytes():
@@ -46,7 +46,7 @@ class Offloader:
         self.seconds = time.perf_counter() - started
 
     def reload(self, device: torch.device | str | int | None = None) -> None:
-        """Give every emptied storage its size and bytes back; `device` must be the one it came from (None: any).
+        """Restore size and bytes of every emptied storage. `device`: if given, it must be the device of the storages.
 
         Raises ValueError for another device.
         """
@@ -65,7 +65,7 @@ class Offloader:
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return one of the tensors per storage, detached, so that views and tied tensors count once."""
+    """Return one tensor per storage, detached, so that views and tied tensors count once."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         found.setdefault(tensor.untyped_storage()._cdata, tensor.detach())
@@ -73,7 +73,7 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage as uint8 [bytes], sharing memory."""
+    """Return a view of a storage as uint8 [nbytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -81,8 +81,8 @@ def _device(device: torch.device | str | int) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def give_back(device: torch.device) -> None:
-    """Return to `device` what its allocator keeps of freed memory: another process that shares the device cannot take it from there."""
+def empty_device_cache(device: torch.device) -> None:
+    """Release the cached memory of torch's allocator on `device`, so that other processes on the device can use it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -1,9 +1,9 @@
-"""The sending end of weight sync: offers each version to every rollout, commits it, serves it to late joiners.
+"""The sending end of weight sync: offers each version to every rollout, commits it, and serves it to late joiners.
 
-Actor rank 0 owns one (trainers.md 9). A version passes three seams: a `VersionSource` yields its buckets, `HostCopies` encodes them in host
-memory (full weights; `Chain` a patch besides), a `Way` moves the bytes. `publish` gathers and copies in the caller's thread and then lets the
-process's handler loop talk to the receivers, so the trained tensors are free as soon as it returns. `host_copy` says which
-copies are held when; `weights_pull` is answered from the committed one at any time between two publishes.
+Rank 0 of the actor owns the publisher. A version passes three interfaces: a `VersionSource` yields its buckets; `HostCopies` writes them to
+host memory, and `PatchEncoder` makes a patch as well; a `WeightTransport` sends the bytes. `publish` gathers and copies in the caller's
+thread and then lets the event loop of the process talk to the receivers, so the trained tensors may be changed as soon as it returns.
+`weights_pull` is answered from the committed copy at any time between two publishes.
 """
 
 import asyncio
@@ -23,29 +23,28 @@ from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.links import SharedMemory
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.rpc_wire import refuse_on_event_loop
-from rl_core.weights import words
-from rl_core.weights.chain import Chain
+from rl_core.weights import checksums
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.fanout import Relays
-from rl_core.weights.handshake import Gate, Handshake, HandshakeState
+from rl_core.weights.fanout import RelayPool
+from rl_core.weights.handshake import CommitGate, Handshake, HandshakeState
 from rl_core.weights.host_copy import HostCopies, HostCopy
-from rl_core.weights.joiners import LateJoiners
-from rl_core.weights.outlets import Outlets
+from rl_core.weights.patch_encoder import PatchEncoder
+from rl_core.weights.pull_server import PullServer
+from rl_core.weights.receiver_state import NO_VERSION
+from rl_core.weights.source_factory import SourceFactory
 from rl_core.weights.version_source import VersionSource
-from rl_core.weights.ways import OnDevice, Star, Together, Way
+from rl_core.weights.weight_transport import Broadcast, DeviceIpc, PointToPoint, WeightTransport
 
 if TYPE_CHECKING:
-    from rl_core.weights.device_memory import DeviceMemory
+    from rl_core.weights.device_buffer import DeviceBuffer
 
 logger = logging.getLogger(__name__)
 
-NOTHING = (-1, "")
-
 
 class WeightPublisher:
-    """Publishes the versions of one epoch. Its `address` is what late joiners pull from.
+    """Publishes the versions of one epoch. Late joiners pull from its `address`.
 
-    `cfg`: the job's spec or a mapping of it. `bind` needs `keys` when it leaves the machine.
+    `cfg`: the job's spec or a mapping of it. `bind` needs `keys` unless it is a loopback address.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class WeightPublisher:
         deadlines: Deadlines | None = None,
         host_token: str | None = None,
     ) -> None:
-        """`device` ("cpu" or "cuda:N") and its UUID: where the trained weights are. `deadlines` None = those of the job.
+        """`device` ("cpu" or "cuda:N") and `device_uuid`: device of the trained weights. `deadlines`: None for those of the job.
 
-        `host_token` None = this host's; another text makes every receiver a remote one (tests, benchmarks).
+        `host_token`: None for the token of this host; with any other text every receiver counts as remote (for tests and benchmarks).
         """
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
         if self.cfg.weights.encrypt and keys is None:
@@ -71,42 +70,50 @@ class WeightPublisher:
         self.epoch = epoch
         self._identity, self._keys, self._device = identity, keys, device
         self._deadlines = deadlines or Deadlines.from_spec(self.cfg)
-        self._last = NOTHING
-        """Version and digest that were committed last."""
+        self._last = NO_VERSION
+        """Version and digest of the last commit."""
         self._clients: dict[str, RpcClient] = {}
-        self._busy = threading.Lock()
-        """Lets one publish run at a time: two would write the same memory and offer in either order."""
+        self._publish_lock = threading.Lock()
+        """Serialises `publish`: two at a time would write the same memory and send their offers in any order."""
         self._loop = HandlerLoop.shared().loop
         host = sockets.split_address(bind)[0]
         self._copies = HostCopies(SharedMemory.shared(identity.uid if identity is not None else "").store)
         own = self.cfg.weights
-        self._chain = Chain(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
-        self._outlets = Outlets(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
-        self._relays = Relays(own.fanout, encrypted=own.encrypt) if own.fanout else None
-        self._joiners = LateJoiners(self._copies, self._outlets, self._deadlines, self._relays)
-        self._memory: DeviceMemory | None = None
-        """The version on the device, where receivers map it there."""
-        self._way = self._make_way(host, device_uuid)
-        handlers = {"weights_pull": self._joiners.pull, "weights_pulled": self._joiners.pulled}
+        self._patch_encoder = (
+            PatchEncoder(self._copies, verify_every=own.verify_every) if own.syncer == "patch" else None
+        )
+        self._source_factory = SourceFactory(host, keys=keys, encrypt=self.cfg.weights.encrypt, host_token=host_token)
+        self._relays = RelayPool(own.fanout, encrypted=own.encrypt) if own.fanout else None
+        self._pull_server = PullServer(self._copies, self._source_factory, self._deadlines, self._relays)
+        self._device_buffer: DeviceBuffer | None = None
+        """Copy of the version in device memory, if receivers map it there."""
+        self._transport = self._make_transport(host, device_uuid)
+        handlers = {"weights_pull": self._pull_server.pull, "weights_pulled": self._pull_server.pulled}
         allowed = {"rollout": frozenset(handlers)} if keys is not None else None
         self._server = RpcServer(bind, handlers, keys, identity, allowed=allowed).start()
         self.address = self._server.address
-        """Where `weights_pull` is served."""
-        words.kernels()
+        """Address at which `weights_pull` is served."""
+        checksums.kernels()
 
-    def _make_way(self, host: str, device_uuid: str | None) -> Way:
-        """Return how versions travel: patches go over ZeroMQ, and a CPU job does unless it asks for another way."""
-        transport, star = self.cfg.weights.transport, Star(self._outlets, self._relays)
-        if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or self._chain is not None)):
-            return star
+    def _make_transport(self, host: str, device_uuid: str | None) -> WeightTransport:
+        """Return the transport of this job. Patches are sent point to point, and so is everything on a CPU unless the job says otherwise."""
+        transport, point_to_point = self.cfg.weights.transport, PointToPoint(self._source_factory, self._relays)
+        if transport == "zmq" or (transport == "auto" and (self._device == "cpu" or self._patch_encoder is not None)):
+            return point_to_point
         if self._shares_devices:
-            from rl_core.weights.device_memory import DeviceMemory  # needs torch
+            from rl_core.weights.device_buffer import DeviceBuffer  # needs torch
 
-            self._memory = DeviceMemory()
-            own = self._outlets.host_token
-            return OnDevice(star, self._memory, wanted=transport, host_token=own, device=device_uuid or self._device)
-        return Together(
-            star,
+            self._device_buffer = DeviceBuffer()
+            own = self._source_factory.host_token
+            return DeviceIpc(
+                point_to_point,
+                self._device_buffer,
+                wanted=transport,
+                host_token=own,
+                device=device_uuid or self._device,
+            )
+        return Broadcast(
+            point_to_point,
             wanted=transport,
             host=host,
             epoch=self.epoch,
@@ -122,39 +129,39 @@ class WeightPublisher:
         return transport == "ipc" or (transport == "auto" and mode != "disaggregated")
 
     def current(self) -> tuple[int, str]:
-        """Return (version, digest) that late joiners get; (-1, "") before the first commit and until a publish that began commits."""
-        copy = self._joiners.committed
-        return (copy.manifest.version, copy.manifest.digest) if copy is not None else NOTHING
+        """Return (version, digest) that late joiners get; (-1, "") before the first commit and while a version is being published."""
+        copy = self._pull_server.committed
+        return (copy.manifest.version, copy.manifest.digest) if copy is not None else NO_VERSION
 
     def publish(
         self, version: int, source: VersionSource, receivers: Sequence[ReceiverAddress], min_acks: int
     ) -> PublishReport:
-        """Give `version` of `source` to `receivers` and return the report once all are served or out.
+        """Publish `version` of `source` to `receivers` and return the report when each of them serves it or has failed.
 
-        Publishing a version again is harmless: who has it acknowledges without data.
-        Raises DeadlineExceeded naming each missing receiver when fewer than `min_acks` acknowledge; ValueError when the
-        version is older than the committed one, or the same with other weights.
+        Publishing the same version again is harmless: receivers that have it acknowledge without data. Raises DeadlineExceeded, naming each
+        missing receiver, if fewer than `min_acks` receivers acknowledge; ValueError if the version is older than the committed one, or equal
+        with other weights.
         """
         refuse_on_event_loop("publish()")
-        with self._busy:
+        with self._publish_lock:
             if version < self._last[0]:
                 raise ValueError(
                     f"version must not go back inside an epoch: {self._last[0]} is committed, got {version}"
                 )
             started = time.monotonic()
-            self._joiners.withdraw()
+            self._pull_server.withdraw()
             try:
-                source = source if self._memory is None else self._memory.filled_by(source)
-                write = self._copies.write if self._chain is None else self._chain.write
+                source = source if self._device_buffer is None else self._device_buffer.copying(source)
+                write = self._copies.write if self._patch_encoder is None else self._patch_encoder.write
                 copy = write(source, version=version, epoch=self.epoch, device=self._device)
                 copied = time.monotonic()
                 handshakes = self._send(copy, receivers, min_acks, self._deadlines.after(copied - started))
             finally:
-                self._loop.call_soon_threadsafe(self._joiners.settle)
+                self._loop.call_soon_threadsafe(self._pull_server.settle)
             return _report(copy, handshakes, min_acks, started=started, copied=copied)
 
     def lost(self, name: str, reason: str) -> None:
-        """Stop waiting for receiver `name`: the hub declared it dead."""
+        """Stop waiting for receiver `name`, which the hub declared dead."""
         client = self._clients.get(name)
         if client is not None:
             client.fail(reason)
@@ -162,8 +169,8 @@ class WeightPublisher:
     def close(self) -> None:
         """Stop serving and free the host copies."""
         self._server.close()
-        self._outlets.close()
-        self._way.close()
+        self._source_factory.close()
+        self._transport.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()
@@ -174,34 +181,35 @@ class WeightPublisher:
     def _send(
         self, copy: HostCopy, receivers: Sequence[ReceiverAddress], min_acks: int, deadlines: Deadlines
     ) -> list[Handshake]:
-        """Offer `copy` and return the handshakes, each as far as it got."""
+        """Offer `copy` and return the handshakes in their final states."""
         manifest = copy.manifest
         if manifest.version == self._last[0] and manifest.digest != self._last[1]:
             raise ValueError(
                 f"version {manifest.version} is committed with digest {self._last[1]} and other weights; raise the version"
             )
         handshakes = [
-            Handshake(name=one.name, client=self._client(one), host_token=one.host_token) for one in receivers
+            Handshake(name=receiver.name, client=self._client(receiver), host_token=receiver.host_token)
+            for receiver in receivers
         ]
         for handshake in handshakes:
-            self._way.start(handshake, copy, deadlines)
+            self._transport.start(handshake, copy, deadlines)
         asyncio.run_coroutine_threadsafe(self._sync(copy, handshakes, min_acks, deadlines), self._loop).result()
         return handshakes
 
     async def _sync(self, copy: HostCopy, handshakes: list[Handshake], min_acks: int, deadlines: Deadlines) -> None:
-        """Bring the `handshakes`, whose offers are under way, as far as they get."""
+        """Complete the `handshakes`, whose offers were sent."""
         self._copies.hold(copy, self)
         try:
             grace = deadlines.straggler(copy.manifest.total_bytes)
-            gate = Gate(min_acks=min_acks, straggler_seconds=grace, opened=lambda: self._commit(copy))
+            gate = CommitGate(min_acks=min_acks, straggler_seconds=grace, opened=lambda: self._commit(copy))
             gate.watch(handshakes)
-            await self._way.deliver(handshakes, copy, gate, deadlines)
+            await self._transport.deliver(handshakes, copy, gate, deadlines)
         finally:
             self._copies.drop(copy, self)
 
     def _commit(self, copy: HostCopy) -> None:
         self._last = (copy.manifest.version, copy.manifest.digest)
-        self._joiners.commit(copy)
+        self._pull_server.commit(copy)
 
     def _client(self, receiver: ReceiverAddress) -> RpcClient:
         client = self._clients.get(receiver.name)
@@ -247,7 +255,7 @@ def _report(
 
 
 def _bytes(copy: HostCopy, acked: Sequence[Handshake]) -> int:
-    """Return the most bytes that one of `acked` needed; the size of the version when nobody needed any."""
+    """Return the largest number of bytes that a receiver of `acked` needed; the size of the version if no receiver needed any."""
     needed = [handshake for handshake in acked if handshake.transport]
     if copy.patch is not None and needed and all(handshake.patched for handshake in needed):
         return copy.patch.nbytes

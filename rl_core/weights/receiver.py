@@ -1,27 +1,22 @@
-"""The receiving end of weight sync: proves a version before it is served (trainers.md 9, invariant I2).
+"""The receiving end of weight sync: verifies a version before the engine serves it.
 
-A rollout worker owns one and serves its `handlers()`; `publisher` calls them. All state changes on the worker's event loop;
-bytes move in one thread, those of a small model on the loop. Only COMMIT of a version whose every checksum held makes the
-engine serve it; whatever ends a sync before that leaves the engine paused, and `current()` without a version once its memory
-was touched. A patch is taken only over the version that is served; one that does not hold is answered with READY, for all of it.
+A rollout worker owns one receiver and serves its `handlers()` by RPC; the publisher calls them. All state changes happen on the
+worker's event loop; bytes are moved in one thread (those of a small model on the loop). The engine serves a version only after COMMIT,
+and COMMIT is accepted only if every checksum was correct. A sync that ends before that leaves the engine paused, and `current()`
+without a version if memory was changed. A patch is applied only to the version that is served; if it fails verification, the answer
+is READY and the whole version is sent.
 """
 
 import asyncio
-import enum
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError, RLJobError
+from rl_core.api.errors import DeadlineExceeded, EpochFenced, InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.weights import (
-    MessageSource,
     PatchSource,
     PullOffer,
     PullRequest,
@@ -31,7 +26,6 @@ from rl_core.messages.weights import (
     ReceiverFailure,
     ReceiverReady,
     ReceiverRefusal,
-    SharedSource,
     StreamSource,
     WeightOffer,
     WeightSource,
@@ -40,14 +34,15 @@ from rl_core.messages.weights import (
 from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
-from rl_core.weights import words
-from rl_core.weights.assembly import Assembly, places
-from rl_core.weights.bucket import DEFAULT_BUCKET_BYTES, Layout
+from rl_core.weights.assembly import Assembly, writable_bytes
+from rl_core.weights.bucket import Layout
+from rl_core.weights.compatibility import incompatibility
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.fit import misfit, shape_and_dtype
+from rl_core.weights.loader import CANCELLED, WeightLoader
 from rl_core.weights.manifest import WeightManifest
+from rl_core.weights.receiver_state import ReceiverState, VersionStates
 from rl_core.weights.relay import Relay
-from rl_core.weights.sources import Sources
+from rl_core.weights.source_reader import SourceReader
 from rl_core.weights.target import InPlaceTarget, WeightTarget
 
 if TYPE_CHECKING:
@@ -55,39 +50,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOTHING = (-1, "")
-"""`current()` of a receiver that cannot prove any version."""
-AT_ONCE_BYTES = 1 << 22
-"""Models of this host up to this size are copied on the event loop: a hand-over to a thread takes as long."""
-STOPPED = "replaced by a newer offer, or its time was over"
-
-
-class ReceiverState(enum.Enum):
-    """UNVERSIONED -> READY -> APPLIED -> SERVING -> READY ...; an abandoned sync leads to PAUSED or DIRTY, then READY."""
-
-    UNVERSIONED = "unversioned"
-    """Nothing was loaded yet, or the epoch changed."""
-    READY = "ready"
-    """Offered: paused, waiting for data or loading it."""
-    APPLIED = "applied"
-    """Loaded and verified, waiting for COMMIT."""
-    SERVING = "serving"
-    """Committed: the only state in which the engine serves."""
-    PAUSED = "paused"
-    """A sync was abandoned before it touched memory: the old version is intact, but not served."""
-    DIRTY = "dirty"
-    """A sync was abandoned or failed after it touched memory: no version is committed."""
-
-
-class _Superseded(Exception):
-    """A newer offer, an abort or a deadline ended the transfer under way."""
-
 
 class WeightReceiver:
-    """Feeds `target` with the versions offered to it. Use it on one event loop; `current` may be read anywhere.
+    """Gives `target` the versions that are offered. Call its methods on one event loop; `current` may be called from any thread.
 
-    `device`: where the engine's weights are, "cpu" or "cuda:N"; `device_uuid` of it when it is not the CPU.
-    `on_state(state, version, digest)` runs at each change.
+    `device`: device of the engine's weights, "cpu" or "cuda:N"; `device_uuid`: UUID of that device unless it is the CPU.
+    `on_state(state, version, digest)` is called whenever the state changes.
     """
 
     def __init__(
@@ -104,43 +72,36 @@ class WeightReceiver:
         on_state: Callable[[ReceiverState, int, str], None] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """`host`: the address at which other receivers reach this process."""
+        """`host`: address at which other receivers reach this process."""
         self.cfg = RLJobSpec.model_validate(cfg) if isinstance(cfg, Mapping) else cfg
         self.epoch = epoch
-        self.state = ReceiverState.UNVERSIONED
         self._identity, self._keys, self._target = identity, keys, target
         self._device = device_uuid or device
         self._deadlines = deadlines or (Deadlines.from_spec(self.cfg) if self.cfg is not None else Deadlines())
-        self._on_state = on_state
-        self._held: WeightManifest | None = None
-        """What is proven to be in the target's memory."""
-        self._kept: dict[str, np.ndarray] | None = None
-        """The bytes of its tensors without a destination, for patches; None = the publisher sends none."""
-        self._committed = False
-        self._pending: WeightManifest | None = None
-        self._layout: Layout | None = None
-        self._stop = threading.Event()
-        """Set by whatever ends the transfer under way; the thread that moves the bytes looks before each tensor."""
-        self._turn = asyncio.Lock()
-        """Guards the engine: a newer OFFER waits until the transfer that it replaced is out of the engine's memory."""
+        self._states = VersionStates(on_state)
+        self._engine_lock = asyncio.Lock()
+        """Guards the engine's memory: a newer OFFER waits until the transfer that it replaces has stopped writing."""
         self._expiry: asyncio.TimerHandle | None = None
+        """Ends the sync if the publisher is silent for too long."""
         self._paused_at: float | None = None
-        self._applied_seconds = 0.0
-        self._bucket_bytes = DEFAULT_BUCKET_BYTES
-        """By which the version offered last is cut."""
+        """Time at which the engine stopped serving."""
+        self._load_seconds = 0.0
+        """Duration of the last load."""
         self._relay = Relay(host, keys)
-        self._sources = Sources(keys=keys, device=device, deadlines=self._deadlines)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rljob-weights")
-        shapes = [shape_and_dtype(wanted)[0] for wanted in target.names_and_shapes().values()]
-        self._kernels = self._thread.submit(words.kernels) if words.worth_compiling(shapes) else None
+        self._reader = SourceReader(keys=keys, device=device, deadlines=self._deadlines)
+        self._loader = WeightLoader(target, self._reader)
+
+    @property
+    def state(self) -> ReceiverState:
+        """Return the state of the sync."""
+        return self._states.state
 
     def warm_up(self) -> None:
-        """Wait until the compiled code, where the model is large enough for it, is loaded, so that the first transfer does not."""
-        if self._kernels is not None:
-            self._kernels.result()
+        """Wait until the compiled checksum kernels are loaded, so that the first transfer does not wait for them."""
+        self._loader.warm_up()
 
     def handlers(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        """Return the RPC methods a worker must serve for its publisher."""
+        """Return the RPC methods that the worker must serve for its publisher."""
         return {
             "weights_offer": self.offer,
             "weights_transfer": self.transfer,
@@ -150,32 +111,30 @@ class WeightReceiver:
         }
 
     def current(self) -> tuple[int, str]:
-        """Return (version, manifest digest) of the committed weights in memory; (-1, "") when there is no proof of any."""
-        held = self._held
-        return (held.version, held.digest) if held is not None and self._committed else NOTHING
+        """Return (version, manifest digest) of the committed weights in memory; (-1, "") if there is no committed version."""
+        return self._states.current()
 
     def set_epoch(self, epoch: int) -> None:
-        """Enter `epoch`: a newer one ends the sync under way and makes the weights unversioned until the next offer."""
+        """Enter `epoch`. If it is newer, the sync in progress ends and the weights have no version until the next offer."""
         if epoch <= self.epoch:
             return
         self.epoch = epoch
         self.forget()
 
     def forget(self) -> None:
-        """End the sync under way and hold no version until the next offer: the memory is of an older epoch, or gone."""
-        self._interrupt()
+        """End the sync in progress and hold no version until the next offer. Called when the engine's memory is outdated or gone."""
+        self._loader.cancel()
         self._relay.withdraw()
-        self._forget_offer()
-        self._held = None
-        self._enter(ReceiverState.UNVERSIONED)
+        self._stop_timer()
+        self._states.reset()
 
     # --- the handshake ---------------------------------------------------------------------------------------------
 
     async def offer(self, offer: WeightOffer) -> ReceiverAnswer:
-        """Answer READY, ACK (this digest is served), APPLIED (it waits for COMMIT) or REFUSE.
+        """Handle OFFER: answer READY, ACK (this version is served already), APPLIED (it only needs COMMIT) or REFUSE.
 
-        READY means paused: nothing is served any more. With a source in the offer a paused receiver loads at once and
-        answers as `transfer`.
+        After READY the engine is paused. If the offer says where the data is, the version is loaded at once and the answer is
+        that of `transfer`.
         """
         manifest = WeightManifest.unpack(offer.manifest)
         if manifest.digest != offer.digest:
@@ -186,15 +145,13 @@ class WeightReceiver:
         problem = self._problem(manifest)
         if problem:
             return ReceiverRefusal(reason=problem)
-        if self.state is ReceiverState.SERVING and self.current()[1] == manifest.digest:
+        if self._states.serves(manifest.digest):
             return ReceiverAck(version=manifest.version, digest=manifest.digest)
-        self._interrupt()  # a transfer under way is of a replaced offer, or of this one whose publisher starts again
-        async with self._turn:
-            self._arm(offer.deadline)
-            self._pending = manifest
-            self._bucket_bytes = offer.bucket_bytes
-            self._layout = layout = Layout.of(manifest.entries, offer.bucket_bytes)
-            self._kept = (self._kept or {}) if offer.keep else None
+        self._loader.cancel()  # a transfer in progress belongs to an offer that is replaced by this one
+        async with self._engine_lock:
+            self._start_timer(offer.deadline)
+            layout = Layout.of(manifest.entries, offer.bucket_bytes)
+            self._states.offer(manifest, layout, retain=offer.keep)
             answer = await self._accept(manifest)
             patch = offer.patch
             if isinstance(answer, ReceiverReady) and patch is not None and patch.base == self.current()[1]:
@@ -204,14 +161,15 @@ class WeightReceiver:
             return answer
 
     async def _accept(self, manifest: WeightManifest) -> ReceiverAnswer:
-        if self._held is not None and self._held.digest == manifest.digest:
-            self._enter(ReceiverState.APPLIED)
+        """Pause the engine for the offered version."""
+        loaded = self._states.loaded
+        if loaded is not None and loaded.digest == manifest.digest:
+            self._states.already_loaded()
             return _applied(manifest, loaded=False)
-        self._stop.clear()
-        self._sources.ready()
+        self._loader.reset()
         if self._paused_at is None:
             self._paused_at = time.monotonic()
-        self._enter(ReceiverState.READY)
+        self._states.await_data()
         try:
             await self._target.prepare(self._deadlines.ready_seconds)
         except DeadlineExceeded as error:
@@ -220,23 +178,27 @@ class WeightReceiver:
         return self._ready()
 
     def _ready(self) -> ReceiverReady:
-        return ReceiverReady(have=self.current(), device=self._device, group=self._sources.group)
+        return ReceiverReady(have=self.current(), device=self._device, group=self._reader.group)
 
     def _problem(self, manifest: WeightManifest) -> str:
-        known = ((one.epoch, one.version) for one in (self._held, self._pending) if one is not None)
-        newest = max(known, default=None)
+        """Return why the offered version must be refused, or ""."""
+        newest = self._states.newest()
         if newest is not None and (manifest.epoch, manifest.version) < newest:
             return f"older: offered version {manifest.version}, this receiver is at {newest[1]} of epoch {newest[0]}"
-        held = self._held
-        same = held is not None and (held.epoch, held.version) == (manifest.epoch, manifest.version)
-        if held is not None and self._committed and same and held.digest != manifest.digest:
-            return f"version {manifest.version} is held with digest {held.digest}, got {manifest.digest}; raise the version"
-        return misfit(manifest, self._target.names_and_shapes())
+        loaded = self._states.loaded
+        if (
+            loaded is not None
+            and self._states.committed
+            and (loaded.epoch, loaded.version) == (manifest.epoch, manifest.version)
+            and loaded.digest != manifest.digest
+        ):
+            return f"version {manifest.version} is held with digest {loaded.digest}, got {manifest.digest}; raise the version"
+        return incompatibility(manifest, self._target.names_and_shapes())
 
     async def transfer(self, transfer: WeightTransfer) -> ReceiverAnswer:
-        """Load and verify the offered version; answer APPLIED, FAILED, or READY for all of it after a patch that does not hold."""
-        async with self._turn:
-            manifest, layout = self._pending, self._layout
+        """Handle TRANSFER: load and verify the offered version. Answer APPLIED or FAILED, or READY if a patch failed verification."""
+        async with self._engine_lock:
+            manifest, layout = self._states.offered, self._states.layout
             if manifest is None or layout is None or manifest.digest != transfer.digest:
                 return _failed(f"digest {transfer.digest} is not on offer here; offer it first")
             if self.state is ReceiverState.APPLIED:
@@ -245,147 +207,109 @@ class WeightReceiver:
 
     async def _load(self, manifest: WeightManifest, layout: Layout, source: WeightSource) -> ReceiverAnswer:
         self._relay.withdraw()
+        states = self._states
         assembly = Assembly(
             manifest,
             layout,
             destinations=self._destinations(),
             wanted=self._target.names_and_shapes(),
-            check=self._go_on,
-            kept=self._kept,
-            base=self._held if self._committed else None,
+            check=self._loader.check,
+            retained=states.retained,
+            base=states.loaded if states.committed else None,
         )
         started = time.monotonic()
-        patch = source if isinstance(source, PatchSource) else None
-        at_once = isinstance(self._target, InPlaceTarget) and isinstance(
-            patch.data if patch else source, SharedSource | MessageSource
-        )
-        if at_once and manifest.total_bytes <= AT_ONCE_BYTES:
-            reason = self._feed(assembly, source)
-        else:
-            reason = await self._feed_in_thread(assembly, source)
+        patched = isinstance(source, PatchSource)
+        try:
+            reason = await self._loader.load(assembly, source)
+        except asyncio.CancelledError:
+            self._abandon("the publisher gave the transfer up", touched=assembly.touched)
+            raise
         if assembly.bad:
             reason = f"{len(assembly.bad)} tensors do not have the checksum of the manifest"
-        if reason and patch is not None and not self._stop.is_set():
-            return self._ask_for_all(manifest, reason, assembly)
-        if reason or self._stop.is_set():
-            self._abandon(reason or STOPPED, touched=assembly.touched)
-            aborted = not assembly.bad and self._sources.group_ended(source)
-            return ReceiverFailure(names=tuple(assembly.bad), reason=reason or STOPPED, aborted=aborted)
-        self._held, self._committed = manifest, False
-        self._applied_seconds = time.monotonic() - started
-        self._enter(ReceiverState.APPLIED)
-        return _applied(manifest, loaded=True, patched=patch is not None)
+        if reason and patched and not self._loader.is_cancelled:
+            names = f", first {assembly.bad[0]!r}" if assembly.bad else ""
+            logger.warning(
+                "the patch to version %s failed, the whole version is needed: %s%s", manifest.version, reason, names
+            )
+            states.patch_failed()
+            return self._ready()
+        if reason or self._loader.is_cancelled:
+            self._abandon(reason or CANCELLED, touched=assembly.touched)
+            aborted = not assembly.bad and self._reader.group_ended(source)
+            return ReceiverFailure(names=tuple(assembly.bad), reason=reason or CANCELLED, aborted=aborted)
+        self._load_seconds = time.monotonic() - started
+        states.apply(manifest)
+        return _applied(manifest, loaded=True, patched=patched)
 
     def _destinations(self) -> "Mapping[str, torch.Tensor]":
         return self._target.destinations() if isinstance(self._target, InPlaceTarget) else {}
 
-    def _ask_for_all(self, manifest: WeightManifest, reason: str, assembly: Assembly) -> ReceiverReady:
-        """Hold no version any more and answer READY: what a patch was written to cannot be told from what it should have been."""
-        names = f", first {assembly.bad[0]!r}" if assembly.bad else ""
-        logger.warning(
-            "the patch to version %s does not hold, all of it is needed: %s%s", manifest.version, reason, names
-        )
-        self._held = None
-        self._enter(ReceiverState.DIRTY)
-        self._enter(ReceiverState.READY)
-        return self._ready()
-
-    async def _feed_in_thread(self, assembly: Assembly, source: WeightSource) -> str:
-        feeding = asyncio.get_running_loop().run_in_executor(self._thread, self._feed, assembly, source)
-        try:
-            return await asyncio.shield(feeding)
-        except asyncio.CancelledError:  # the publisher gave up; the thread must be out of the target's memory first
-            self._interrupt()
-            await asyncio.wait([feeding])
-            self._abandon("the publisher gave the transfer up", touched=assembly.touched)
-            raise
-
-    def _feed(self, assembly: Assembly, source: WeightSource) -> str:
-        """Move the bytes and return "", or why that failed."""
-        try:
-            with self._sources.open(source, assembly) as tensors:
-                self._target.load(tensors, assembly.manifest.version)
-                left = next(tensors, None)
-            if left is not None:
-                return f"{type(self._target).__name__}.load must take every tensor, it left {left[0]!r}"
-        except _Superseded:
-            return STOPPED
-        except RLJobError as error:
-            return f"{type(error).__name__}: {error}"
-        except Exception as error:  # the engine's code: whatever it raises, it does not serve this version
-            logger.exception("the engine failed to load version %s", assembly.manifest.version)
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def _go_on(self) -> None:
-        if self._stop.is_set():
-            raise _Superseded
-
-    def _interrupt(self) -> None:
-        self._stop.set()
-        self._sources.interrupt()
-
     async def commit(self, version: int, digest: str) -> ReceiverAck | ReceiverRefusal:
-        """Serve the applied version and answer ACK; REFUSE when it is not the one applied. Repeating it is harmless.
+        """Handle COMMIT: serve the applied version and answer ACK; REFUSE if another version is applied. May be repeated.
 
-        It is carried out also when its caller gives it up meanwhile: the engine may serve already, and must not do so unversioned.
+        The commit is completed even if the caller cancels its call, because the engine may have begun to serve.
         """
         return await asyncio.shield(self._commit(version, digest))
 
     async def _commit(self, version: int, digest: str) -> ReceiverAck | ReceiverRefusal:
-        async with self._turn:
+        async with self._engine_lock:
             if self.state is ReceiverState.SERVING and self.current() == (version, digest):
                 return self._acknowledge()
+            loaded = self._states.loaded
             if (
                 self.state is not ReceiverState.APPLIED
-                or self._held is None
-                or (self._held.version, self._held.digest) != (version, digest)
+                or loaded is None
+                or (loaded.version, loaded.digest) != (version, digest)
             ):
                 return ReceiverRefusal(reason=f"version {version} is not applied here, the state is {self.state.value}")
             await self._target.resume(version, digest)
-            if self._held is None:
+            if self._states.loaded is None:
                 return ReceiverRefusal(reason=f"version {version} went with the engine's memory")
-            self._committed = True
-            self._forget_offer()
-            self._enter(ReceiverState.SERVING)
+            self._stop_timer()
+            self._states.commit()
             return self._acknowledge()
 
     def _acknowledge(self) -> ReceiverAck:
-        paused, self._paused_at = self._paused_at, None
-        pause = time.monotonic() - paused if paused is not None else 0.0
+        paused_at, self._paused_at = self._paused_at, None
+        pause = time.monotonic() - paused_at if paused_at is not None else 0.0
         version, digest = self.current()
-        return ReceiverAck(version=version, digest=digest, pause_seconds=pause, apply_seconds=self._applied_seconds)
+        return ReceiverAck(version=version, digest=digest, pause_seconds=pause, apply_seconds=self._load_seconds)
 
     async def abort(self, generation: int) -> None:
-        """Leave the process group `generation`, so that a transfer blocked in it ends at once; it will be offered again."""
-        self._sources.abort_group(self.epoch, generation, "the publisher ended it: a member was lost")
+        """Leave the process group `generation`, so that a blocked broadcast ends. The publisher will offer the version again."""
+        self._reader.abort_group(self.epoch, generation, "the publisher ended it: a member was lost")
 
     async def relay(self, digest: str, encrypted: bool) -> StreamSource | ReceiverRefusal:
-        """Return a stream of the version `digest` for another receiver; REFUSE when it is not proven here or cannot be read back."""
-        held = self._held
-        if held is None or held.digest != digest or self.state not in (ReceiverState.APPLIED, ReceiverState.SERVING):
+        """Return a stream of the version `digest` for another receiver; REFUSE if it is not loaded or cannot be read back."""
+        loaded = self._states.loaded
+        if (
+            loaded is None
+            or loaded.digest != digest
+            or self.state not in (ReceiverState.APPLIED, ReceiverState.SERVING)
+        ):
             return ReceiverRefusal(reason=f"digest {digest} is not proven here, the state is {self.state.value}")
-        memory = {**(self._kept or {}), **places(self._destinations())}
-        if any(entry.alias_of is None and entry.name not in memory for entry in held.entries):
+        memory = {**(self._states.retained or {}), **writable_bytes(self._destinations())}
+        if any(entry.alias_of is None and entry.name not in memory for entry in loaded.entries):
             return ReceiverRefusal(reason="the engine has tensors that cannot be read back")
         if encrypted and self._keys is None:
             return ReceiverRefusal(reason="a secret stream needs CURVE keys, there are none here")
-        return self._relay.stream(held, Layout.of(held.entries, self._bucket_bytes), memory, encrypted=encrypted)
+        layout = Layout.of(loaded.entries, self._states.bucket_bytes)
+        return self._relay.stream(loaded, layout, memory, encrypted=encrypted)
 
     # --- late joiners ----------------------------------------------------------------------------------------------
 
     async def pull(self, address: str, *, timeout: float | None = None) -> tuple[int, str]:
-        """Fetch, verify and serve the committed version of the publisher at `address`; return (version, digest).
+        """Load and serve the committed version of the publisher at `address`; return (version, digest).
 
-        One damaged transfer is repeated. Raises InfrastructureError when it cannot be had (the second failure included),
-        EpochFenced when the publisher is of an older epoch, DeadlineExceeded and WorkerLost as RPC does.
+        A failed transfer is repeated once. `timeout` is in seconds per call. Raises InfrastructureError if the version cannot be
+        had, EpochFenced if the publisher is of an older epoch, DeadlineExceeded and WorkerLost as RPC does.
         """
         client = RpcClient(address, self._keys, self._identity, service="actor" if self._keys is not None else None)
         client.set_epoch(self.epoch)
         try:
             answer: ReceiverAnswer | None = None
-            for again in (False, True):
-                answer = await self._pull_once(client, timeout, direct=again)
+            for is_retry in (False, True):
+                answer = await self._pull_once(client, timeout, direct=is_retry)
                 if isinstance(answer, ReceiverAck):
                     return self.current()
                 if isinstance(answer, ReceiverRefusal):
@@ -411,52 +335,41 @@ class WeightReceiver:
 
     # --- the end of a sync -----------------------------------------------------------------------------------------
 
-    def _arm(self, seconds: float) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
         self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire)
 
-    def _expire(self) -> None:
-        """The publisher is silent for longer than any sync takes: it is dead, or it dropped this receiver."""
-        self._expiry = None
-        self._interrupt()
-        if not self._turn.locked():  # else whoever holds the turn meets the stop and abandons the sync
-            self._abandon("no COMMIT came", touched=False)
-
-    def _abandon(self, reason: str, *, touched: bool = False) -> None:
-        logger.warning("weight sync abandoned, not serving: %s", reason)
-        if touched:
-            self._held = None
-        applied = self._held is not None and not self._committed
-        self._forget_offer()
-        if touched or applied:
-            self._enter(ReceiverState.DIRTY)
-        else:
-            self._enter(ReceiverState.PAUSED if self._held is not None else ReceiverState.UNVERSIONED)
-
-    def _forget_offer(self) -> None:
-        self._pending = self._layout = None
+    def _stop_timer(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
 
-    def _enter(self, state: ReceiverState) -> None:
-        if state is not self.state:
-            self.state = state
-            if self._on_state is not None:
-                self._on_state(state, *self.current())
+    def _expire(self) -> None:
+        """End the sync: the publisher was silent for longer than any sync takes. It is dead, or it dropped this receiver."""
+        self._expiry = None
+        self._loader.cancel()
+        if (
+            not self._engine_lock.locked()
+        ):  # otherwise the holder of the lock sees the cancellation and abandons the sync
+            self._abandon("no COMMIT came")
+
+    def _abandon(self, reason: str, *, touched: bool = False) -> None:
+        logger.warning("weight sync abandoned, not serving: %s", reason)
+        self._stop_timer()
+        self._states.abandon(touched=touched)
 
     async def close(self) -> None:
-        """Stop the transfer under way and free groups, streams and the thread."""
-        self._interrupt()
-        self._forget_offer()
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
-        self._sources.close()
+        """Stop the transfer in progress and free groups, streams and the thread."""
+        self._loader.cancel()
+        self._stop_timer()
+        self._states.clear_offer()
+        await self._loader.close()
+        self._reader.close()
         self._relay.close()
 
 
 def _applied(manifest: WeightManifest, *, loaded: bool, patched: bool = False) -> ReceiverApplied:
-    """`loaded`: whether bytes had to move for it; `patched`: those of a patch."""
+    """Return APPLIED; `loaded`: whether bytes were moved; `patched`: whether a patch was enough."""
     return ReceiverApplied(version=manifest.version, digest=manifest.digest, loaded=loaded, patched=patched)
 
 

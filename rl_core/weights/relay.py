@@ -1,6 +1,6 @@
-"""The receiving end of `weights.fanout`: streams what a receiver has proven to others, from the memory where it lies.
+"""Streams a verified version from the memory of a receiver to other receivers (`weights.fanout`).
 
-The engine reads that memory meanwhile; nobody writes it before the next version, which ends the streams.
+The engine reads the same memory meanwhile. It is only written for the next version, and the streams end before that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,20 @@ from rl_core.weights.manifest import WeightManifest
 
 
 class Relay:
-    """Opens streams of one version at a time. `host`: the address others reach this process at; `keys`: for secret streams."""
+    """Opens streams of one version at a time. `host`: address at which others reach this process; `keys`: for encrypted streams."""
 
     def __init__(self, host: str, keys: KeyRing | None) -> None:
         self._host, self._keys = host, keys
         self._bulk: dict[bool, BulkSender] = {}
-        """Authentic and secret streams."""
+        """Senders by whether they encrypt."""
         self._digest = ""
         self._share = Share()
-        """Key and tags of the streams of that version."""
+        """Key and tags shared by all streams of the version."""
 
     def stream(
         self, manifest: WeightManifest, layout: Layout, memory: Mapping[str, np.ndarray], *, encrypted: bool
     ) -> StreamSource:
-        """Return a stream of `manifest`, whose tensors lie in `memory` (uint8, by the name that travels), for one receiver."""
+        """Return a stream of `manifest` for one receiver. `memory` holds the bytes (uint8) of each tensor by name."""
         if encrypted not in self._bulk:
             self._bulk[encrypted] = BulkSender(f"tcp://{self._host}:0", self._keys if encrypted else None)
         if self._digest != manifest.digest:
@@ -38,13 +38,13 @@ class Relay:
         return StreamSource(ticket=self._bulk[encrypted].offer(buffers, share=self._share), encrypted=encrypted)
 
     def withdraw(self) -> None:
-        """End the streams: the memory is about to be written. A chunk that is written on its way fails its tag."""
+        """End the streams because the memory is about to be written. A chunk that changes while it is sent fails its tag at the receiver."""
         self._digest = ""
 
     def _buffers(
         self, manifest: WeightManifest, layout: Layout, memory: Mapping[str, np.ndarray]
     ) -> Iterator[np.ndarray]:
-        """Yield the bytes of the host copy that the publisher would have sent."""
+        """Yield the bytes in the layout of the publisher's host copy."""
         end = 0
         for index, start in layout.starts.items():
             if self._digest != manifest.digest:

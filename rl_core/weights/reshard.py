@@ -1,8 +1,8 @@
-"""Which part of a tensor goes from which rank to which, and the messages that carry it.
+"""Plans which part of a tensor goes from which rank to which, and sends the parts.
 
-Both sides say what they hold in intervals of the Hugging Face tensors. Whatever cuts them (tensor, pipeline, data parallel,
-evenly or not), the plan follows from these slices alone: every rank makes the same one without a word. Torch is needed by
-`execute` only.
+Source and destination ranks describe what they hold by intervals of the Hugging Face tensors. The plan is computed from these
+descriptions alone, for any kind of sharding (tensor, pipeline or data parallel, even or uneven), so every rank computes the same plan
+without communication. Only `execute` needs torch.
 """
 
 import bisect
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     import torch
 
 Ranges = tuple[tuple[int, int], ...]
-"""One half-open interval per dimension of the Hugging Face tensor."""
+"""Half-open interval [start, stop) per dimension of the Hugging Face tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What `rank` holds, or is to hold, of a tensor."""
+    """The part of a tensor that `rank` holds or is to hold."""
 
     rank: int
     name: str
-    """Hugging Face name."""
+    """Name of the parameter in the Hugging Face model."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A part of a tensor that goes from the rank `source` to the rank `destination`."""
+    """A part of a tensor that is sent from rank `source` to rank `destination`."""
 
     source: int
     destination: int
@@ -53,11 +53,11 @@ def plan_reshard(
     *,
     nodes: Mapping[int, Any] | Sequence[Any] | None = None,
 ) -> tuple[Transfer, ...]:
-    """Return the transfers that give every element of the destinations from one source, in the order of the destinations.
+    """Return transfers that give every element of the destinations from exactly one source, in the order of the destinations.
 
-    Of several sources the one on the destination's node is taken (`nodes`: rank -> node; None = all on one), then the rank
-    from which the fewest elements go so far, then the lowest. Raises ValueError for an element that no source has, and where the two
-    sides disagree about a shape, with name and interval.
+    If several sources hold an element, the one on the destination's node is chosen (`nodes`: rank -> node; None if all are on one node), then
+    the rank that sends the fewest elements so far, then the lowest rank. Raises ValueError, with name and interval, for an element that no
+    source holds and for tensors whose shape differs between ranks.
     """
     boxes: dict[str, dict[Ranges, list[int]]] = defaultdict(dict)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -81,16 +81,16 @@ def plan_reshard(
 
 
 class _Offered:
-    """Who has which boxes of one tensor."""
+    """The slices of one tensor that the source ranks hold."""
 
     def __init__(self, held: Mapping[Ranges, list[int]]) -> None:
         self._boxes = sorted(held.items())
         self._starts = [ranges[0][0] for ranges, _ in self._boxes if ranges]
         self._reach = list(itertools.accumulate((ranges[0][1] for ranges, _ in self._boxes if ranges), max))
-        """How far each box or one before it goes along the first dimension."""
+        """Running maximum of the interval ends along the first dimension."""
 
     def at(self, corner: Sequence[int]) -> Iterator[tuple[int, Ranges]]:
-        """Yield (rank, box) for the boxes that have the element `corner`."""
+        """Yield (rank, intervals) of the slices that contain the element `corner`."""
         last = bisect.bisect_right(self._starts, corner[0]) if corner else len(self._boxes)
         for index in range(last - 1, -1, -1):
             if corner and self._reach[index] <= corner[0]:
@@ -101,7 +101,7 @@ class _Offered:
 
 
 def _cover(wanted: TensorSlice, offered: _Offered, preference: Callable[[int], Any]) -> Iterator[tuple[int, Ranges]]:
-    """Yield (rank, part) for parts that make up `wanted`; each is the most that the preferred rank has from where it begins."""
+    """Yield (rank, part) for parts that make up `wanted`. Each part is the largest that the preferred rank has from the part's first element."""
     left = [wanted.ranges]
     while left:
         part = left.pop()
@@ -123,7 +123,7 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
 
 
 def _rest(part: Ranges, taken: Ranges) -> Iterator[Ranges]:
-    """Yield what is left of `part` without `taken`, which begins where it does, as boxes."""
+    """Yield, as boxes, what is left of `part` without `taken`, which has the same first corner."""
     for dim, ((_, stop), (_, end)) in enumerate(zip(part, taken, strict=True)):
         if end < stop:
             yield (*taken[:dim], (end, stop), *part[dim + 1 :])
@@ -154,33 +154,33 @@ def _text(ranges: Ranges) -> str:
 
 
 class Held(NamedTuple):
-    """A box of a tensor in this rank's memory."""
+    """A slice of a tensor in the memory of this rank."""
 
     ranges: Ranges
     tensor: "torch.Tensor"
 
     def part(self, ranges: Ranges) -> "torch.Tensor":
-        """Return the elements of `ranges`, a view."""
+        """Return the elements of `ranges` as a view."""
         index = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(ranges, self.ranges, strict=True))
         return self.tensor[index]
 
     def has(self, ranges: Ranges) -> bool:
-        """Return whether all of `ranges` is in the box."""
+        """Return whether the slice contains all of `ranges`."""
         return all(c <= a and b <= d for (a, b), (c, d) in zip(ranges, self.ranges, strict=True))
 
 
 class Exchange:
-    """The transfers of one `execute` on their way."""
+    """The pending transfers of one `execute`."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
         self.sent: list[torch.Tensor] = []
-        """Held until they are through."""
+        """Messages being sent; referenced until they are complete."""
         self.arriving: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        """(message, where its elements go, in order)."""
+        """(message being received, views that its elements are copied to, in order)."""
 
     def wait(self) -> None:
-        """Wait until this rank's transfers are through; what it receives is in place then."""
+        """Wait for the transfers of this rank and write what was received to its destination."""
         for work in self.works:
             work.wait()
         for message, places in self.arriving:
@@ -200,10 +200,10 @@ def execute(
     dtypes: Mapping[str, "torch.dtype"],
     device: "torch.device | str" = "cpu",
 ) -> Exchange:
-    """Set this rank's part of `plan` off in the default process group: one message for each other rank and type.
+    """Start this rank's part of `plan` in the default process group, with one message per other rank and type.
 
-    `held`: what it gives, by name. `room`: where what it gets belongs, of the types `dtypes`, in which elements travel. All ranks
-    call it with plans of one order.
+    `held`: the slices that this rank sends from, by name. `room`: the memory that received parts are written to. `dtypes`: the type in which the
+    elements of each tensor are sent. All ranks must call it with plans in the same order.
     """
     import torch
     import torch.distributed as dist

@@ -1,17 +1,16 @@
-"""Where a version of the weights comes from: the port between a trainer and weight sync.
+"""Where a version of the weights comes from: the interface between a trainer and weight sync.
 
-A trainer gives names, shapes and types before any data, and then the data as buckets on the device where they are. Consumers
-take the buckets one by one: the host copy for who needs one (`host_copy`). Nobody asks for the whole model at once.
+A trainer first gives names, shapes and types, then the data as buckets on the device where they are. Consumers take one bucket after the
+other, such as the host copy (`host_copy`); the whole model is never requested at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.transports.dtypes import CODES, ITEMSIZES
-from rl_core.weights.bucket import DEFAULT_BUCKET_BYTES, Bucket, Layout
-from rl_core.weights.manifest import tensor_place, wire_dtype
+from rl_core.weights.bucket import Bucket, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -19,80 +18,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SourceEntry:
-    """One name of the model, known before its data."""
+    """One named tensor of the model, described before its data is available."""
 
     name: str
-    """Hugging Face name."""
+    """Name of the parameter in the Hugging Face model."""
     shape: tuple[int, ...]
-    """Full shape."""
+    """Shape of the whole (unsharded) tensor."""
     dtype: str
-    """Type on the wire: "float32", "bfloat16", ..."""
+    """Type that is sent: "float32", "bfloat16", ..."""
     alias_of: str | None = None
-    """The earlier entry whose bytes this tied name shares; None = travels itself."""
+    """Name of the earlier entry that this tied parameter shares its bytes with; None if its own bytes are sent."""
 
     @property
     def nbytes(self) -> int:
-        """Return the size on the wire."""
+        """Return the number of bytes that are sent."""
         return prod(self.shape) * ITEMSIZES[CODES[self.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceBucket:
-    """The tensors of one bucket; valid until the next bucket is asked for."""
+    """The tensors of one bucket. They are valid until the next bucket is requested."""
 
     place: Bucket
-    """Which entries they are, and where they belong in the whole."""
+    """Entries of the bucket and their positions in the layout."""
     tensors: "tuple[torch.Tensor, ...]"
-    """Whole tensors in the order of `place.entries`, in their types on the wire."""
+    """Whole tensors in the order of `place.entries`, in the types that are sent."""
 
 
 class VersionSource(Protocol):
-    """The weights of one version. Implemented by each training backend, and by `StateSource` for a dict of tensors."""
+    """The weights of one version. Implemented by the source of each training backend."""
 
     @property
     def entries(self) -> Sequence[SourceEntry]:
-        """Return every name in wire order; aliases come after what they name."""
+        """Return every tensor in the order of sending. Aliases come after the tensor that they name."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """Return how the entries are cut into buckets."""
+        """Return how the entries are divided into buckets."""
         ...
 
     def buckets(self, device: str) -> Iterator[SourceBucket]:
-        """Yield the buckets of `layout` in order, on `device`; once per version.
+        """Yield the buckets of `layout` in order, on `device`. Called once per version.
 
-        Where the weights are sharded this is collective: every rank of the trainer takes part, one of them gets the data.
+        If the weights are sharded, this is a collective operation: every rank of the trainer takes part, and one of them gets the data.
         """
         ...
-
-
-class StateSource:
-    """A mapping of whole tensors as a version. Names of one memory are tied. For stand-alone use: tests, benchmarks."""
-
-    def __init__(
-        self,
-        tensors: "Mapping[str, torch.Tensor]",
-        *,
-        dtype: str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    ) -> None:
-        """`dtype`: type of floating tensors on the wire; None = their own. Raises ValueError for no tensors."""
-        self._tensors = tensors
-        found: dict[tuple[object, ...], str] = {}
-        entries = []
-        for name, tensor in tensors.items():
-            first = found.setdefault(tensor_place(tensor), name) if tensor.numel() else name
-            wire = wire_dtype(tensor, dtype)
-            entries.append(SourceEntry(name, tuple(tensor.shape), wire, first if first != name else None))
-        self.entries: tuple[SourceEntry, ...] = tuple(entries)
-        self.layout = Layout.of(self.entries, bucket_bytes)
-
-    def buckets(self, device: str) -> Iterator[SourceBucket]:
-        """Yield the buckets on `device`."""
-        import torch
-
-        for place in self.layout.buckets:
-            members = [self.entries[index] for index in place.entries]
-            tensors = [self._tensors[one.name].detach().to(device, getattr(torch, one.dtype)) for one in members]
-            yield SourceBucket(place, tuple(tensors))

@@ -22,7 +22,7 @@ from rl_core.transports import tokens
 from rl_core.transports.handlers import HandlerLoop
 from rl_core.transports.rpc import RpcClient, RpcServer, inline
 from rl_core.weights.publisher import WeightPublisher
-from rl_core.weights.version_source import StateSource
+from tests.weight_samples import StateSource
 
 CONFIG = {
     "model_type": "qwen2", "vocab_size": 43, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rl_core.api.errors import GenerationUnavailable
-from rl_core.weights.version_source import StateSource
 from tests import ROOT
 from tests.integration.rollout_world import CONFIG, World, random_state, records, wait_for
+from tests.weight_samples import StateSource
 
 
 @pytest.fixture

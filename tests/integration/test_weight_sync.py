@@ -21,9 +21,8 @@ from rl_core.transports import tokens
 from rl_core.transports.curve import KeyRing, generate_keys
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.device_memory import DeviceMemory
+from rl_core.weights.device_buffer import DeviceBuffer
 from rl_core.weights.publisher import WeightPublisher
-from rl_core.weights.version_source import StateSource
 from tests import ROOT
 from tests.integration.weight_world import (
     QUICK,
@@ -39,6 +38,7 @@ from tests.integration.weight_world import (
     started,
     tensors,
 )
+from tests.weight_samples import StateSource
 
 
 @pytest.fixture(params=["shared", "stream", "gloo", "ipc"])
@@ -151,7 +151,7 @@ def test_a_receiver_on_another_device_is_refused_where_the_job_says_ipc(receiver
 
 
 def test_a_receiver_that_cannot_map_the_device_gets_the_version_through_the_host(receivers, monkeypatch):
-    monkeypatch.setattr(DeviceMemory, "handle", lambda memory: (b"", b"/nothing-there", 3))
+    monkeypatch.setattr(DeviceBuffer, "handle", lambda memory: (b"", b"/nothing-there", 3))
     with publisher("ipc") as source:
         with pytest.raises(ConfigError, match="rollout:. cannot map the device's memory: .*; use auto"):
             source.publish(1, model(1), about(receivers), 2)

@@ -10,7 +10,7 @@ import torch
 from rl_core.messages.weights import ReceiverAddress
 from rl_core.weights.handshake import Handshake
 from rl_core.weights.publisher import WeightPublisher
-from rl_core.weights.version_source import StateSource
+from tests.weight_samples import StateSource
 
 SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}
 

@@ -16,8 +16,8 @@ from rl_core.messages.weights import ReceiverAddress
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.publisher import WeightPublisher
-from rl_core.weights.version_source import StateSource
 from tests import ROOT
+from tests.weight_samples import StateSource
 
 SHAPES = {"a": [500, 700], "b": [3], "c": [11], "d": [300, 999]}
 SPEC = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"promptsPerStep": 1, "steps": 1}}

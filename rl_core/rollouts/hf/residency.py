@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rl_core.rollouts.engine import Part
 from rl_core.rollouts.hf.loop import EngineLoop
-from rl_core.weights.offload import Offloader, give_back
+from rl_core.weights.offload import Offloader, empty_device_cache
 
 
 class HFResidency:
@@ -28,7 +28,7 @@ class HFResidency:
             self._engine.release_cache()
         if "weights" in parts and not self._weights.is_offloaded:
             self._weights.offload(self._engine.stored_weights())
-        give_back(self._device)
+        empty_device_cache(self._device)
         self._offloaded.update(parts)
 
     def onload(self, parts: Collection[Part]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from rl_core.rollouts.hf.loop import EngineLoop
-from rl_core.weights.host_alias import host_alias
+from rl_core.weights.storage_alias import storage_alias
 
 
 class HFWeightTarget:
@@ -30,7 +30,7 @@ class HFWeightTarget:
 
         They are aliases, so that the storages of the parameters themselves can still be resized.
         """
-        return {name: host_alias(tensor) for name, tensor in self._engine.destinations().items()}
+        return {name: storage_alias(tensor) for name, tensor in self._engine.destinations().items()}
 
     def load(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Write every tensor; names and shapes were compared with the manifest before."""

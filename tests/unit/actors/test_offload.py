@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from rl_core.weights.host_alias import host_alias
 from rl_core.weights.offload import Offloader
+from rl_core.weights.storage_alias import storage_alias
 
 
 def test_storages_are_emptied_and_come_back_in_the_same_objects():
@@ -52,20 +52,20 @@ def test_gradients_flow_after_a_round_trip():
     assert parameter.grad.tolist() == [2, 2, 2]
 
 
-def test_a_host_alias_shares_memory_and_leaves_the_storage_resizable():
+def test_an_alias_with_its_own_storage_shares_memory_and_leaves_the_storage_resizable():
     tensor = torch.arange(6.0).view(2, 3)
-    alias = host_alias(tensor)
+    alias = storage_alias(tensor)
     assert alias.numpy()[1, 2] == 5 and alias.data_ptr() == tensor.data_ptr()
     Offloader().offload([tensor])
     assert tensor.untyped_storage().nbytes() == 0
     transposed = torch.zeros(2, 3).t()
-    assert host_alias(transposed) is transposed
+    assert storage_alias(transposed) is transposed
 
 
-def test_a_host_alias_keeps_its_memory_alive():
+def test_an_alias_with_its_own_storage_keeps_its_memory_alive():
     tensor = torch.arange(1000.0)
     watched = weakref.ref(tensor)
-    view = host_alias(tensor)[500:].reshape(-1)
+    view = storage_alias(tensor)[500:].reshape(-1)
     del tensor
     assert watched() is not None and view[0] == 500
     del view

@@ -19,7 +19,7 @@ from rl_core.rollouts.rows import GenerationOutput
 from rl_core.rollouts.sampling import SamplingParams
 from rl_core.weights.publisher import WeightPublisher
 from rl_core.weights.target import InPlaceTarget
-from rl_core.weights.version_source import StateSource
+from tests.weight_samples import StateSource
 
 
 class CountingGeneration:

@@ -14,8 +14,8 @@ from rl_core.transports.shared_memory import SegmentStore
 from rl_core.weights.assembly import Assembly
 from rl_core.weights.bucket import Layout
 from rl_core.weights.host_copy import HostCopies
-from rl_core.weights.manifest import build_manifest, host_bytes
-from rl_core.weights.version_source import StateSource
+from rl_core.weights.manifest import host_bytes
+from tests.weight_samples import StateSource, build_manifest
 
 WEIGHTS = {
     "embed": torch.randn(300, 5),

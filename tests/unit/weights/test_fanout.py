@@ -12,7 +12,7 @@ import pytest
 
 from rl_core.api.errors import WorkerLost
 from rl_core.messages.weights import BulkTicket, ReceiverRefusal, StreamSource
-from rl_core.weights.fanout import PUBLISHER, Relays, Tree
+from rl_core.weights.fanout import PUBLISHER, RelayPool, RelaySlots
 from rl_core.weights.handshake import HandshakeState
 
 RECEIVERS = 256
@@ -23,7 +23,7 @@ class Simulation:
     """Serves everybody by the tree; each of `deaths` is (when, receiver), and what it was giving fails then."""
 
     def __init__(self, fanout, deaths=()):
-        self.tree, self.fanout = Tree(fanout), fanout
+        self.tree, self.fanout = RelaySlots(fanout), fanout
         self.waiting = [f"rollout:{i}" for i in range(RECEIVERS)]
         self.events = [(when, number, "death", name, None) for number, (when, name) in enumerate(deaths)]
         heapq.heapify(self.events)
@@ -34,7 +34,7 @@ class Simulation:
         """Return when the last living receiver has the version."""
         now, number = 0.0, len(self.events)
         while True:
-            while self.waiting and (sender := self.tree.take()) is not None:
+            while self.waiting and (sender := self.tree.acquire()) is not None:
                 receiver = self.waiting.pop(0)
                 self.busy[receiver] = sender
                 assert sum(one == sender for one in self.busy.values()) <= self.fanout
@@ -49,16 +49,16 @@ class Simulation:
                 self.die(name)
             elif self.busy.get(name) == sender:
                 del self.busy[name]
-                self.tree.give_back(sender)
+                self.tree.release(sender)
                 self.served[name] = now
                 self.tree.add(name)
 
     def die(self, name):
         self.dead.add(name)
-        self.tree.drop(name)
+        self.tree.remove(name)
         self.waiting = [one for one in self.waiting if one != name]
         if (sender := self.busy.pop(name, None)) is not None:
-            self.tree.give_back(sender)
+            self.tree.release(sender)
         for child in [child for child, giver in self.busy.items() if giver == name]:
             del self.busy[child]
             self.waiting.insert(0, child)
@@ -84,11 +84,11 @@ def test_every_living_receiver_is_served_whoever_dies_when(fanout, seed):
 
 
 def test_without_a_single_living_peer_the_publisher_serves_one_after_the_other():
-    tree = Tree(1)
+    tree = RelaySlots(1)
     for _ in range(3):
-        assert tree.take() == PUBLISHER and tree.take() is None
-        tree.drop(PUBLISHER)
-        tree.give_back(PUBLISHER)
+        assert tree.acquire() == PUBLISHER and tree.acquire() is None
+        tree.remove(PUBLISHER)
+        tree.release(PUBLISHER)
 
 
 class Peer:
@@ -107,7 +107,7 @@ class Peer:
 
 
 async def test_a_receiver_waits_for_room_and_is_then_given_to_by_one_that_has_the_version():
-    relays, peer = Relays(1), Peer("rollout:0")
+    relays, peer = RelayPool(1), Peer("rollout:0")
     async with relays.sender("d") as first:
         assert first is None
         waiting = asyncio.ensure_future(anext(aiter_of(relays)))
@@ -125,7 +125,7 @@ async def aiter_of(relays):
 
 @pytest.mark.parametrize("answer", [ReceiverRefusal(reason="not proven here"), WorkerLost("it is dead")])
 async def test_who_gives_nothing_is_asked_no_more_and_that_is_told(answer, caplog):
-    relays, peer = Relays(2), Peer("rollout:0", answer)
+    relays, peer = RelayPool(2), Peer("rollout:0", answer)
     await relays.joined("d", peer)
     assert await relays.stream(peer) is None
     assert "rollout:0 does not pass the weights on, the publisher gives them" in caplog.text
@@ -134,7 +134,10 @@ async def test_who_gives_nothing_is_asked_no_more_and_that_is_told(answer, caplo
 
 
 async def test_joiners_get_it_from_those_that_serve_it_in_turns_and_from_nobody_of_another_version():
-    relays, peers = Relays(2), [Peer("rollout:0"), Peer("rollout:1"), Peer("rollout:2", state=HandshakeState.APPLIED)]
+    relays, peers = (
+        RelayPool(2),
+        [Peer("rollout:0"), Peer("rollout:1"), Peer("rollout:2", state=HandshakeState.APPLIED)],
+    )
     for peer in peers:
         await relays.joined("d", peer)
     assert [await relays.for_joiner("d") for _ in range(2)] == [STREAM, STREAM]

@@ -18,7 +18,7 @@ from rl_core.messages.weights import (
     WeightOffer,
     WeightTransfer,
 )
-from rl_core.weights.handshake import Gate, Handshake, HandshakeState
+from rl_core.weights.handshake import CommitGate, Handshake, HandshakeState
 
 
 class FakeHandshake:
@@ -36,13 +36,13 @@ class FakeHandshake:
 
 def gate_of(count, min_acks, straggler_seconds=60.0):
     opened = []
-    gate = Gate(
+    gate = CommitGate(
         min_acks=min_acks,
         straggler_seconds=straggler_seconds,
         opened=lambda: opened.append(True),
     )
     gate.handshakes = [FakeHandshake() for _ in range(count)]
-    gate.look()
+    gate.check()
     return gate, gate.handshakes, opened
 
 
@@ -53,10 +53,10 @@ def decided(gate):
 async def test_all_live_receivers_must_apply():
     gate, (first, second), opened = gate_of(2, 1)
     first.apply()
-    gate.look()
+    gate.check()
     assert not decided(gate)
     second.apply()
-    gate.look()
+    gate.check()
     assert await gate.wait() and opened == [True]
 
 
@@ -64,7 +64,7 @@ async def test_a_dead_receiver_is_not_waited_for():
     gate, (first, second), _ = gate_of(2, 1)
     second.fail()
     first.apply()
-    gate.look()
+    gate.check()
     assert await gate.wait()
 
 
@@ -72,18 +72,18 @@ async def test_too_few_do_not_commit():
     gate, (first, second), opened = gate_of(2, 2)
     first.apply()
     second.fail()
-    gate.look()
+    gate.check()
     assert not await gate.wait() and opened == []
 
 
 async def test_a_slow_receiver_does_not_hold_enough_others_beyond_the_grace():
     gate, handshakes, opened = gate_of(3, 2, straggler_seconds=0.01)
     handshakes[0].apply()
-    gate.look()
+    gate.check()
     await asyncio.sleep(0.03)
     assert not decided(gate)  # one is not enough, however long it waits
     handshakes[1].apply()
-    gate.look()
+    gate.check()
     assert await gate.wait() and opened == [True] and handshakes[2].live
 
 

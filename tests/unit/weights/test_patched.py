@@ -9,8 +9,8 @@ from rl_core.api.errors import DataError
 from rl_core.messages.weights import PatchSource, SharedSource
 from rl_core.weights.assembly import Assembly
 from rl_core.weights.bucket import Layout
-from rl_core.weights.manifest import build_manifest, host_bytes
-from rl_core.weights.patch import encode
+from rl_core.weights.manifest import host_bytes
+from tests.weight_samples import build_manifest, make_patch
 
 OLD = {"a": torch.arange(400.0), "b": torch.arange(300.0).bfloat16(), "c": torch.zeros(5)}
 OLD["tied"] = OLD["b"]
@@ -20,7 +20,7 @@ NEW["tied"] = NEW["b"]
 TRAVELS = ("a", "b", "c")
 BASE = build_manifest(OLD, version=1, epoch=0)
 MANIFEST = build_manifest(NEW, version=2, epoch=0)
-PATCH = encode({name: OLD[name] for name in TRAVELS}, {name: NEW[name] for name in TRAVELS})
+PATCH = make_patch({name: OLD[name] for name in TRAVELS}, {name: NEW[name] for name in TRAVELS})
 SOURCE = PatchSource(
     base=BASE.digest, tensors=PATCH.tensors, data=SharedSource(segment="s", nbytes=PATCH.data.size), verify=()
 )
@@ -35,7 +35,7 @@ class Memory:
 
     def take(self, source=SOURCE, base=BASE):
         layout = Layout.of(MANIFEST.entries)
-        assembly = Assembly(MANIFEST, layout, destinations=self.placed, wanted=NEW, kept=self.kept, base=base)
+        assembly = Assembly(MANIFEST, layout, destinations=self.placed, wanted=NEW, retained=self.kept, base=base)
         return assembly, dict(assembly.patched(source, PATCH.data))
 
 
@@ -88,7 +88,7 @@ def test_a_change_that_lands_one_element_beside_its_place_is_found():
     memory, data = Memory(), PATCH.data.copy()
     data[PATCH.tensors[0].start] += 1
     layout = Layout.of(MANIFEST.entries)
-    assembly = Assembly(MANIFEST, layout, destinations=memory.placed, wanted=NEW, kept=memory.kept, base=BASE)
+    assembly = Assembly(MANIFEST, layout, destinations=memory.placed, wanted=NEW, retained=memory.kept, base=BASE)
     list(assembly.patched(SOURCE, data))
     assert assembly.bad == ["a"]
 

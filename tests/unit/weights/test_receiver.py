@@ -22,13 +22,13 @@ from rl_core.messages.weights import (
     WeightTransfer,
 )
 from rl_core.transports.shared_memory import SegmentStore
-from rl_core.weights import words
+from rl_core.weights import checksums
+from rl_core.weights.compatibility import incompatibility
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.fit import misfit
 from rl_core.weights.host_copy import HostCopies
-from rl_core.weights.manifest import build_manifest
-from rl_core.weights.receiver import ReceiverState, WeightReceiver
-from rl_core.weights.version_source import StateSource
+from rl_core.weights.receiver import WeightReceiver
+from rl_core.weights.receiver_state import ReceiverState
+from tests.weight_samples import StateSource, build_manifest
 
 
 class FakeEngine:
@@ -351,13 +351,13 @@ def test_misfit_names_what_is_missing_unknown_and_mis_shaped():
     tied = torch.zeros(4, 2)
     manifest = build_manifest({"a": torch.zeros(3), "e": tied, "h": tied, "x": torch.zeros(1)}, version=0, epoch=0)
     fits = {"a": ((3,), "float32"), "e": (4, 2), "x": (1,)}
-    assert misfit(manifest, fits) == ""
+    assert incompatibility(manifest, fits) == ""
     assert (
-        misfit(manifest, {**{k: v for k, v in fits.items() if k != "e"}, "h": (4, 2)}) == ""
+        incompatibility(manifest, {**{k: v for k, v in fits.items() if k != "e"}, "h": (4, 2)}) == ""
     )  # either tied name will do
-    assert "missing q" in misfit(manifest, {**fits, "q": (1,)})
-    assert "unknown x" in misfit(manifest, {k: v for k, v in fits.items() if k != "x"})
-    assert "a must be bfloat16 [3], got float32 [3]" in misfit(manifest, {**fits, "a": ((3,), "bfloat16")})
+    assert "missing q" in incompatibility(manifest, {**fits, "q": (1,)})
+    assert "unknown x" in incompatibility(manifest, {k: v for k, v in fits.items() if k != "x"})
+    assert "a must be bfloat16 [3], got float32 [3]" in incompatibility(manifest, {**fits, "a": ((3,), "bfloat16")})
 
 
 async def until(condition):
@@ -368,7 +368,7 @@ async def until(condition):
 @pytest.mark.parametrize(("side", "loads"), [(8, 0), (512, 1)])
 async def test_only_a_model_with_a_large_tensor_loads_the_compiled_checksum(monkeypatch, side, loads):
     loaded = []
-    monkeypatch.setattr(words, "kernels", lambda: loaded.append(1))
+    monkeypatch.setattr(checksums, "kernels", lambda: loaded.append(1))
     engine = FakeEngine()
     engine.weights["a"] = torch.zeros(side, side)
     receiver = WeightReceiver(None, None, 1, engine)

@@ -1,6 +1,6 @@
-"""What the publisher writes into offers: the OFFER of a host copy, and where a receiver finds its bytes.
+"""The source that the publisher writes into an offer: where a receiver finds the bytes of a version.
 
-A receiver of the publisher's host maps the segment; every other one gets a stream of its own.
+A receiver on the publisher's host maps the shared-memory segment; every other receiver gets a stream of its own.
 """
 
 import logging
@@ -13,30 +13,30 @@ from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.host_copy import HostCopy, PatchCopy
 
 MESSAGE_BYTES = 1 << 20
-"""Patches up to this size travel in the offer."""
+"""Patches up to this size, bytes, are part of the offer itself."""
 
 logger = logging.getLogger(__name__)
 
 
-class Outlets:
-    """Opens sources for receivers. The stream's socket is made with the first receiver that needs it."""
+class SourceFactory:
+    """Creates sources for receivers. The socket for streams is opened for the first receiver that needs one."""
 
     def __init__(self, host: str, *, keys: KeyRing | None, encrypt: bool, host_token: str | None) -> None:
-        """`host`: the address receivers reach this process at. `host_token` None = this host's."""
+        """`host`: address at which receivers reach this process. `host_token`: identifies the host; None for the token of this host."""
         self._host, self._encrypt = host, encrypt
         self._keys = keys if encrypt else None
         self.host_token = host_token if host_token is not None else tokens.host_token()
         self._bulk: BulkSender | None = None
 
     def maps(self, copy: HostCopy | PatchCopy, host_token: str) -> bool:
-        """Return whether a process with that token can map `copy`."""
+        """Return whether a process with `host_token` can map the memory of `copy`."""
         memory = copy.memory
         if host_token != self.host_token or memory.segment is None:
             return False
-        if memory.is_there():
+        if memory.exists():
             return True
-        if not memory.told:
-            memory.told = True
+        if not memory.removal_logged:
+            memory.removal_logged = True
             logger.warning(
                 "segment %s with %s of the weights was removed by somebody: receivers of this host get a stream until the next "
                 "version, which gets a segment of its own",
@@ -45,27 +45,27 @@ class Outlets:
             )
         return False
 
-    def is_near(self, copy: HostCopy, host_token: str, have: str) -> bool:
-        """Return whether that process, which serves the digest `have`, needs no stream of the whole version."""
+    def needs_no_relay(self, copy: HostCopy, host_token: str, have: str) -> bool:
+        """Return whether that process, which serves the version with digest `have`, can do without a stream of the whole version."""
         return self.maps(copy, host_token) or (copy.patch is not None and copy.patch.base == have)
 
     def source(self, copy: HostCopy, host_token: str, have: str = "") -> WeightSource:
-        """Return where that process gets the bytes of `copy`, of its patch where `have` (the digest it serves) is the patch's base."""
+        """Return the source of `copy` for that process: its patch if `have` (the digest that the process serves) is the base of the patch."""
         if copy.patch is not None and copy.patch.base == have:
             return self.patch_source(copy.patch, host_token)
-        return self._place(copy, host_token)
+        return self._data_source(copy, host_token)
 
     def patch_source(self, patch: PatchCopy, host_token: str) -> PatchSource:
-        """Return where that process gets `patch`."""
+        """Return the source of `patch` for that process."""
         data: SharedSource | StreamSource | MessageSource
         if patch.nbytes <= MESSAGE_BYTES and not self.maps(patch, host_token):
             data = MessageSource(data=patch.memory.data[: patch.nbytes])
         else:
-            data = self._place(patch, host_token)
+            data = self._data_source(patch, host_token)
         return PatchSource(base=patch.base, tensors=patch.tensors, data=data, verify=patch.verify)
 
-    def _place(self, copy: HostCopy | PatchCopy, host_token: str) -> SharedSource | StreamSource:
-        """Return where the bytes are; a stream is good for one receiver."""
+    def _data_source(self, copy: HostCopy | PatchCopy, host_token: str) -> SharedSource | StreamSource:
+        """Return where the bytes are. A stream can be read by one receiver only."""
         segment = copy.memory.segment
         if segment is not None and self.maps(copy, host_token):
             return SharedSource(segment=segment, nbytes=copy.nbytes)
@@ -75,15 +75,15 @@ class Outlets:
         return StreamSource(ticket=ticket, encrypted=self._encrypt)
 
     def close(self) -> None:
-        """End the streams."""
+        """Close the socket and end all streams."""
         if self._bulk is not None:
             self._bulk.close()
 
 
-def offer_of(
+def make_offer(
     copy: HostCopy, source: WeightSource | None, deadlines: Deadlines, patch: PatchSource | None = None
 ) -> WeightOffer:
-    """Return OFFER of `copy`; with `source` the receiver loads at once, from `patch` where it serves the base of that."""
+    """Return the OFFER of `copy`. A receiver that serves the base of `patch` loads that at once; otherwise it loads `source`, if given."""
     manifest = copy.manifest
     return WeightOffer(
         digest=manifest.digest,
@@ -92,5 +92,5 @@ def offer_of(
         deadline=deadlines.total(manifest.total_bytes),
         source=source,
         patch=patch,
-        keep=copy.chained,
+        keep=copy.patches_follow,
     )

@@ -1,4 +1,4 @@
-"""Where a receiver's bytes come from: one opener per kind of source, all giving the verified tensors of a version."""
+"""Opens each kind of source at a receiver; every kind yields the verified tensors of a version."""
 
 import contextlib
 import os
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 Tensors = Iterator[tuple[str, "torch.Tensor"]]
 
 
-class Sources:
-    """What a receiver keeps between syncs: mapped segments, a process group. `open` runs in one thread, the rest in any."""
+class SourceReader:
+    """Keeps mapped segments and the process group between syncs. `open` runs in one thread; the other methods in any."""
 
     def __init__(self, *, keys: KeyRing | None, device: str, deadlines: Deadlines) -> None:
-        """`device`: where NCCL puts the bytes, and the publisher's memory is mapped."""
+        """`device`: device on which NCCL receives and the publisher's device buffer is mapped."""
         self._keys, self._device, self._deadlines = keys, device, deadlines
         self._segments = SegmentReader()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._group: GroupReceiver | None = None
-        self._maps = True
-        """Whether the publisher's memory of the device could be mapped the last time."""
+        self._mapping_works = True
+        """Whether the publisher's device buffer could be mapped the last time."""
 
     def open(self, source: WeightSource, assembly: Assembly) -> AbstractContextManager[Tensors]:
-        """Return the verified tensors of `source` inside a `with`. Raises ConfigError for an unknown kind."""
+        """Return a context manager that gives the verified tensors of `source`. Raises ConfigError for an unknown kind."""
         if isinstance(source, SharedSource):
             return self._shared(source, assembly)
         if isinstance(source, StreamSource):
@@ -98,11 +98,11 @@ class Sources:
 
     @contextlib.contextmanager
     def _on_device(self, source: DeviceSource, assembly: Assembly) -> Iterator[Tensors]:
-        from rl_core.weights.device_memory import mapped  # needs torch
+        from rl_core.weights.device_buffer import mapped  # needs torch
 
-        self._maps = False
+        self._mapping_works = False
         with mapped(source.handle, self._device) as whole:
-            self._maps = True
+            self._mapping_works = True
             buckets = assembly.layout.buckets
             yield assembly.device_tensors((one, whole[one.start : one.start + one.nbytes]) for one in buckets)
 
@@ -114,31 +114,34 @@ class Sources:
         return self._group
 
     def abort_group(self, epoch: int, generation: int, reason: str) -> None:
-        """End the process group of that generation, so that a broadcast blocked in it fails at once."""
+        """Abort the process group of that generation, so that a blocked broadcast fails at once."""
         self._group_receiver().abort(epoch, generation, reason)
 
     @property
     def group(self) -> str:
-        """Return the key of the process group that broadcasts can come through; "" for none."""
+        """Return the key of the usable process group; "" if there is none."""
         return self._group.key if self._group is not None else ""
 
     def group_ended(self, source: WeightSource) -> bool:
-        """Return whether a transfer from `source` ended because its process group did, or never began: it can be offered by another way."""
+        """Return whether a transfer from `source` failed because of its process group or mapping.
+
+        The version can then be offered in another way.
+        """
         if isinstance(source, DeviceSource):
-            return not self._maps
+            return not self._mapping_works
         return isinstance(source, GroupSource) and self._group_receiver().broken
 
     def interrupt(self) -> None:
-        """End the wait for pieces, if there is one."""
+        """End the wait for data, if there is one."""
         os.eventfd_write(self._wake, 1)
 
     def ready(self) -> None:
-        """Forget interrupts of the past; before a transfer."""
+        """Clear earlier interrupts, before a transfer."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
     def close(self) -> None:
-        """Free what is kept; nothing may be open."""
+        """Free all resources. No source may be open."""
         if self._group is not None:
             self._group.close()
         os.close(self._wake)

@@ -1,4 +1,4 @@
-"""Whether an offered version fits the model of a receiver: looked at before anything is paused or moved."""
+"""Checks whether an offered version fits the model of a receiver, before anything is paused or transferred."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from rl_core.weights.manifest import WeightManifest
 
 
-def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
-    """Return why `manifest` does not fit a model of `expected` (name -> shape, or (shape, dtype)); "" when it does."""
+def incompatibility(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
+    """Return why `manifest` does not fit a model with tensors `expected` (name -> shape, or (shape, dtype)); "" if it fits."""
     offered = {entry.name: entry for entry in manifest.entries}
     problems = [f"missing {name}" for name in expected if name not in offered]
     taken = {entry.alias_of or entry.name for entry in manifest.entries if entry.name in expected}
@@ -26,5 +26,5 @@ def misfit(manifest: WeightManifest, expected: Mapping[str, Any]) -> str:
 
 
 def shape_and_dtype(wanted: Any) -> tuple[tuple[int, ...], str | None]:
-    """Return what a target says of a tensor: (shape, dtype), or the shape alone."""
+    """Return (shape, dtype) of a tensor of a target, which may give the shape alone; the dtype is None then."""
     return wanted if len(wanted) == 2 and isinstance(wanted[1], str) else (wanted, None)

@@ -20,7 +20,7 @@ from rl_core.transports.sockets import IoThread, readable, receive
 
 logger = logging.getLogger(__name__)
 
-MOST_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Connections of one server in their handshake."""
 PATIENCE_SECONDS = 1.0
 """Time in which nobody is ended for a newer one: members that come all at once must be able to finish."""
@@ -33,7 +33,7 @@ _ACKNOWLEDGED_AT = 120
 _numbers = itertools.count()
 
 
-class Strangers:
+class UnauthenticatedConnections:
     """The connections of one listening socket that are not known to hold a key."""
 
     def __init__(self, io: IoThread, server: zmq.Socket[Any], *, what: str) -> None:
@@ -63,9 +63,9 @@ class Strangers:
             self._pending.pop(number, None)
             if connection is not None:
                 self._pending[number] = (connection.getpeername(), self._io.clock())
-        if len(self._pending) > MOST_STRANGERS:
+        if len(self._pending) > MAX_UNAUTHENTICATED:
             self._pending = {one: known for one, known in self._pending.items() if _is_stranger(one, known[0])}
-        if len(self._pending) > MOST_STRANGERS:
+        if len(self._pending) > MAX_UNAUTHENTICATED:
             self._end_one()
 
     def _end_one(self) -> None:
@@ -79,7 +79,7 @@ class Strangers:
         if now - self._warned >= WARN_SECONDS:
             self._warned = now
             logger.warning(
-                "service %s: more than %s connections without a key, ending some", self._what, MOST_STRANGERS
+                "service %s: more than %s connections without a key, ending some", self._what, MAX_UNAUTHENTICATED
             )
 
 

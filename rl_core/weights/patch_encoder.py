@@ -1,9 +1,9 @@
-"""The publisher's chain of versions: each is compared with the one before it while it is written, and what changed is its patch.
+"""Writes versions to host memory and makes a patch of each against the version before it.
 
-The host copy of the version before is what is compared with, so that no further copy of the model is held: the next version
-is written over it, unless a late joiner still reads it. The chain breaks with the process, with a source that fails in the
-middle and with a model of other tensors: the version after that has no patch. Whether a receiver can take a patch is its own
-matter: it names the digest that it serves.
+A new version is compared with the host copy of the previous one while it overwrites that copy, so no further copy of the model is
+held; only if a late joiner still reads the previous copy is other memory used. A version has no patch if there is nothing to
+compare it with: the first one of a process, the one after a source that failed, and one with other tensors than before. Whether a
+receiver can use a patch depends on the version that it serves, which it names by its digest.
 """
 
 import itertools
@@ -13,22 +13,25 @@ from math import prod
 
 import numpy as np
 
-from rl_core.weights import patch, words
+from rl_core.weights import checksums, patch
 from rl_core.weights.host_copy import HostCopies, HostCopy, PatchCopy
 from rl_core.weights.manifest import WeightEntry
 from rl_core.weights.version_source import SourceEntry, VersionSource
 
 
 class Comparison:
-    """What differs between `base` and the version that is being written, gathered tensor by tensor."""
+    """Collects the differences between `base` and the version that is being written, tensor by tensor."""
 
     def __init__(self, base: HostCopy) -> None:
         self._base = base
         self.changes: list[patch.Change] = []
         self.changed = self.elements = 0
 
-    def take(self, entry: SourceEntry, start: int, new: np.ndarray, place: np.ndarray) -> words.Sums:
-        """Compare the tensor `new` (uint8) with the one at `start`, write it to `place`, perhaps over that one, and return its checksum."""
+    def write_tensor(self, entry: SourceEntry, start: int, new: np.ndarray, place: np.ndarray) -> checksums.Checksum:
+        """Compare `new` (uint8) with the tensor at offset `start` of the base, write it to `place`, and return its checksum.
+
+        `place` may be the memory of the base.
+        """
         old = self._base.memory.data[start : start + new.size]
         count, change, sums = patch.compare(entry.name, entry.shape, entry.dtype, old, new, place)
         self.changed += count
@@ -37,27 +40,30 @@ class Comparison:
         return sums
 
 
-class Chain:
-    """Writes versions with `copies`, one thread at a time."""
+class PatchEncoder:
+    """Writes versions by `copies` and adds a patch to each. Only one thread may write at a time."""
 
     def __init__(self, copies: HostCopies, *, verify_every: int) -> None:
-        """`verify_every`: in so many patches each tensor is read whole once by who takes them, changed or not."""
+        """`verify_every`: within this many patches, a receiver reads and checks every tensor as a whole once, whether it changed or not."""
         self._copies, self._verify_every = copies, verify_every
         self._base: HostCopy | None = None
-        """The version written last, held."""
+        """The version that was written last; this object holds it."""
         self._patches = itertools.count(1)
 
     def write(self, source: VersionSource, *, version: int, epoch: int, device: str = "cpu") -> HostCopy:
-        """Return a new copy of `source`, with its patch where there is a base and the patch is smaller. Raises as `HostCopies.write`."""
+        """Return a new copy of `source`, with a patch if there is a previous version and the patch is smaller than all weights.
+
+        Raises the errors of `HostCopies.write`.
+        """
         base, self._base = self._base, None
         if base is not None and base.patch is not None:
-            self._copies.give_back(base.patch.memory)
-        if base is None or not _alike(base, source):
+            self._copies.free(base.patch.memory)
+        if base is None or not _same_tensors(base, source):
             if base is not None:
                 self._copies.drop(base, self)
             copy = self._copies.write(source, version=version, epoch=epoch, device=device)
             self._copies.hold(copy, self)
-            self._base = copy = replace(copy, chained=True)
+            self._base = copy = replace(copy, patches_follow=True)
             return copy
         return self._write_after(base, source, version=version, epoch=epoch, device=device)
 
@@ -65,7 +71,7 @@ class Chain:
         comparison = Comparison(base)
         try:
             copy = self._copies.write(
-                source, version=version, epoch=epoch, device=device, base=base, take=comparison.take
+                source, version=version, epoch=epoch, device=device, base=base, writer=comparison.write_tensor
             )
         except BaseException:
             self._copies.drop(base, self)
@@ -81,16 +87,19 @@ class Chain:
         share = comparison.changed / max(comparison.elements, 1)
         nbytes = patch.size_of(comparison.changes)
         if nbytes >= copy.manifest.total_bytes:
-            return replace(copy, patch_share=share, chained=True)
-        memory = self._copies.lend(nbytes)
+            return replace(copy, patch_share=share, patches_follow=True)
+        memory = self._copies.allocate(nbytes)
         tensors = patch.fill(memory.data, comparison.changes)
-        verify = in_turn(copy.manifest.entries, next(self._patches), self._verify_every)
+        verify = tensors_to_verify(copy.manifest.entries, next(self._patches), self._verify_every)
         made = PatchCopy(base=base.manifest.digest, tensors=tensors, memory=memory, nbytes=nbytes, verify=verify)
-        return replace(copy, patch=made, patch_share=share, chained=True)
+        return replace(copy, patch=made, patch_share=share, patches_follow=True)
 
 
-def in_turn(entries: Sequence[WeightEntry], number: int, every: int) -> tuple[str, ...]:
-    """Return the tensors that the patch `number` has read whole: each has its turn once in `every` patches, like bytes in each."""
+def tensors_to_verify(entries: Sequence[WeightEntry], number: int, every: int) -> tuple[str, ...]:
+    """Return the names of the tensors that receivers of patch `number` check as a whole.
+
+    Each tensor is checked once in `every` patches; about the same number of bytes is checked in each patch.
+    """
     total = sum(entry.nbytes for entry in entries if entry.alias_of is None)
     names, start = [], 0
     for entry in entries:
@@ -101,8 +110,8 @@ def in_turn(entries: Sequence[WeightEntry], number: int, every: int) -> tuple[st
     return tuple(names)
 
 
-def _alike(base: HostCopy, source: VersionSource) -> bool:
-    """Return whether the two have the same tensors at the same places."""
+def _same_tensors(base: HostCopy, source: VersionSource) -> bool:
+    """Return whether `base` and `source` have the same names, shapes, types and layout."""
     names = [(entry.name, entry.shape, entry.dtype, entry.alias_of) for entry in base.manifest.entries]
     own = [(entry.name, entry.shape, entry.dtype, entry.alias_of) for entry in source.entries]
     return names == own and base.layout == source.layout

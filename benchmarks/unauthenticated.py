@@ -1,8 +1,8 @@
 """What 500 connections without a key cost a run: its step time, memory and processes, by turns in quiet and under attack. Prints JSON.
 
-    python benchmarks/strangers.py [--turns 5] [--seconds 10] [--connections 500] [--size recipe]
+    python benchmarks/unauthenticated.py [--turns 5] [--seconds 10] [--connections 500] [--size recipe]
 
-One `rljob run` trains on; `_strangers.py` offers its connections to every port that the run listens on: silent ones, slow greetings,
+One `rljob run` trains on; `_unauthenticated.py` offers its connections to every port that the run listens on: silent ones, slow greetings,
 frames as large as servers take and larger, slow bodies. Each turn is a quiet and an attacked window; `step` and `processor` are the
 median step and the run's own processor time per step under attack over those in quiet: of each turn, and their median. `same` are the
 ratios of neighbouring quiet windows, so what the machine adds itself.
@@ -116,7 +116,7 @@ def main() -> None:
         target = Target(Path(scratch), options.size)
         try:
             before, ports = target.processes(), target.ports()
-            command = [sys.executable, str(Path(__file__).with_name("_strangers.py")), str(options.connections)]
+            command = [sys.executable, str(Path(__file__).with_name("_unauthenticated.py")), str(options.connections)]
             with subprocess.Popen(
                 [*command, *map(str, ports)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             ) as attacker:

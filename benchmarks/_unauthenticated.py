@@ -1,6 +1,6 @@
 """A stranger on the host who holds no key: on command it offers connections to ports and sends what costs a server most.
 
-    _strangers.py CONNECTIONS PORT ...
+    _unauthenticated.py CONNECTIONS PORT ...
 
 Reads `on` and `off` from standard input; answers each with a line of JSON: connections made since the last word, bytes sent, and its
 own processor seconds. A connection that the server ends is offered again a second later.

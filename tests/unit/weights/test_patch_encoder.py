@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from rl_core.messages.weights import Patch
 from rl_core.transports.shared_memory import SegmentStore
-from rl_core.weights.chain import Chain, in_turn
+from rl_core.weights.checksums import sum_bytes
 from rl_core.weights.host_copy import HostCopies
-from rl_core.weights.manifest import build_manifest
-from rl_core.weights.patch import apply
-from rl_core.weights.version_source import StateSource
-from rl_core.weights.words import sum_bytes
+from rl_core.weights.patch_encoder import PatchEncoder, tensors_to_verify
+from tests.weight_samples import Patch, StateSource, apply_patch, build_manifest
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def copies(store):
 
 @pytest.fixture
 def chain(copies):
-    return Chain(copies, verify_every=2)
+    return PatchEncoder(copies, verify_every=2)
 
 
 def weights(value, **others):
@@ -46,13 +43,13 @@ def patch_of(copy):
 
 def test_each_version_has_the_patch_from_the_one_before_and_is_whole_itself(chain):
     before = write(chain, 1)
-    assert before.patch is None and before.patch_share is None and before.chained
+    assert before.patch is None and before.patch_share is None and before.patches_follow
     state = weights(1)
     for version in (2, 3, 4):
         copy = write(chain, version)
         assert copy.patch.base == before.manifest.digest and copy.patch_share == 1 / 3500
         assert [change.name for change in copy.patch.tensors] == ["b"]  # a tied name travels once
-        apply(state, patch_of(copy))
+        apply_patch(state, patch_of(copy))
         assert torch.equal(state["b"], weights(version)["b"])
         manifest = build_manifest(weights(version), version=version, epoch=1)
         assert copy.manifest.digest == manifest.digest
@@ -71,7 +68,7 @@ def test_weights_that_did_not_change_make_an_empty_patch(chain):
 def test_a_patch_as_large_as_the_version_is_left_out_and_the_next_one_builds_on_it_all_the_same(chain):
     write(chain, 1, {"a": torch.zeros(500)})
     copy = write(chain, 2, {"a": torch.ones(500)})
-    assert copy.patch is None and copy.patch_share == 1.0 and copy.chained
+    assert copy.patch is None and copy.patch_share == 1.0 and copy.patches_follow
     assert write(chain, 3, {"a": torch.ones(500)}).patch.base == copy.manifest.digest
 
 
@@ -80,10 +77,10 @@ def test_each_tensor_has_its_turn_once_in_so_many_patches_and_like_bytes_are_rea
     turns = [write(chain, version).patch.verify for version in range(2, 6)]  # of 2000 and 6000 bytes, two patches
     assert sorted(turns[0] + turns[1]) == ["a", "b"] and turns[:2] == turns[2:]
     entries = build_manifest({f"t{i}": torch.zeros(10 + i % 3) for i in range(40)}, version=1, epoch=0).entries
-    turns = [in_turn(entries, number, 8) for number in range(8)]
+    turns = [tensors_to_verify(entries, number, 8) for number in range(8)]
     assert sorted(sum(turns, ())) == sorted(entry.name for entry in entries)
     assert all(4 <= len(turn) <= 6 for turn in turns)
-    assert in_turn(entries, 3, 1) == tuple(entry.name for entry in entries)
+    assert tensors_to_verify(entries, 3, 1) == tuple(entry.name for entry in entries)
 
 
 @pytest.mark.parametrize("other", [{"x": torch.zeros(1)}, {"a": torch.zeros(501)}, {"a": torch.zeros(500).half()}])
@@ -123,6 +120,6 @@ def test_a_version_is_written_over_the_one_before_unless_somebody_reads_that(cha
 
 def test_a_segment_that_somebody_removed_is_not_written_again(chain):
     first = write(chain, 1)
-    (first.memory.is_there.__self__.path).unlink()
+    (first.memory.exists.__self__.path).unlink()
     second = write(chain, 2)
     assert second.memory is not first.memory and second.patch.base == first.manifest.digest

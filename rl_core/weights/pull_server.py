@@ -1,8 +1,8 @@
-"""Late joiners: receivers that ask the publisher for the committed version, at any time, training or not.
+"""Serves the committed version to late joiners: receivers that start or reconnect between two publishes.
 
-A joiner gets a ticket and the copy is held for it until it returns the ticket or its time is over. While a version is being
-published there is none to give: the older one is of no use on policy, and its memory is being written. Joiners wait for the
-commit. All of this is on the publisher's event loop, but for `withdraw`, which the publishing thread calls.
+A joiner gets a ticket, and the copy is held until the joiner returns the ticket or its time is over. While a version is being published
+there is nothing to pull, because the memory of the previous one is being overwritten; joiners wait for the commit. All methods run
+on the publisher's event loop, except `withdraw`, which the publishing thread calls.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ import threading
 
 from rl_core.messages.weights import PullOffer, PullRefusal, PullRequest, WeightSource
 from rl_core.weights.deadlines import Deadlines
-from rl_core.weights.fanout import Relays
+from rl_core.weights.fanout import RelayPool
 from rl_core.weights.host_copy import HostCopies, HostCopy
-from rl_core.weights.outlets import Outlets, offer_of
+from rl_core.weights.source_factory import SourceFactory, make_offer
 
 
-class LateJoiners:
-    """Answers `weights_pull` and `weights_pulled`; `withdraw`, `commit` and `settle` say how a publish goes."""
+class PullServer:
+    """Handles `weights_pull` and `weights_pulled`. `withdraw`, `commit` and `settle` report the progress of a publish."""
 
     def __init__(
-        self, copies: HostCopies, outlets: Outlets, deadlines: Deadlines, relays: Relays | None = None
+        self, copies: HostCopies, source_factory: SourceFactory, deadlines: Deadlines, relays: RelayPool | None = None
     ) -> None:
-        """`relays`: receivers that may give the version to joiners of other hosts."""
-        self._copies, self._outlets, self._deadlines, self._relays = copies, outlets, deadlines, relays
+        """`relays`: receivers that may stream the version to joiners on other hosts."""
+        self._copies, self._source_factory, self._deadlines, self._relays = copies, source_factory, deadlines, relays
         self._committed: HostCopy | None = None
         self._lock = threading.Lock()
-        """Guards `_committed`: a pull must not begin to hold a copy that the publishing thread is giving up."""
+        """Guards `_committed`: a pull must not start to hold a copy that the publishing thread is releasing."""
         self._settled = asyncio.Event()
         """Set while no publish is under way."""
         self._settled.set()
@@ -39,25 +39,25 @@ class LateJoiners:
         return self._committed
 
     def withdraw(self) -> None:
-        """Give the committed copy up: a new version is about to be written. Joiners that read it still hold it. From any thread."""
+        """Release the committed copy because a new version is about to be written. Joiners that still read it keep it. Callable from any thread."""
         self._settled.clear()
         with self._lock:
-            old, self._committed = self._committed, None
-            if old is not None:
-                self._copies.drop(old, self)
+            previous, self._committed = self._committed, None
+            if previous is not None:
+                self._copies.drop(previous, self)
 
     def commit(self, copy: HostCopy) -> None:
-        """Give `copy` to joiners from now on."""
+        """Serve `copy` to joiners from now on."""
         self._copies.hold(copy, self)
         self._committed = copy
         self._settled.set()
 
     def settle(self) -> None:
-        """Let joiners wait no longer: the publish has ended, committed or not."""
+        """Let joiners wait no longer: the publish has ended, with or without a commit."""
         self._settled.set()
 
     async def pull(self, request: PullRequest) -> PullOffer | PullRefusal:
-        """Answer with a source of the committed version, or refuse when there is none in time."""
+        """Return a source of the committed version, or refuse if there is none within the deadline."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), self._deadlines.pull_seconds)
         ticket = secrets.token_hex(16)
@@ -73,15 +73,15 @@ class LateJoiners:
         )
         self._pulls[ticket] = (copy, expiry)
         source: WeightSource | None = None
-        if self._relays is not None and not request.direct and not self._outlets.maps(copy, request.host_token):
+        if self._relays is not None and not request.direct and not self._source_factory.maps(copy, request.host_token):
             source = await self._relays.for_joiner(manifest.digest)
         if source is None:
-            source = self._outlets.source(copy, request.host_token)
-        offer = offer_of(copy, source, self._deadlines)
+            source = self._source_factory.source(copy, request.host_token)
+        offer = make_offer(copy, source, self._deadlines)
         return PullOffer(ticket=ticket, version=manifest.version, epoch=manifest.epoch, offer=offer)
 
     async def pulled(self, ticket: str) -> bool:
-        """End a pull: its copy may be used again. False when the ticket is not known any more."""
+        """End a pull so that the memory can be reused. Returns False if the ticket is unknown or expired."""
         return self._release(ticket)
 
     def _release(self, ticket: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.transports import curve, sockets
 from rl_core.transports.rpc import RpcClient, RpcServer
-from rl_core.transports.strangers import MOST_STRANGERS
+from rl_core.transports.unauthenticated import MAX_UNAUTHENTICATED
 from tests.integration.rpc_samples import Service, identity
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -40,7 +40,7 @@ def test_strangers_are_bounded_and_key_holders_are_left_alone(keys):
     later = RpcClient(server.address, keys("env"), identity("env"), service="hub")
     assert later.call_sync("add", 1, 2, timeout=60) == 3
     assert not lost.is_set() and before <= {(c.laddr, c.raddr) for c in established(server)}
-    assert len(established(server)) <= MOST_STRANGERS + 4 < len(strangers)
+    assert len(established(server)) <= MAX_UNAUTHENTICATED + 4 < len(strangers)
     service.release.set()
     for stranger in strangers:
         stranger.close()

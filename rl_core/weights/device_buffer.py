@@ -1,0 +1,83 @@
+"""A copy of a version in memory of the trainer's device, which receivers on the same device map (CUDA IPC).
+
+The weights are then copied once and never leave the device. The publisher fills the buffer while it writes the host copy, gives a
+handle to each receiver, and frees the buffer after the last ACK. On a CPU the same steps use shared memory by name; no job can ask
+for that, but tests run it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rl_core.weights.offload import bytes_of
+from rl_core.weights.version_source import SourceBucket, VersionSource
+
+Handle = tuple[int | bytes | bool, ...]
+"""Arguments by which torch maps a storage in another process; usable once."""
+
+
+class DeviceBuffer:
+    """Holds one version at a time."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        """uint8 [layout.nbytes]."""
+
+    def copying(self, source: VersionSource) -> VersionSource:
+        """Return a source that yields the buckets of `source` and copies them into this buffer."""
+        return _CopyingSource(source, self)
+
+    def allocate(self, nbytes: int, device: str) -> Tensor:
+        """Allocate and return the buffer, uint8 [nbytes] on `device`."""
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._buffer
+
+    def handle(self) -> Handle:
+        """Return a handle for one receiver. Copies that were queued before are complete when the receiver maps the buffer."""
+        if self._buffer is None:
+            raise AssertionError("bug: device memory must be filled before it is handed out")
+        storage = self._buffer.untyped_storage()
+        return tuple(storage._share_cuda_() if storage.is_cuda else storage._share_filename_cpu_())
+
+    def free(self) -> None:
+        """Free the buffer, once no receiver maps it any more."""
+        on_gpu = self._buffer is not None and self._buffer.is_cuda
+        self._buffer = None
+        if on_gpu:
+            torch.cuda.ipc_collect()
+
+
+class _CopyingSource:
+    """A `VersionSource` that copies its buckets into a `DeviceBuffer`."""
+
+    def __init__(self, source: VersionSource, memory: DeviceBuffer) -> None:
+        self._source, self._memory = source, memory
+        self.entries, self.layout = source.entries, source.layout
+
+    def buckets(self, device: str) -> Iterator[SourceBucket]:
+        """Yield the buckets of the source on `device`."""
+        buffer = self._memory.allocate(self.layout.nbytes, device)
+        for bucket in self._source.buckets(device):
+            for index, tensor in zip(bucket.place.entries, bucket.tensors, strict=True):
+                start = self.layout.starts[index]
+                flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                buffer[start : start + flat.numel()].copy_(flat)
+            yield bucket
+
+
+@contextmanager
+def mapped(handle: Handle, device: str) -> Iterator[Tensor]:
+    """Map the publisher's buffer as uint8 [nbytes] within a `with` block. `device`: name of the device in this process."""
+    place = torch.device(device)
+    if place.type != "cuda":
+        yield bytes_of(torch.UntypedStorage._new_shared_filename_cpu(*handle))
+        return
+    with torch.cuda.device(place):
+        storage = torch.UntypedStorage._new_shared_cuda(place.index or 0, *handle[1:])
+    try:
+        yield bytes_of(storage)
+    finally:
+        # The engine's copies are only queued: they must end before the ACK lets the publisher free what they read.
+        torch.cuda.current_stream(place).synchronize()
