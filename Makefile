@@ -61,6 +61,7 @@ lint: env ## ruff (lint and format), import contracts, circles of files, literal
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.lint.circles
 	$(BIN)/python -m tests.lint.group_names
+	$(BIN)/python -m tests.lint.pages
 	$(BIN)/python -m rl_core.cli.reference --check
 	$(BIN)/python -m rljob_operator.crd --check
 	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total"'); [ -z "$$long" ] || { echo "files over 500 lines (split by noun):"; echo "$$long"; exit 1; }

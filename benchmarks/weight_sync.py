@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/weight_sync.py [--megabytes 200] [--receivers 2] [--runs 9] [--only full|patch|pause|fanout|small]
 
 "publish" is the whole call (copy to host memory, handshake, transfer, verification, last ACK); "sync" is OFFER to last ACK,
-as trainers.md 13 defines it; "pause" is how long the slowest receiver served nothing. GB/s count the model's bytes once,
+"pause" is how long the slowest receiver served nothing. GB/s count the model's bytes once,
 however many receivers. The peers, in turns with ours so that a busy machine slows them alike: memcpy of the same bytes in
 one thread, and in as many processes at once as there are receivers (what their memory allows); raw pyzmq with 1 MiB
 messages, 16 in flight per receiver, to the same number of processes, which drop them ("plain"), or hash and copy them as

@@ -111,7 +111,7 @@ class Progress:
     """The runner's last answer to `GET /status`."""
 
     status: Object
-    """As runtime.md 8.5 and protocol.md 3 say."""
+    """The status that the runner serves at `/status`."""
     at: float
     """When it was received, seconds since 1970."""
     pod_uid: str

@@ -1,4 +1,4 @@
-"""Names, labels and annotations of everything that belongs to a job (kubernetes.md 5). Pure.
+"""Names, labels and annotations of everything that belongs to a job. Pure.
 
 All names are functions of the job's name, of at most 40 characters, so that they fit into 63. The Secret's name carries the uid too:
 its presence is asserted by `create` alone, where 409 must mean that it is this job's and not an earlier one's. So does that of a gang

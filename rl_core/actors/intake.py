@@ -1,4 +1,4 @@
-"""How a data rank comes by its groups: fetched ahead, each admitted by the runner before it counts (protocol.md 2).
+"""How a data rank comes by its groups: fetched ahead, each admitted by the runner before it counts.
 
 trajectories -> fetched -> fresh -> asked -> admitted, or dropped when the runner refuses
                     ^--------- later <---'   kept for a later step: asynchronous runs only

@@ -40,7 +40,7 @@ def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRSchedule:
-    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total` (trainers.md 7)."""
+    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `total`."""
 
     peak: float
     total: int

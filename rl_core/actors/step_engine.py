@@ -1,4 +1,4 @@
-"""What one training step trains (trainers.md 6): its rows, mini-batches, global normalisers, early stop, cancelling and report.
+"""What one training step trains: its rows, mini-batches, global normalisers, early stop, cancelling and report.
 
     load -> compute_log_probs -> compute_advantages -> train
 

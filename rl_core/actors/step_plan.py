@@ -1,6 +1,6 @@
 """Which rows form an optimizer step, and which rank trains them. Pure; equal on all ranks without talking.
 
-Mini-batches are cut from the whole step before rows are dealt to ranks, so the number of ranks changes no optimizer step (I9).
+Mini-batches are cut from the whole step before rows are dealt to ranks, so the number of ranks changes no optimizer step.
 """
 
 from collections.abc import Sequence

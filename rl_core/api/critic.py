@@ -1,4 +1,4 @@
-"""`spec.algorithm.critic`: who says what a token's future is worth, and how it learns (algorithms.md 3, 5)."""
+"""`spec.algorithm.critic`: who says what a token's future is worth, and how it learns."""
 
 from pydantic import Field
 

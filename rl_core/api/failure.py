@@ -1,4 +1,4 @@
-"""`spec.failurePolicy`: what happens when a container ends, nothing moves or the numbers go wrong (protocol.md 4).
+"""`spec.failurePolicy`: what happens when a container ends, nothing moves or the numbers go wrong.
 
 Rules are tried in order, the first that matches acts; after the user's rules come the default ones: a disruption, which a pod deleted
 by somebody else is too, restarts without being counted; exit code 2 or 4 of any role fails the job; any other end of an actor pod restarts the job, counted; that of a rollout

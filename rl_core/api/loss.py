@@ -37,7 +37,7 @@ LossName = Annotated[str, Field(max_length=253), one_of_or_function(*LOSSES)]
 
 
 class LossSpec(Spec):
-    """The policy loss and what is added to it (algorithms.md 5, 6)."""
+    """The policy loss and what is added to it."""
 
     name: LossName = "ppo_clip"
     """Loss from the registry, or a function of yours as `module:function`."""
@@ -88,7 +88,7 @@ class LossSpec(Spec):
 
 
 class ImportanceSpec(Spec):
-    """Correction of the difference between rollout and trainer log-probabilities (algorithms.md 7)."""
+    """Correction of the difference between rollout and trainer log-probabilities."""
 
     mode: Literal["tis", "icepop", "seq-mask"] = "tis"
     """How weights outside [low, high] are treated."""

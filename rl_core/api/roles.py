@@ -56,7 +56,7 @@ class FabricRoleSpec(RoleSpec):
 
 
 class ScheduleSpec(Spec):
-    """The learning-rate schedule over applied optimizer steps (trainers.md 7)."""
+    """The learning-rate schedule over applied optimizer steps."""
 
     style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""

@@ -85,11 +85,11 @@ PlacementMap = Annotated[
         way_out="write it so, in quotes",
     ),
 ]
-"""Which resources a role's processes have (runtime.md 1, Grammar)."""
+"""Which resources a role's processes have."""
 
 
 class PlacementSpec(Spec):
-    """Where processes run (runtime.md 1)."""
+    """Where processes run."""
 
     mode: Literal["disaggregated", "colocated", "hybrid"] = "disaggregated"
     """disaggregated: own devices per role; colocated: each rollout takes turns with the actor pod it lives in; hybrid: so does one per actor pod, further ones have own devices."""
@@ -112,7 +112,7 @@ class PlacementSpec(Spec):
 
 
 class WeightsSpec(Spec):
-    """How weights reach the rollouts (trainers.md 9)."""
+    """How weights reach the rollouts."""
 
     syncer: Literal["bucket", "patch"] = "bucket"
     """bucket: full weights. patch: what changed, where that is smaller; by zmq."""
@@ -197,7 +197,7 @@ class CheckpointSpec(Spec):
 
 
 class DeadlinesSpec(Spec):
-    """Bounds of every wait, seconds (runtime.md 3)."""
+    """Bounds of every wait, seconds."""
 
     heartbeat: float = Field(2, gt=0)
     """Between heartbeats."""

@@ -1,4 +1,4 @@
-"""`status` of an RLJob: what the operator writes and people, scripts and `kubectl wait` read (kubernetes.md 1.2).
+"""`status` of an RLJob: what the operator writes and people, scripts and `kubectl wait` read.
 
 Written by the operator alone, so unknown fields are ignored on reading: a status written by a newer operator stays readable.
 Times are RFC 3339 text in UTC.

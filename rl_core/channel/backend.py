@@ -9,7 +9,7 @@ from rl_core.messages.channel import ChannelOptions, Key
 
 DEFAULT_KEY = "default_queue"
 DEFAULT_TIMEOUT = 600.0
-"""Seconds a put or get waits when no timeout is given (runtime.md 3.6)."""
+"""Seconds a put or get waits when no timeout is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

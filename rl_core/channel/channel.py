@@ -1,4 +1,4 @@
-"""Channel: keyed FIFO queues between processes, with deadlines and weighted batches (runtime.md 5).
+"""Channel: keyed FIFO queues between processes, with deadlines and weighted batches.
 
     trajectories = Channel.create("trajectories", maxsize=64)
     trajectories.put(record, weight=3)

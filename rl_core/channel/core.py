@@ -1,4 +1,4 @@
-"""The rules of a channel without any I/O: keyed FIFO queues, waiting puts and takes, receipts, closing (runtime.md 5).
+"""The rules of a channel without any I/O: keyed FIFO queues, waiting puts and takes, receipts, closing.
 
 `server` and `local` drive it: they call the verbs from one thread (or under one lock), pass the present time, and hear of
 results by callbacks. Payloads are opaque. Invariants: items of a key stand in the order of their first acceptance;

@@ -1,4 +1,4 @@
-"""A channel inside one process: items by reference, the same rules, no sockets (runtime.md 5).
+"""A channel inside one process: items by reference, the same rules, no sockets.
 
 `LocalBackend` drives one `ChannelCore` under a lock; deadlines are kept by a timer of the I/O thread.
 """

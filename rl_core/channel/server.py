@@ -1,4 +1,4 @@
-"""The channel server: all channels of a job, one process, rules in `core`, payloads never decoded (runtime.md 5).
+"""The channel server: all channels of a job, one process, rules in `core`, payloads never decoded.
 
 Its RPC handlers are inline: they run on the I/O thread, never block, and answer when the core says so. Large payloads lie
 in segments this process owns: a producer asks for room (`reserve`), writes, and hands over, so a producer's death loses
@@ -50,7 +50,7 @@ ALLOWED_METHODS = {
     "actor": _ACTOR_METHODS,
     **dict.fromkeys(("rollout", "env"), _ELASTIC_METHODS),
 }
-"""Who comes and goes is no producer that a channel waits for, and the runner alone closes channels (protocol.md 2)."""
+"""Who comes and goes is no producer that a channel waits for, and the runner alone closes channels."""
 _RECENT = 1_024
 
 

@@ -1,6 +1,6 @@
 """Checkpoint folders: staged, published whole, found again, retired. Torch-free; the runner owns the one writer of a job.
 
-A checkpoint is complete or invisible (I7): ranks write into a hidden staging folder, the manifest is written last, one rename publishes.
+A checkpoint is complete or invisible: ranks write into a hidden staging folder, the manifest is written last, one rename publishes.
 
     begin(step, epoch) -> .step-00000050.3   ranks write and sync -> publish(): manifest, rename -> step-00000050
 

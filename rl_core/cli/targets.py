@@ -1,4 +1,4 @@
-"""What TARGET means: an existing folder is a local run, anything else the name of a job in the current kube context (protocol.md 9).
+"""What TARGET means: an existing folder is a local run, anything else the name of a job in the current kube context.
 
 The cluster's side lives in `rljob_operator.cli`, is found by the entry-point group `rljob.targets`, and is imported when needed.
 """

@@ -1,4 +1,4 @@
-"""Which rows of a batch go from which source rank to which destination rank (runtime.md 6). Pure functions.
+"""Which rows of a batch go from which source rank to which destination rank. Pure functions.
 
 A batch of B rows lies on S sources, source s owning rows [s*B/S, (s+1)*B/S), and is wanted on D destinations cut alike.
 """

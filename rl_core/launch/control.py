@@ -1,4 +1,4 @@
-"""The launcher's side of the runner's control port (protocol.md 3): what the operator does over the pod network, on loopback."""
+"""The launcher's side of the runner's control port: what the operator does over the pod network, on loopback."""
 
 import http.client
 import json

@@ -27,7 +27,7 @@ INTERRUPTED = 3
 
 
 def main(arguments: list[str]) -> int:
-    """Run the pod; return its exit code (runtime.md 3.6)."""
+    """Run the pod; return its exit code."""
     # The kernel hides SIGTERM from process 1 until it has a handler: a pod deleted while it starts would stay for its whole grace.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))
     configure_logging(role="supervisor")

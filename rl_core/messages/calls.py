@@ -1,4 +1,4 @@
-"""How a group builds its workers and calls them (runtime.md 3.2).
+"""How a group builds its workers and calls them.
 
 runner -> worker   construct(WorkerSpec)      execute(method, args, kwargs) -> MethodResult      retire()
 

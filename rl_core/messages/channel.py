@@ -1,4 +1,4 @@
-"""The records between a channel's users and its server, and the calls that carry them (runtime.md 5).
+"""The records between a channel's users and its server, and the calls that carry them.
 
 user -> server   create(name, ChannelOptions) -> ChannelOptions       connect(name, timeout) -> ChannelOptions
 user -> server   put(channel, key, weight, parts, timeout, nowait)
@@ -113,7 +113,7 @@ class ChannelStats:
         return max((queue.oldest_age_seconds for queue in self.queues), default=0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of runtime.md 5 by name, for the whole channel."""
+        """Return the metrics of the whole channel by name."""
         return {
             "channel/depth": self.depth,
             "channel/bytes": self.bytes,

@@ -1,4 +1,4 @@
-"""A prompt group between the runner's ledger, the rollouts and the data ranks (protocol.md 2).
+"""A prompt group between the runner's ledger, the rollouts and the data ranks.
 
 rollout -> runner   lease_groups(want, seconds, version) -> [PromptLease]     renew(tokens) -> [stale tokens]
 rollout -> runner   give_back(token, reason, message)

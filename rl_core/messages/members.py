@@ -1,4 +1,4 @@
-"""What a worker process and the runner's hub say to each other about who is there (runtime.md 3.4).
+"""What a worker process and the runner's hub say to each other about who is there.
 
 worker     -> hub   hello(HelloReport) -> HelloAccepted | HelloRefused
 worker     -> hub   heartbeat(MemberId, Heartbeat) -> HeartbeatAnswer          goodbye(MemberId)

@@ -1,4 +1,4 @@
-"""What an RPC connection says of its two ends, and an error on its way to the caller (runtime.md 4).
+"""What an RPC connection says of its two ends, and an error on its way to the caller.
 
 client -> server   hello: Hello        server -> client   welcome: Welcome
 server -> client   error: PackedError

@@ -1,4 +1,4 @@
-"""A sync of the weights: what publisher, receivers and runner say to each other (trainers.md 9, protocol.md 8).
+"""A sync of the weights: what publisher, receivers and runner say to each other.
 
 runner    -> actor      sync_model_to_rollout(version, [ReceiverAddress], min_acks) -> PublishReport on rank 0
 publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure

@@ -1,4 +1,4 @@
-"""Statistics over the samples of a group and over groups (rollouts.md 3)."""
+"""Statistics over the samples of a group and over groups."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The runner's ledger as a rollout sees it: the port `LeaseSource`, its way over the hub, and the renewal of what is held.
 
-The ledger is the only one that knows who holds which group (protocol.md 2). A lease that nobody renews ends by itself.
+The ledger is the only one that knows who holds which group. A lease that nobody renews ends by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which groups may be given out and which may train, by policy version (protocol.md 2). Pure; one object decides both questions.
+"""Which groups may be given out and which may train, by policy version. Pure; one object decides both questions.
 
 `OnPolicy` is the policy of `ReasoningRunner`, `Bounded` that of `AsyncReasoningRunner`; nobody else compares versions.
 """

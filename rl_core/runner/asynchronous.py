@@ -1,4 +1,4 @@
-"""GRPO and its relatives, bounded asynchronous: rollouts generate the groups of later steps while one is trained (runtime.md 8.2).
+"""GRPO and its relatives, bounded asynchronous: rollouts generate the groups of later steps while one is trained.
 
     version     v                          v + 1                      v + 2
     trainer     | receive, train, publish  | receive, train, publish  | ...

@@ -1,4 +1,4 @@
-"""Changes of a running job: what `PUT /control` takes, and what it refuses and why (kubernetes.md 1.1). Pure.
+"""Changes of a running job: what `PUT /control` takes, and what it refuses and why. Pure.
 
 The operator sends the whole spec with its generation. Fields that only the operator or a pod's start reads are not looked at; the
 mutable ones wait here until the loop takes them at a step boundary; any other difference is refused as a whole.

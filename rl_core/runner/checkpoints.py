@@ -1,4 +1,4 @@
-"""Saves and restores a run: the actors' shards, the ledger and the history files, published whole (invariant I7)."""
+"""Saves and restores a run: the actors' shards, the ledger and the history files, published whole."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Scores one fixed prompt with the rollouts and with the trainer after a sync: served weights that differ end the run (invariant I2).
+"""Scores one fixed prompt with the rollouts and with the trainer after a sync: served weights that differ end the run.
 
 Each rollout goes on with the prompt by a fixed seed at the training temperature; the trainer scores what it drew. Checksums prove the
 bytes that were sent; this proves what the engine computes with them.

@@ -1,4 +1,4 @@
-"""The runner's HTTP face: `/status` and the control calls (protocol.md 3). Calls and answers are signed (plan/signatures.py).
+"""The runner's HTTP face: `/status` and the control calls. Calls and answers are signed (plan/signatures.py).
 
 Called by the operator, the local launcher and `rljob status|top`. Handlers only read the status or set flags that the loop
 honours at a step boundary, so a caller can never block or break a step.

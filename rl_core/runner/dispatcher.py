@@ -1,4 +1,4 @@
-"""The runner's side of the account of a group: gives prompt groups out and takes what comes of them (protocol.md 2).
+"""The runner's side of the account of a group: gives prompt groups out and takes what comes of them.
 
     who                       calls                                     on which thread
     the loop                  open, close, acknowledge, open_validation the loop's

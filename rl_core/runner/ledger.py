@@ -1,4 +1,4 @@
-"""The prompt ledger: which prompt groups are out, with whom, which were trained, which come next (invariant I1).
+"""The prompt ledger: which prompt groups are out, with whom, which were trained, which come next.
 
 It is the only account of a group and the only authority over leases. Its caller serialises calls (`dispatcher`). A group goes
 pending -> leased -> generated -> consumed -> acknowledged, or ends as dropped (budget) or discarded (surplus, filtered).
@@ -106,7 +106,7 @@ class _Group:
 
 
 class PromptLedger:
-    """Leases prompt groups in a seeded order and keeps account of each (runtime.md 7)."""
+    """Leases prompt groups in a seeded order and keeps account of each."""
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ class PromptLedger:
         return self._out
 
     def metrics(self) -> dict[str, float]:
-        """Return `ledger/*` (runtime.md 7)."""
+        """Return `ledger/*`."""
         states = [group.state for group in self._groups.values()]
         open_states = (GroupState.PENDING, GroupState.LEASED, GroupState.GENERATED)
         return {

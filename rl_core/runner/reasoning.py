@@ -1,4 +1,4 @@
-"""GRPO and its relatives, on policy: the loop of design.md section 6. `asynchronous.py` is the same with generation ahead of training.
+"""GRPO and its relatives, on policy: one step after the other. `asynchronous.py` is the same with generation ahead of training.
 
 One step at policy version v reads as `run_step` reads: give prompts out, receive finished groups, train, acknowledge, publish v + 1.
 """

@@ -1,4 +1,4 @@
-"""Finds out that nothing makes progress, and who waits for whom (runtime.md 8.5, invariant I3).
+"""Finds out that nothing makes progress, and who waits for whom.
 
 The runner feeds heartbeats in; a stall is only reported here. Who acts on it: the operator or the local launcher.
 """

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Startup:
-    """The start of a run (runtime.md 8)."""
+    """The start of a run."""
 
     def __init__(
         self,

@@ -167,7 +167,7 @@ class StatusBoard:
         ]
 
     def snapshot(self, ledger: Mapping[str, float], held: Sequence[HeldGroup]) -> dict[str, Any]:
-        """Return `/status` (runtime.md 8.5, protocol.md 3); `ledger` are its metrics, `held` the groups that are not final."""
+        """Return `/status`; `ledger` are its metrics, `held` the groups that are not final."""
         known = list(self._cluster.members(drained=True, lost=True))
         members = [m for m in known if m.state != "lost"]
         missing = self._roster.missing(members)
@@ -281,7 +281,7 @@ class StatusBoard:
 
 
 def _public_state(member: Any) -> str:
-    """Return a member's state in the six words of protocol.md 3; `detail` has the hub's.
+    """Return a member's state as `/status` names it; `detail` has the hub's.
 
     A rollout that holds its worker still lacks weights; an actor or env then works. A silent one gets no new work.
     """

@@ -1,6 +1,6 @@
 """Counts how many of the newest steps in a row went wrong by the semantic rules of failurePolicy.
 
-Who acts is the operator (protocol.md 4); the runner itself sees to it that what is to be rolled back is not saved.
+Who acts is the operator; the runner itself sees to it that what is to be rolled back is not saved.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Publishes a version to the rollouts, and knows which of them proved it (invariant I2)."""
+"""Publishes a version to the rollouts, and knows which of them proved it."""
 
 import logging
 import time

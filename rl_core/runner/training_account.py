@@ -1,4 +1,4 @@
-"""What one training step asks of the ledger, what it has taken, and what a dropped group means for it (invariants I1, I5).
+"""What one training step asks of the ledger, what it has taken, and what a dropped group means for it.
 
 Its only caller is the dispatcher, which serialises calls. Nothing here blocks or talks to another process: what others must hear
 (a failure of the run, the end of a step that was cut) waits until the dispatcher takes it.
@@ -67,7 +67,7 @@ class StepState:
         return len(self.admitted) >= self.target
 
     def sampling_metrics(self, prompts_per_step: int) -> dict[str, float]:
-        """Return the metrics of dynamic sampling (algorithms.md 8): generation batches asked for, and what became of their groups."""
+        """Return the metrics of dynamic sampling: generation batches asked for, and what became of their groups."""
         rewards = reward_metrics(list(self.admitted.values()))
         found = {"batches": self.issued / prompts_per_step, "kept_groups": len(self.admitted)}
         found |= {"dropped_groups": self.filtered, "surplus_groups": self.surplus}

@@ -38,7 +38,7 @@ class ValidationRound:
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`attempts` of a prompt by reason; one that uses them up counts as an error, not as a wrong answer (I5)."""
+        """`attempts` of a prompt by reason; one that uses them up counts as an error, not as a wrong answer."""
         self.version = version
         self.ledger = PromptLedger(
             samples,

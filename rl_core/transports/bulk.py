@@ -1,4 +1,4 @@
-"""Bulk streams: large buffers from one process to another by plain ZeroMQ, authentic but not secret (runtime.md 4).
+"""Bulk streams: large buffers from one process to another by plain ZeroMQ, authentic but not secret.
 
     sender = BulkSender("tcp://127.0.0.1:0")
     ticket = sender.offer([array1, array2])          # a record: hand it out over RPC, whose connection proved who asks

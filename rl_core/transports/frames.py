@@ -1,4 +1,4 @@
-"""Messages on the wire: frame 0 is a version byte and a msgpack header, the rest are raw bytes (runtime.md 4).
+"""Messages on the wire: frame 0 is a version byte and a msgpack header, the rest are raw bytes.
 
 Header keys: `k` kind, `e` epoch, `i` request id, `s` sender, `m` method, `p` skeleton, `t` table of [dtype, shape,
 nbytes, crc or nil] and, where not empty, `o` options of the RPC. `encode` and `decode` are the faces for one object: one frame

@@ -1,4 +1,4 @@
-"""Large arrays between processes of one host: pooled segments in /dev/shm (runtime.md 4).
+"""Large arrays between processes of one host: pooled segments in /dev/shm.
 
 The process that creates a segment owns it: it lends it to holders (connections), gets it back by their release messages or
 when they are gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and

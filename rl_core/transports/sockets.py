@@ -1,4 +1,4 @@
-"""The I/O thread: one per process, the thread that watches all ZeroMQ sockets (runtime.md 4).
+"""The I/O thread: one per process, the thread that watches all ZeroMQ sockets.
 
 Any thread hands it work with `call_soon` and `call_at`; sockets registered with it have their callback run when they are
 readable. Callbacks must not block: user code runs elsewhere (`handlers`). The thread sleeps in one epoll over the sockets'

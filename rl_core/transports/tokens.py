@@ -1,4 +1,4 @@
-"""Whose files in /dev/shm are whose: names, tokens, what dead processes left (runtime.md 4).
+"""Whose files in /dev/shm are whose: names, tokens, what dead processes left.
 
 Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is the process's and nobody can guess it, so nobody
 can lie in wait under a name; it is told to peers only. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives

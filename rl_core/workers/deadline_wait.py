@@ -1,4 +1,4 @@
-"""A bounded wait that says what it waits for at 10 % and at 50 % of its time (runtime.md 3.6)."""
+"""A bounded wait that says what it waits for at 10 % and at 50 % of its time."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""A group of workers as one object: `group.method(...)` runs on all ranks and gives a WorkerGroupFuncResult (runtime.md 3.2).
+"""A group of workers as one object: `group.method(...)` runs on all ranks and gives a WorkerGroupFuncResult.
 
     actors = FSDPActor.create_group(spec).launch(cluster, name="actor")     # or WorkerGroup.of("module:Class", spec)
     actors.init_worker().wait()

@@ -1,4 +1,4 @@
-"""The hub: the runner's end of every worker's registration, heartbeats and loss (runtime.md 3.4). Lives in the runner process.
+"""The hub: the runner's end of every worker's registration, heartbeats and loss. Lives in the runner process.
 
 RPC methods: those of messages.members and those the runner adds. Who may connect: curve.callers_of_services; each role calls its
 own methods only. hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.

@@ -1,4 +1,4 @@
-"""Who is in the job: the state machine behind the hub (runtime.md 3.4). Pure: no threads, no sockets, the clock is injected.
+"""Who is in the job: the state machine behind the hub. Pure: no threads, no sockets, the clock is injected.
 
     hello --accepted--> JOINING -> ... -> SERVING --silence suspect--> SUSPECT --silence lost--> LOST
       |                                    |  ^___heartbeat____________|          ^

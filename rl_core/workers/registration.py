@@ -1,4 +1,4 @@
-"""How a worker process becomes a member and stays one: hello until the hub accepts it, then heartbeats (runtime.md 3.4).
+"""How a worker process becomes a member and stays one: hello until the hub accepts it, then heartbeats.
 
     register -(accepted)-> keep_in_touch -(the hub is silent for `lost` s, or does not know us)-> returns; the host starts over
     register -(refused for good)-> Ended          keep_in_touch -(a newer process has our name)-> Ended
@@ -129,7 +129,7 @@ class Registration:
         return True
 
     def _check_hello_deadline(self, waited: float) -> None:
-        """Bound the wait of a fixed role outside a cluster; others wait as long as it takes (protocol.md 4)."""
+        """Bound the wait of a fixed role outside a cluster; others wait as long as it takes."""
         if not self.elastic and not self._identity.in_cluster and waited > HELLO_DEADLINE:
             hub = self._identity.hub
             raise Ended(3, f"the hub {hub} must answer hello within {HELLO_DEADLINE:.0f} s, got nothing")

@@ -1,4 +1,4 @@
-"""The result of one method call on several ranks: wait for all, hear of failures soon, name who is missing (runtime.md 3.2).
+"""The result of one method call on several ranks: wait for all, hear of failures soon, name who is missing.
 
 Pure over `Call`s; the group makes those from RPC futures. Nothing polls: a future that ends with the next change wakes threads and
 coroutines alike.

@@ -1,4 +1,4 @@
-"""A container's last word: the termination message the kubelet keeps when the container is gone (protocol.md 4).
+"""A container's last word: the termination message the kubelet keeps when the container is gone.
 
 One JSON object `{reason, process, code, tail, summary}` of at most 4096 bytes, so that the operator needs no right to read logs, and
 a job that ends between two looks at its runner still tells the truth.

@@ -1,4 +1,4 @@
-"""The base class of every role: what its code may know and do (runtime.md 3.1). Actors, rollouts and envs derive from it.
+"""The base class of every role: what its code may know and do. Actors, rollouts and envs derive from it.
 
 The generic host (`python -m rl_core.workers.host`) constructs the subclass and serves its public methods. Sync methods run
 in one thread, one at a time; async ones on the worker's loop, where nothing may block.

@@ -160,7 +160,7 @@ class Run(Output):
 
 
 def assert_trained_once(run: Output, *, steps: int, groups: int, staleness: int = 0) -> None:
-    """Every step of the final history trained exactly `groups` groups, no group twice (I1), no token older than the bound."""
+    """Every step of the final history trained exactly `groups` groups, no group twice, no token older than the bound."""
     ledger = run.lines("ledger.jsonl")
     assert Counter(line["step"] for line in ledger) == dict.fromkeys(range(1, steps + 1), groups)
     ids = [line["group_id"] for line in ledger]

@@ -1,4 +1,4 @@
-"""`kill -9` in mid-step of every kind of process, as design.md's fault table says: the run ends well and no group is trained twice."""
+"""`kill -9` in mid-step of every kind of process: the run ends well and no group is trained twice."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""I2 from the trainer's side: what a receiver gets and proves is what was trained, tied names once, sharded or not."""
+"""Weight sync from the trainer's side: what a receiver gets and proves is what was trained, tied names once, sharded or not."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Where there are keys each role may call its own methods only: of the hub, and of a worker process (runtime.md 4)."""
+"""Where there are keys each role may call its own methods only: of the hub, and of a worker process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""I7 with real kills: whenever the writer dies, what is visible is complete, and the next epoch goes on from there."""
+"""Checkpoints with real kills: whenever the writer dies, what is visible is complete, and the next epoch goes on from there."""
 
 import random
 import subprocess

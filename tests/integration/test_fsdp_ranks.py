@@ -1,4 +1,4 @@
-"""I9 and I7 over real ranks: neither their number nor the kind of FSDP changes a loss, gradient or weight, and a checkpoint fits them all.
+"""Steps and checkpoints over real ranks: neither their number nor the kind of FSDP changes a loss, gradient or weight, and a checkpoint fits them all.
 
 One launch of two ranks runs all scenarios; the same ones with one rank run in this process.
 """

@@ -1,4 +1,4 @@
-"""Transition rules: what of a job must stay as it is while the job is not suspended (kubernetes.md 1.1, protocol.md 9).
+"""Transition rules: what of a job must stay as it is while the job is not suspended.
 
 Fixed is every field that a running job would not honour: all of spec but those the runner takes while it runs, those the operator
 alone reads, and the pod fields, which take effect at a pod's next start. The rules look at the suspension of the old object, so that

@@ -1,4 +1,4 @@
-"""NetworkPolicies of a job (protocol.md 6).
+"""NetworkPolicies of a job.
 
     actor, rollout   in: all ports from the job's actor and rollout pods (gloo and NCCL listen on ephemeral ones, without authentication)
                      out: to the same, to the RPC port of envs, and `egress` of the role: where it is not given, anywhere but link-local

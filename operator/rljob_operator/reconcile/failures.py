@@ -1,4 +1,4 @@
-"""What went wrong with the pods, the loop or the numbers, and what the rules say to do (protocol.md 4).
+"""What went wrong with the pods, the loop or the numbers, and what the rules say to do.
 
 `judge` looks at everything once per reconcile; of several findings the gravest decides. Each end of a pod is judged once: the
 record keeps its uid until the pod is gone.

@@ -3,7 +3,7 @@
 Filled from three sides: kopf's events, our own lists, and the answers to our own writes (so we read what we wrote). The newest
 resourceVersion wins, whoever brings it; versions of one cluster are ordered as numbers. An object once known to be gone does not come
 back with its uid. A list drops what it does not name, unless that is younger than the list: kopf emits no DELETED for what vanished
-in a gap of its watch (protocol.md 7).
+in a gap of its watch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operator's one secret: 32 random bytes from which every job's keys are derived (protocol.md 6), and those that were it before.
+"""The operator's one secret: 32 random bytes from which every job's keys are derived, and those that were it before.
 
 Read, or made when absent; two replicas that start at once agree, since the second to create meets 409 and reads. Never made anew while
 jobs have keys: their Secrets cannot be changed, so with another master no runner would take the operator's word for the job's life.

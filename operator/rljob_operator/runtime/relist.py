@@ -1,7 +1,7 @@
 """Our own lists of every watched kind: at start, every few minutes, and soon after kopf's watches began anew.
 
 kopf hides when its watch had a gap, and reports no deletion from inside one; the events of type None that follow such a gap are the only
-sign (protocol.md 7). So each kind is listed by us too, page by page, and what a list does not name is dropped from the cache.
+sign. So each kind is listed by us too, page by page, and what a list does not name is dropped from the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the Megatron backend cannot do, told by name at `rljob validate` and again before ranks meet (trainers.md 11).
+"""What the Megatron backend cannot do, told by name at `rljob validate` and again before ranks meet.
 
 Needs neither torch nor megatron-core.
 """

@@ -1,4 +1,4 @@
-"""Placement: which process runs on which node with which accelerators (runtime.md 1). Pure and torch-free.
+"""Placement: which process runs on which node with which accelerators. Pure and torch-free.
 
 `inventory` says what there is, `grammar` reads the map a user writes, `strategies` turn resources into Placements (`placement`),
 `component` binds components to strategies, `modes` checks and derives colocated and disaggregated layouts.

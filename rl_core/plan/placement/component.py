@@ -1,4 +1,4 @@
-"""Components of a job bound to strategies, from the `componentPlacement` map (runtime.md 1, rules 6-9)."""
+"""Components of a job bound to strategies, from the `componentPlacement` map."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

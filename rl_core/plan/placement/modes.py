@@ -1,4 +1,4 @@
-"""Colocated, disaggregated and hybrid layouts of model-parallel components (runtime.md 1, Modes)."""
+"""Colocated, disaggregated and hybrid layouts of model-parallel components."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Where one process runs, as a record and as the identity variables that tell the process (runtime.md 2)."""
+"""Where one process runs, as a record and as the identity variables that tell the process."""
 
 import os
 from collections.abc import Mapping

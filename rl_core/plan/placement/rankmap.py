@@ -1,4 +1,4 @@
-"""Which actor rank sends its slice of the weights to which rank of which rollout engine (runtime.md 1, Rank map)."""
+"""Which actor rank sends its slice of the weights to which rank of which rollout engine."""
 
 from rl_core.api.errors import PlacementError
 

@@ -1,4 +1,4 @@
-"""Strategies: from resources to one Placement per process (runtime.md 1, Strategies)."""
+"""Strategies: from resources to one Placement per process."""
 
 from abc import ABC, abstractmethod
 from collections import Counter

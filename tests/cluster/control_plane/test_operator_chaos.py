@@ -52,7 +52,7 @@ async def test_a_restarted_api_server_is_found_again(control_plane: Access, jobs
 async def test_pods_deleted_while_no_watch_could_see_it_are_replaced(
     control_plane: Access, jobs: Jobs, process
 ) -> None:
-    """The operator stands still, its watch's revision is compacted away: no DELETED comes, our own list finds the gap (protocol.md 7)."""
+    """The operator stands still, its watch's revision is compacted away: no DELETED comes, our own list finds the gap."""
     operator, log = process("stopped", LEADER_ELECT="false", LOG_LEVEL="DEBUG")
     await jobs.create()
     await jobs.wait_pods(*STANDARD)

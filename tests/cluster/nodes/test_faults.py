@@ -1,4 +1,4 @@
-"""What dies is replaced, as the table of failure domains in design.md says, and nothing else is touched."""
+"""What dies is replaced, and nothing else is touched."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Offloaded bytes are away, and back bit for bit in the same objects (trainers.md 5)."""
+"""Offloaded bytes are away, and back bit for bit in the same objects."""
 
 import gc
 import weakref

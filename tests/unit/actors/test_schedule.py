@@ -1,4 +1,4 @@
-"""The learning rate of every applied step (trainers.md 7)."""
+"""The learning rate of every applied step."""
 
 import itertools
 

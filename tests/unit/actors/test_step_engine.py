@@ -1,4 +1,4 @@
-"""What a step trains does not depend on who trains it, how many ranks there are, or how rows are cut (I9)."""
+"""What a step trains does not depend on who trains it, how many ranks there are, or how rows are cut."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Rows are dealt to optimizer steps and ranks as a bijection that the number of ranks does not change (I9)."""
+"""Rows are dealt to optimizer steps and ranks as a bijection that the number of ranks does not change."""
 
 import pytest
 import torch

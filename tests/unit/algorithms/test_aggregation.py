@@ -1,4 +1,4 @@
-"""Aggregation, counts and Stats: the worked example, and shares that add up to the whole (I9)."""
+"""Aggregation, counts and Stats: the worked example, and shares that add up to the whole."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Invariant I9: however a step is cut, losses, gradients and metrics are those of the whole."""
+"""However a step is cut, losses, gradients and metrics are those of the whole."""
 
 import itertools
 

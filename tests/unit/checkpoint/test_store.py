@@ -1,4 +1,4 @@
-"""I7: a checkpoint is complete or invisible, whatever happens while it is written."""
+"""A checkpoint is complete or invisible, whatever happens while it is written."""
 
 import errno
 import json

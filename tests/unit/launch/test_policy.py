@@ -1,4 +1,4 @@
-"""The operator's rules on one machine: what follows the end of a pod and a stall (protocol.md 4)."""
+"""The operator's rules on one machine: what follows the end of a pod and a stall."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The network policies against protocol.md 6, over sources, destinations and ports; and the judge against the API's definition."""
+"""The network policies over sources, destinations and ports; and the judge against the API's definition."""
 
 import itertools
 from dataclasses import replace
@@ -71,7 +71,7 @@ PORTS = (22, 53, 443, 5353, *range(7690, 7710), 30000, 40123, 65535)
 
 
 def admitted(source, destination, port):
-    """What protocol.md 6 lets into a pod of the job."""
+    """What may connect to a pod of the job."""
     if source == "prometheus" and port == HEALTH:
         return True
     if destination in ("actor-0", "actor-1", "rollout"):
@@ -84,7 +84,7 @@ def admitted(source, destination, port):
 
 
 def let_out(source, destination, port, protocol):
-    """What protocol.md 6 lets out of a pod of the job: from env pods what is named, from the others all but the link-local."""
+    """What a pod of the job may connect to: from env pods what is named, from the others all but the link-local."""
     if destination in ("dns", "node-local dns") and port in (53, 5353):
         return True
     if source != "env":

@@ -1,4 +1,4 @@
-"""What the operator does when something dies: the rows of design.md's fault table and the default rules of protocol.md 4."""
+"""What the operator does when something dies: which pods are replaced, and the default failure rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attempt_of(world: World, name: str) -> int:
     return int(plan["containers"][0]["processes"][0]["env"]["RLJOB_INCARNATION"].split(".")[0])
 
 
-# --- design.md: what dies, what happens --------------------------------------------------------------------------------
+# --- what dies, what happens --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["rollout", "env"])
@@ -115,7 +115,7 @@ def test_a_pod_on_a_dead_node_keeps_its_name_until_15_s_after_its_deadline() -> 
     assert [d.grace_seconds for d in forced] == [0]
 
 
-# --- protocol.md 4: the default rules ----------------------------------------------------------------------------------
+# --- the default rules ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["actor", "rollout", "env"])

@@ -1,4 +1,4 @@
-"""Memory estimates: the formulas of runtime.md 2 on a hand-counted model, facts against real models, errors that help."""
+"""Memory estimates: the formulas on a hand-counted model, facts against real models, errors that help."""
 
 import json
 from dataclasses import replace

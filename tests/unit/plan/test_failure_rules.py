@@ -1,4 +1,4 @@
-"""The matcher of failure rules, the pause after repeated ends, stalls: what operator and local launcher share (protocol.md 4)."""
+"""The matcher of failure rules, the pause after repeated ends, stalls: what operator and local launcher share."""
 
 import itertools
 from fnmatch import fnmatchcase

@@ -63,7 +63,7 @@ def test_a_young_group_waits_where_it_would_take_the_place_of_one_that_still_run
 
 
 def test_groups_wait_for_older_ones_that_are_due_together_in_a_later_step():
-    """The example of runtime.md 8.2: two groups of version 0 run, and one step alone is left for them after this one."""
+    """Two groups of version 0 run, and one step alone is left for them after this one."""
     assert select_groups(
         {"young": 1}, {"a": 0, "b": 0}, version=1, prompts_per_step=1, max_staleness=2
     ) == []  # fmt: skip

@@ -1,4 +1,4 @@
-"""The one account of a group: who gets it, what is admitted, what is replaced, when the run ends (I1, I5, protocol.md 2)."""
+"""The one account of a group: who gets it, what is admitted, what is replaced, when the run ends."""
 
 import pytest
 from hypothesis import given, settings

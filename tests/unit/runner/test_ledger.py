@@ -1,4 +1,4 @@
-"""The ledger's guarantees (I1): trained at most once, nothing skipped, nothing repeated after a resume."""
+"""The ledger's guarantees: trained at most once, nothing skipped, nothing repeated after a resume."""
 
 import json
 from contextlib import nullcontext

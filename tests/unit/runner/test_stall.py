@@ -1,4 +1,4 @@
-"""The stall detector names who waits for whom (I3)."""
+"""The stall detector names who waits for whom."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run (I2)."""
+"""A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run."""
 
 from concurrent.futures import Future
 from contextlib import nullcontext

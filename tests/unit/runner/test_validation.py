@@ -1,4 +1,4 @@
-"""Validation numbers: errors are excluded and counted, never scored as zero (I5)."""
+"""Validation numbers: errors are excluded and counted, never scored as zero."""
 
 import dataclasses
 
