@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_core.actors.ranks import Ranks
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import Slices
 from rl_core.api.errors import DataError
 from rl_core.checkpoint.background import begin
 from rl_core.checkpoint.files import sync_folder, write_failure, write_file
@@ -26,7 +26,6 @@ from rl_core.checkpoint.tensors import Box, read_shards, write_shard
 COUNTERS = "actor.json"
 FORMAT = 1
 
-Slices = Mapping[str, Sequence[LocalSlice]]
 Boxes = Mapping[str, Sequence[Box]]
 
 

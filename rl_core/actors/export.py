@@ -1,6 +1,7 @@
-"""Hugging Face folders out: configuration, tokenizer files, safetensors shards and index, staged and renamed.
+"""Writes a Hugging Face model folder: configuration, tokenizer files, safetensors shards and their index.
 
-Tensors are written as they arrive, one at a time, so that a sharded model is never gathered whole.
+Tensors are written one at a time as they arrive, so that a sharded model is never gathered as a whole. The folder is written beside its
+place and renamed at the end, so that a failed export leaves the previous one.
 """
 
 import json
@@ -17,18 +18,18 @@ from torch import Tensor
 
 from rl_core.actors.hf import INDEX, SINGLE
 from rl_core.checkpoint.files import sync_folder, write_failure, write_file
+from rl_core.checkpoint.safetensors_header import header
 
 MAX_SHARD_BYTES = 5 * 10**9
 SYNC_BYTES = 256 * 1024 * 1024
-"""Written between two syncs: the other ranks stand in the collective of the next tensor meanwhile, whose deadline a sync of a whole shard to
-slow storage would miss."""
+"""Bytes written between two syncs of the file. During a sync the other ranks wait in the collective of the next tensor; syncing a whole
+shard to slow storage at once could exceed its deadline."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
-CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlan:
-    """One tensor of an export, known before its values are."""
+    """Name, shape and type of a tensor of an export, before its values are gathered."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +79,7 @@ def _write_weights(staging: Path, plans: Sequence[TensorPlan], tensors: Iterator
     for number, shard in enumerate(shards, start=1):
         file_name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with (staging / file_name).open("wb") as file:
-            _write_header(file, shard)
+            file.write(header((plan.name, plan.dtype, plan.shape) for plan in shard))
             waiting = 0
             for plan in shard:
                 _write_tensor(file, plan, *next(tensors))
@@ -108,19 +109,6 @@ def _shards(plans: Sequence[TensorPlan]) -> Iterator[list[TensorPlan]]:
         shard.append(plan)
         size += plan.nbytes
     yield shard
-
-
-def _write_header(file: IO[bytes], shard: Sequence[TensorPlan]) -> None:
-    """Write the safetensors header: its length as little-endian uint64, then JSON padded to 8 bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for plan in shard:
-        end = offset + plan.nbytes
-        header[plan.name] = {"dtype": CODES[plan.dtype], "shape": plan.shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def _write_tensor(file: IO[bytes], plan: TensorPlan, name: str, tensor: Tensor) -> None:

@@ -23,7 +23,7 @@ from rl_core.actors.ranks import ParallelSizes, Ranks
 from rl_core.actors.reference import ReferencePolicy
 from rl_core.actors.residency import Residency, ResidentState
 from rl_core.actors.schedule import OptimizerCounts
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.actors.source import GatheredSource
 from rl_core.api.errors import ConfigError, DataError, InfrastructureError
 from rl_core.api.job import RLJobSpec
@@ -32,9 +32,6 @@ from rl_core.plan.capacity import ModelFacts, admit, estimate
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-Slices = dict[str, list[LocalSlice]]
-"""Name of a tensor -> its boxes on this rank."""
 
 
 class ModelManager(ResidentState):

@@ -46,9 +46,9 @@ class Columns:
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
         for name, column in self.present().items():
-            if column.shape != shape or column.dtype != DTYPES[name]:
+            if column.shape != shape or column.dtype != COLUMN_DTYPES[name]:
                 raise ValueError(
-                    f"column {name} must be {DTYPES[name]} {list(shape)}, got {column.dtype} {list(column.shape)}"
+                    f"column {name} must be {COLUMN_DTYPES[name]} {list(shape)}, got {column.dtype} {list(column.shape)}"
                 )
 
     def present(self) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ class Columns:
 
 INTEGERS = ("input_ids", "loss_mask")
 FLOATS = tuple(field.name for field in fields(Columns) if field.name not in INTEGERS)
-DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, **dict.fromkeys(FLOATS, torch.float32)}
+COLUMN_DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, **dict.fromkeys(FLOATS, torch.float32)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +172,7 @@ def _unflat(heads: Tensor, integers: Tensor, floats: Tensor, float_names: Sequen
         padded[real_BS] = values
         return padded
 
-    columns = {name: column(integers[:, i]).to(DTYPES[name]) for i, name in enumerate(INTEGERS)}
+    columns = {name: column(integers[:, i]).to(COLUMN_DTYPES[name]) for i, name in enumerate(INTEGERS)}
     columns |= {name: column(floats[:, i]) for i, name in enumerate(float_names)}
     return StepRows(numbers=heads[:, 0].tolist(), lengths=lengths.tolist(), columns=Columns(**columns))
 

@@ -1,6 +1,9 @@
-"""Which part of a tensor a rank stores, told by Hugging Face name, whatever backend cut it."""
+"""The part of a tensor that a rank stores, independent of the backend that cut the tensor.
 
-from collections.abc import Iterator
+A box is a rectangular part: one interval per dimension. A run is a range of the tensor's elements in row-major order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,18 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSlice:
-    """A box of a tensor that this rank stores, or a run of its elements, row by row."""
+    """A box or a run of a tensor that this rank stores."""
 
     tensor: Tensor
-    """The rank's own elements, sharing memory with the model; may be empty. Of a run: [elements]."""
+    """The rank's elements, sharing memory with the model; may be empty. A run has the shape [elements]."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Index of the slice's first element in the whole tensor."""
     replicated: bool
-    """Every rank stores all of it."""
+    """Whether every rank stores the whole tensor."""
     run: bool = False
-    """The elements follow each other in the whole tensor, wherever in a row they begin and end."""
+    """Whether it is a run, which may begin and end inside a row. Otherwise it is a box."""
 
     @classmethod
     def of_whole(cls, tensor: Tensor) -> "LocalSlice":
@@ -29,7 +32,7 @@ class LocalSlice:
 
     @classmethod
     def of_run(cls, tensor: Tensor, shape: tuple[int, ...], start: int) -> "LocalSlice":
-        """Return the slice of a tensor of that shape whose elements from number `start` on are `tensor` [elements]."""
+        """Return the run `tensor` [elements] of a tensor of that shape; `start` is the row-major index of its first element."""
         offset = []
         for width in (prod(shape[dim + 1 :]) for dim in range(len(shape))):
             at, start = divmod(start, width)
@@ -38,16 +41,16 @@ class LocalSlice:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Return the index of the slice in the whole tensor; of one that is no run."""
+        """Return the slices that index this box in the whole tensor."""
         return tuple(slice(start, start + n) for start, n in zip(self.offset, self.tensor.shape, strict=True))
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the interval of each dimension that the slice has of the whole tensor; of one that is no run."""
+        """Return the half-open interval of this box in each dimension of the whole tensor."""
         return tuple((start, start + n) for start, n in zip(self.offset, self.tensor.shape, strict=True))
 
     def boxes(self) -> "list[LocalSlice]":
-        """Return the boxes that make up the slice: itself, or what a run has of a row where it begins, whole rows, and the rest."""
+        """Return the boxes that make up the slice: a box itself, or of a run the end of its first row, whole rows and the begin of its last."""
         if not self.run:
             return [self]
         widths = (prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
@@ -58,8 +61,12 @@ class LocalSlice:
         ]
 
 
+Slices = Mapping[str, Sequence[LocalSlice]]
+"""Hugging Face name -> the parts of that tensor that a rank stores."""
+
+
 def _boxes(run: Tensor, shape: tuple[int, ...], start: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Yield (view of `run` as a box, its offset) for elements from `start` on of a tensor of that shape."""
+    """Yield (a view of `run` as a box, its offset) for each box of a run that begins at element `start` of a tensor of that shape."""
     if not run.numel():
         return
     if len(shape) < 2:

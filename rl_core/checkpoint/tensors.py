@@ -1,8 +1,8 @@
-"""Sharded tensors in a checkpoint: each rank writes what it holds as safetensors; any number of ranks reads them back.
+"""Sharded tensors of a checkpoint: each rank writes its parts as safetensors files, and any number of ranks can read them back.
 
-The files are those of torch Distributed Checkpoint's Hugging Face storage (`DCP_SHARDING_INFO` in the header), so any DCP
-reader can load them. No rank talks to another and nothing is pickled. A tensor goes to the file from its own memory, and its bytes are
-digested on the way: the library's writer copies all of them first and holds the interpreter while it writes.
+The files have the format of torch Distributed Checkpoint's Hugging Face storage (`DCP_SHARDING_INFO` in the header), so any DCP reader
+can load them. Ranks do not communicate and nothing is pickled. A tensor is written from its own memory and hashed on the way; the
+writer of the safetensors library would copy all tensors first and hold the interpreter lock while it writes.
 """
 
 import ctypes
@@ -16,32 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import blake3
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rl_core.api.errors import DataError
 from rl_core.checkpoint.files import sync_folder
+from rl_core.checkpoint.safetensors_header import header
 
 SHARDING = "DCP_SHARDING_INFO"
 """Entry of a file's header: where each of its tensors begins in the full one."""
-TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Type of a tensor -> its name in a safetensors header."""
-ALIGNMENT = 8
-"""Bytes of which a header is a multiple."""
-PIECE_BYTES = 2**20
-"""Bytes written and digested at a time."""
+CHUNK_BYTES = 2**20
+"""Bytes written and hashed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +72,7 @@ def _write_file(path: Path, boxes: Mapping[str, Box]) -> str:
     with path.open("wb") as file:
         # One tensor after the other: of one that is no plain host memory there is a copy, for the time of its pieces.
         content: Iterator[bytes | memoryview] = chain(
-            [_header(boxes, order)], *(_pieces(boxes[name][0]) for name in order)
+            [_header(boxes, order)], *(_chunks(boxes[name][0]) for name in order)
         )
         for data in content:
             file.write(data)
@@ -99,26 +84,18 @@ def _write_file(path: Path, boxes: Mapping[str, Box]) -> str:
 
 def _header(boxes: Mapping[str, Box], order: Sequence[str]) -> bytes:
     offsets = {name: {"saved_offsets": list(offset)} for name, (_, offset) in boxes.items()}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)}}
-    start = 0
-    for name in order:
-        tensor = boxes[name][0]
-        end = start + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    tensors = [(name, boxes[name][0].dtype, tuple(boxes[name][0].shape)) for name in order]
+    return header(tensors, metadata={"DCP_VERSION": "1.0", SHARDING: json.dumps(offsets)})
 
 
-def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, small enough to be digested while they are in the cache."""
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in chunks that stay in the CPU cache between writing and hashing."""
     held = tensor.detach().cpu().contiguous()
     size = held.numel() * held.element_size()
     # Not by `numpy()`: torch would never let the storage be resized again, as offloading does.
     data = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr())).cast("B")
-    for start in range(0, size, PIECE_BYTES):
-        yield data[start : start + PIECE_BYTES]
+    for start in range(0, size, CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
 
 
 def read_shards(folder: Path, parts: Mapping[str, Sequence[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]]) -> None:
@@ -147,10 +124,10 @@ def read_shards(folder: Path, parts: Mapping[str, Sequence[tuple[Tensor, tuple[i
 def _stored(readers: Mapping[Path, Any]) -> dict[str, list[_Stored]]:
     found: dict[str, list[_Stored]] = {}
     for file, reader in readers.items():
-        header = reader.metadata() or {}
-        if SHARDING not in header:
+        metadata = reader.metadata() or {}
+        if SHARDING not in metadata:
             raise DataError(f"{file} must have {SHARDING} in its header, got none; it is no part of a checkpoint")
-        offsets = json.loads(header[SHARDING])
+        offsets = json.loads(metadata[SHARDING])
         for name in reader.keys():  # noqa: SIM118
             held = _Stored(reader.get_slice(name), tuple(offsets[name]["saved_offsets"]))
             found.setdefault(name, []).append(held)

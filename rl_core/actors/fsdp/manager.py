@@ -20,10 +20,10 @@ from rl_core.actors.fsdp.optimizer import (
     step_counters,
 )
 from rl_core.actors.fsdp.strategy import FSDP1Strategy, FSDP2Strategy, Strategy
-from rl_core.actors.manager import ModelManager, Slices, validated
+from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import MOMENTS, LRSchedule, OptimizerCounts
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec

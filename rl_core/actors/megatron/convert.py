@@ -1,14 +1,13 @@
-"""Megatron's parameters as pieces of Hugging Face tensors, both ways.
+"""Maps Megatron's parameters to Hugging Face tensors, in both directions.
 
-A parameter on a tensor rank is one or more boxes of tensors of the folder: query, key and value interleaved by key-value group,
-gate and up stacked, the vocabulary padded to a multiple of the tensor ranks. What holds for a parameter holds for its moments,
-its gradient and its float32 copy, which have the same shape.
+A parameter on a tensor-parallel rank consists of one or more boxes of Hugging Face tensors: query, key and value rows are interleaved by
+key-value group, gate and up projections are stacked, and the vocabulary is padded to a multiple of the tensor-parallel ranks. The same
+mapping holds for a parameter's moments, gradient and float32 copy, which have its shape.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -22,7 +21,7 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EMBEDDING = "model.embed_tokens.weight"
 WHOLE = {"decoder.final_layernorm.weight": "model.norm.weight", f"{HEAD}.weight": f"{HEAD}.weight"}
 OF_CRITIC = f"{SEPARATE}."
-"""Before the names of a critic with a decoder of its own; after it they are those of the policy."""
+"""Prefix of the names of a critic that has its own decoder; what follows is named as in the policy."""
 VOCABULARY = {"embedding.word_embeddings.weight": EMBEDDING, "output_layer.weight": "lm_head.weight"}
 NORMS = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -34,111 +33,103 @@ COLUMNS = {
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
-"""Cut along their second dimension."""
+"""Parameters that are cut along their second dimension."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a Hugging Face tensor in this rank's memory."""
+class MappedBox:
+    """A box of a Hugging Face tensor whose elements lie in a Megatron parameter of this rank."""
 
     name: str
     """Hugging Face name."""
     views: tuple[Tensor, ...]
-    """The elements where they lie: boxes that follow each other along the first dimension."""
+    """Views of the parameter that form the box when they are concatenated along the first dimension."""
     offset: tuple[int, ...]
+    """Index of the box's first element in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     cut_along: int | None
-    """Dimension along which the tensor ranks hold different boxes; None = each holds all of it."""
+    """Dimension along which the tensor-parallel ranks have different boxes; None if each has the whole tensor."""
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Return the size of the box."""
+        """Return the shape of the box."""
         return (sum(map(len, self.views)), *self.views[0].shape[1:])
 
     def slice(self) -> LocalSlice:
-        """Return the box; where its elements do not lie together they are copied."""
+        """Return the box as one tensor. It is a copy when the box has several views, else it shares the parameter's memory."""
         tensor = self.views[0] if len(self.views) == 1 else torch.cat(self.views)
         return LocalSlice(tensor=tensor, shape=self.shape, offset=self.offset, replicated=self.cut_along is None)
 
-    def fill(self, box: Tensor) -> None:
-        """Take over the elements of `box`; one that is a view of this piece has them in place already."""
-        if box.data_ptr() == self.views[0].data_ptr():
+    def fill(self, values: Tensor) -> None:
+        """Copy `values`, which has the shape of the box, into the parameter; nothing happens if they share memory."""
+        if values.data_ptr() == self.views[0].data_ptr():
             return
-        for view, part in zip(self.views, box.split([len(view) for view in self.views]), strict=True):
+        for view, part in zip(self.views, values.split([len(view) for view in self.views]), strict=True):
             view.copy_(part)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Rows of a parameter that follow each other in a Hugging Face tensor."""
+class RowMapping:
+    """Maps rows of a Megatron parameter to a box of a Hugging Face tensor."""
 
     name: str
     """Hugging Face name."""
-    runs: tuple[range, ...]
-    """The rows, rising, in runs that follow each other in the parameter."""
+    rows: tuple[range, ...]
+    """Rows of the parameter, ascending; in the box they follow each other without gaps."""
     offset: tuple[int, ...]
-    """Of the first row in the whole tensor."""
+    """Index of the box's first element in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     cut_along: int | None
-    """As in `Piece`."""
+    """As in `MappedBox`."""
 
-    def pieces(self, flat: Tensor, start: int, row: tuple[int, ...]) -> list[Piece]:
-        """Return what `flat` holds of the block, the parameter's elements from `start` on, where a row has the shape `row`.
+    def boxes(self, elements: Tensor, start: int, row_shape: tuple[int, ...]) -> list[MappedBox]:
+        """Return the boxes of the Hugging Face tensor that a run of the parameter's elements covers.
 
-        That is a box of all its whole rows, and one each of what it has of the rows where it begins and ends.
+        `elements` [n] is the run and `start` the row-major index of its first element in the parameter; `row_shape` is the shape of a
+        row. The run may begin and end inside a row: the parts of those two rows are boxes of their own, and all whole rows are one box.
         """
-        width, stop, at = prod(row), start + len(flat), self.offset[0]
-        whole: list[Tensor] = []
-        found: list[Piece] = []
-        first = at
-        for run in self.runs:
-            for low, high in _boxes(max(start, run.start * width), min(stop, run.stop * width), width):
-                view, place = flat[low - start : high - start], at + low // width - run.start
-                if high - low < width:
-                    offset = (place, self.offset[1] + low % width)
-                    found.append(self._piece((view.view(1, -1),), offset))
-                else:
-                    first = first if whole else place
-                    whole.append(view.view(-1, *row))
-            at += len(run)
-        if whole:
-            found.append(self._piece(tuple(whole), (first, *self.offset[1:])))
-        return found
+        width, stop = prod(row_shape), start + len(elements)
+        box_shape = (sum(map(len, self.rows)), *row_shape)
+        parts_of_rows: list[LocalSlice] = []
+        whole_rows: list[LocalSlice] = []
+        rows_before = 0
+        for rows in self.rows:
+            low, high = max(start, rows.start * width), min(stop, rows.stop * width)
+            if low < high:
+                index_in_box = (rows_before - rows.start) * width + low
+                for box in LocalSlice.of_run(elements[low - start : high - start], box_shape, index_in_box).boxes():
+                    (whole_rows if box.tensor.shape[1:] == row_shape else parts_of_rows).append(box)
+            rows_before += len(rows)
+        return [self._mapped([box]) for box in parts_of_rows] + ([self._mapped(whole_rows)] if whole_rows else [])
 
-    def _piece(self, views: tuple[Tensor, ...], offset: tuple[int, ...]) -> Piece:
-        return Piece(self.name, views, offset, self.shape, self.cut_along)
-
-
-def _boxes(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges into which the range of a matrix's elements falls that are boxes: the end of a row, whole rows, a beginning."""
-    first, last = -(-low // width) * width, high // width * width
-    ends = (low, high) if first > last else (low, first, last, high)
-    for start, stop in pairwise(ends):
-        if start < stop:
-            yield start, stop
+    def _mapped(self, boxes: Sequence[LocalSlice]) -> MappedBox:
+        """Return consecutive boxes, whose offsets count from the first row of `rows`, as one box of the whole tensor."""
+        offset = tuple(base + index for base, index in zip(self.offset, boxes[0].offset, strict=True))
+        return MappedBox(self.name, tuple(box.tensor for box in boxes), offset, self.shape, self.cut_along)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """How a model is cut over tensor ranks, seen from one of them."""
+    """How a model is divided over the tensor-parallel ranks, for one of them."""
 
     heads: int
+    """Query heads of the whole model."""
     groups: int
     """Key-value heads of the whole model."""
     head: int
-    """Width of a head."""
+    """Size of an attention head."""
     vocabulary: int
-    """Tokens of the whole model, without padding."""
+    """Tokens of the vocabulary, without padding."""
     tied: bool
-    """Embedding and output layer are one tensor; the last of several stages has a copy of it."""
+    """Whether embedding and output layer are one tensor. With several pipeline stages the last one has a copy of it."""
     rank: int
     ranks: int
 
     @classmethod
     def of(cls, hf: Any, rank: int, ranks: int) -> "Cut":
-        """Return the cut of the model of a transformers config over `ranks` tensor ranks."""
+        """Return the division of the model of the transformers config `hf` over `ranks` tensor-parallel ranks."""
         return cls(
             heads=hf.num_attention_heads,
             groups=hf.num_key_value_heads,
@@ -151,35 +142,36 @@ class Cut:
 
     @property
     def padded_vocabulary(self) -> int:
-        """Return the rows of the embedding over all ranks."""
+        """Return the number of rows of the embedding over all ranks, with padding."""
         return -(-self.vocabulary // self.ranks) * self.ranks
 
     @property
     def tokens(self) -> int:
-        """Return how many rows of this rank's part of the embedding are tokens; the padding is at the end."""
+        """Return how many rows of this rank's part of the embedding are tokens; the rest is padding at the end."""
         rows = self.padded_vocabulary // self.ranks
         return max(0, min(rows, self.vocabulary - self.rank * rows))
 
-    def pieces(self, name: str, shape: tuple[int, ...], values: Tensor, start: int = 0) -> list[Piece]:
-        """Return the pieces of a parameter of that name and shape, its layer counted over the whole model.
+    def boxes(self, name: str, shape: tuple[int, ...], values: Tensor, start: int = 0) -> list[MappedBox]:
+        """Return the boxes of Hugging Face tensors that a parameter of that name and shape holds; `name` has the global layer number.
 
-        `values`: the parameter, or a run of its elements, end to end, from element `start` on. The padding of the vocabulary is in none.
+        `values`: the parameter, or a run of its elements in row-major order that begins at element `start`. The padding of the vocabulary
+        is in no box.
         """
         flat = values.detach().view(-1)
-        return [piece for block in self.blocks(name, shape) for piece in block.pieces(flat, start, shape[1:])]
+        return [box for rows in self.mappings(name, shape) for box in rows.boxes(flat, start, shape[1:])]
 
-    def blocks(self, name: str, shape: tuple[int, ...]) -> list[Block]:
-        """Return where the rows of a parameter of that name and shape lie in the folder's tensors."""
+    def mappings(self, name: str, shape: tuple[int, ...]) -> list[RowMapping]:
+        """Return where the rows of a parameter of that name and shape belong in the Hugging Face tensors."""
         if name.startswith(OF_CRITIC):
-            blocks = self.blocks(name.removeprefix(OF_CRITIC), shape)
-            return [replace(block, name=OF_CRITIC + block.name) for block in blocks]
+            mappings = self.mappings(name.removeprefix(OF_CRITIC), shape)
+            return [replace(mapping, name=OF_CRITIC + mapping.name) for mapping in mappings]
         if name in WHOLE:
             return [self._whole(WHOLE[name], shape)]
         if name in VOCABULARY:
             # Of several ranks the last ones may have padding alone.
             offset = (min(self.rank * shape[0], self.vocabulary), 0)
             stored = EMBEDDING if self.tied else VOCABULARY[name]
-            return [Block(stored, (range(self.tokens),), offset, (self.vocabulary, *shape[1:]), cut_along=0)]
+            return [RowMapping(stored, (range(self.tokens),), offset, (self.vocabulary, *shape[1:]), cut_along=0)]
         layer, inner = _layer_of(name)
         prefix = f"model.layers.{layer}."
         if inner in NORMS:
@@ -187,7 +179,7 @@ class Cut:
         if inner in COLUMNS:
             rows, columns = shape
             offset, whole = (0, self.rank * columns), (rows, self.ranks * columns)
-            return [Block(prefix + COLUMNS[inner], (range(rows),), offset, whole, cut_along=1)]
+            return [RowMapping(prefix + COLUMNS[inner], (range(rows),), offset, whole, cut_along=1)]
         if inner == "mlp.linear_fc1.weight":
             half = shape[0] // 2
             parts = {"gate_proj": range(half), "up_proj": range(half, 2 * half)}
@@ -196,7 +188,7 @@ class Cut:
             return self._attention(prefix, inner.rpartition(".")[2], shape[1:])
         raise RuntimeError(f"parameter {name} has no place in a Hugging Face folder; this is a bug")
 
-    def _attention(self, prefix: str, kind: str, row: tuple[int, ...]) -> list[Block]:
+    def _attention(self, prefix: str, kind: str, row: tuple[int, ...]) -> list[RowMapping]:
         """Return q, k and v of a fused parameter: per key-value group its query heads, its key, its value."""
         queries = self.heads // self.groups * self.head
         group = queries + 2 * self.head
@@ -211,14 +203,14 @@ class Cut:
             for part, (low, high) in parts.items()
         ]
 
-    def _rows(self, name: str, runs: tuple[range, ...], row: tuple[int, ...]) -> Block:
-        """Return a block of which each rank has equally many rows."""
-        rows = sum(map(len, runs))
+    def _rows(self, name: str, ranges: tuple[range, ...], row: tuple[int, ...]) -> RowMapping:
+        """Return the mapping of a tensor of which each rank has equally many rows."""
+        rows = sum(map(len, ranges))
         offset, shape = (self.rank * rows, *(0 for _ in row)), (self.ranks * rows, *row)
-        return Block(name, runs, offset, shape, cut_along=0)
+        return RowMapping(name, ranges, offset, shape, cut_along=0)
 
-    def _whole(self, name: str, shape: tuple[int, ...]) -> Block:
-        return Block(name, (range(shape[0]),), (0,) * len(shape), tuple(shape), cut_along=None)
+    def _whole(self, name: str, shape: tuple[int, ...]) -> RowMapping:
+        return RowMapping(name, (range(shape[0]),), (0,) * len(shape), tuple(shape), cut_along=None)
 
 
 def head_size(hf: Any) -> int:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from rl_core.actors import hf
 from rl_core.actors.critic import SEPARATE, of_critic
-from rl_core.actors.manager import ModelManager, Slices, validated
+from rl_core.actors.manager import ModelManager, validated
 from rl_core.actors.megatron import cpu, guards, library
-from rl_core.actors.megatron.convert import EMBEDDING, Cut, Piece, global_parameters
+from rl_core.actors.megatron.convert import EMBEDDING, Cut, MappedBox, global_parameters
 from rl_core.actors.megatron.model import build_model, rotary_frequencies, transformer_config
-from rl_core.actors.megatron.optimizer import Share, build_optimizer, gradient_norm, open_shares
+from rl_core.actors.megatron.optimizer import OptimizerShard, build_optimizer, gradient_norm, open_shards
 from rl_core.actors.ranks import ParallelSizes
 from rl_core.actors.schedule import CRITIC, MOMENTS, LRSchedule, peak_rate
-from rl_core.actors.slices import LocalSlice
+from rl_core.actors.slices import LocalSlice, Slices
 from rl_core.actors.source import GatheredSource, GatheringPlan
 from rl_core.api.job import RLJobSpec
 from rl_core.weights.manifest import wire_dtype
@@ -66,7 +66,7 @@ class MegatronModelManager(ModelManager):
             self.optimizer = build_optimizer(
                 self.cfg.actor, self.stages, dtype=self.dtype, distributed=self._distributed
             )
-            self._shares = open_shares(self.optimizer, self._parameters())
+            self._shards = open_shards(self.optimizer, self._parameters())
             self._set_rates()
             self._gathering = GatheringPlan(self.named_slices(), self.ranks)
 
@@ -144,22 +144,20 @@ class MegatronModelManager(ModelManager):
         ).to(device=self.compute_device, dtype=self.dtype)
 
     def _fill(self, models: Iterable[Any], aliases: Mapping[str, str]) -> None:
-        """Read this rank's pieces of the model folder; a critic's decoder starts as the policy's."""
-        places: dict[str, list[Piece]] = {}
+        """Read this rank's boxes of the model folder; a critic's decoder starts as the policy's."""
+        places: dict[str, list[MappedBox]] = {}
         for model in models:
             for name, parameter in global_parameters(model).items():
                 # megatron marks them when it draws weights itself; norms and clipping go by the marks.
-                library.mark_as_cut(parameter, self.cut.blocks(name, parameter.shape)[0].cut_along)
-                for piece in self.cut.pieces(name, parameter.shape, parameter):
-                    places.setdefault(piece.name, []).append(piece)
+                library.mark_as_cut(parameter, self.cut.mappings(name, parameter.shape)[0].cut_along)
+                for box in self.cut.boxes(name, parameter.shape, parameter):
+                    places.setdefault(box.name, []).append(box)
         for name, stored, where in hf.stored_readers(self.template, self.cfg.model.path, aliases):
-            for piece in (*places.get(name, ()), *places.get(f"{SEPARATE}.{name}", ())):
-                box = torch.empty(piece.size, dtype=self.dtype, device=self.compute_device)
-                part = LocalSlice(
-                    tensor=box, shape=piece.shape, offset=piece.offset, replicated=piece.cut_along is None
-                )
+            for box in (*places.get(name, ()), *places.get(f"{SEPARATE}.{name}", ())):
+                values = torch.empty(box.size, dtype=self.dtype, device=self.compute_device)
+                part = LocalSlice(tensor=values, shape=box.shape, offset=box.offset, replicated=box.cut_along is None)
                 hf.fill(part, stored, where)
-                piece.fill(box)
+                box.fill(values)
 
     def set_schedule(self, learning_rate: float, steps: int) -> None:
         """Go on with another peak learning rate and another number of steps of the run, from the next optimizer step on.
@@ -175,18 +173,18 @@ class MegatronModelManager(ModelManager):
 
     def _models(self) -> list[list[Tensor]]:
         """Return what is updated of each model that is clipped by a norm of its own: the policy, and a critic that shares nothing with it."""
-        shares, critic = self._shares.items(), self.cfg.algorithm.critic_in_use
+        shards, critic = self._shards.items(), self.cfg.algorithm.critic_in_use
         if critic is None or not critic.separate:
-            return [[share.values for _, share in shares]]
-        return [[share.values for name, share in shares if of_critic(name) is own] for own in (False, True)]
+            return [[shard.values for _, shard in shards]]
+        return [[shard.values for name, shard in shards if of_critic(name) is own] for own in (False, True)]
 
     def _gradient_norm(self) -> float:
         with self.device_layer():
             self.optimizer.prepare_grads()
             trains = self._training()
-            for name, share in self._shares.items():
+            for name, shard in self._shards.items():
                 if name not in trains:
-                    share.values.grad = None  # AdamW leaves alone what has no gradient
+                    shard.values.grad = None  # AdamW leaves alone what has no gradient
             self._norms = [gradient_norm(self.optimizer, values) for values in self._models()]
         return math.hypot(*self._norms)
 
@@ -200,8 +198,8 @@ class MegatronModelManager(ModelManager):
     def _follow_schedule(self) -> None:
         if self.counts.applied == self.cfg.actor.critic_warmup_steps:
             # Everything trains from here on, with an optimizer that has seen nothing.
-            for share in self._shares.values():
-                for state in share.state.values():
+            for shard in self._shards.values():
+                for state in shard.state.values():
                     state.zero_()
         self._set_rates()
 
@@ -229,9 +227,9 @@ class MegatronModelManager(ModelManager):
         """Return the optimizer state that this rank stores, without the step counters. Not collective."""
         # In float32 what is updated are the weights themselves, which have verbs of their own.
         weights = {tensor.untyped_storage()._cdata for tensor in self.weight_tensors()}
-        values = [share.values for share in self._shares.values()]
+        values = [shard.values for shard in self._shards.values()]
         copies = [one for one in values if one.untyped_storage()._cdata not in weights]
-        return copies + [share.state[moment] for share in self._shares.values() for moment in MOMENTS]
+        return copies + [shard.state[moment] for shard in self._shards.values() for moment in MOMENTS]
 
     def _grad_buffers(self) -> list[Tensor]:
         return [buffer.grad_data for stage in self.stages for buffer in stage.buffers]
@@ -260,38 +258,40 @@ class MegatronModelManager(ModelManager):
         """Return this rank's parameters by megatron's name, layers counted over the whole model."""
         return {name: parameter for stage in self.stages for name, parameter in global_parameters(stage.module).items()}
 
-    def _training(self) -> dict[str, Share]:
-        """Return the shares that take optimizer steps: those of the critic alone in its warm-up."""
-        return {name: share for name, share in self._shares.items() if of_critic(name) or not self._warming_up}
+    def _training(self) -> dict[str, OptimizerShard]:
+        """Return the shards that take optimizer steps: those of the critic alone in its warm-up."""
+        return {name: shard for name, shard in self._shards.items() if of_critic(name) or not self._warming_up}
 
     def named_slices(self) -> dict[str, LocalSlice]:
         """Return what this rank stores of the weights by Hugging Face name. Not collective."""
         parameters = self._parameters().items()
-        pieces = [piece for name, one in parameters for piece in self.cut.pieces(name, one.shape, one)]
-        return {piece.name: piece.slice() for piece in pieces}
+        boxes = [box for name, one in parameters for box in self.cut.boxes(name, one.shape, one)]
+        return {box.name: box.slice() for box in boxes}
 
     def master_slices(self) -> Slices:
         """Return what this rank updates of the weights by Hugging Face name. Not collective."""
-        return _slices(self._pieces(self._shares, lambda share: share.values))
+        return _slices(self._boxes(self._shards, lambda shard: shard.values))
 
     def moment_slices(self) -> Slices:
         """Return what this rank stores of the moments. Not collective."""
         return {
             f"{name}.{moment}": parts
             for moment in MOMENTS
-            for name, parts in _slices(self._moment_pieces(moment)).items()
+            for name, parts in _slices(self._moment_boxes(moment)).items()
         }
 
-    def _moment_pieces(self, moment: str) -> dict[str, list[Piece]]:
-        return self._pieces(self._training(), lambda share: share.state[moment])
+    def _moment_boxes(self, moment: str) -> dict[str, list[MappedBox]]:
+        return self._boxes(self._training(), lambda shard: shard.state[moment])
 
-    def _pieces(self, shares: Mapping[str, Share], of: Callable[[Share], Tensor]) -> dict[str, list[Piece]]:
-        """Return the pieces of what `of` takes from each of the `shares`, by Hugging Face name."""
+    def _boxes(
+        self, shards: Mapping[str, OptimizerShard], of: Callable[[OptimizerShard], Tensor]
+    ) -> dict[str, list[MappedBox]]:
+        """Return the boxes of what `of` takes from each of the `shards`, by Hugging Face name."""
         parameters = self._parameters()
-        found: dict[str, list[Piece]] = {}
-        for name, share in shares.items():
-            for piece in self.cut.pieces(name, parameters[name].shape, of(share), share.start):
-                found.setdefault(piece.name, []).append(piece)
+        found: dict[str, list[MappedBox]] = {}
+        for name, shard in shards.items():
+            for box in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start):
+                found.setdefault(box.name, []).append(box)
         return found
 
     def _written(self, slices: Slices) -> Slices:
@@ -313,9 +313,9 @@ class MegatronModelManager(ModelManager):
     def _step_counters(self) -> dict[str, float]:
         parameters = self._parameters()
         own = {
-            block.name: float(share.state["step"])
-            for name, share in self._training().items()
-            for block in self.cut.blocks(name, parameters[name].shape)
+            mapping.name: float(shard.state["step"])
+            for name, shard in self._training().items()
+            for mapping in self.cut.mappings(name, parameters[name].shape)
         }
         # Rank 0 writes them, and has one stage.
         return {name: step for steps in self.ranks.gather(own) for name, step in steps.items()}
@@ -323,15 +323,15 @@ class MegatronModelManager(ModelManager):
     def _resume(self, weights: Slices, moments: Slices, steps: Mapping[str, float]) -> None:
         parameters = self._parameters()
         with torch.no_grad(), self.device_layer():
-            _fill(self._pieces(self._shares, lambda share: share.values), weights)
+            _fill(self._boxes(self._shards, lambda shard: shard.values), weights)
             for moment in MOMENTS:
-                named = self._moment_pieces(moment)
+                named = self._moment_boxes(moment)
                 _fill(named, {name: moments[f"{name}.{moment}"] for name in named})
-            for name, share in self._shares.items():
+            for name, shard in self._shards.items():
                 flat = parameters[name].view(-1)
-                flat[share.start : share.start + share.values.numel()].copy_(share.values.view(-1))
-            for name, share in self._training().items():
-                share.state["step"].fill_(steps[self.cut.blocks(name, parameters[name].shape)[0].name])
+                flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values.view(-1))
+            for name, shard in self._training().items():
+                shard.state["step"].fill_(steps[self.cut.mappings(name, parameters[name].shape)[0].name])
             if self._distributed:
                 for stage in self.stages:
                     stage.start_param_sync(force_sync=True)  # each data rank read its own run
@@ -348,12 +348,12 @@ class MegatronModelManager(ModelManager):
         return GatheredSource(entries, self.named_slices(), self._gathering, self.ranks, bucket_bytes=bucket_bytes)
 
 
-def _slices(pieces: Mapping[str, Sequence[Piece]]) -> Slices:
-    return {name: [piece.slice() for piece in found] for name, found in pieces.items()}
+def _slices(boxes: Mapping[str, Sequence[MappedBox]]) -> Slices:
+    return {name: [box.slice() for box in found] for name, found in boxes.items()}
 
 
-def _fill(pieces: Mapping[str, Sequence[Piece]], slices: Mapping[str, Sequence[LocalSlice]]) -> None:
-    """Have each piece take over the elements of its slice."""
-    for name, found in pieces.items():
-        for piece, part in zip(found, slices[name], strict=True):
-            piece.fill(part.tensor)
+def _fill(boxes: Mapping[str, Sequence[MappedBox]], slices: Mapping[str, Sequence[LocalSlice]]) -> None:
+    """Have each box take over the elements of its slice."""
+    for name, found in boxes.items():
+        for box, part in zip(found, slices[name], strict=True):
+            box.fill(part.tensor)

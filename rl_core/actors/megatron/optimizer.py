@@ -18,15 +18,15 @@ from rl_core.api.roles import ActorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What this rank updates of a parameter: all of it, or a run of its elements."""
+class OptimizerShard:
+    """The part of a parameter that this rank updates: the whole parameter, or a run of its elements."""
 
     values: Tensor
-    """float32; the parameter itself or its copy, a run as [n]."""
+    """float32; the parameter itself or its float32 copy. A run has the shape [n]."""
     start: int
-    """Number of the first element, counted end to end."""
+    """Row-major index of the first element in the parameter."""
     state: dict[str, Tensor]
-    """Moments, in the shape of `values`, and `step`."""
+    """AdamW's moments, in the shape of `values`, and its counter `step`."""
 
 
 def build_optimizer(
@@ -60,10 +60,10 @@ def build_optimizer(
     return optimizer
 
 
-def open_shares(optimizer: "library.MegatronOptimizer", parameters: Mapping[str, Any]) -> dict[str, Share]:
-    """Return this rank's shares of named `parameters`, with moments of zero after no step; those without a share are left out."""
+def open_shards(optimizer: "library.MegatronOptimizer", parameters: Mapping[str, Any]) -> dict[str, OptimizerShard]:
+    """Return this rank's shards of named `parameters`, with moments of zero after no step; those without a shard are left out."""
     (chained,) = optimizer.chained_optimizers
-    shares = {}
+    shards = {}
     for name, parameter in parameters.items():
         values, start = getattr(parameter, "main_param", parameter), 0
         if isinstance(chained, library.DistributedOptimizer):
@@ -77,12 +77,12 @@ def open_shares(optimizer: "library.MegatronOptimizer", parameters: Mapping[str,
         state.update(
             step=torch.zeros((), dtype=torch.float32), **{moment: torch.zeros_like(values) for moment in MOMENTS}
         )
-        shares[name] = Share(values, start, state)
-    return shares
+        shards[name] = OptimizerShard(values, start, state)
+    return shards
 
 
 def gradient_norm(optimizer: "library.MegatronOptimizer", values: Iterable[Tensor]) -> float:
-    """Return the norm of the gradients of `values`, those of shares, over all ranks: a parameter that several ranks have counts once.
+    """Return the norm of the gradients of `values`, those of shards, over all ranks: a parameter that several ranks have counts once.
 
     Collective; some ranks may have none of them.
     """

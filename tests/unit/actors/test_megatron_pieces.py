@@ -48,10 +48,10 @@ def test_runs_of_a_parameter_are_boxes_that_make_up_the_same_tensors(ranks, data
     for rank in range(ranks):
         for name, shape in shapes(ranks).items():
             values = torch.randn(shape)
-            whole += cut(rank, ranks).pieces(name, shape, values)
+            whole += cut(rank, ranks).boxes(name, shape, values)
             edges = sorted(data.draw(st.lists(st.integers(0, values.numel()), max_size=3)))
             for start, stop in zip([0, *edges], [*edges, values.numel()], strict=True):
-                run = cut(rank, ranks).pieces(name, shape, values.flatten()[start:stop], start)
+                run = cut(rank, ranks).boxes(name, shape, values.flatten()[start:stop], start)
                 assert max((sum(one.name == piece.name for one in run) for piece in run), default=0) <= 3
                 in_runs += run
     expected, found = gathered(whole), gathered(in_runs)
@@ -64,7 +64,7 @@ def test_runs_of_a_parameter_are_boxes_that_make_up_the_same_tensors(ranks, data
 def test_query_key_and_value_of_each_group_are_told_apart():
     layer, shape = cut(0, 1), ((HEADS + 2 * GROUPS) * HEAD,)
     values = torch.arange(float(shape[0]))
-    found = gathered(layer.pieces(f"{LAYER}self_attention.linear_qkv.bias", shape, values))
+    found = gathered(layer.boxes(f"{LAYER}self_attention.linear_qkv.bias", shape, values))
     prefix = "model.layers.1.self_attn."
     assert found[f"{prefix}q_proj.bias"].tolist() == [*range(6), *range(12, 18)]
     assert found[f"{prefix}k_proj.bias"].tolist() == [*range(6, 9), *range(18, 21)]
@@ -75,6 +75,6 @@ def test_query_key_and_value_of_each_group_are_told_apart():
 def test_a_filled_piece_is_in_the_parameter(start):
     shape = ((HEADS + 2 * GROUPS) * HEAD, HIDDEN)
     flat = torch.zeros(shape).flatten()[start:]
-    for piece in cut(0, 1).pieces(f"{LAYER}self_attention.linear_qkv.weight", shape, flat, start):
+    for piece in cut(0, 1).boxes(f"{LAYER}self_attention.linear_qkv.weight", shape, flat, start):
         piece.fill(torch.ones(piece.size))
     assert flat.eq(1).all()

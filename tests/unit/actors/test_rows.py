@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_core.actors.rows import DTYPES, FLOATS, INTEGERS, Columns
+from rl_core.actors.rows import COLUMN_DTYPES, FLOATS, INTEGERS, Columns
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 MASK = torch.ones(2, 3, dtype=torch.bool)
@@ -33,4 +33,4 @@ def test_a_column_without_use_is_absent_and_stays_so():
     assert list(columns.present()) == ["input_ids", "loss_mask", "advantages"]
     narrow = columns.each(lambda column: column[:, :2])
     assert narrow.weights is None and narrow.advantages.shape == (2, 2)
-    assert set(DTYPES) == set(INTEGERS) | set(FLOATS) >= {"values", "returns"}
+    assert set(COLUMN_DTYPES) == set(INTEGERS) | set(FLOATS) >= {"values", "returns"}
