@@ -1,4 +1,4 @@
-"""Attention over packed rows: each token sees its own row's past only, whatever else shares the sequence.
+"""Attention over packed rows: each token attends only to earlier tokens of its own row.
 
 Registered with transformers under `PACKED`, so any of its decoder models runs packed rows; the layout travels as the
 keyword `packed`. On an accelerator in half precision it is one varlen flash call. Elsewhere rows of similar length are
@@ -37,7 +37,7 @@ class _Run:
 
 
 class PackedLayout:
-    """Where rows lie in a packed sequence [1, L]; made once per micro-batch, used by every layer.
+    """The boundaries of the rows in a packed sequence [1, L]; made once per micro-batch and used by every layer.
 
     Not a dataclass: FSDP moves the fields of those between devices.
     """
@@ -145,7 +145,7 @@ def _varlen(
 
 @functools.cache
 def asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """Return whether `varlen_attn` is to be told of fewer key heads than query heads; that of torch 2.11 takes them untold."""
+    """Return whether `varlen_attn` has the argument `enable_gqa` for fewer key heads than query heads; torch 2.11 needs no argument."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -182,7 +182,7 @@ def _band(width: int, window: int, device: torch.device) -> Tensor:
 
 
 def register() -> None:
-    """Make `PACKED` known to transformers, with SDPA's masks for calls on padded rows."""
+    """Register the attention as `PACKED` with transformers, with the masks of SDPA for calls on padded rows."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

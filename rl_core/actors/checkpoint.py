@@ -1,4 +1,4 @@
-"""What an actor saves and how it comes back: shards of model and optimizer, counters, random state per rank.
+"""The files of an actor in a checkpoint: shards of model and optimizer, counters, and the random state of each rank.
 
 model/shard-*.safetensors  optimizer/shard-*.safetensors  rng/rank-00000.json  actor.json
 """
@@ -31,12 +31,12 @@ Boxes = Mapping[str, Sequence[Box]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What is saved besides tensors and random state."""
+    """The counters of an actor in a checkpoint."""
 
     step: int
     global_step: int
     world_size: int
-    """Ranks that saved it."""
+    """Number of ranks that saved the checkpoint."""
     counts: OptimizerCounts
     consecutive_skips: list[float]
     """Norms of the optimizer steps skipped in a row."""
@@ -76,7 +76,7 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPart:
-    """What one rank adds to a checkpoint, as it was when the part was taken."""
+    """One rank's part of a checkpoint."""
 
     step: int
     rank: int
@@ -124,20 +124,21 @@ class RankPart:
 
 
 class BackgroundWriter:
-    """Copies a rank's part and writes the copy, from a thread while the rank goes on; one at a time.
+    """Copies a rank's part and writes the copy in a background thread; one part at a time.
 
-    The copy's memory is kept for the next one: as much as model and optimizer take here, page-locked where it comes from an accelerator.
+    The memory of the copy is reused for the next one. It has the size of model and optimizer on this rank, and is page-locked when they
+    are on an accelerator.
     """
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, str, int], Tensor] = {}
         self._written: concurrent.futures.Future[dict[str, str]] | None = None
         self._copied = threading.Event()
-        """Cleared while the thread reads model and optimizer."""
+        """Not set while the thread reads model and optimizer."""
         self._copied.set()
 
     def write(self, part: RankPart, folder: Path) -> "concurrent.futures.Future[dict[str, str]]":
-        """Begin to copy and write the part; return what `RankPart.write` will return. Waits for the part before it."""
+        """Start to copy and write the part; return a future of the result of `RankPart.write`. Waits until the previous part is written."""
         if self._written is not None:
             concurrent.futures.wait([self._written])  # it is written from the same memory
         self._copied.clear()
@@ -145,7 +146,7 @@ class BackgroundWriter:
         return self._written
 
     def release(self) -> None:
-        """Wait until model and optimizer are copied. Whoever changes or moves them calls it first, else the copy were of two steps."""
+        """Wait until model and optimizer are copied. Must be called before they change, so that a copy never mixes two steps."""
         self._copied.wait()
 
     def _copy_of(self, part: RankPart) -> RankPart:

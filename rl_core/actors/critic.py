@@ -1,4 +1,4 @@
-"""The critic that learns beside a policy: a value head on the policy's own decoder, or on a second one.
+"""The critic that is trained with a policy: a value head on the policy's decoder or on a decoder of its own.
 
 Both are part of the policy's module, so that one wrapper shards them, one optimizer steps them and one checkpoint holds them. Their names
 tell them apart: what is exported, published or kept as reference policy leaves them out.
@@ -9,7 +9,7 @@ from torch import nn
 HEAD = "value_head"
 """Name of the head, in the policy or in the second model."""
 SEPARATE = "critic"
-"""Name of the second model in the policy; below it names are those of the policy."""
+"""Name of the submodule with the critic's own decoder; inside it parameters are named as in the policy."""
 
 
 class SecondModel(nn.Module):  # type: ignore[misc]
@@ -42,5 +42,5 @@ def decoder_and_head(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 
 def has_own_decoder(model: nn.Module) -> bool:
-    """Return whether the critic shares nothing with the policy."""
+    """Return whether the critic has a decoder of its own."""
     return hasattr(model, SEPARATE)

@@ -1,4 +1,4 @@
-"""The packed forward pass: rows of a micro-batch end to end in one sequence, scored at the tokens that train.
+"""The packed forward pass: the rows of a micro-batch form one sequence, and only the tokens that train are scored.
 
 Legend: B rows of the micro-batch, T width of the longest, L packed tokens.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face folders in: configuration, the transformers model built without its weights, and the weights each rank owns.
+"""Reads Hugging Face model folders: the configuration, the model without storage, and the parts of the weights a rank owns.
 
 A folder holds `config.json`, safetensors (one file or an index) and tokenizer files. The model is built on the meta
 device, wrapped by the backend, given storage, then filled here: every parameter exactly once, nothing left over.
@@ -257,7 +257,7 @@ def _match(
 
 
 def fill(target: LocalSlice, stored: Any, where: str) -> None:
-    """Copy into `target` its box of a stored tensor, whose reader `stored` is. Raises ConfigError for another shape."""
+    """Read the elements of `target` from the stored tensor `stored`. Raises ConfigError when the whole tensor has another shape."""
     if tuple(stored.get_shape()) != target.shape:
         raise ConfigError(f"{where} must have shape {list(target.shape)} by config.json, got {stored.get_shape()}")
     if target.tensor.numel():

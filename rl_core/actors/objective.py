@@ -1,4 +1,4 @@
-"""The loss of a micro-batch as the job asks for it: policy loss, KL to the reference, entropy bonus, the critic's loss.
+"""The loss of a micro-batch: policy loss, KL to the reference policy, entropy bonus and the critic's loss.
 
 Legend: B rows of the micro-batch, T width of the longest.
 """
@@ -27,7 +27,7 @@ from rl_core.api.errors import ConfigError
 
 
 class PolicyObjective:
-    """`algorithm.loss` made callable."""
+    """The loss that `algorithm.loss` configures, as a callable."""
 
     def __init__(self, algorithm: AlgorithmSpec, *, max_tokens: int) -> None:
         """`max_tokens`: response limit, the normaliser of `seq-mean-token-sum-norm`."""
@@ -73,7 +73,10 @@ class PolicyObjective:
         )
 
     def measuring(self, scores: Scores, columns: Columns, normalizers: LossNormalizers) -> LossResult:
-        """Return the same with the mismatch beside it; of the step's first mini-batch, as the weights are those of the step before it."""
+        """Return the loss with metrics of the mismatch between trainer and rollout added.
+
+        It is used in the first mini-batch of a step, where the weights are still those of the previous step.
+        """
         result = self(scores, columns, normalizers)
         mismatch = mismatch_stats(
             scores.log_probs,

@@ -1,4 +1,4 @@
-"""From prompt groups to what the loss needs: rewards shaped, masks narrowed, advantages and correction weights.
+"""Prepares prompt groups for the loss: shapes rewards, applies filters to masks, computes advantages and importance weights.
 
 Legend: B completions of this rank, S padded width.
 """
@@ -28,26 +28,26 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class PreparedBatch:
-    """A rank's completions on their way to the loss."""
+    """The completions of a rank in a step, and what is computed for them before training."""
 
     collated: TrainingBatch
-    """As they came: raw rewards, and every token of theirs that may train."""
+    """The batch as received: raw rewards, and masks that select every generated token."""
     batch: TrainingBatch
-    """What trains: rewards shaped and masks narrowed by `finish`."""
+    """The batch that is trained: `finish` shaped its rewards and applied the filters to its masks."""
     old_log_probs: Tensor | None = None
-    """[B, S] of the policy before the update, when they are computed again; else the rollout's are used."""
+    """[B, S] log-probabilities of the policy before the update if they are recomputed; otherwise the rollout's are used."""
     ref_log_probs: Tensor | None = None
-    """[B, S] of the reference policy, when a KL to it enters."""
+    """[B, S] log-probabilities of the reference policy if a KL to it is used."""
     values: Tensor | None = None
-    """[B, S] of the critic before the update, where there is one."""
+    """[B, S] values of the critic before the update if there is one."""
     weights: Tensor | None = None
-    """[B, S] correction weights."""
+    """[B, S] importance weights."""
     advantages: Tensor | None = None
     """[B, S]."""
     returns: Tensor | None = None
-    """[B, S] the critic's targets."""
+    """[B, S] targets of the critic."""
     ages: Tensor | None = None
-    """[B, S] versions by which a token's policy is older than the trainer's; None where that plays no part."""
+    """[B, S] number of versions by which the policy that sampled a token is older than the trainer's; None if not needed."""
     metrics: dict[str, Stat] = field(default_factory=dict)
 
     def columns(self, *, decoupled: bool = False) -> Columns:
@@ -181,7 +181,7 @@ def _shape_rewards(batch: TrainingBatch, algorithm: AlgorithmSpec, max_new_token
 
 
 def _correct_mismatch(prepared: PreparedBatch, algorithm: AlgorithmSpec) -> None:
-    """Drop rows the trainer scores very differently and weigh the others, from log-probabilities computed again."""
+    """Compare recomputed with sampled log-probabilities: mask rows that differ too much and compute importance weights of the others."""
     batch, old = prepared.batch, prepared.old_log_probs
     if old is None:
         return

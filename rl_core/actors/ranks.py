@@ -1,4 +1,4 @@
-"""The ranks of an actor: how model and batch are cut over them, small collectives, and errors that name who is missing.
+"""The ranks of an actor: how model and batch are divided over them, small collectives, and errors that name the lost ranks.
 
 One rank needs no other: every method is then local and free. Nothing is pickled: numbers travel as tensors, structures as JSON.
 """
@@ -22,7 +22,7 @@ from rl_core.actors import rendezvous
 from rl_core.api.errors import InfrastructureError
 
 ROLL_CALL_SECONDS = 3.0
-"""After a failed collective, how long the others have to show that they are alive."""
+"""Seconds in which the other ranks must show that they are alive after a collective failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +33,13 @@ class ParallelSizes:
     """
 
     data: int
-    """Ranks that train other rows than each other."""
+    """Number of data-parallel ranks: they train different rows."""
     tensor: int = 1
-    """Ranks that share each layer."""
+    """Number of tensor-parallel ranks: each layer is divided over them."""
     pipeline: int = 1
-    """Stages of layers; the last one alone has logits and a loss."""
+    """Number of pipeline stages: the layers are divided over them, and only the last one computes a loss."""
     context: int = 1
-    """Ranks that share each row."""
+    """Number of context-parallel ranks: each row is divided over them."""
 
     @property
     def world(self) -> int:
@@ -47,7 +47,7 @@ class ParallelSizes:
         return self.data * self.tensor * self.pipeline * self.context
 
     def data_rank(self, rank: int) -> int:
-        """Return which share of the rows `rank` trains."""
+        """Return the data-parallel rank of `rank`."""
         return rank // (self.tensor * self.context) % self.data
 
     def receives(self, rank: int) -> bool:
@@ -69,7 +69,7 @@ class ParallelSizes:
 
 
 class Ranks:
-    """This rank among those that train one model; every method that talks is collective."""
+    """One rank of those that train a model, and its collectives over all ranks, over data ranks and over its replica."""
 
     def __init__(self, sizes: ParallelSizes, *, rank: int, device: torch.device, timeout: float = 60.0) -> None:
         """Join the process group (made from MASTER_ADDR and MASTER_PORT unless one exists); a single rank has none.
@@ -101,12 +101,12 @@ class Ranks:
 
     @property
     def data_size(self) -> int:
-        """Return how many shares the rows are cut into."""
+        """Return the number of data-parallel ranks."""
         return self.sizes.data
 
     @property
     def data_rank(self) -> int:
-        """Return which share of the rows this rank trains."""
+        """Return the data-parallel rank of this rank."""
         return self.sizes.data_rank(self.rank)
 
     @property
@@ -141,7 +141,7 @@ class Ranks:
 
     @contextmanager
     def guard(self, doing: str) -> Iterator[None]:
-        """Turn a failed collective inside the block into an InfrastructureError that names the missing ranks."""
+        """Turn the failure of a collective inside the block into an InfrastructureError that names the lost ranks."""
         try:
             yield
         except (dist.DistError, ConnectionError) as error:
@@ -162,7 +162,7 @@ class Ranks:
         return int(value)
 
     def gather(self, structure: Any) -> list[Any]:
-        """Return the JSON-able `structure` of every rank, by rank."""
+        """Return the `structure`, which JSON can represent, of every rank, by rank."""
         return [structure] if self.size == 1 else _gather(structure, self.size, None)
 
     def barrier(self) -> None:
@@ -172,7 +172,7 @@ class Ranks:
     # Among the ranks that hold the same part of the model, and other rows than each other -----------------------------
 
     def sum_rows(self, tensor: Tensor) -> Tensor:
-        """Return the sum of `tensor` over the shares of the rows, in its own type and place."""
+        """Return the sum of `tensor` over the data ranks, in its dtype and on its device."""
         if self.data_size == 1:
             return tensor
         total = tensor.detach().clone()
@@ -180,7 +180,7 @@ class Ranks:
         return total
 
     def gather_rows(self, structure: Any) -> list[Any]:
-        """Return the JSON-able `structure` of every share of the rows, by data rank."""
+        """Return the `structure`, which JSON can represent, of every data rank, by data rank."""
         return [structure] if self.data_size == 1 else _gather(structure, self.data_size, self._data_group)
 
     def exchange_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
@@ -202,7 +202,7 @@ class Ranks:
         return self.size // self.data_size
 
     def hand_out(self, data: bytes | None) -> bytes | None:
-        """Return `data` of the rank that receives groups on every rank of its replica; the others' is not looked at."""
+        """Broadcast `data` of the rank that receives groups to all ranks of its replica; the argument of the others is ignored."""
         if self.replica_size == 1:
             return data
         giver = self.sizes.replicas()[self.data_rank][0]

@@ -1,4 +1,4 @@
-"""The reference policy: a host copy of the starting weights that takes the trained weights' place for a forward pass."""
+"""The reference policy: a host copy of the initial weights that is swapped in for a forward pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from rl_core.weights.offload import bytes_of, distinct_storages
 
 
 class ReferencePolicy:
-    """This rank's share of the starting weights, in host memory."""
+    """This rank's part of the initial weights, in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors`, those this rank stores, as they are now: each storage once and whole, whatever views of it are given."""

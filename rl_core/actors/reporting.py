@@ -1,4 +1,4 @@
-"""What one training step reports: statistics of all micro-batches and ranks, merged as sums and divided once."""
+"""The metrics of a training step: statistics of all micro-batches and ranks are added as sums and divided once at the end."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,11 +15,11 @@ from rl_core.api.errors import ConfigError
 
 MISMATCH = (PREFIX, PARTS)
 UNPREFIXED = ("perf/", "time/", *MISMATCH)
-"""Metrics that are named alike whoever reports them."""
+"""Metrics that keep their name whatever reports them."""
 
 
 class StepReport:
-    """Collects over one `run_training`."""
+    """Collects the statistics of one training step."""
 
     def __init__(self, counts: OptimizerCounts) -> None:
         """`counts`: the actor's running counters; the report has their values at the end of the step."""
@@ -48,7 +48,7 @@ class StepReport:
             self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - started
 
     def add(self, stats: Mapping[str, Stat]) -> None:
-        """Take in statistics of the whole step."""
+        """Add statistics of the whole step."""
         self._stats.append(stats)
 
     def add_step(self, stats: Iterable[Mapping[str, Stat]], *, norm: float, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a training step on one rank, their columns, and their way to the rank that trains them.
+"""The rows of a training step on one rank, their columns, and their exchange between ranks.
 
 Legend: B rows held here, S padded width, N tokens of rows laid end to end.
 """
@@ -75,9 +75,9 @@ class StepRows:
     """Rows to score or to train, on the CPU."""
 
     numbers: list[int]
-    """[B] numbers of the rows in the whole step, equal on all ranks whatever arrived where."""
+    """[B] numbers of the rows in the whole step; all ranks number the rows alike, wherever a row was received."""
     lengths: list[int]
-    """[B] real tokens."""
+    """[B] number of tokens of each row without padding."""
     columns: Columns
 
     def take(self, indices: Sequence[int]) -> "StepRows":
@@ -92,7 +92,7 @@ class StepRows:
         )
 
     def masked_row(self) -> "StepRows":
-        """Return one row of one token that trains nothing: what a rank runs while others have a micro-batch and it has none."""
+        """Return one row of one masked token. A rank runs it when other ranks have a micro-batch and it has none."""
         columns = self.columns.each(lambda column: torch.zeros(1, 1, dtype=column.dtype))
         return StepRows(numbers=[-1], lengths=[1], columns=columns)
 

@@ -13,23 +13,23 @@ ROUNDING = 1e-6
 """Added before a product is cut to whole steps: 0.29 x 100 is 28.999999999999996."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of what Adam keeps of each parameter, as torch and megatron-core have them."""
+"""Names of the moments that AdamW stores for each parameter, in torch and in megatron-core."""
 
 
 CRITIC = "critic"
-"""Entry of an optimizer's group: whether it is the critic's."""
+"""Key of an optimizer's parameter group that says whether it is the critic's."""
 
 
 @dataclass(slots=True)
 class OptimizerCounts:
-    """How optimizer steps ended; the schedule's argument is `applied`."""
+    """Numbers of optimizer steps by result; the learning rate schedule is a function of `applied`."""
 
     attempted: int = 0
     applied: int = 0
     skipped: int = 0
-    """A gradient was not finite on some rank: nothing changed."""
+    """Steps that changed nothing because a gradient was not finite on some rank."""
     empty: int = 0
-    """No rank had a trainable token."""
+    """Mini-batches without a trainable token on any rank."""
 
 
 def peak_rate(spec: OptimizerSpec, *, critic: bool) -> float:
@@ -44,7 +44,7 @@ class LRSchedule:
 
     peak: float
     total: int
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the run."""
     style: str = "constant"
     warmup: int = 0
     """Steps of linear warm-up."""

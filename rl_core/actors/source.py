@@ -1,4 +1,4 @@
-"""The weights of a model that several ranks store, as a `VersionSource`: whole tensors on rank 0 only, bucket by bucket.
+"""A `VersionSource` for a model whose weights are divided over ranks: rank 0 gathers whole tensors, one bucket after the other.
 
 Each rank offers the boxes that it stores; the plan says which of them go to rank 0, and a bucket is one message from each rank
 that gives some of it. The next bucket is on its way while the consumer works on one: two are in memory.
@@ -18,7 +18,7 @@ from rl_core.weights.version_source import SourceBucket, SourceEntry
 
 
 class GatheringPlan:
-    """Who gives rank 0 which boxes of each tensor; agreed on once, equal on all ranks."""
+    """Says which rank sends which boxes of each tensor to rank 0. It is agreed on once and equal on all ranks."""
 
     def __init__(self, slices: Mapping[str, LocalSlice], ranks: Ranks) -> None:
         """`slices`: what this rank stores, by name; collective. Raises ValueError where the ranks together lack a part of a tensor."""
@@ -44,7 +44,7 @@ class GatheringPlan:
 
 
 class GatheredSource:
-    """One version; every rank makes one and calls `finish` in the end, rank 0 lets the publisher take the buckets first."""
+    """The weights of one version. Every rank makes one and calls `finish` at the end; on rank 0 the publisher takes the buckets first."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class GatheredSource:
             yield SourceBucket(place, tuple(tensor.to(device) for tensor in gathered.tensors()))
 
     def finish(self) -> None:
-        """Take part in what is left of the gathering: the other ranks wait for this one."""
+        """Gather the remaining buckets and drop them; the other ranks wait until this rank has taken part."""
         for _ in self._gathering:
             pass
 
     def _gather(self) -> "Iterator[tuple[Bucket, _Gathered]]":
-        """Yield every bucket, arrived; the next one is on its way."""
+        """Yield every bucket once it has arrived, while the next one is being transferred."""
         under_way: tuple[Bucket, _Gathered] | None = None
         for place in self.layout.buckets:
             members = [self.entries[index] for index in place.entries]
@@ -87,7 +87,7 @@ class GatheredSource:
 
 
 class _Gathered:
-    """One bucket on its way to rank 0. All ranks make it in the same order."""
+    """The transfer of one bucket to rank 0. All ranks start the transfers in the same order."""
 
     def __init__(
         self, members: Sequence[SourceEntry], slices: Mapping[str, LocalSlice], plan: GatheringPlan, ranks: Ranks
@@ -111,7 +111,7 @@ class _Gathered:
         )
 
     def wait(self) -> None:
-        """Wait until this rank's part in it is done."""
+        """Wait until this rank's transfers are complete."""
         self._exchange.wait()
 
     def tensors(self) -> Iterator[Tensor]:

@@ -1,9 +1,9 @@
-"""What one training step trains: its rows, mini-batches, global normalisers, early stop, cancelling and report.
+"""One training step: its rows, mini-batches, global normalizers, early stop, cancellation and metrics.
 
     load -> compute_log_probs -> compute_advantages -> train
 
-How it is trained is the backend's: the engine hands it micro-batches and never sees a module, a gradient or a wrapper. All methods but
-`cancel` are collective over the ranks and run on one thread.
+The engine decides what is trained and the backend how: the engine passes it micro-batches and never handles a module or a gradient.
+All methods except `cancel` and `load` are collective over the ranks and run on one thread.
 """
 
 import struct
@@ -33,9 +33,10 @@ from rl_core.transports import frames
 
 
 class StepEngine:
-    """One rank's part of the steps of a run; holds the groups of the step under way.
+    """Runs the training steps of a run on one rank and holds the groups of the current step.
 
-    One rank of those that train the same rows (a replica) receives groups; the first verb of a step gives them to the others.
+    Ranks that train the same rows form a replica. One rank of a replica receives the groups; the first method of a step broadcasts them
+    to the others.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class StepEngine:
     ) -> None:
         """`micro_batch_tokens`: most tokens per forward pass; `response_limit`: most generated tokens of a row, over all turns.
 
-        `balance`: deal rows to ranks by cost, else in order. `progress` is called before each micro-batch in training.
+        `balance`: assign rows to ranks by cost, otherwise in order. `progress` is called before each micro-batch in training.
         """
         self._backend, self._model = backend, backend.manager
         self._ranks, self._algorithm = ranks, algorithm
@@ -62,28 +63,28 @@ class StepEngine:
         self._reduce = ranks.sum_rows if ranks.data_size > 1 else None
         self.prepared: PreparedBatch | None = None
         """The step's groups on this rank, from `load` until they are trained or the step is given up."""
-        self._undealt: list[PromptGroupRecord] | None = None
-        """Groups that the other ranks of the replica do not have yet; on the rank that receives."""
+        self._not_broadcast: list[PromptGroupRecord] | None = None
+        """Groups that this rank received and has not broadcast to the other ranks of its replica yet."""
 
     # Groups and what the loss needs of them ---------------------------------------------------------------------------
 
     def load(self, records: Iterable[PromptGroupRecord], *, version: int = 0) -> None:
-        """Hold `records` as the step's groups of this rank; their order does not matter. Not collective.
+        """Set `records` as this rank's groups of the step; their order does not matter. Not collective.
 
-        `version` is that of the weights which they train.
+        `version` is the version of the weights that they will train.
         """
         self._objective.version = version
         ordered = sorted(records, key=lambda record: natural_key(record.group_id))
         limits = {"max_length": self._model.max_length, "micro_batch_tokens": self._micro_batch_tokens}
         aged = version if self._algorithm.needs_ages else None
         self.prepared = preparation.collate(ordered, version=aged, **limits)
-        self._undealt = ordered
+        self._not_broadcast = ordered
         self._cancellation.begin()
 
     def compute_log_probs(self) -> None:
-        """Keep, of the held groups, the trainer's and the reference's log-probabilities and the critic's values where they are needed.
+        """Compute for the step's groups what the loss needs: log-probabilities of the trainer and the reference policy, critic's values.
 
-        A cancelled step is left without its groups.
+        A step that is cancelled meanwhile loses its groups.
         """
         prepared, algorithm = self._require_batch("compute_log_probs"), self._algorithm
         wanted = {"log_probs": algorithm.recompute_log_probs, "values": algorithm.critic_in_use is not None}
@@ -96,7 +97,7 @@ class StepEngine:
             self._leave()
 
     def compute_advantages(self) -> dict[str, float]:
-        """Compute the held groups' advantages; return this rank's metrics of rewards, groups and advantages."""
+        """Compute the advantages of the step's groups; return this rank's metrics of rewards, groups and advantages."""
         prepared = self._require_batch("compute_advantages_and_returns")
         lacks_reference = prepared.ref_log_probs is None and self._algorithm.needs_reference
         if lacks_reference or (prepared.values is None and self._algorithm.critic_in_use is not None):
@@ -112,7 +113,7 @@ class StepEngine:
         return log_probs
 
     def _scored(self, batch: TrainingBatch, *, log_probs: bool, values: bool) -> Scored:
-        """Return [B, S] what was asked for of `batch`; zeros on a rank that the backend tells nothing."""
+        """Return the requested scores of `batch`, [B, S] each; zeros on a rank that gets none from the backend."""
         lengths = batch.lengths.tolist()
         columns = Columns(input_ids=batch.input_ids, loss_mask=batch.loss_mask)
         rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
@@ -129,22 +130,22 @@ class StepEngine:
         return scored
 
     def score_reference(self, batch: TrainingBatch) -> Tensor:
-        """Return the reference policy's log-probabilities [B, S] of `batch`; trained weights are as before afterwards."""
+        """Return the reference policy's log-probabilities of `batch`, [B, S] float32. The trained weights do not change."""
         with self._model.reference():
             return self.score(batch)
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Give up the step at the next micro-batch. Any thread; asking one rank will do.
+        """Cancel the step before its next micro-batch. May be called on any thread; calling it on one rank is enough.
 
-        Only the first mini-batch of a step can be left: once one has ended the rest is trained too, as some of the groups are in the
-        weights and the ledger counts whole steps. The same holds after the last micro-batch, when only the optimizer's work is left.
+        Only the first mini-batch of a step can be cancelled. Once a mini-batch has updated the weights, the rest of the step is trained
+        too, because the ledger counts whole steps. It is also too late after the last micro-batch, when only the optimizer step is left.
         """
-        self._cancellation.ask()
+        self._cancellation.request()
 
     def train(self, step: int) -> dict[str, float] | None:
-        """Train on the held groups; return the step's metrics over all ranks, equal on each; None when it was cancelled.
+        """Train on the step's groups; return the step's metrics over all ranks, equal on each, or None when it was cancelled.
 
         Raises RuntimeError without groups or advantages, InfrastructureError when a rank is lost, DataError after too many
         gradients in a row that were not finite.
@@ -173,7 +174,7 @@ class StepEngine:
         return metrics
 
     def _train_epoch(self, rows: StepRows, lengths: list[int], step: int, epoch: int, report: StepReport) -> None:
-        """Pass once over the rows of the step, `lengths` by number; `rows` are those that arrived at this rank."""
+        """Train once on all rows of the step. `lengths` has the length of each row by number; `rows` are those this rank received."""
         algorithm = self._algorithm
         plan = plan_epoch(
             lengths,
@@ -192,7 +193,7 @@ class StepEngine:
                 break
 
     def _train_minibatch(self, rows: StepRows, report: StepReport) -> None:
-        """One optimizer step over `rows` of this rank and their counterparts on the others."""
+        """Run one optimizer step over `rows` of this rank and the rows that the other ranks pass."""
         normalizers = count_normalizers(rows.columns.loss_mask, reduce=self._reduce)
         if normalizers.tokens == 0:
             self._model.counts.empty += 1
@@ -213,7 +214,7 @@ class StepEngine:
         report.add_step(stats, norm=norm, rate=rates[0])
 
     def _cut(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the micro-batches of this rank's rows, as many as on the other ranks; each longest row first."""
+        """Return the micro-batches of this rank's rows, as many as on the other ranks; the rows of each are sorted longest first."""
         agree = self._ranks.largest if self._ranks.data_size > 1 else None
         cuts = plan_microbatches(lengths, token_budget=self._micro_batch_tokens, agree=agree)
         # Rows of like length side by side make attention's dense batches tight.
@@ -224,50 +225,50 @@ class StepEngine:
         self._cancellation.restore()
 
     def _require_batch(self, method: str) -> PreparedBatch:
-        """Return the step's groups, which from the first verb on all ranks of a replica have."""
+        """Return the step's groups, after they were broadcast to all ranks of the replica."""
         with self._ranks.guard("handing out the step's groups"):
-            self._deal()
+            self._broadcast_groups()
         if self.prepared is None:
             raise RuntimeError(f"{method} needs the step's groups, got none; call recv_batch or load_batch first")
         return self.prepared
 
-    def _deal(self) -> None:
-        """Give the groups that this rank received to the ranks that train the same rows; once, where there are any."""
+    def _broadcast_groups(self) -> None:
+        """Broadcast the received groups to the other ranks of the replica, once per step."""
         if self._ranks.replica_size == 1:
             return
-        news: bytes | None = None
+        message: bytes | None = None
         if self._ranks.receives and self.prepared is not None:
-            news = b"" if self._undealt is None else _packed([self._objective.version, self._undealt])
-        told = self._ranks.hand_out(news)
-        if not self._ranks.receives and told is None:
+            message = b"" if self._not_broadcast is None else _packed([self._objective.version, self._not_broadcast])
+        received = self._ranks.hand_out(message)
+        if not self._ranks.receives and received is None:
             self.prepared = None
-        elif not self._ranks.receives and told:
-            version, records = _unpacked(told)
+        elif not self._ranks.receives and received:
+            version, records = _unpacked(received)
             self.load(records, version=version)
-        self._undealt = None
+        self._not_broadcast = None
 
 
 def _packed(message: object) -> bytes:
-    """Return a message as one run of bytes: the sizes of its frames, then the frames."""
+    """Return a message as one byte string: the number of its frames, their sizes, then the frames."""
     parts = [bytes(part) for part in frames.encode(message)]
     return b"".join([struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts)), *parts])
 
 
 def _unpacked(data: bytes) -> Any:
     (count,) = struct.unpack_from("<q", data)
-    at, parts = 8 * (count + 1), []
+    offset, parts = 8 * (count + 1), []
     for size in struct.unpack_from(f"<{count}q", data, 8):
-        parts.append(data[at : at + size])
-        at += size
+        parts.append(data[offset : offset + size])
+        offset += size
     return frames.decode(parts, copy=True)
 
 
 def _parts(rows: StepRows, cuts: Sequence[Sequence[int]]) -> list[StepRows]:
-    """Return the micro-batches; a rank with fewer rows than others runs a masked row where it has none."""
+    """Return the rows of each micro-batch. An empty micro-batch becomes one masked row, so that all ranks run equally many passes."""
     return [rows.take(cut) if cut else rows.masked_row() for cut in cuts]
 
 
 def _padding_waste(lengths: Sequence[int], cuts: Sequence[Sequence[int]]) -> Stat:
-    """Return the share of the tokens run that belong to no row: packed rows have no padding, an empty micro-batch is one token."""
+    """Return the share of the computed tokens that belong to no row. Packed rows have no padding; an empty micro-batch has one token."""
     idle = torch.tensor(float(sum(not cut for cut in cuts)), dtype=torch.float64)
     return Stat("mean", idle, idle + float(sum(lengths)))

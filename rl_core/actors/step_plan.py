@@ -1,6 +1,6 @@
-"""Which rows form an optimizer step, and which rank trains them. Pure; equal on all ranks without talking.
+"""Plans which rows form an optimizer step and which rank trains them. Pure, and equal on all ranks without communication.
 
-Mini-batches are cut from the whole step before rows are dealt to ranks, so the number of ranks changes no optimizer step.
+Mini-batches are cut from the whole step before rows are dealt to ranks, so the number of ranks does not change which rows form an optimizer step.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class EpochPlan:
     destination: list[int]
     """Rank that trains each row."""
     imbalance: float
-    """Largest over mean cost of a rank, over the whole pass."""
+    """Largest cost of a rank over the mean cost, for the whole pass."""
 
 
 def plan_epoch(

@@ -1,4 +1,4 @@
-"""From per-token values to one number that does not depend on how the step was cut.
+"""Aggregates per-token values to one number that does not depend on how the step is split over micro-batches and ranks.
 
 The actor counts the step's tokens and sequences once over all micro-batches and data-parallel ranks and passes the
 counts in; every micro-batch then returns its share, and shares are added.

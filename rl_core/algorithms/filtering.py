@@ -1,4 +1,4 @@
-"""Which groups, rows and samples train: filters on rewards, truncation and log-probability errors.
+"""Filters that select the groups and rows that are trained, by rewards, truncation and log-probability errors.
 
 Legend: B rows, T tokens.
 """

@@ -1,4 +1,4 @@
-"""Names of advantages, losses and rewards, and the functions behind them. Imports no torch.
+"""The registry of advantages, losses and rewards by name. Imports no torch.
 
 Built-ins are held as `module:function` text and imported when first resolved; a built-in estimator or loss is a plain function
 of tensors, whose parameters are filled from the fields of the inputs that have their name. Users add their own with `register`,

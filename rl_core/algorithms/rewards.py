@@ -1,4 +1,4 @@
-"""Rewards by name and the shaping of rewards. Imports no torch, so that env processes can score without it.
+"""Built-in rewards and reward shaping. Imports no torch, so that environment processes can use it without.
 
 A registered reward is `fn(prompts, completions, **columns) -> list[float | None]`, one entry per completion; None means
 "not applicable" and makes the row invalid. A reward that fails is a DataError, never a 0.

@@ -1,4 +1,4 @@
-"""The autograd functions under `logprobs`: softmax statistics of P rows of V logits, a block of rows at a time.
+"""The autograd function of `logprobs`: softmax statistics of P rows of V logits, computed for a block of rows at a time.
 
 Only a row's largest logit, normaliser and entropy are kept for the backward pass, which makes the row's softmax again.
 No float32 tensor larger than a block exists. With g the gradient at the log-probability of label y, e the one at the

@@ -1,4 +1,4 @@
-"""What `rljob validate` asks about estimators and losses of the user: can they be imported and called as they will be? Tried in a child process."""
+"""Checks for `rljob validate` whether a user's estimators and losses can be imported and called. Runs them in a child process."""
 
 import inspect
 import os

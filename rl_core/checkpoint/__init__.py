@@ -1,1 +1,1 @@
-"""Checkpoints that are complete or invisible."""
+"""Checkpoints: folders that are either complete or invisible."""

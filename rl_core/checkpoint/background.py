@@ -1,4 +1,4 @@
-"""A thread for a piece of work of a checkpoint, whose end somebody asks for later. Torch-free."""
+"""Runs work of a checkpoint in a background thread and returns a future of its result. Imports no torch."""
 
 import threading
 from collections.abc import Callable

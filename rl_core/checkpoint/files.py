@@ -1,4 +1,4 @@
-"""Durable files: written, synced, digested. Every part that adds to a checkpoint's staging folder writes through here. Torch-free."""
+"""Writes files durably and computes their digests. Everything in a checkpoint is written through this module. Imports no torch."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import blake3
 from rl_core.api.errors import InfrastructureError, StorageFull
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that say the disk, the quota or the file size limit is used up."""
+"""Error numbers of a full disk, an exhausted quota and an exceeded file size limit."""
 
 
 def write_file(path: Path, data: bytes) -> str:
@@ -50,7 +50,7 @@ def relative_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def write_failure(what: str, path: Path, error: OSError) -> InfrastructureError:
-    """Return the error for a write that failed: what, where, why, how much room is left, what to do; StorageFull where it is room."""
+    """Return the exception for a failed write, which names the file, the cause and the free space; StorageFull if there is none left."""
     if error.errno not in NO_ROOM:
         return InfrastructureError(f"{what} could not be written to {path}: {error}; check the storage")
     return StorageFull(

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files make it whole. Written last, so that its presence means completeness. Torch-free."""
+"""The manifest of a checkpoint lists its files. It is written last: a checkpoint with a manifest is complete. Imports no torch."""
 
 import json
 import logging
@@ -30,22 +30,22 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """The content of `manifest.json`."""
 
     step: int
     epoch: int
     files: dict[str, FileEntry]
     """Path relative to the checkpoint, "/" as separator -> size and digest."""
     layout: dict[str, Any] = field(default_factory=dict)
-    """How tensors are cut: backend, world size."""
+    """Parallel layout that wrote the tensors: backend, world size."""
     versions: dict[str, Any] = field(default_factory=dict)
     """Versions of libraries and of the weights."""
     spec_digest: str = ""
-    """Digest of the spec fields that alter the mathematics."""
+    """Digest of the spec fields that change the result of training."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers `best()` and retention choose by."""
+    """Metrics by which `best()` and retention choose."""
     passing: bool = False
-    """Whether the next checkpoint replaces it."""
+    """Whether retention may delete it as soon as there is a newer checkpoint."""
 
     @classmethod
     def of_folder(
@@ -70,8 +70,8 @@ class Manifest:
         """Return the manifest in `data`; DataError naming `where` when it is not one."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            told = fields.pop("digest", None)  # absent in one of an earlier release
-            if told not in (None, _digest(fields)):
+            stored_digest = fields.pop("digest", None)  # absent in one of an earlier release
+            if stored_digest not in (None, _digest(fields)):
                 raise DataError(f"{where} must match its own digest, got a changed one; resume from another checkpoint")
             version = fields.pop("format")
             if version != FORMAT:

@@ -1,4 +1,4 @@
-"""The checkpoint of another run that a job begins from (`checkpoint.resumeFrom`): found by the run's name or folder, inside bounds.
+"""Finds the checkpoint of another run from which a job starts (`checkpoint.resumeFrom`), by the run's name or folder.
 
 Only read here: the other run may still write there, and the folder may be mounted read-only. Torch-free.
 """
@@ -23,7 +23,7 @@ FIELD = "checkpoint.resumeFrom"
 
 
 def find_source(wanted: ResumeFromSpec, *, output: Path, bounds: Sequence[Path]) -> Checkpoint:
-    """Return the undamaged checkpoint that is meant.
+    """Return the undamaged checkpoint that `checkpoint.resumeFrom` names.
 
     `output`: this run's own folder, beside which the folders of other runs lie. `bounds`: folders that a checkpoint may lie in, links
     followed. Raises ConfigError with the way out for a place outside of them and for what is not there, DataError for a damaged one.

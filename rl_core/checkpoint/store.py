@@ -1,4 +1,6 @@
-"""Checkpoint folders: staged, published whole, found again, retired. Torch-free; the runner owns the one writer of a job.
+"""Stores checkpoints: stages a folder, publishes it atomically, finds it again, deletes old ones. Imports no torch.
+
+The runner owns the only writer of a job.
 
 A checkpoint is complete or invisible: ranks write into a hidden staging folder, the manifest is written last, one rename publishes.
 
@@ -293,7 +295,7 @@ class CheckpointStore:
         return target
 
     def _retire(self) -> None:
-        """Delete what retention no longer covers; a failure costs room, not the save."""
+        """Delete the checkpoints that retention does not keep. A failure is logged and does not fail the save."""
         checkpoints = self.checkpoints()
         lasting = [c for c in checkpoints if not c.manifest.passing]
         kept = {c.path for c in (*lasting[-self.keep :], *checkpoints[-1:], *self._ranking(lasting)[: self.keep_best])}

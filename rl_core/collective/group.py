@@ -1,4 +1,4 @@
-"""Process groups that can lose a member: formed with a deadline, aborted from any thread, formed again as a new generation.
+"""Process groups that survive the loss of a member: formed with a deadline, aborted from any thread, formed again.
 
 torch's default group cannot be re-formed, so these are bare ProcessGroup objects over a TCPStore that the first member
 hosts (`GroupStore`). A group is good for one set of members; a failure poisons it, and whoever organises it (the weight
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 ABORTED = b"aborted"
 JOINED = b"joined"
 POLL_SECONDS = 0.0005
-"""How often a broadcast between devices is looked at."""
+"""Seconds between two polls of a broadcast between devices."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a group is made: 0 = it leaves errors to the caller."""
 
 
 class GroupStore:
-    """The meeting place of all generations, in the process that organises them (rank 0)."""
+    """The store at which the members of each generation of the group meet; it runs in the process of rank 0."""
 
     def __init__(self, host: str) -> None:
         """Listen on a free port. `host`: the address the other members reach this process at."""
@@ -39,7 +39,7 @@ class GroupStore:
         self.port: int = self._store.port
 
     def release(self, plan: GroupPlan) -> None:
-        """Let everybody who still waits for `plan` to be complete fail at once."""
+        """Make all members that still wait for `plan` to be complete fail at once."""
         for rank in range(len(plan.members)):
             self._store.set(f"{plan.key}/member/{rank}", ABORTED)
 
@@ -140,7 +140,7 @@ class TensorGroup:
         return DeadlineExceeded(f"broadcast in group {self.plan.key} was not finished {done} within {timeout:g} s")
 
     def abort(self, reason: str) -> None:
-        """Poison the group and end what is under way in it. Idempotent."""
+        """Make the group unusable and end the operations in it. A second call does nothing."""
         with self._changed:
             if self._poison:
                 return
@@ -151,7 +151,7 @@ class TensorGroup:
         threading.Thread(target=self._bury, args=(held,), name="rljob-group-end", daemon=True).start()
 
     def close(self) -> None:
-        """Leave a group in which nothing is under way."""
+        """Leave a group in which no operation runs."""
         with self._changed:
             self._poison = self._poison or "closed"
         self._group = None

@@ -1,4 +1,4 @@
-"""What exists only to be quick on a CPU: no part of the mathematics, and of no use on an accelerator.
+"""Optimizations for CPUs. They do not change results beyond rounding and are not used on accelerators.
 
 `machine`: which library of torch multiplies matrices faster here. `products`: the generating forward's products.
 `tuning`: the door for a process that trains; behind it `linear` (its linear layers) and `memory` (its freed memory).

@@ -26,7 +26,7 @@ def has_onednn() -> bool:
 
 
 def maker(cpuinfo: Path) -> str:
-    """Return the processor's maker as `cpuinfo` names it; empty where it does not (no x86, no Linux)."""
+    """Return the vendor of the processor from /proc/cpuinfo; empty if it is not there (not x86, not Linux)."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -10,7 +10,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Let freed memory stay with the process, to be used again by the next step; return whether the C library can.
+    """Make the C library keep freed memory for the next step; return whether it supports that.
 
     glibc gives large blocks back to the kernel at once, and a training step then pays for tens of thousands of page
     faults (a fifth of its time at 6,000 tokens of a 1M-parameter model). The peak stays the same.

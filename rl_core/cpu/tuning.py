@@ -1,4 +1,4 @@
-"""The door to this room for a process that trains."""
+"""Applies the CPU optimizations to a process that trains."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from rl_core.cpu.memory import keep_freed_memory
 
 
 def tune(model: nn.Module) -> None:
-    """Make a model quick on this machine's CPU, in place, before it is wrapped; and the process that trains it."""
+    """Apply the CPU optimizations to `model` in place and to this process. Must be called before the model is wrapped."""
     keep_freed_memory()
     if prefers_onednn():
         use_onednn(model)

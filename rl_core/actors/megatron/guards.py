@@ -1,4 +1,4 @@
-"""What the Megatron backend cannot do, told by name at `rljob validate` and again before ranks meet.
+"""Settings that the Megatron backend does not support; `rljob validate` refuses them, and so does the actor before ranks connect.
 
 Needs neither torch nor megatron-core.
 """

@@ -1,4 +1,4 @@
-"""The one door to megatron-core: what this folder uses of it, and how it is told apart from an installation without it.
+"""All imports of megatron-core. An installation without it gives a ConfigError.
 
 Its modules warn at import about kernels that are not there (Transformer Engine, Apex); nothing here needs them.
 """
@@ -18,7 +18,7 @@ a way that megatron does not expect."""
 
 @contextmanager
 def _without_inference_kernels() -> Iterator[None]:
-    """Have them look as if they were not installed, unless they are imported already."""
+    """Hide these packages from imports inside the block, unless they are imported already."""
     hidden = [name for name in INFERENCE_KERNELS if name not in sys.modules]
     sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
     try:
@@ -65,7 +65,7 @@ except ImportError as error:
 
 
 def mark_as_cut(parameter: Any, dimension: int | None) -> None:
-    """Tell megatron along which dimension the tensor ranks share a parameter; None = each has all of it."""
+    """Set the attributes by which megatron knows along which dimension a parameter is divided; None: each rank has all of it."""
     parameter.tensor_model_parallel = dimension is not None
     parameter.partition_dim = -1 if dimension is None else dimension
     parameter.partition_stride = 1

@@ -353,7 +353,7 @@ def _slices(boxes: Mapping[str, Sequence[MappedBox]]) -> Slices:
 
 
 def _fill(boxes: Mapping[str, Sequence[MappedBox]], slices: Mapping[str, Sequence[LocalSlice]]) -> None:
-    """Have each box take over the elements of its slice."""
+    """Copy the elements of each slice into its box."""
     for name, found in boxes.items():
         for box, part in zip(found, slices[name], strict=True):
             box.fill(part.tensor)

@@ -1,4 +1,4 @@
-"""megatron-core's AdamW over the stages of a rank, and what it updates of each parameter here.
+"""megatron-core's AdamW over the pipeline stages of a rank, and the part of each parameter that it updates on this rank.
 
 With several data ranks it is megatron's distributed one (`actor.optimizer.distributed`): the parameters of a stage lie end to end in a
 buffer, and each data rank updates an equal run of it. A rank has moments, and in half precision float32 copies, of its run alone.

@@ -1,4 +1,4 @@
-"""The parts that ratio-based policy losses share: log-ratio, clipping, metrics. Legend: B rows, T tokens."""
+"""Log-ratio, clipping and metrics of ratio-based policy losses. Legend: B rows, T tokens."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from rl_core.algorithms.stats import Stat, extreme_stats, mean_stat
 
 @dataclass(frozen=True, slots=True)
 class ClippedLoss:
-    """Per-token clipped surrogate with what happened to each token."""
+    """The clipped surrogate loss per token, and which tokens were clipped."""
 
     values: Tensor
     clipped_ratio: Tensor

@@ -1,4 +1,4 @@
-"""What losses take and give back, and the step every loss ends with. Legend: B rows, T tokens."""
+"""The inputs and the result of a loss function, and the aggregation that every loss ends with. Legend: B rows, T tokens."""
 
 from dataclasses import dataclass, field
 
@@ -40,7 +40,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """A loss and what was seen on the way."""
+    """A loss and its metrics."""
 
     loss: Tensor
     """0-d, this micro-batch's share of the step's loss."""

@@ -95,7 +95,7 @@ def test_log_probabilities_are_left_too_and_the_groups_with_them(make_actor, rec
     assert train(actor, records) is not None
 
 
-def test_what_is_asked_before_a_step_begins_does_not_concern_it(make_actor, records):
+def test_what_is_requested_before_a_step_begins_does_not_concern_it(make_actor, records):
     actor = make_actor(**SMALL)
     asyncio.run(actor.cancel_training())
     assert train(actor, records) is not None
