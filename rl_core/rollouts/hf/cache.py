@@ -1,9 +1,9 @@
-"""Keys and values of the running rows: one static buffer whose columns all rows share.
+"""`KVCache`: the keys and values of the running rows in one static buffer.
 
-Every step writes one column, the same for all rows; a row's tokens end at that column and start where they start
-(left-padded), so writes are plain slices and a new prompt of any length joins by lying just left of the next column.
-Rows 0..n-1 are the running ones, always dense: a finished row's place is taken by the last one. When the columns are
-used up, the live window is moved to the left edge; the buffer grows by doubling up to what the rows can need.
+Every step writes one column, the same for all rows. The tokens of a row end at that column (rows are left-padded), so writes are plain
+slices, and a new prompt of any length is placed just left of the next column. The running rows are rows 0..n-1 of the buffer: the last row
+takes the place of one that ended. When the columns are used up, the live window is moved to the left edge. The buffer doubles its size when
+rows need more, up to the most they can need.
 
 Legend: n running rows, K key-value heads, W live window of columns, D head size.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 SLACK = 64
-"""Columns beyond the longest window, so that moving the window left is rare."""
+"""Columns in addition to the longest window, so that the window is moved rarely."""
 FIRST_ROWS = 8
 FIRST_COLUMNS = 128
 
@@ -35,7 +35,7 @@ class KVCache:
         self.rows = 0
         """Running rows."""
         self.end = 0
-        """Next column to write."""
+        """The next column to be written."""
         self.starts = np.zeros(0, dtype=np.int64)
         """First column of every row slot."""
         self._low = 0
@@ -53,27 +53,27 @@ class KVCache:
         return self.end - self.starts[: self.rows]
 
     def mask(self) -> Tensor | None:
-        """Return [n, K, W] (0, or -inf where a row has not begun) up to and with the next column; None if none is."""
+        """Return the attention mask [n, K, W] up to and including the next column: 0, or -inf left of a row's first token; None if all are 0."""
         if not self._ragged:
             return None
         count, kv_heads = self.rows, self._shape[1]
         return self._mask[:count, None, self._low : self.end + 1].expand(count, kv_heads, -1)
 
     def window(self) -> Sequence[Tensor]:
-        """Return per layer a view [2, n, K, W, D] up to and with the next column."""
+        """Return per layer a view [2, n, K, W, D] up to and including the next column."""
         return list(self.data[:, :, : self.rows, :, self._low : self.end + 1].unbind(0))
 
     def column(self) -> Sequence[Tensor]:
-        """Return per layer a view [2, n, K, D] of the next column, to be written by this step."""
+        """Return per layer a view [2, n, K, D] of the next column, which this step writes."""
         return list(self.data[:, :, : self.rows, :, self.end].unbind(0))
 
     def begin_step(self) -> None:
-        """Make sure that the next column exists; call before `column` and `window`."""
+        """Make room for the next column; call this before `column` and `window`."""
         if self.end >= self.data.shape[4]:
             self._place(self.rows, self.end + 1 - self._low, grow=True)
 
     def advance(self) -> None:
-        """Count the column that was written."""
+        """Move on to the next column, after the present one was written."""
         self.end += 1
 
     def add_rows(self, lengths: np.ndarray, padded: int) -> Sequence[Tensor]:
@@ -86,14 +86,14 @@ class KVCache:
             self._place(count, window, grow=False)
         first, self.rows = self.rows, count
         self.starts[first:count] = self.end - lengths
-        # Attention multiplies masked columns by 0, and 0 x inf is NaN, so what an earlier row left there must be finite.
+        # Attention multiplies masked columns by 0, and 0 x inf is NaN, so values that an earlier row left there must be finite.
         self.data[:, :, first:count, :, : self.end - padded] = 0
         self._set_mask(first, count)
         self._refresh()
         return list(self.data[:, :, first:count, :, self.end - padded : self.end].unbind(0))
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
-        """Keep `count` rows: every (source, target) move fills a hole below `count` with a row from above it."""
+        """Keep `count` rows; every (source, target) move fills a free place below `count` with a row from above it."""
         live = slice(self._low, self.end)
         for source, target in moves:
             self.data[:, :, target, :, live] = self.data[:, :, source, :, live]
@@ -107,7 +107,7 @@ class KVCache:
         self.keep(0, [])
 
     def release(self) -> None:
-        """Drop all rows and give their memory back; the next rows take it anew."""
+        """Drop all rows and free the buffer; it is allocated again for the next rows."""
         self.clear()
         self.end = 0
         self.starts = np.zeros(0, dtype=np.int64)
@@ -115,15 +115,15 @@ class KVCache:
         self._mask = torch.zeros(0, 0, dtype=self._dtype, device=self._device)
 
     def _refresh(self) -> None:
-        """Find the live window again: it starts where the longest row does."""
+        """Update the live window, which starts at the first column of the longest row."""
         starts = self.starts[: self.rows]
         self._low = int(starts.min()) if self.rows else 0
         self._ragged = bool((starts != self._low).any())
 
     def _place(self, rows: int, window: int, *, grow: bool) -> None:
-        """Move the live window so that `window` columns end at the new end, in a larger buffer where one is needed.
+        """Move the live window so that `window` columns end at the new `end`, and enlarge the buffer if needed.
 
-        `grow` leaves room to the right of the window; without it the window's right edge becomes the end.
+        With `grow` the window is moved to the left edge, which leaves room to its right; without it, to the right.
         """
         live = self.end - self._low
         have_rows, have_columns = self.data.shape[2], self.data.shape[4]

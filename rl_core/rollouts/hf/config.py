@@ -1,7 +1,4 @@
-"""Sizes of a decoder as its `config.json` states them, for the families that the lean forward knows.
-
-Torch-free and without transformers, so that a rollout process can be built from the bytes it got at hello.
-"""
+"""`DecoderConfig`: the sizes of a decoder from its `config.json`, for the model families of the lean forward. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from rl_core.api.errors import RolloutConfigError
 from rl_core.rollouts.model_files import token_ids
 
 FAMILIES = frozenset({"qwen2", "qwen3", "llama"})
-"""`model_type`s of the lean forward; others go through transformers."""
+"""Values of `model_type` that the lean forward runs; other models are run through transformers."""
 ROPE_TYPES = frozenset({"default", "linear", "llama3"})
 DEFAULT_EOS: dict[str, int | None] = {"llama": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """What the lean forward needs to know of a model."""
+    """The sizes and options of a model that the lean forward needs."""
 
     family: str
     """qwen2, qwen3 or llama."""
@@ -33,22 +30,22 @@ class DecoderConfig:
     head_dim: int
     norm_eps: float
     max_positions: int
-    """Longest sequence the model was made for, tokens."""
+    """Longest sequence that the model supports, tokens."""
     rope_theta: float
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
-    """`rope_type` and its parameters; empty = default."""
+    """`rope_type` and its parameters; empty = the default type."""
     tied: bool = False
-    """The output layer is the embedding."""
+    """Whether the output layer shares the weights of the embedding."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-sequence ids that the configuration names."""
+    """End-of-sequence ids of the configuration."""
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        """Return the sizes in a parsed config.json. Raises RolloutConfigError for what the lean forward cannot run."""
+        """Return the sizes of a parsed config.json. Raises RolloutConfigError for a model that the lean forward cannot run."""
         family = str(raw.get("model_type"))
         reason = unsupported(raw)
         if reason is not None:
@@ -82,7 +79,7 @@ class DecoderConfig:
 
 
 def unsupported(raw: Mapping[str, Any]) -> str | None:
-    """Return why the lean forward cannot run this config.json, None when it can."""
+    """Return why the lean forward cannot run the model of this config.json, None if it can."""
     family, activation = raw.get("model_type"), raw.get("hidden_act", "silu")
     if family not in FAMILIES:
         return f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {family!r}"

@@ -1,7 +1,7 @@
-"""The lean forward of Qwen2, Qwen3 and Llama decoders over the static cache: prefill, then one token per row and step.
+"""`Decoder`, the port of the engine to a model, and `LeanDecoder`, a forward of Qwen2, Qwen3 and Llama models over the static cache.
 
-Few, fused operations: on small models the calls cost more than their arithmetic. Called by the engine through the port
-`Decoder`; `generic.TransformersDecoder` is the other implementation.
+The lean forward uses few, fused operations, because on small models calls cost more than their arithmetic. Other models are run by
+`generic.TransformersDecoder`.
 
 Legend: n rows, U distinct prompts, L padded prompt length, K key-value heads, Q query heads per key-value head,
 W live window, D head size, V vocabulary.
@@ -23,59 +23,59 @@ from rl_core.rollouts.hf.rope import rotation_table
 from rl_core.rollouts.hf.weights import DecoderWeights, LayerWeights
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, qkv [N, (heads + 2 K) D]) -> attention output [N, heads D]; also stores keys and values."""
+"""(layer, qkv [N, (heads + 2 K) D]) -> attention output [N, heads D]; also stores keys and values in the cache."""
 
 
 class WeightStore(Protocol):
     """The weights of a decoder by Hugging Face name."""
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return what a load must bring; tied names are absent."""
+        """Return name -> shape of every tensor that a load must contain; tied names are absent."""
 
     def dtypes(self) -> dict[str, str]:
         """Return the dtype of every tensor by name, such as "float32"."""
 
     def destinations(self) -> dict[str, Tensor]:
-        """Return the tensors that may be overwritten in place, in host memory."""
+        """Return the tensors in host memory that may be overwritten in place."""
 
     def stored(self) -> list[Tensor]:
-        """Return all tensors as they are stored; views of one storage may repeat."""
+        """Return all tensors in their stored layout; several may be views of one storage."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights or none (DataError)."""
+        """Replace all weights. Raises DataError, and changes none, if tensors are missing, unknown or of a wrong shape."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Replace one tensor whose name and shape are known to fit."""
+        """Replace one tensor; its name and shape were checked before."""
 
 
 class Decoder(Protocol):
-    """A model with the keys and values of its running rows, as the engine drives it. Rows stay dense, 0..n-1."""
+    """A model with the keys and values of its running rows, which are numbered 0..n-1. Called by `HFEngine`."""
 
     device: torch.device
     vocab_size: int
 
     @property
     def weights(self) -> WeightStore:
-        """The weights, to be replaced while no row runs."""
+        """The weights, which may be replaced while no row runs."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
-        """Append a row per entry of `row_prompts` (index into the distinct `prompts`); return its logits [new, V]."""
+        """Append a row per entry of `row_prompts`, an index into the distinct `prompts`; return the logits [new, V] of their next tokens."""
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [n] to the rows; return the logits [n, V] of the next ones."""
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
-        """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+        """Keep `count` rows, after the (source, target) moves that fill free places below `count`."""
 
     def release_cache(self) -> None:
-        """Give the memory of keys and values back; no row runs."""
+        """Free the memory of keys and values; no row may run."""
 
 
 class LeanDecoder:
     """`Decoder` over `DecoderWeights`."""
 
     def __init__(self, weights: DecoderWeights, *, max_seq_len: int, compile: bool = False) -> None:
-        """`compile` compiles what lies between the attentions of a layer (all but the rotation, a complex product)."""
+        """`compile` applies torch.compile to the parts of a layer before and after the attention, except for the rotary embedding."""
         config = weights.config
         self.weights = weights
         self.device = weights.device
@@ -98,15 +98,15 @@ class LeanDecoder:
             self._into, self._out_of = (torch.compile(part, dynamic=True) for part in (self._into, self._out_of))
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
-        """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+        """Keep `count` rows, after the (source, target) moves that fill free places below `count`."""
         self._cache.keep(count, moves)
 
     def release_cache(self) -> None:
-        """Give the memory of keys and values back."""
+        """Free the memory of keys and values."""
         self._cache.release()
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
-        """Append a row per entry of `row_prompts`; every distinct prompt is computed once."""
+        """Append a row per entry of `row_prompts`; see `Decoder.prefill`. Every distinct prompt is computed once."""
         with torch.inference_mode():
             return self._prefill(prompts, row_prompts)
 
@@ -155,7 +155,7 @@ class LeanDecoder:
         return hidden
 
     def _padded(self, rows: Tensor) -> Tensor:
-        """Return `rows` with zeros appended up to one of few sizes, where products want that."""
+        """Return `rows` with zeros appended up to one of few sizes, if matrix products are faster with these."""
         missing = padded_rows(len(rows)) - len(rows) if self._pads else 0
         return F.pad(rows, (0,) * (2 * rows.dim() - 1) + (missing,)) if missing else rows
 
@@ -210,7 +210,7 @@ class LeanDecoder:
             if fused:
                 bias = None if flat_mask is None else flat_mask.view(count, kv_heads, 1, -1)
                 return fused_attention(query, key, value, bias)
-            # On CPU two batched products beat the fused kernel, which is made for many queries per key.
+            # On a CPU two batched products are faster than the fused kernel, which is made for many queries per key.
             query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
             key = key.transpose(1, 2)
             scores = torch.bmm(query, key) if flat_mask is None else torch.baddbmm(flat_mask, query, key)
@@ -219,7 +219,7 @@ class LeanDecoder:
         return attend
 
     def _prefill_attention(self, stored: Sequence[Tensor], index: Tensor, lengths: np.ndarray, padded: int) -> Attend:
-        """Return the causal attention of whole prompts [U, L], which also stores keys and values of their rows."""
+        """Return the causal attention of whole prompts [U, L], which also stores the keys and values of their rows."""
         config, distinct, rows = self._config, len(lengths), len(index)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         mask = None if (lengths == padded).all() else self._padding_mask(lengths, padded)

@@ -1,7 +1,7 @@
-"""Decoders that the lean forward does not know, through transformers' own forward and cache.
+"""`TransformersDecoder`: runs models that the lean forward does not support, with the forward and the cache of transformers.
 
-Imports transformers: loaded only when such a model is met. Rows are left-padded to a common length by the same rule as
-in `cache`: a new prompt lies just left of the next column.
+The module imports transformers, so it is loaded for such models only. Rows are left-padded as in `cache`: a new prompt is placed just left of
+the next column.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_core.rollouts.hf.weights import checked
 
 
 def empty_transformers_model(raw: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> Any:
-    """Return a transformers model of a parsed config.json, with weights that the first sync brings."""
+    """Return a transformers model of a parsed config.json with random weights, which the first weight sync replaces."""
     config = AutoConfig.for_model(**raw)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.to(device).eval()
@@ -35,7 +35,7 @@ class ModelWeights:
         self._aliases = {name: tuple(tensor.shape) for name, tensor in stored.items() if name not in self._own}
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return what a load must bring; a tied tensor counts once, by its first name."""
+        """Return name -> shape of every tensor that a load must contain; a tied tensor is there once, by its first name."""
         return {name: tuple(tensor.shape) for name, tensor in self._own.items()}
 
     def dtypes(self) -> dict[str, str]:
@@ -43,22 +43,24 @@ class ModelWeights:
         return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._own.items()}
 
     def destinations(self) -> dict[str, Tensor]:
-        """Return the tensors that may be overwritten in place, in host memory."""
+        """Return the tensors in host memory that may be overwritten in place."""
         tensors = {name: tensor.detach() for name, tensor in self._own.items()}
-        return {name: one for name, one in tensors.items() if one.device.type == "cpu" and one.is_contiguous()}
+        return {
+            name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu" and tensor.is_contiguous()
+        }
 
     def stored(self) -> list[Tensor]:
-        """Return all tensors as they are stored."""
+        """Return all tensors."""
         return list(self._own.values())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights or none (DataError)."""
-        found = checked(tensors, self.names_and_shapes(), optional=self._aliases)
+        """Replace all weights; see `decoder.WeightStore.load`."""
+        by_name = checked(tensors, self.names_and_shapes(), optional=self._aliases)
         for name in self._own:
-            self.write(name, found[name])
+            self.write(name, by_name[name])
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Replace one tensor whose name and shape are known to fit."""
+        """Replace one tensor; its name and shape were checked before."""
         if name not in self._aliases:
             with torch.no_grad():
                 self._own[name].copy_(tensor)
@@ -77,7 +79,7 @@ class TransformersDecoder:
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]], row_prompts: np.ndarray) -> Tensor:
-        """Append a row per entry of `row_prompts`; every distinct prompt is computed once."""
+        """Append a row per entry of `row_prompts`; see `Decoder.prefill`. Every distinct prompt is computed once."""
         padded = max(map(len, prompts))
         ids = torch.zeros(len(prompts), padded, dtype=torch.int64)
         mask = torch.zeros(len(prompts), padded, dtype=torch.int64)
@@ -99,7 +101,7 @@ class TransformersDecoder:
         return self._forward(tokens.unsqueeze(1), self._mask, positions, self._cache)
 
     def keep(self, count: int, moves: list[tuple[int, int]]) -> None:
-        """Keep `count` rows after the (source, target) moves that fill holes below `count`."""
+        """Keep `count` rows, after the (source, target) moves that fill free places below `count`."""
         if self._cache is None or not count:
             self._cache = None
             return
@@ -110,7 +112,7 @@ class TransformersDecoder:
         self._mask = self._mask[order]
 
     def release_cache(self) -> None:
-        """Give the memory of keys and values back."""
+        """Free the memory of keys and values."""
         self.keep(0, [])
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
@@ -128,7 +130,7 @@ class TransformersDecoder:
         return logits
 
     def _join(self, cache: Any, mask: Tensor) -> None:
-        """Put new rows beside the running ones, both padded on the left to the longer."""
+        """Append new rows to the running ones; both are left-padded to the longer of the two."""
         if self._cache is None:
             self._cache, self._mask = cache, mask
             return
@@ -136,10 +138,9 @@ class TransformersDecoder:
         for old, new in zip(self._cache.layers, cache.layers, strict=True):
             old.keys = torch.cat([_left(old.keys, width), _left(new.keys, width)])
             old.values = torch.cat([_left(old.values, width), _left(new.values, width)])
-        pads = [F.pad(one, (width - one.shape[1], 0)) for one in (self._mask, mask)]
-        self._mask = torch.cat(pads)
+        self._mask = torch.cat([F.pad(part, (width - part.shape[1], 0)) for part in (self._mask, mask)])
 
 
 def _left(states: Tensor, width: int) -> Tensor:
-    """Return [rows, K, width, D], zeros on the left."""
+    """Return `states` padded to [rows, K, width, D] with zeros on the left."""
     return F.pad(states, (0, 0, width - states.shape[2], 0))

@@ -1,4 +1,4 @@
-"""From what a caller has (a transformers model, fused weights, or the files of a model folder) to a `Decoder`."""
+"""Creates a `Decoder` from a transformers model, from fused weights, or from the files of a model folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_core.rollouts.model_files import read_config
 def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decoder:
     """Return the lean decoder for `DecoderWeights` or a transformers model of its families, else the generic one.
 
-    Raises RolloutConfigError for `compile` where the family or the machine cannot.
+    Raises RolloutConfigError for `compile` if the model is of another family, or the machine has no C++ compiler.
     """
     if compile:
         _require_compiler()
@@ -37,7 +37,7 @@ def decoder_for(model: Any, *, max_seq_len: int, compile: bool = False) -> Decod
 
 
 def _require_compiler() -> None:
-    """Refuse before the first prompt: torch.compile looks for its compiler at the first call only."""
+    """Raise RolloutConfigError if there is no C++ compiler: torch.compile itself looks for one at the first call only."""
     names = [os.environ.get("CXX") or "g++", "clang++"]
     if not any(shutil.which(name) for name in names):
         raise RolloutConfigError(
@@ -56,10 +56,10 @@ def _fused(model: Any) -> DecoderWeights:
 
 
 def model_from_files(files: Mapping[str, bytes], *, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """Return a model with unfilled weights, from the bytes of a model folder's config.json.
+    """Return a model with unfilled weights for the config.json among the `files` of a model folder.
 
-    A `DecoderWeights` for the lean families (no transformers import), else a transformers model. Raises ConfigError
-    when config.json is missing or not JSON.
+    It is a `DecoderWeights` for the families of the lean forward, which needs no transformers, else a transformers model. Raises ConfigError
+    if config.json is missing or not JSON.
     """
     raw = read_config(files)
     if unsupported(raw) is None:

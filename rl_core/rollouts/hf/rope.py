@@ -1,9 +1,9 @@
 """Rotary position embedding as one complex product.
 
-Rotation pairs are stored side by side (interleaved) instead of in halves as in Hugging Face's layout, so that a head
-of `d` numbers is `d/2` complex numbers and rotating is one multiplication in place. Query and key are permuted alike,
-which no dot product can see; `interleave` is applied to the projection weights when they are loaded. The attention
-scale 1/sqrt(d) is folded in too, as its square root on both query and key.
+The two numbers of a rotated pair are stored side by side (interleaved), not in two halves as in the layout of Hugging Face. So a head of `d`
+numbers is `d/2` complex numbers, and rotating is one multiplication in place. Query and key are permuted in the same way, which does not change
+their dot products. `interleave` permutes the projection weights when they are loaded. The attention scale 1/sqrt(d) is applied here too, as
+its square root on both query and key.
 """
 
 from __future__ import annotations

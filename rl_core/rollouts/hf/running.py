@@ -1,7 +1,7 @@
-"""What the engine remembers of each running row, as dense arrays: tokens, log-probabilities, noise, limits.
+"""`Rows`: the state of the running rows as arrays: tokens, log-probabilities, random numbers, limits.
 
-Row i here is row i of the decoder's cache. Rows are added at the end; removed rows are replaced by the last ones, and
-the engine repeats these moves in the decoder's cache.
+Row i here is row i of the decoder's cache. Rows are appended at the end. The last rows take the places of removed ones, and the engine
+repeats these moves in the decoder's cache.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Request:
     limit_reason: str
     """Finish reason when the limit is reached."""
     stop_set: int
-    """Index into StopIds."""
+    """Index of its stop ids in `StopIds`."""
     batch: int | None = None
     """Rows with the same number run as a batch of their own; None = in any batch."""
     begun: GenerationOutput | None = None
-    """What it had generated when it was parked; None for a new row."""
+    """What it had generated when it was interrupted; None for a new row."""
     queued: float = 0.0
-    """When it was submitted, by the monotonic clock."""
+    """Time of its submission, monotonic seconds."""
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Return the tokens that the next one follows."""
+        """Return all tokens of the row so far: prompt and generated ones."""
         return self.prompt if self.begun is None else (*self.prompt, *self.begun.ids)
 
 
@@ -64,7 +64,7 @@ class Rows:
         return len(self.requests)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Append rows and draw the noise of all tokens they may have."""
+        """Append rows and compute the random numbers of all tokens that they may get."""
         width = max(request.limit for request in requests)
         if width > self._width:
             self._widen(width)
@@ -85,7 +85,7 @@ class Rows:
         )
 
     def num_tokens(self) -> int:
-        """Return the tokens of all rows, prompts included. From any thread: a row that ends meanwhile may be counted."""
+        """Return the tokens of all rows, including prompts. May be called from any thread; a row that just ended may be counted."""
         count = len(self)
         return int(self._prompt[:count].sum() + self._count[:count].sum())
 
@@ -95,13 +95,13 @@ class Rows:
         return self._with_strings > 0
 
     def noise(self, first: int) -> np.ndarray:
-        """Return float32 in [0, 1) for the next token of every row from `first` on."""
+        """Return a random float32 in [0, 1) for the next token of every row from `first` on."""
         part = slice(first, len(self))
         drawn: np.ndarray = self._noise[self._index[part], self._count[part]]
         return drawn
 
     def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Append one token per row from `first` on; return bool, which of them are at their limit."""
+        """Append one token per row from `first` on; return for each of these rows whether it is at its limit."""
         part = slice(first, len(self))
         where = (self._index[part], self._count[part])
         self._tokens[where] = tokens
@@ -112,11 +112,11 @@ class Rows:
 
     def ids(self, row: int) -> list[int]:
         """Return the generated ids of `row`."""
-        found: list[int] = self._tokens[row, : self._count[row]].tolist()
-        return found
+        ids: list[int] = self._tokens[row, : self._count[row]].tolist()
+        return ids
 
     def output(self, row: int, reason: str, version: int) -> GenerationOutput:
-        """Return what `row` has generated."""
+        """Return the output of `row`, whose new tokens are of `version`."""
         count, begun = int(self._count[row]), self.requests[row].begun
         before = [] if begun is None else begun.versions
         start = before[-1][1] if before else 0
@@ -128,7 +128,7 @@ class Rows:
         )
 
     def remove(self, gone: Sequence[int]) -> list[tuple[int, int]]:
-        """Drop the rows `gone`; return the (source, target) moves that made the rest dense."""
+        """Remove the rows `gone`; return the (source, target) moves of rows that took their places."""
         left = len(self) - len(gone)
         dropped = set(gone)
         self._with_strings -= sum(bool(self.requests[row].params.stop_strings) for row in dropped)

@@ -1,8 +1,8 @@
-"""How the next token is drawn: counter-based noise, and the draw itself.
+"""Samples the next tokens, with counter-based random numbers.
 
-A row's randomness is a function of (seed, position in the sequence) alone, so it does not depend on which rows share
-the batch, on when they joined, or on interruptions: the token at position p of a row with seed s uses
-`uniforms(s, p)`. Tokens are drawn by inverting the cumulative distribution at that number.
+The random number of a token is a function of (seed of its row, position in the sequence) alone: the token at position p of a row with
+seed s uses `uniforms(s, p)`. So samples do not depend on the other rows of the batch or on interruptions. A token is sampled by inverting
+the cumulative distribution at its random number.
 
 Legend: n rows, V vocabulary.
 """
@@ -43,7 +43,7 @@ def _mix(z: Any) -> Any:
 
 
 class Draw:
-    """How a fixed set of rows draws: made when rows come or go, called at every step."""
+    """Samples the tokens of a fixed set of rows: created when rows come or go, called at every step."""
 
     def __init__(self, rows: Sequence[SamplingParams], *, vocab_size: int, device: torch.device) -> None:
         greedy = [row.greedy for row in rows]
@@ -61,8 +61,8 @@ class Draw:
     def __call__(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tokens [n] int64, log-probabilities [n] float32) for `logits` [n, V] float32, `noise` [n].
 
-        Log-probabilities are of softmax(logits / temperature) over the whole vocabulary, whatever was cut off; a
-        greedy row's temperature counts as 1.
+        Log-probabilities are of softmax(logits / temperature) over the whole vocabulary, also with top-k or top-p; greedy rows use
+        temperature 1.
         """
         if self._scaled:
             logits = logits / self._temperature
@@ -77,13 +77,13 @@ class Draw:
 
     @staticmethod
     def _sample(weights: Tensor, noise: Tensor) -> Tensor:
-        """Return the first index whose cumulative weight exceeds noise x total; zero weights are never taken."""
+        """Return the first index whose cumulative weight exceeds noise x total; an index of weight zero is never returned."""
         cumulative = weights.cumsum(-1)
         threshold = noise.unsqueeze(1) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
     def _cut(self, logits: Tensor, probabilities: Tensor) -> Tensor:
-        """Return the probabilities with what top-k, then top-p, leave out set to 0 (not renormalised)."""
+        """Return the probabilities, with those that top-k and then top-p exclude set to 0 (not renormalised)."""
         if self._top_k is None and self._top_p is None:
             return probabilities
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

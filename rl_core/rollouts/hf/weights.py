@@ -1,8 +1,8 @@
-"""The weights of a decoder in the layout its forward wants, addressed by Hugging Face names.
+"""`DecoderWeights`: the weights of the lean forward, addressed by Hugging Face names.
 
-Query, key and value are one matrix, gate and up another; `DecoderWeights` holds only these fused tensors (no second
-copy) and writes a named tensor into its place. Built empty from a config, filled by the first weight sync or from a
-transformers model. No transformers import.
+Query, key and value are fused into one matrix, and gate and up into another. Only the fused tensors are stored; a named tensor is written
+into its part of them. The weights are created empty from a config and filled by the first weight sync or from a transformers model. Imports
+no transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer; None where the family has no such tensor."""
+    """The weights of one decoder layer; None for tensors that the model family does not have."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -43,7 +43,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a named tensor lives: a view into a fused one, and how its rows are laid out there."""
+    """The place of a named tensor: a view into a fused tensor, and the layout of its rows there."""
 
     view: Tensor
     shape: tuple[int, ...]
@@ -75,26 +75,26 @@ class DecoderWeights:
         self.head = self.embedding if config.tied else self._add(HEAD, config.vocab_size, config.hidden_size)
 
     def names_and_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return every tensor a load must bring, by Hugging Face name; a tied output layer is not among them."""
+        """Return name -> shape of every tensor that a load must contain, by Hugging Face name; without a tied output layer."""
         return {name: place.shape for name, place in self._places.items()}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) in Hugging Face's layout; interleaved ones are copies."""
+        """Yield (name, tensor) in the layout of Hugging Face; tensors that are stored interleaved are copies."""
         for name, place in self._places.items():
             yield name, place.read()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights. Strict: unknown, missing, repeated or mis-shaped names -> DataError, nothing applied.
+        """Replace all weights. Raises DataError for unknown, missing, repeated or wrongly shaped tensors; then no weight was changed.
 
-        Tensors must stay valid until this returns: all are looked at before the first is written.
+        Tensors must stay valid until this returns, because all are checked before the first one is written.
         """
-        found = checked(tensors, self.names_and_shapes(), optional=self._aliases())
+        by_name = checked(tensors, self.names_and_shapes(), optional=self._aliases())
         with torch.no_grad():
             for name, place in self._places.items():
-                place.write(found[name])
+                place.write(by_name[name])
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Replace one tensor at once; for streams whose names and shapes were checked against the manifest."""
+        """Replace one tensor at once; its name and shape were checked against the manifest before."""
         if name in self._aliases():
             return
         with torch.no_grad():
@@ -105,13 +105,13 @@ class DecoderWeights:
         return dict.fromkeys(self._places, str(self.dtype).removeprefix("torch."))
 
     def destinations(self) -> dict[str, Tensor]:
-        """Return the tensors that may be overwritten in place: in host memory, stored as they are named."""
+        """Return the tensors that may be overwritten in place: those in host memory that are stored in the layout of their name."""
         if self.device.type != "cpu":
             return {}
         return {name: place.view for name, place in self._places.items() if not place.rotary_dim}
 
     def stored(self) -> list[Tensor]:
-        """Return all tensors as they are stored; views of one storage repeat."""
+        """Return all tensors in their stored layout; several are views of one storage."""
         return [place.view for place in self._places.values()]
 
     def _aliases(self) -> dict[str, tuple[int, ...]]:
@@ -168,19 +168,19 @@ def checked(
     optional: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Tensor]:
     """Return the tensors by name. Raises DataError naming what is unknown, repeated, missing or mis-shaped."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, tensor in tensors:
         shape = wanted.get(name, optional.get(name))
         if shape is None:
             problems.append(f"unknown {name}")
-        elif name in found:
+        elif name in by_name:
             problems.append(f"repeated {name}")
         elif tuple(tensor.shape) != shape:
             problems.append(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        found[name] = tensor
-    problems += [f"missing {name}" for name in wanted if name not in found]
+        by_name[name] = tensor
+    problems += [f"missing {name}" for name in wanted if name not in by_name]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise DataError(f"weights do not fit the model, nothing was applied: {'; '.join(problems[:5])}{more}")
-    return found
+    return by_name
