@@ -227,6 +227,10 @@ class Channel:
         stats: ChannelStats = self._control("stats")
         return stats
 
+    def request_stats(self) -> "Future[ChannelStats]":
+        """Begin `stats` and return its future; for callers that must not wait for the channel server."""
+        return self._backend.control("stats")
+
     def register_producer(self) -> None:
         """Count one producer; the channel closes when as many are done as were registered. Fixed sets only.
 

@@ -155,16 +155,28 @@ class HelloRefused:
     """Epoch of the hub: with reason older_epoch the one to start over at."""
 
 
+class WaitCause(StrEnum):
+    """What a worker waits for, where the member that it waits for does not say it."""
+
+    CHANNEL_FULL = "channel_full"
+    WEIGHTS = "weights"
+
+
 @record
 class DeclaredWait:
-    """A worker waits, and says so: a stall is looked for where the waits end."""
+    """A worker waits and reports it. The cause of a stall is where a chain of such waits ends."""
 
     wire_tolerant = True
     what: str
     on: str
     """Member, role or channel."""
     since_seconds: float
-    """How long it has waited when it says so."""
+    """How long it had waited when it reported the wait."""
+    cause: WaitCause | None = None
+
+    def __post_init__(self) -> None:
+        if self.cause is not None:  # an enum travels as its text
+            object.__setattr__(self, "cause", WaitCause(self.cause))
 
 
 @record

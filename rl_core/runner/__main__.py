@@ -1,4 +1,4 @@
-"""The runner process of actor-0: builds the parts, runs the program, ends with a documented exit code."""
+"""The runner process of actor-0: builds the runner, executes the program, ends with a documented exit code."""
 
 import faulthandler
 import logging
@@ -21,11 +21,10 @@ from rl_core.data.hub import fetch_references
 from rl_core.observability.logging import configure_logging
 from rl_core.plan.keys import TOKEN_FILE
 from rl_core.plan.signatures import Peer
-from rl_core.runner.base import Runner, RunSummary
 from rl_core.runner.build import build
 from rl_core.runner.control import ControlServer
 from rl_core.runner.history import write_json
-from rl_core.runner.housekeeping import Housekeeping
+from rl_core.runner.runner import Runner, RunSummary
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopKind
 
@@ -33,30 +32,21 @@ logger = logging.getLogger(__name__)
 
 
 def interrupt_on_sigterm(runner: Runner) -> None:
-    """Let SIGTERM interrupt the run, from a thread: a handler runs inside the loop's, which may hold the locks that `stop` takes."""
-    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    """Interrupt the run on SIGTERM, from a thread: a signal handler runs inside the loop's thread, which may hold the locks of `stop`."""
+    signals: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def obey() -> None:
-        while asked.get():
+    def interrupt() -> None:
+        while signals.get():
             runner.stop("SIGTERM", StopKind.INTERRUPT)
 
-    threading.Thread(target=obey, name="sigterm", daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda number, _: asked.put(number))
-
-
-def start_housekeeping(runner: Runner, ended: threading.Event) -> None:
-    """Tidy up beside the loop, each second until `ended`."""
-    parts = runner.parts
-    tidying = Housekeeping(
-        parts.cluster, parts.dispatcher, parts.board, parts.stops, (parts.trajectories, parts.results)
-    )
-    threading.Thread(target=tidying.run, args=(ended,), name="housekeeping", daemon=True).start()
+    threading.Thread(target=interrupt, name="sigterm", daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda number, _: signals.put(number))
 
 
 def serve(runner: Runner, port: int, peer: Peer | None, *, in_cluster: bool) -> ControlServer:
-    """Open the control port: to the operator, which signs its calls, else to this machine alone."""
+    """Open the control port: to the operator, which signs its calls, else to this machine only."""
     host = "0.0.0.0" if in_cluster and peer is not None else "127.0.0.1"
-    return ControlServer(host, port, peer=peer, status=runner.status, actions=runner.parts.controls().actions())
+    return ControlServer(host, port, peer=peer, status=runner.status, actions=runner.actions())
 
 
 def read_job(path: Path) -> RLJob:
@@ -97,31 +87,32 @@ def main() -> int:
         serve(runner, port, read_peer(identity), in_cluster=identity.in_cluster)
         if (
             identity.in_cluster
-        ):  # the supervisor tells it as the last word; an earlier epoch's must not be taken for ours
+        ):  # the supervisor reports this file at the pod's end: that of an earlier epoch must not be taken for ours
             write_json(output / "status.json", runner.status())
-        start_housekeeping(runner, ended)
-        summary = runner.run()
+        tasks = runner.periodic_tasks()
+        threading.Thread(target=tasks.run, args=(ended,), name="periodic-tasks", daemon=True).start()
+        summary = runner.execute()
         logger.info("%s", summary)
         code = end(runner, summary)
         outcome = "Finished" if code == 0 else "Failed"
-    except Exception as error:  # also a bug: whoever looks at the run must hear why it ended
+    except Exception as error:  # also a bug: the status must say why the run ended
         logger.exception("the run failed")
         code, outcome = failure_code(error), "Failed"
         failure = {"type": type(error).__name__, "message": str(error), "exitCode": code}
         if runner is None:
-            tell(output, {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure})
+            write_status(output, {"schema": 1, "phase": "Failed", "epoch": identity.epoch, "failure": failure})
         else:
-            runner.board.end(Phase.FAILED, failure)
+            runner.run.board.end(Phase.FAILED, failure)
     ended.set()
     if runner is not None:
-        runner.parts.trackers.finish(outcome)
-        tell(output, runner.status())
+        runner.run.trackers.finish(outcome)
+        write_status(output, runner.status())
         runner.close()
     return code
 
 
-def tell(output: Path, status: Mapping[str, Any]) -> None:
-    """Leave the last word in the output folder; one that takes nothing any more must not hide the exit code."""
+def write_status(output: Path, status: Mapping[str, Any]) -> None:
+    """Write the last status to the output folder. A failure is logged only: it must not hide the exit code."""
     try:
         write_json(output / "status.json", status)
     except OSError as error:
@@ -129,23 +120,23 @@ def tell(output: Path, status: Mapping[str, Any]) -> None:
 
 
 def end(runner: Runner, summary: RunSummary) -> int:
-    """Tell the end of a run without an error; return the exit code, 3 when its pod must go though steps are left."""
+    """Report the end of a run without an error; return the exit code, 3 when its pod must be replaced although steps are left."""
     if summary.status == "Interrupted":
-        newest = runner.parts.checkpoints.last_step
+        newest = runner.program.saving.checkpoints.last_step
         saved = f"saved at step {summary.step}" if newest == summary.step else "nothing was saved"
-        if runner.stops.kind is StopKind.ROLLBACK:
+        if runner.run.stops.kind is StopKind.ROLLBACK:
             saved += f", the last good checkpoint is {'none' if newest is None else f'of step {newest}'}"
-        message = f"{runner.stops.reason}: ended at step {summary.step} to be resumed; {saved}"
-        runner.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
+        message = f"{runner.run.stops.reason}: ended at step {summary.step} to be resumed; {saved}"
+        runner.run.board.end(Phase.FAILED, {"type": "Interrupted", "message": message, "exitCode": 3})
         return 3
     if summary.status == "Suspended":
-        runner.board.set(suspended=True)
-    runner.board.end(Phase.SUSPENDED if summary.status == "Suspended" else Phase.FINISHED)
+        runner.run.board.set(suspended=True)
+    runner.run.board.end(Phase.SUSPENDED if summary.status == "Suspended" else Phase.FINISHED)
     return 0
 
 
 def failure_code(error: BaseException) -> int:
-    """Return the exit code for an error; of several the first with a code other than 3 decides."""
+    """Return the exit code for an error; of a group of errors, the first code other than 3."""
     if isinstance(error, ExceptionGroup):
         return next((code for inner in error.exceptions if (code := failure_code(inner)) != 3), 3)
     return exit_code(error)

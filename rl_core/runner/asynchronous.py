@@ -33,9 +33,8 @@ class AsyncReasoningRunner(ReasoningRunner):
             super().open_step()
 
     def idle(self) -> dict[str, float]:
-        """Return what each side waited for the other: rollouts wait only while weights travel."""
-        seconds = self.timers.seconds
-        return {"time/idle_actor": seconds["time/rollout"], "time/idle_rollout": seconds["time/sync"]}
+        """Return the seconds that each side waited for the other: rollouts wait only while weights are published."""
+        return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": self.report.seconds("sync")}
 
 
 def admissible(outstanding: int, *, prompts_per_step: int, max_staleness: int) -> int:

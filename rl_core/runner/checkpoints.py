@@ -1,9 +1,11 @@
-"""Saves and restores a run: the actors' shards, the ledger and the history files, published whole."""
+"""Saves and restores a run: the ranks' shards, the runner's state and the history files. A checkpoint is published as a whole or not at all."""
 
 import json
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,12 +35,13 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """A checkpoint whose ranks write."""
+    """A checkpoint that is being written."""
 
     store: CheckpointStore
     """Where it belongs, whatever `checkpoint.path` becomes meanwhile."""
     staging: Path
-    ranks: WorkerGroupFuncResult
+    ranks: WorkerGroupFuncResult | None
+    """The ranks' part; None for a program whose groups save nothing."""
     facts: dict[str, Any]
     """What the manifest says besides files."""
 
@@ -46,37 +49,53 @@ class _Writing:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, spec: RLJobSpec, *, output: Path, epoch: int, in_cluster: bool = False) -> None:
+    def __init__(
+        self,
+        spec: RLJobSpec,
+        *,
+        output: Path,
+        epoch: int,
+        in_cluster: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Keep checkpoints where the job says, else in `output`/checkpoints; in a cluster `output` is on the volume already."""
+        self._clock = clock
         self._output = output
         self._epoch = epoch
         self._in_cluster = in_cluster
         self._spec = spec
         self._asked = threading.Event()
         self._taking_over = False
-        """Whether the checkpoint found last is another run's, whose history this one goes on with."""
+        """Whether the checkpoint that `find` returned last is another run's, whose history this run continues."""
         self.last_step: int | None = None
         self._writing: tuple[int, Future[str]] | None = None
-        """The step of the one that is written in the background, and its path to come."""
+        """The step of the checkpoint that is written in the background, and the future of its path."""
+        self.written_at = clock()
+        """Clock when a write in the background ended last, or this run began."""
         self._made_room: list[str] = []
-        """Folders that were deleted before their time, the last few."""
+        """Folders of checkpoints that were deleted early for disk space, the last few."""
         self._resumed: dict[str, Any] = {}
-        """Step that the run was resumed from and the damaged checkpoints passed over for it, as `/status` tells them."""
+        """The step that the run was resumed from and the damaged checkpoints that were skipped, as `/status` shows them."""
         self.store = self._store(spec)
         self._tallies = {name: Tally(output / name) for name in HISTORY}
 
     def ask(self) -> None:
-        """Let the next step boundary save. From any thread."""
+        """Request a checkpoint at the next step boundary. Any thread."""
         self._asked.set()
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._writing is not None and not self._writing[1].done()
+
     def take_ask(self) -> bool:
-        """Return whether somebody asked since the last call."""
+        """Return whether a checkpoint was requested since the last call."""
         asked = self._asked.is_set()
         self._asked.clear()
         return asked
 
     def adopt(self, spec: RLJobSpec) -> None:
-        """Go on as another spec says. In a cluster another checkpoint.path takes effect when the pod starts anew."""
+        """Follow a changed spec. In a cluster another checkpoint.path takes effect when the pod starts again."""
         moved = spec.checkpoint.path != self._spec.checkpoint.path and not self._in_cluster
         self._spec = spec
         if moved:
@@ -89,16 +108,16 @@ class Checkpoints:
         return CheckpointStore(root, keep=spec.checkpoint.keep, keep_best=spec.checkpoint.keep_best)
 
     def describe(self, path: str) -> dict[str, Any]:
-        """Return the last checkpoint, at `path`, and the best one kept, as `/status` tells them."""
+        """Return the last checkpoint, at `path`, and the best one kept, as `/status` shows them."""
         best = self.store.best()
-        found = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
+        best_kept = {} if best is None else {"bestStep": best.step, "bestReward": best.manifest.metrics["reward"]}
         room = {"deletedForRoom": list(self._made_room)} if self._made_room else {}
         return {
             "lastStep": self.last_step,
             "step": self.last_step,
             "path": path,
             "time": now_text(),
-            **found,
+            **best_kept,
             **self._resumed,
             **room,
         }
@@ -106,8 +125,8 @@ class Checkpoints:
     def find(self, resume: str, *, first_epoch: int | None = None) -> Checkpoint | None:
         """Return the checkpoint to resume from (auto, none or a path), else that of `checkpoint.resumeFrom`, None for a fresh start.
 
-        `first_epoch`: epoch in which the run was started (None: the present one). A path holds until the run has saved one of its own,
-        which at its first start it cannot have: what lies in a folder that several runs share may be of any epoch.
+        `first_epoch` is the epoch in which the run was first started (None: the present one). A given path is used until the run has
+        saved a checkpoint of its own. At its first start it has none: a folder that several runs share may hold any epoch.
         """
         if resume not in ("auto", "none") and first_epoch is not None and first_epoch < self._epoch:
             own = self.store.latest()
@@ -128,8 +147,10 @@ class Checkpoints:
             return [Path(mount.mount_path) for mount in self._spec.actor.volume_mounts]
         return [self._output.resolve().parent, *([Path(given)] if given else [])]
 
-    def restore(self, checkpoint: Checkpoint, actor: WorkerGroup) -> dict[str, Any]:
-        """Load the actors' state and cut the history back to the checkpoint, later checkpoints too; return the runner's own state.
+    def restore(self, checkpoint: Checkpoint, load: Callable[[str], None]) -> dict[str, Any]:
+        """Have the ranks load their state and cut the history, later checkpoints too, back to the checkpoint; return the runner's state.
+
+        `load(path)` has the ranks read their shards from the folder of the checkpoint.
 
         Raises ConfigError when a field that alters the mathematics has changed, DataError for a damaged state or history.
         """
@@ -140,7 +161,7 @@ class Checkpoints:
                 f"{checkpoint.path / STATE_FILE} must be readable, got {error}; resume from an older checkpoint"
             ) from error
         self._refuse_change(state)
-        actor.load_checkpoint(str(checkpoint.path)).wait(self._spec.runtime.deadlines.group_method)
+        load(str(checkpoint.path))
         try:
             extents = (
                 self._take_over(checkpoint, state.get("history"))
@@ -157,7 +178,7 @@ class Checkpoints:
         return dict(state)
 
     def leave_after(self, step: int) -> str:
-        """Set the checkpoints after `step` aside; return the path of the newest that is left, "" when there is none."""
+        """Rename the checkpoints after `step` to lost-step-*; return the path of the newest one that is left, "" when there is none."""
         if aside := self.store.set_aside_after(step, self._epoch):
             logger.warning("checkpoints of steps %s, whose numbers a rule found wrong, are kept as lost-step-*", aside)
         newest = self.store.latest()
@@ -165,28 +186,28 @@ class Checkpoints:
         return str(newest.path) if newest is not None else ""
 
     def begin_afresh(self) -> None:
-        """Clear the history of a run that was lost before its first checkpoint, or is not to be resumed."""
+        """Clear the history of an earlier run that has no checkpoint or is not to be resumed."""
         self._forget_after(-1, {})
 
     def _extents(self, checkpoint: Checkpoint, history: dict[str, Any] | None) -> dict[str, Extent]:
-        """Return what the checkpoint vouches for of the files here; nothing where it is of another output folder or an earlier release."""
+        """Return the extents of the history files at the checkpoint; none for one of another output folder or an earlier release."""
         if history is None or (checkpoint.path.parent / history["output"]).resolve() != self._output.resolve():
             return {}
         return {name: Extent(**fields) for name, fields in history["files"].items()}
 
     def _take_over(self, checkpoint: Checkpoint, history: dict[str, Any] | None) -> dict[str, Extent]:
-        """Begin the files here with those of the run that saved the checkpoint; return what it vouches for of them.
+        """Copy the history files of the run that saved the checkpoint; return their extents at the checkpoint.
 
-        A file that is not beside its checkpoint any more, or in none of the folders it may lie in, is left out with a line in the log.
+        A file that is no longer beside its checkpoint, or that is outside the folders it may be in, is left out and logged.
         """
-        found = {}
+        extents = {}
         if history is None:
             return {}
         for name, fields in history["files"].items():
             extent, source = Extent(**fields), (checkpoint.path.parent / history["output"] / name).resolve()
             if source.is_file() and any(source.is_relative_to(bound.resolve()) for bound in self._bounds()):
                 take_over(source, self._output / name, extent)
-                found[name] = extent
+                extents[name] = extent
             elif extent.bytes:
                 logger.warning(
                     "%s of the run before is not at %s: the one here begins after step %s",
@@ -194,10 +215,10 @@ class Checkpoints:
                     source,
                     checkpoint.step,
                 )
-        return found
+        return extents
 
     def _forget_after(self, step: int, extents: dict[str, Extent]) -> None:
-        """Let files and checkpoints tell the history up to `step` alone; what comes after is kept aside."""
+        """Cut history files and checkpoints back to `step`; what is later is renamed and kept."""
         for name in HISTORY:
             if moved := cut_back(self._output / name, step, extents.get(name)):
                 kept = f"{name.partition('.')[0]}.lost.jsonl"
@@ -223,7 +244,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        actor: WorkerGroup,
+        group: WorkerGroup | None,
         state: dict[str, Any],
         *,
         version: int,
@@ -233,11 +254,12 @@ class Checkpoints:
         wrong_steps: int = 0,
         in_background: bool = False,
     ) -> str | None:
-        """Write and publish the checkpoint of `step`; return its path. Where there is no room, older ones go before their time, but for one.
+        """Write and publish the checkpoint of `step`; return its path. On a full disk older ones are deleted early, except the newest.
 
-        `version` and `weights_digest` are those of the weights' manifest, by which rollouts know them. `passing`: the next one replaces it.
-        `wrong_steps`: newest steps whose numbers a rule counts; the newest checkpoint before them is not retired. `in_background`: return
-        None when the actor has been asked; a thread waits for it and publishes, and `settle` tells.
+        The ranks of `group` write their shards (None: there are none), the runner writes `state`. `version` and `weights_digest` are
+        those of the weights' manifest. `passing`: the next checkpoint replaces this one. `wrong_steps`: number of newest steps that
+        violate a rule; the newest checkpoint before them is kept. `in_background`: return None once the ranks have begun; a thread
+        waits for them and publishes, and `settle` returns the path.
         """
         self.store.good_until = step - wrong_steps
         facts: dict[str, Any] = {
@@ -249,9 +271,9 @@ class Checkpoints:
         }
         while True:
             try:
-                writing = self._begin(step, actor, state, facts, in_background=in_background)
+                writing = self._begin(step, group, state, facts, in_background=in_background)
                 if in_background:
-                    self._writing = step, begin(partial(self._publish, writing))
+                    self._writing = step, begin(partial(self._publish_beside, writing))
                     return None
                 path = self._publish(writing)
                 self.last_step = step
@@ -263,7 +285,7 @@ class Checkpoints:
     def settle(self, *, wait: bool = False) -> str | None:
         """Return the path of the checkpoint that was saved in the background, None when there is none or it is not published yet.
 
-        `wait`: wait for it. Raises as `save`; the next attempt finds the room that could be made.
+        `wait`: wait for it. Raises what `save` raises; the disk space that could be freed is there for the next attempt.
         """
         if self._writing is None or not (wait or self._writing[1].done()):
             return None
@@ -284,25 +306,34 @@ class Checkpoints:
         return True
 
     def _begin(
-        self, step: int, actor: WorkerGroup, state: dict[str, Any], facts: dict[str, Any], *, in_background: bool
+        self, step: int, group: WorkerGroup | None, state: dict[str, Any], facts: dict[str, Any], *, in_background: bool
     ) -> "_Writing":
         """Write the runner's part and have the ranks begin theirs."""
         store = self.store
         staging = store.begin(step, self._epoch)
         try:
             self._write_state(staging, state)
-            asked = {"in_background": True} if in_background else {}
-            return _Writing(store, staging, actor.save_checkpoint(str(staging), step, **asked), facts)
+            options = {"in_background": True} if in_background else {}
+            ranks = None if group is None else group.save_checkpoint(str(staging), step, **options)
+            return _Writing(store, staging, ranks, facts)
         except RLJobError:
             store.abort(staging)
             raise
+
+    def _publish_beside(self, writing: "_Writing") -> str:
+        """Publish on the thread of a write in the background."""
+        try:
+            return self._publish(writing)
+        finally:
+            self.written_at = self._clock()
 
     def _publish(self, writing: "_Writing") -> str:
         """Publish what the ranks have written; a failure leaves earlier checkpoints as they were."""
         try:
             digests: dict[str, str] = {}
-            for of_rank in writing.ranks.wait(self._spec.runtime.deadlines.group_method):
-                digests |= of_rank or {}  # an actor that tells none leaves its files to the store
+            if writing.ranks is not None:
+                for of_rank in writing.ranks.wait(self._spec.runtime.deadlines.group_method):
+                    digests |= of_rank or {}  # the store computes the digests that a rank does not report
             published = writing.store.publish(writing.staging, digests=digests, **writing.facts)
         except RLJobError as error:
             writing.store.abort(writing.staging)
@@ -324,7 +355,10 @@ class Checkpoints:
 
 
 def as_one(errors: WorkerErrors) -> RLJobError:
-    """Return the failures of several ranks as one that says what to do: they write to the same storage."""
+    """Return one error for the failures of several ranks, which write to the same storage.
+
+    A lost worker is returned as such; StorageFull if a rank reported it, so that the write is tried again.
+    """
     inner = errors.exceptions
     lost = next((error for error in inner if isinstance(error, WorkerLost)), None)
     if lost is not None or not all(isinstance(error, InfrastructureError) for error in inner):

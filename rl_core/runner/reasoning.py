@@ -1,47 +1,74 @@
-"""GRPO and its relatives, on policy: one step after the other. `asynchronous.py` is the same with generation ahead of training.
+"""GRPO and its relatives, on policy. `asynchronous.py` is the same program with generation ahead of training.
 
-One step at policy version v reads as `run_step` reads: give prompts out, receive finished groups, train, acknowledge, publish v + 1.
+One step at policy version v reads as `run_step` reads: lease prompts out, receive finished groups, train, acknowledge, publish v + 1.
 """
 
-import logging
-import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from rl_core.api.errors import DeadlineExceeded
+from rl_core.api.job import RLJobSpec
 from rl_core.observability.statistics import aggregate_rollout_metrics
+from rl_core.plan.groups import ACTOR
 from rl_core.plan.slots import device_count
-from rl_core.runner.base import Runner
-from rl_core.runner.parts import Parts
+from rl_core.runner.device_schedule import DeviceSchedule
+from rl_core.runner.program import Program
+from rl_core.runner.prompts import Prompts
+from rl_core.runner.run import Run
+from rl_core.runner.saving import Saving
+from rl_core.runner.startup import Startup
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import Stopped
-from rl_core.runner.training_account import GroupSpan, StepState, reward_metrics
-from rl_core.runner.validation import Validation
+from rl_core.runner.sync import WeightSync
+from rl_core.runner.text import build_text_program, serve_groups
+from rl_core.runner.training_account import StepState, reward_metrics
 from rl_core.workers.group import WorkerGroupFuncResult
 
-logger = logging.getLogger(__name__)
 UNBOUNDED_S = 30 * 86400.0
 """Seconds of a call that may outlast any shortage of members."""
 SLICE_S = 1.0
-"""Seconds between two looks while groups are generated."""
+"""Seconds between two looks at the members while groups are generated."""
 
 
-class ReasoningRunner(Runner):
+class ReasoningRunner(Program):
     """Trains on single- or multi-turn completions of language models."""
 
-    def __init__(self, parts: Parts, validation: Validation | None, *, dropped_overlong: int = 0) -> None:
-        """`validation`: None without a validation split; `dropped_overlong`: training prompts left out for their length."""
-        super().__init__(parts)
-        self.validation, self.dropped_overlong = validation, dropped_overlong
-        self.dispatcher, self.sync = parts.dispatcher, parts.sync
+    def __init__(
+        self,
+        run: Run,
+        saving: Saving,
+        *,
+        startup: Startup,
+        schedule: DeviceSchedule,
+        sync: WeightSync,
+        prompts: Prompts,
+    ) -> None:
+        """`prompts` are the prompt groups on their way through the step, `sync` publishes the weights to the rollouts."""
+        super().__init__(run, saving)
+        self.actor = run.groups[ACTOR]
+        self.startup, self.schedule, self.sync, self.prompts = startup, schedule, sync, prompts
+        self.dispatcher = prompts.dispatcher
+        saving.register("ledger", prompts.dispatcher)
+
+    @classmethod
+    def build(cls, run: Run) -> Self:
+        """Return the program for the prompts, the groups and the placement of the job; the hub serves its calls."""
+        program, hub = build_text_program(cls, run), run.cluster.hub
+        hub.listen(joined=program.sync.members.joined, lost=program.sync.members.lost)
+        serve_groups(hub, program.dispatcher)
+        return program
+
+    def start(self) -> None:
+        """Bring every group up, resume if asked, and publish the starting weights."""
+        self.startup.run(at=self.handle_requests)
 
     def loop(self) -> None:
-        """Measure the starting weights, then step after step."""
-        if self.progress.step == 0 and self.applied.spec.validation.before_training and self.validation is not None:
-            self._log(self.evaluate())
+        """Measure the starting weights, then run step after step."""
+        if self.progress.step == 0 and self.applied.spec.validation.before_training and self.prompts.validation:
+            self.report.log(self.evaluate())
         self.handle_requests()
-        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two phases.
+        # STARTING has no stall bound and the operator takes it for asleep, so the run counts as generating between two schedule.
         with self.board.during(Phase.GENERATING):
             while self.progress.step < self.applied.spec.algorithm.steps:
                 self.run_step()
@@ -49,107 +76,107 @@ class ReasoningRunner(Runner):
 
     def run_step(self) -> None:
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
-        self.timers = self.timers.next_step("checkpoint")
+        report = self.report
+        report.begin_step()
         self.dispatcher.begin_usage()
-        with self.timers.measure("step"):
-            self.parts.startup.await_rollouts(at=self.handle_requests)
+        with report.measure("step"):
+            self.startup.await_rollouts(at=self.handle_requests)
             received = self.generate()
             trained = self.train()
             taken = self.acknowledge()
             self.publish()
         usage = self.dispatcher.usage()
-        self.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
+        report.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
         metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.dispatcher.metrics() | usage
-        self.board.step_took(self.timers.seconds["time/step"])
-        self.watch_numbers(metrics)
+        self.board.step_took(report.seconds("step"))
+        self.check_metrics(metrics)
         spec = self.applied.spec
         last = self.progress.step == spec.algorithm.steps
         try:
             if last or self.progress.step % spec.validation.every_steps == 0:
                 metrics |= self.evaluate()
         finally:  # also when validation is left, and before the checkpoint: a resume from it must find the line
-            self._log(metrics | self._rates(taken))
-            self._trace(taken.spans)
+            report.log(metrics | self._rates(taken))
+            report.trace(taken.spans)
         self.saving.settle()
         if (due := self.saving.due()) is not None:
-            with self.timers.measure("checkpoint"):
+            with report.measure("checkpoint"):
                 self.saving.try_save(due)
-            self._trace()
+            report.trace()
         self.stops.leave_if_asked()
 
     def generate(self) -> dict[str, float]:
-        """Give the step's prompts out and wait until the data ranks hold its groups; return `rollout/*` over all ranks."""
+        """Lease the step's prompts out and wait until the data ranks hold its groups; return `rollout/*` over all ranks."""
         spec, step = self.applied.spec, self.progress.step + 1
         per_rank = spec.algorithm.prompts_per_step // spec.actor.data_parallel
         limit = spec.runtime.deadlines.rollout
-        seconds = UNBOUNDED_S if self.parts.roster.patient else limit
+        seconds = UNBOUNDED_S if self.run.roster.patient else limit
         waiting = self.dispatcher.trainer_waits()
-        with self.board.during(Phase.GENERATING), self.schedule.generating(), self.timers.measure("rollout"), waiting:
-            receiving = self.actor.within(seconds).recv_batch(self.parts.trajectories, per_rank, step, seconds)
+        with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure("rollout"), waiting:
+            receiving = self.actor.within(seconds).recv_batch(self.prompts.trajectories, per_rank, step, seconds)
             self.open_step()
             received = self._receive(receiving, limit)
             self.cancel_rest()
-        if self.parts.check is not None:
-            with self.timers.measure("check"):
-                self.parts.check.confirm()
+        if self.sync.check is not None:
+            with self.report.measure("check"):
+                self.sync.check.confirm()
         return aggregate_rollout_metrics([metrics for metrics in received if metrics])
 
     def cancel_rest(self) -> None:
-        """Have the rollouts drop what they generate beyond the step's groups; a rollout that does not hear of it drops it when it renews."""
+        """Have the rollouts drop groups beyond those of the step. A rollout that misses the call drops them when it renews its leases."""
         seconds = self.applied.spec.runtime.deadlines.rpc
         for name, tokens in self.dispatcher.cancel_rest().items():
-            self.parts.cluster.submit(name, "drop_groups", (tokens,), {}, timeout=seconds)
+            self.run.cluster.submit(name, "drop_groups", (tokens,), {}, timeout=seconds)
 
     def open_step(self) -> None:
-        """Give out the prompts of the next step; then, as engines would answer it first, begin the content check that is due."""
+        """Lease the prompts of the next step out. Then begin the content check that is due: engines would otherwise answer it first."""
         self.dispatcher.open(self.progress.step + 1, self.progress.version)
-        if self.parts.check is not None:
-            self.parts.check.begin()
+        if self.sync.check is not None:
+            self.sync.check.begin()
 
     def _receive(self, receiving: WorkerGroupFuncResult, limit: float) -> list[dict[str, float]]:
         """Return each data rank's metrics once all hold their groups, within `limit` seconds.
 
-        In a cluster times of shortage are Degraded and do not count; afterwards the limit begins anew, as the groups do.
+        In a cluster times with too few members are Degraded and do not count; afterwards the limit begins anew, as the groups do.
         """
-        if not self.parts.roster.patient:
+        roster = self.run.roster
+        if not roster.patient:
             return self.stops.wait(receiving, limit)
         deadline = time.monotonic() + limit
-        while True:
-            if self.parts.roster.short():
+        ended = False
+        while not ended and (left := deadline - time.monotonic()) > 0:
+            if roster.short():
                 with self.board.during(Phase.DEGRADED):
-                    while self.parts.roster.short() and not receiving.done():
-                        self._look(receiving, SLICE_S)
+                    while not ended and roster.short():
+                        ended = self.stops.wait_done(receiving, SLICE_S)
                         self.handle_requests()
                 deadline = time.monotonic() + limit
-            if receiving.done() or (left := deadline - time.monotonic()) <= 0:
-                break
-            self._look(receiving, min(SLICE_S, left))
-        try:
-            return self.stops.wait(receiving, 0.0)
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(
-                f"a step's groups must arrive within deadlines.rollout {limit:.0f} s: {error}"
-            ) from error
-
-    def _look(self, receiving: WorkerGroupFuncResult, seconds: float) -> None:
-        """Wait for the groups a moment. Raises what a rank raised, its own DeadlineExceeded included."""
-        began = time.monotonic()
-        try:
-            self.stops.wait(receiving, seconds)
-        except DeadlineExceeded:
-            if receiving.done() or time.monotonic() - began < seconds:  # not the end of this moment
-                raise
+            else:
+                ended = self.stops.wait_done(receiving, min(SLICE_S, left))
+        if not ended:
+            try:
+                return self.stops.wait(receiving, 0.0)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(
+                    f"a step's groups must arrive within deadlines.rollout {limit:.0f} s: {error}"
+                ) from error
+        return self.stops.wait(receiving, 0.0)
 
     def train(self) -> dict[str, float]:
-        """Advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped when it was cancelled."""
-        algorithm = self.applied.spec.algorithm
-        with self.board.during(Phase.TRAINING), self.schedule.training():
+        """Compute advantages, loss and optimizer steps on the received groups; return `train/*` and `perf/*`. Raises Stopped if cancelled."""
+        spec = self.applied.spec
+        actor = self.actor.within(spec.runtime.deadlines.rpc)
+        with (
+            self.board.during(Phase.TRAINING),
+            self.schedule.training(),
+            self.stops.cancelling(lambda: actor.cancel_training()),
+        ):
             self.stops.leave_if_asked()  # a stop requested before TRAINING could not cancel it; honour it now
-            if algorithm.needs_scoring:
-                with self.timers.measure("inference"):
+            if spec.algorithm.needs_scoring:
+                with self.report.measure("inference"):
                     self.stops.wait(self.actor.compute_log_probs())
                 self.stops.leave_if_asked()
-            with self.timers.measure("train"):
+            with self.report.measure("train"):
                 # Both are sent at once; a rank runs them in this order.
                 preparing = self.actor.compute_advantages_and_returns()
                 training = self.actor.run_training(self.progress.step + 1)
@@ -163,7 +190,7 @@ class ReasoningRunner(Runner):
         }
 
     def acknowledge(self) -> StepState:
-        """Write the step's groups to the ledger as trained; the step is final from here on."""
+        """Write the step's groups to the ledger file as trained; from here on the step is final."""
         with self.board.during(Phase.TRAINING):  # a stop waits until the ledger is written
             taken = self.dispatcher.close()
             lines = [
@@ -172,33 +199,33 @@ class ReasoningRunner(Runner):
                     "group_id": group.group_id,
                     "prompt_index": self.dispatcher.prompt(group.prompt_index)["idx"],
                     "attempt": group.attempt,
-                    "epoch": self.parts.epoch,
+                    "epoch": self.run.epoch,
                     "policy_version_min": taken.admitted[group.group_id].v_min,
                     "policy_version_max": taken.admitted[group.group_id].v_max,
                 }
                 for group in self.dispatcher.acknowledge(taken.step)
             ]
-            self.parts.ledger_file.write(lines)
+            self.prompts.ledger_file.write(lines)
             self.progress.step, self.progress.version = taken.step, taken.version + 1
             self.progress.reward = reward_metrics(list(taken.admitted.values())).get("reward/mean")
         return taken
 
     def publish(self) -> None:
-        """Send the new version to the rollouts; generation resumes with it."""
+        """Publish the new version to the rollouts, which continue with it."""
         progress = self.progress
-        with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.timers.measure("sync"):
+        with self.board.during(Phase.SYNCING), self.schedule.syncing(), self.report.measure("sync"):
             self.sync.publish(progress.version)
         self.board.set(step=progress.step, policyVersion=progress.version, reward=progress.reward)
 
     def evaluate(self) -> dict[str, float]:
         """Measure the served weights on the validation split; empty without one."""
-        if self.validation is None:
+        if self.prompts.validation is None:
             return {}
-        with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.timers.measure("validation"):
-            metrics = self.validation.measure(
+        with self.board.during(Phase.VALIDATING), self.schedule.generating(), self.report.measure("validation"):
+            metrics = self.prompts.validation.measure(
                 self.progress.version,
                 cancelled=lambda: self.stops.asked or self.stops.failed,
-                short=self.parts.roster.short,
+                short=self.run.roster.short,
             )
             self.stops.check()
         if "val/accuracy" in metrics:
@@ -208,7 +235,7 @@ class ReasoningRunner(Runner):
     def _rates(self, taken: StepState) -> dict[str, float]:
         spec = self.applied.spec
         tokens = sum(entry.tokens for entry in taken.admitted.values())
-        seconds = self.timers.seconds["time/step"]
+        seconds = self.report.seconds("step")
         ages = [taken.version - entry.v_min for entry in taken.admitted.values()]
         sampling = spec.algorithm.dynamic_sampling.enabled
         return {
@@ -216,7 +243,7 @@ class ReasoningRunner(Runner):
             "train/staleness_max": float(max(ages, default=0)),
             "rollout/filtered_groups": float(taken.filtered),
             **(taken.sampling_metrics(spec.algorithm.prompts_per_step) if sampling else {}),
-            "data/dropped_overlong": float(self.dropped_overlong),
+            "data/dropped_overlong": float(self.prompts.dropped_overlong),
             "rollout/stale_groups": float(taken.stale),
             "rollout/cancelled_groups": float(taken.cancelled),
             "perf/tokens_per_second": tokens / seconds,
@@ -228,20 +255,36 @@ class ReasoningRunner(Runner):
         }
 
     def idle(self) -> dict[str, float]:
-        """Return what each side waited for the other: on policy a trainer idles while rollouts generate, and the reverse."""
-        seconds = self.timers.seconds
-        busy_actor = [seconds.get(f"time/{part}", 0.0) for part in ("inference", "train", "sync")]
-        return {"time/idle_actor": seconds["time/rollout"], "time/idle_rollout": sum(busy_actor)}
+        """Return the seconds that each side waited for the other: on policy the trainer idles while rollouts generate, and the reverse."""
+        busy_actor = [self.report.seconds(part) for part in ("inference", "train", "sync")]
+        return {"time/idle_actor": self.report.seconds("rollout"), "time/idle_rollout": sum(busy_actor)}
 
-    def _trace(self, groups: Sequence[GroupSpan] = ()) -> None:
-        """Show what the loop did since the last call, and the groups of its step."""
-        self.parts.trace.add(self.progress.step, self.progress.version, self.timers.take_spans(), groups)
+    # --- what the runner process calls -------------------------------------------------------------------------------
 
-    def _log(self, metrics: dict[str, Any]) -> None:
-        values = {"policy_version": self.progress.version, "epoch": self.parts.epoch, **metrics, **self.timers.seconds}
-        self.parts.trackers.log(self.progress.step, values)
-        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-        self.board.set(metrics={key: value for key, value in numbers.items() if math.isfinite(value)})
+    def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
+        """Apply another learning rate, number of steps or algorithm to the actors and the dispatcher."""
+        rate, steps = spec.actor.optimizer.learning_rate, spec.algorithm.steps
+        if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
+            self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
+        self.dispatcher.adopt(spec.algorithm)
 
+    def finish(self, *, resumable: bool) -> None:
+        """Save what the run came to, after the content check of the last version."""
+        if not resumable and self.sync.check is not None:
+            self.sync.check.confirm()
+        super().finish(resumable=resumable)
 
-GRPORunner = ReasoningRunner
+    def status(self) -> dict[str, Any]:
+        """Return the ledger, the workload and the shared devices for `/status`."""
+        return self.prompts.status() | {"devices": self.schedule.devices()}
+
+    def periodic_tasks(self) -> tuple[Callable[[], None], ...]:
+        """Return the expiry of leases."""
+        return (self.dispatcher.tick,)
+
+    def close(self) -> None:
+        """Stop the joins and the content check, and close the ledger file."""
+        self.sync.members.close()
+        if self.sync.check is not None:
+            self.sync.check.close()
+        self.prompts.ledger_file.close()

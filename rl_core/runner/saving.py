@@ -1,29 +1,31 @@
-"""Saves what the run came to: checkpoints when they are due, the last one and the model at the end, and patience with a full storage."""
+"""Decides when a run is saved, writes its checkpoints and its exported model, and waits for disk space where it must."""
 
 import logging
 import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import Any, Protocol
 
 from rl_core.api.errors import ConfigError, InfrastructureError, StorageFull, WorkerLost
 from rl_core.plan.failure_rules import tripped
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.checkpoints import Checkpoints, as_one
 from rl_core.runner.device_schedule import DeviceSchedule
-from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.progress import Progress
+from rl_core.runner.run import Run
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
-from rl_core.runner.sync import WeightSync
 from rl_core.workers.group import WorkerGroup
 from rl_core.workers.result import WorkerErrors
 
 logger = logging.getLogger(__name__)
 TIMED_SHARE = 0.02
-"""Largest share of the run's time that checkpoints between those of everySteps may take."""
+"""Largest share of the run's time that checkpoints by time, between those of everySteps, may take."""
 ROOM_PAUSE = 5.0
 """Seconds between two attempts to write to a full storage."""
+RESERVED = frozenset({"step", "version", "reward", "accuracy", "history", "mathematics", "changed", "model"})
+"""Names in a checkpoint's runner state that are ours."""
 
 
 class Due(Enum):
@@ -34,8 +36,20 @@ class Due(Enum):
     """By time; the next checkpoint replaces it."""
 
 
+class Stateful(Protocol):
+    """An object of a program that a checkpoint holds: the ledger of a text program, or any object of a user's program."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON-able values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        ...
+
+
 class Saving:
-    """What is written, when, and what a refusal means. Called by the loop."""
+    """Saves and restores the run. Called by the loop."""
 
     def __init__(
         self,
@@ -43,82 +57,175 @@ class Saving:
         progress: Progress,
         checkpoints: Checkpoints,
         *,
-        actor: WorkerGroup,
-        schedule: DeviceSchedule,
-        dispatcher: Dispatcher,
-        sync: WeightSync,
         board: StatusBoard,
         stops: StopController,
         output: Path,
+        schedule: DeviceSchedule,
+        group: WorkerGroup | None = None,
+        weights_digest: Callable[[], str] = lambda: "",
+        resume: str = "none",
+        first_epoch: int | None = None,
         room_pause: float = ROOM_PAUSE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`output` gets the exported model."""
+        """`group` writes the shards of a checkpoint, during the training turn of `schedule`, and exports the model to `output`.
+
+        None: the program's groups have no state to save. `weights_digest()` is the digest of the manifest of the present version.
+        `resume` is auto, none or a path; `first_epoch` the epoch of the run's first start.
+        """
         self.checkpoints = checkpoints
-        self._applied, self._progress = applied, progress
-        self._actor, self._schedule, self._dispatcher, self._sync = actor, schedule, dispatcher, sync
-        self._board, self._stops, self._output = board, stops, output
+        self.loaded = False
+        """Whether the groups hold state that may be saved: they began afresh, or from a checkpoint."""
+        self._applied, self._progress, self._group, self._schedule = applied, progress, group, schedule
+        self._board, self._stops, self._output, self._digest = board, stops, output, weights_digest
+        self._resume, self._first_epoch = resume, first_epoch
         self._room_pause, self._clock = room_pause, clock
-        self._tried_at = clock()
-        """When the last save ended, or this run began."""
+        self._objects: dict[str, Stateful] = {}
+        self._owed = False
+        """Whether a checkpoint of everySteps waits for the end of the one that is being written."""
+        self._began_at = self._tried_at = clock()
+        """When the last save began and ended; at first, when the run began."""
         self._seconds = 0.0
-        """How long the last save took; the first one of a run tells it."""
+        """How long the last save took, to its publication."""
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        *,
+        schedule: DeviceSchedule,
+        group: WorkerGroup | None = None,
+        weights_digest: Callable[[], str] = lambda: "",
+    ) -> "Saving":
+        """Return the saving of `run`; the other arguments are those of the constructor."""
+        checkpoints = Checkpoints(run.job.spec, output=run.output, epoch=run.epoch, in_cluster=run.in_cluster)
+        return cls(
+            run.applied,
+            run.progress,
+            checkpoints,
+            board=run.board,
+            stops=run.stops,
+            output=run.output,
+            schedule=schedule,
+            group=group,
+            weights_digest=weights_digest,
+            resume=run.resume,
+            first_epoch=run.first_epoch,
+        )
+
+    # --- restoring ---------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Store the state of `stateful` under `name` in each checkpoint, and give it back on resume. Call it before `restore`.
+
+        Raises ValueError for a name that is in use.
+        """
+        if name in RESERVED or name in self._objects:
+            raise ValueError(f"name must be unused in the checkpoint, got {name!r}; choose another")
+        self._objects[name] = stateful
+
+    def restore(self) -> None:
+        """Load the checkpoint that the run resumes from, or begin a history of its own.
+
+        The caller sets `loaded` once the groups are ready to be saved. Raises ConfigError when a field that alters the mathematics
+        has changed or the checkpoint lacks a registered name, DataError for a damaged state or history.
+        """
+        checkpoint = self.checkpoints.find(self._resume, first_epoch=self._first_epoch)
+        if checkpoint is None:
+            self.checkpoints.begin_afresh()
+            return
+        state = self.checkpoints.restore(checkpoint, self._load_shards)
+        if absent := sorted(self._objects.keys() - state.keys()):
+            raise ConfigError(
+                f"a checkpoint must hold the state of {', '.join(absent)}, got none in {checkpoint.path}; it is of another program"
+            )
+        progress = self._progress
+        progress.load_state_dict(state)
+        for name, stateful in self._objects.items():
+            stateful.load_state_dict(state[name])
+        self._board.set(
+            step=progress.step,
+            policyVersion=progress.version,
+            reward=progress.reward,
+            checkpoint=self.checkpoints.describe(str(checkpoint.path)),
+        )
+        logger.info("resumed at step %s, version %s", progress.step, progress.version)
+
+    def _load_shards(self, path: str) -> None:
+        if self._group is not None:
+            self._stops.wait(self._group.load_checkpoint(path), self._applied.spec.runtime.deadlines.group_method)
+
+    # --- saving ------------------------------------------------------------------------------------------------------
 
     def due(self) -> Due | None:
-        """Return why the step just finished is to be saved, None when it is not; never when it is rolled back."""
+        """Return why the step just finished is to be saved, None when it is not.
+
+        A run that is rolled back saves nothing. While a checkpoint is being written in the background only the last step is due: to wait
+        for the write would stop the loop. A checkpoint of everySteps that falls into that time is due at the first step after it.
+        """
         if self._stops.kind is StopKind.ROLLBACK:
             return None
         spec, step = self._applied.spec, self._progress.step
         every = spec.checkpoint.every_steps
-        if self.checkpoints.take_ask() or step >= spec.algorithm.steps:
+        if every is not None and step % every == 0:
+            self._owed = True
+        if step >= spec.algorithm.steps:
+            return Due.LASTING
+        if self.checkpoints.writing:
+            return None
+        if self.checkpoints.take_ask() or self._owed:
+            self._owed = False
             return Due.LASTING
         if every is None:
             return None
-        if step % every == 0:
-            return Due.LASTING
-        return Due.PASSING if self._time_has_come(spec.checkpoint.every_seconds) else None
+        return Due.PASSING if self._is_time(spec.checkpoint.every_seconds) else None
 
-    def _time_has_come(self, seconds: float | None) -> bool:
-        """Return whether a checkpoint by time may be made: cheap ones only, and none of weights that a rule may roll back."""
+    def _is_time(self, seconds: float | None) -> bool:
+        """Return whether a checkpoint by time is due: only where saving is cheap, and no rule may roll the weights back."""
         if seconds is None or self._seconds > TIMED_SHARE * seconds or any(self._board.fact("streaks").values()):
             return False
         return self._clock() - self._tried_at >= seconds
 
     def save(self, due: Due = Due.LASTING, *, in_background: bool = False) -> None:
-        """Publish a checkpoint of the last finished step, unless it exists; `in_background`: begin to, and let `settle` publish it.
+        """Publish a checkpoint of the last finished step, unless it exists. `in_background`: begin to write it; `settle` reports its end.
 
-        Raises InfrastructureError when the storage refuses. One checkpoint is written at a time.
+        One checkpoint is written at a time. Raises InfrastructureError when the storage refuses.
         """
         self.settle(wait=True)
         if self.checkpoints.last_step == self._progress.step:
             return
-        began = self._clock()
+        self._began_at = self._clock()
         try:
             self._publish(passing=due is Due.PASSING, in_background=in_background)
         finally:
-            self._tried_at = self._clock()
-            self._seconds = self._tried_at - began
+            self._note_end(self._clock())
+
+    def _note_end(self, ended: float) -> None:
+        self._tried_at, self._seconds = ended, ended - self._began_at
 
     def settle(self, *, wait: bool = False) -> None:
-        """Publish the checkpoint that the ranks wrote in the background, if they are done or after a `wait`; report one that failed."""
+        """Report the checkpoint that was written in the background if it is done, or after a `wait` for it; also one that failed."""
         try:
-            if (path := self.checkpoints.settle(wait=wait)) is not None:
+            path = self.checkpoints.settle(wait=wait)
+            if path is not None:
+                self._note_end(self.checkpoints.written_at)
                 self._board.set(checkpoint=self.checkpoints.describe(path))
         except WorkerLost:
             raise
         except InfrastructureError as error:
+            self._note_end(self.checkpoints.written_at)
             self._report_refusal(error, "training went on, and the next checkpoint is tried when it is due")
 
     def _publish(self, *, passing: bool, in_background: bool) -> None:
         progress = self._progress
-        state = progress.state_dict() | {"ledger": self._dispatcher.state_dict()}
+        state = progress.state_dict() | {name: stateful.state_dict() for name, stateful in self._objects.items()}
         with self._board.during(Phase.CHECKPOINTING), self._schedule.training():
             path = self.checkpoints.save(
                 progress.step,
-                self._actor,
+                self._group,
                 state,
                 version=progress.version,
-                weights_digest=self._sync.digest,
+                weights_digest=self._digest(),
                 reward=progress.reward,
                 passing=passing,
                 wrong_steps=max(self._board.fact("streaks").values(), default=0),
@@ -128,7 +235,7 @@ class Saving:
             self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def try_save(self, due: Due = Due.LASTING) -> None:
-        """Publish a checkpoint, or report and count that the storage refused: the next one may succeed, and training loses nothing."""
+        """Publish a checkpoint. A storage that refuses is reported and counted; training goes on, and the next checkpoint may succeed."""
         last = self._progress.step >= self._applied.spec.algorithm.steps
         try:
             self.save(due, in_background=self._applied.spec.checkpoint.asynchronous and not last)
@@ -138,7 +245,7 @@ class Saving:
             self._report_refusal(error, "training goes on from the weights in memory")
 
     def finish(self, *, resumable: bool) -> None:
-        """Save what the run came to: a checkpoint of the last step, and the model unless the run is to be resumed."""
+        """Save a checkpoint of the last step, and export the model unless the run is to be resumed."""
         self.settle(wait=True)
         if resumable:
             if self._stops.kind is StopKind.ROLLBACK:
@@ -148,29 +255,31 @@ class Saving:
             return
         until = self._clock() + self._applied.spec.runtime.deadlines.degraded
         try:
-            self.with_patience(self.save, until)
+            self.with_retries(self.save, until)
         finally:
-            self.with_patience(self._export, until)
+            self.with_retries(self._export, until)
 
     def _leave_wrong_steps(self) -> None:
-        """Make the checkpoint before the numbers went wrong the newest: those since then are set aside."""
+        """Set aside the checkpoints since a rule was first violated, so that a resume starts before that."""
         trip = tripped(self._applied.spec.failure_policy, self._board.fact("streaks"))
         if trip is not None:
             path = self.checkpoints.leave_after(self._progress.step - trip.steps)
             self._board.set(checkpoint=self.checkpoints.describe(path))
 
     def _export(self) -> None:
+        if self._group is None:
+            return
         try:
             with self._schedule.training():
-                self._stops.wait(self._actor.export_hf(str(self._output / "model")))
+                self._stops.wait(self._group.export_hf(str(self._output / "model")))
         except WorkerErrors as errors:
             raise as_one(errors) from errors
 
-    def with_patience(self, write: Callable[[], None], until: float | None = None) -> None:
-        """Do a write that the run cannot go on or end without; while the storage is full try again, unless the run is asked to end.
+    def with_retries(self, write: Callable[[], None], until: float | None = None) -> None:
+        """Do a write that the run cannot continue or end without. While the storage is full try again, unless a stop is requested.
 
-        `until`: clock at which to give up, None = deadlines.degraded from now.
-        Raises ConfigError when no room was made: a restart would only train the same steps again and meet the same storage.
+        `until` is the clock time at which to give up, None = deadlines.degraded from now. Raises ConfigError when no space was freed: a
+        restart would train the same steps again and meet the same full storage.
         """
         until = self._clock() + self._applied.spec.runtime.deadlines.degraded if until is None else until
         while True:
@@ -183,7 +292,7 @@ class Saving:
                     raise
                 if self._stops.asked or left <= 0:
                     raise ConfigError(f"{error}; then resume the run from its last checkpoint") from error
-                self._report_refusal(error, f"what was trained waits in memory for room, {left:.0f} s more")
+                self._report_refusal(error, f"what was trained waits in memory for disk space, {left:.0f} s more")
             with self._board.during(Phase.CHECKPOINTING):
                 self._stops.wait_asked(min(self._room_pause, left))
                 self._stops.check()

@@ -1,6 +1,6 @@
-"""Finds out that nothing makes progress, and who waits for whom.
+"""Detects that a run makes no progress and reports who waits for whom.
 
-The runner feeds heartbeats in; a stall is only reported here. Who acts on it: the operator or the local launcher.
+A stall is only reported here. The operator or the local launcher acts on it, by the rule `failurePolicy.stall`.
 """
 
 import statistics
@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.messages.members import WaitCause
+
 REASON_BY_ROLE = {"rollout": "WaitingForRollout", "env": "WaitingForEnv", "actor": "WaitingForActor"}
+REASON_BY_CAUSE = {WaitCause.CHANNEL_FULL: "ChannelFull", WaitCause.WEIGHTS: "WaitingForWeights"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,14 +23,20 @@ class Wait:
     on: str
     what: str
     since_seconds: float
+    cause: WaitCause | None = None
+    """Set where the reason of a stall is not told by whom the wait is for."""
+
+    def as_status(self) -> dict[str, Any]:
+        """Return it as `/status` shows it."""
+        return {"who": self.who, "on": self.on, "what": self.what, "seconds": round(self.since_seconds, 1)}
 
 
 @dataclass(slots=True)
 class StallDetector:
-    """Watches a total of progress counters; silent for too long = a stall."""
+    """Watches the total of all progress counters; a total that does not change for `limit` seconds is a stall."""
 
     seconds: float | None
-    """Bound from the job; None = max(300, 5 x median step)."""
+    """Limit from the job; None = max(300, 5 x median step)."""
     clock: Callable[[], float] = time.monotonic
     _seen: int = -1
     _last: float = field(default=0.0)
@@ -37,25 +46,25 @@ class StallDetector:
         self._last = self.clock()
 
     def step_took(self, seconds: float) -> None:
-        """Remember the duration of a step, for the default bound."""
+        """Use the duration of a step in seconds for the default limit."""
         self._steps = [*self._steps[-99:], seconds]
 
     @property
     def limit(self) -> float:
-        """Return the silence in seconds that counts as a stall."""
+        """Return the seconds without progress that count as a stall."""
         if self.seconds is not None:
             return self.seconds
         return max(300.0, 5 * statistics.median(self._steps)) if self._steps else 300.0
 
     def observe(self, progress: int) -> float:
-        """Take the present total of progress counters; return the seconds since it last moved."""
+        """Compare the total of progress counters with the last one; return the seconds since it changed."""
         now = self.clock()
         if progress != self._seen:
             self._seen, self._last = progress, now
         return now - self._last
 
     def reset(self) -> None:
-        """Count from now: a declared wait (missing pods) began or ended."""
+        """Count from now on: a phase that has no stall limit began or ended."""
         self._last = self.clock()
 
     def report(
@@ -71,15 +80,15 @@ class StallDetector:
             "reason": reason,
             "message": f"no progress for {silent:.0f} s (limit {self.limit:.0f} s): {message}",
             "since": silent,
-            "waits": [{"who": e.who, "on": e.on, "what": e.what, "seconds": round(e.since_seconds, 1)} for e in edges],
+            "waits": [edge.as_status() for edge in edges],
         }
 
 
 def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] = ()) -> tuple[str, str]:
-    """Return (reason, sentence) for a waits-for graph: a cycle is a Deadlock, otherwise its sinks are told.
+    """Return (reason, sentence) for a waits-for graph. A cycle is a Deadlock; otherwise the reason is what the last waits are for.
 
-    A role that somebody waits for is a sink unless its members wait too, each of those that are `present`: an idle rollout must not hide
-    one that hangs.
+    A group that somebody waits for ends a chain of waits unless each of its members that are `present` waits too: an idle rollout must
+    not hide one that hangs.
     """
     if missing_pods:
         return "WaitingForPods", f"missing {', '.join(sorted(missing_pods))}"
@@ -89,18 +98,17 @@ def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] =
     silent = [name for name in present if name not in waiting]
     waiting |= {_role(e.who) for e in edges} - {_role(name) for name in silent}
     sentences = [f"{e.who} waits for {e.on} ({e.what}, {e.since_seconds:.0f} s)" for e in edges]
-    told = "; ".join(
+    text = "; ".join(
         [*(sentences or ["nobody declares a wait"]), *(f"{name} declares none" for name in silent if sentences)]
     )
     sinks = [e for e in edges if e.on not in waiting]
-    if any("full" in e.what for e in sinks):
-        return "ChannelFull", told
-    if any("weight" in e.what for e in sinks):
-        return "WaitingForWeights", told
+    for cause, reason in REASON_BY_CAUSE.items():
+        if any(sink.cause is cause for sink in sinks):
+            return reason, text
     for sink in sinks:
         if _role(sink.on) in REASON_BY_ROLE:
-            return REASON_BY_ROLE[_role(sink.on)], told
-    return "WaitingForActor", told
+            return REASON_BY_ROLE[_role(sink.on)], text
+    return "WaitingForActor", text
 
 
 def _role(name: str) -> str:

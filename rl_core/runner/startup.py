@@ -1,20 +1,14 @@
 """Brings the run up once, in this order: the gang, its weights (resumed or fresh), their first publication, the rollouts and envs."""
 
-import logging
-
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.plan.groups import ACTOR
-from rl_core.runner.checkpoints import Checkpoints
 from rl_core.runner.device_schedule import DeviceSchedule
-from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.members import Members, Point
 from rl_core.runner.progress import Progress
-from rl_core.runner.status import StatusBoard
+from rl_core.runner.saving import Saving
 from rl_core.runner.stopping import StopController
 from rl_core.runner.sync import WeightSync
 from rl_core.workers.group import WorkerGroup
-
-logger = logging.getLogger(__name__)
 
 
 class Startup:
@@ -28,21 +22,13 @@ class Startup:
         actor: WorkerGroup,
         schedule: DeviceSchedule,
         members: Members,
-        dispatcher: Dispatcher,
         sync: WeightSync,
-        checkpoints: Checkpoints,
-        board: StatusBoard,
+        saving: Saving,
         stops: StopController,
-        resume: str,
-        first_epoch: int | None,
     ) -> None:
-        """`resume` is auto, none or a path; `first_epoch` the epoch of the run's first start."""
-        self.loaded = False
-        """Whether the actors hold weights that may be saved."""
         self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
         self._schedule = schedule
-        self._dispatcher, self._sync, self._checkpoints = dispatcher, sync, checkpoints
-        self._board, self._stops, self._resume, self._first_epoch = board, stops, resume, first_epoch
+        self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
         """Return once enough rollouts serve the present weights; `at()` is the loop's point in waits that have no bound."""
@@ -51,9 +37,9 @@ class Startup:
         # Before the first phase nobody else has a device: rollouts join once there is a time in which they generate.
         stops.wait(self._actor.init_worker(), seconds)
         with self._schedule.training():
-            self._load()
+            self._saving.restore()
             stops.wait(self._actor.set_global_step(progress.version))
-            self.loaded = True
+            self._saving.loaded = True
             address = next(answer for answer in stops.wait(self._actor.publisher_address()) if answer)
             self._sync.publish_first(progress.version, lambda result: stops.wait(result, seconds))
         self._members.open(address)
@@ -66,21 +52,3 @@ class Startup:
         limit = deadlines.degraded if progress.step else deadlines.wait_ready
         with self._schedule.generating():
             self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
-
-    def _load(self) -> None:
-        """Resume from the checkpoint that was asked for, or begin a history of its own."""
-        checkpoint = self._checkpoints.find(self._resume, first_epoch=self._first_epoch)
-        if checkpoint is None:
-            self._checkpoints.begin_afresh()
-            return
-        state = self._checkpoints.restore(checkpoint, self._actor)
-        progress = self._progress
-        progress.load_state_dict(state)
-        self._dispatcher.load_state_dict(state["ledger"])
-        self._board.set(
-            step=progress.step,
-            policyVersion=progress.version,
-            reward=progress.reward,
-            checkpoint=self._checkpoints.describe(str(checkpoint.path)),
-        )
-        logger.info("resumed at step %s, version %s", progress.step, progress.version)

@@ -1,4 +1,4 @@
-"""What the run tells about itself: phase, step, metrics, members, waits. Read by `/status`, written by the loop and the hub."""
+"""The state of a run as `/status` shows it: phase, step, metrics, members, waits. The loop writes it, any thread reads it."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ from typing import Any
 from rl_core.api.job import RLJobSpec
 from rl_core.channel import ChannelStats
 from rl_core.runner.history import now_text
-from rl_core.runner.ledger import HeldGroup
-from rl_core.runner.roster import LEAVING, PRESENT, Roster
+from rl_core.runner.roster import LEAVING, PRESENT, ROLES, Missing, Roster
 from rl_core.runner.stall import StallDetector, Wait
 from rl_core.workers.group import Cluster
+from rl_core.workers.member import Member
 
 
 class Phase(StrEnum):
@@ -40,11 +40,17 @@ GENERATION: Mapping[str, Callable[[Sequence[float]], float]] = {
     "rollout/queue_seconds": max,
     "rollout/prefix_hit_share": fmean,
 }
-"""What the rollouts' engines tell with their heartbeats, and how it becomes one number of the step; `/status` has it by rollout."""
-MOST_GROUPS = 256
-"""Groups shown in `/status` at most, those that come first in the ledger's order."""
+"""Metrics that engines report with their heartbeats, and how the values of all rollouts become one number of the step."""
+WAITS_FOR = {
+    Phase.GENERATING: "rollout",
+    Phase.VALIDATING: "rollout",
+    Phase.TRAINING: "actor",
+    Phase.SYNCING: "rollout",
+    Phase.DEGRADED: "rollout",
+}
+"""The group that the loop waits for in a phase."""
 UNWATCHED = frozenset({Phase.STARTING, Phase.FINISHED, Phase.FAILED, Phase.SUSPENDED})
-"""Phases without a stall bound: bring-up has deadlines of its own."""
+"""DeviceSchedule without a stall bound: the startup has deadlines of its own."""
 
 
 class StatusBoard:
@@ -90,7 +96,7 @@ class StatusBoard:
         self._channels: list[dict[str, Any]] = []
 
     def adopt(self, spec: RLJobSpec, generation: int) -> None:
-        """Describe the run as another spec wants it, from `generation` of the job on."""
+        """Follow a changed spec, which is that of `generation` of the job."""
         self._roster.adopt(spec)
         self.set(totalSteps=spec.algorithm.steps, appliedGeneration=generation)
 
@@ -117,38 +123,39 @@ class StatusBoard:
             return before
 
     def set(self, **facts: Any) -> None:
-        """Change facts, names as in `/status`."""
+        """Change facts, by their names in `/status`."""
         with self._lock:
             self._facts.update(facts, lastProgress=now_text())
             self._loop_progress += 1
 
     def fact(self, name: str) -> Any:
-        """Return one fact as set."""
+        """Return the value of one fact."""
         with self._lock:
             return self._facts[name]
 
     def count_failure(self, role: str, kind: str) -> None:
-        """Count a failure of a role (`failures_total{role,kind}`)."""
+        """Count a failure as `failures_total{role,kind}`."""
         with self._lock:
             failures = self._facts["failures"]
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
     def totals(self) -> dict[str, float]:
-        """Return `failures_total/<role>/<kind>`, `weights/lag_max` and what environments, rollouts and engines count, for the step's metrics."""
+        """Return the step's metrics that members report: `failures_total/<role>/<kind>`, `weights/lag_max`, counters of environments and
+        rollouts, and the engines' metrics."""
         members = list(self._cluster.members())
         with self._lock:
             failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}
-        lag = self._role("rollout", members)["lag"]
+        lag = self._role("rollout", members, self._roster.wanted("rollout"))["lag"]
         own: dict[str, float] = {}
         for member in members:
             for name, value in member.metrics.items():
                 if member.role == "env" or name.endswith("_total"):
                     own[name] = own.get(name, 0.0) + float(value)
-        told: dict[str, list[float]] = {}
+        reported: dict[str, list[float]] = {}
         for member in members:
             for name in GENERATION.keys() & member.metrics.keys():
-                told.setdefault(name, []).append(float(member.metrics[name]))
-        engines = {name: float(GENERATION[name](values)) for name, values in told.items()}
+                reported.setdefault(name, []).append(float(member.metrics[name]))
+        engines = {name: float(GENERATION[name](values)) for name, values in reported.items()}
         return failures | {"weights/lag_max": float(lag)} | own | engines
 
     def end(self, phase: Phase, failure: Mapping[str, Any] | None = None) -> None:
@@ -157,7 +164,7 @@ class StatusBoard:
         self.set(failure=dict(failure) if failure else None, completionTime=now_text())
 
     def step_took(self, seconds: float) -> None:
-        """Remember a step's duration for the stall bound."""
+        """Use a step's duration in seconds for the default stall bound."""
         self._stall.step_took(seconds)
 
     def show_channels(self, stats: Iterable[ChannelStats]) -> None:
@@ -166,48 +173,20 @@ class StatusBoard:
             {"name": s.name, "depth": s.depth, "oldestAge": round(s.oldest_age_seconds, 3)} for s in stats
         ]
 
-    def snapshot(self, ledger: Mapping[str, float], held: Sequence[HeldGroup]) -> dict[str, Any]:
-        """Return `/status`; `ledger` are its metrics, `held` the groups that are not final."""
-        known = list(self._cluster.members(drained=True, lost=True))
-        members = [m for m in known if m.state != "lost"]
-        missing = self._roster.missing(members)
+    def snapshot(self) -> dict[str, Any]:
+        """Return what every program shows in `/status`; a program adds its own part, such as the ledger."""
+        wanted = {role: self._roster.wanted(role) for role in ROLES}
+        present, known, missing, waits = self._look(wanted)
+        stall = self._stall_report(present, missing, waits)
         with self._lock:
-            progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in members))
-            if self._phase in UNWATCHED:
-                self._stall.reset()
-            short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
-            stall = self._stall.report(
-                progress, self._waits(known), missing_pods=short, present=self._waited_for(members)
-            )
-            if progress != self._progress_shown:
-                self._progress_shown, self._facts["lastProgress"] = progress, now_text()
             facts = dict(self._facts)
         saved = int(facts["checkpoint"].get("lastStep") or 0)
         facts["checkpoint"] = {**facts["checkpoint"], "lag": facts["step"] - saved}
         return facts | {
             "phase": self._phase.value,
-            "roles": [self._role(role, members) for role in ("actor", "rollout", "env")],
-            "members": [
-                {
-                    "pod": m.pod,
-                    "name": m.name,
-                    "role": m.role,
-                    "index": m.rank,
-                    "state": _public_state(m),
-                    "detail": m.state,
-                    "policyVersion": None if m.state == "lost" else m.policy_version,
-                    "weightsProof": None if m.state == "lost" else m.weights_proof or None,
-                    "deviceUuids": [] if m.state == "lost" else list(m.device_uuids),
-                    "generation": _generation(m),
-                }
-                for m in known
-                if m.state != "lost" or m.name in self._roster.wanted(m.role)
-            ],
-            "waits": [
-                {"who": w.who, "on": w.on, "what": w.what, "seconds": round(w.since_seconds, 1)}
-                for w in self._waits(known)
-            ],
-            "ledger": {**ledger, "groups": [_group(one) for one in held[:MOST_GROUPS]]},
+            "roles": [self._role(role, present, wanted[role]) for role in ROLES],
+            "members": [_member(member) for member in known],
+            "waits": [wait.as_status() for wait in waits],
             "channels": self._channels,
             "missing": [
                 {"name": m.name, "pod": m.pod, "role": m.role, "since": round(m.since_seconds, 1)} for m in missing
@@ -215,10 +194,34 @@ class StatusBoard:
             "stall": stall,
         }
 
-    def _role(self, role: str, members: list[Any]) -> dict[str, Any]:
+    def stall(self) -> dict[str, Any] | None:
+        """Return the stall as `/status` shows it, None while there is progress."""
+        present, _, missing, waits = self._look({role: self._roster.wanted(role) for role in ROLES})
+        return self._stall_report(present, missing, waits)
+
+    def _look(
+        self, wanted: Mapping[str, Sequence[str]]
+    ) -> tuple[list[Member], list[Member], list[Missing], list[Wait]]:
+        """Return the members that are here, those to show (lost ones only while they are wanted), the missing ones, and all waits."""
+        names = {name for of_role in wanted.values() for name in of_role}
+        known = [m for m in self._cluster.members(drained=True, lost=True) if m.state != "lost" or m.name in names]
+        present = [m for m in known if m.state != "lost"]
+        return present, known, self._roster.missing(present), self._waits(known)
+
+    def _stall_report(self, present: list[Member], missing: list[Missing], waits: list[Wait]) -> dict[str, Any] | None:
+        with self._lock:
+            progress = self._loop_progress + int(sum(sum(m.progress.values()) for m in present))
+            if self._phase in UNWATCHED:
+                self._stall.reset()
+            short = [m.name for m in missing] if self._phase in (Phase.STARTING, Phase.DEGRADED) else []
+            if progress != self._progress_shown:
+                self._progress_shown, self._facts["lastProgress"] = progress, now_text()
+            return self._stall.report(progress, waits, missing_pods=short, present=self._waited_for(present))
+
+    def _role(self, role: str, members: Sequence[Member], wanted: Sequence[str]) -> dict[str, Any]:
         alive = [m for m in members if m.role == role and m.state not in ("lost", *LEAVING)]
         ready = [m for m in alive if m.state in PRESENT]
-        desired = len(self._roster.wanted(role))
+        desired = len(wanted)
         versions: dict[str, int] = {}
         for member in alive:
             if member.policy_version is None:
@@ -239,69 +242,57 @@ class StatusBoard:
             "lag": max(lag, 0),
         }
 
-    def _waited_for(self, members: list[Any]) -> list[str]:
-        """Return the rollouts that the loop counts on: those that serve, while it is short of them those that do not."""
+    def _waited_for(self, members: Sequence[Member]) -> list[str]:
+        """Return the rollouts that the loop waits for: those that serve; while Degraded those that do not serve."""
         here = [m for m in members if m.role == "rollout" and m.state not in LEAVING]
         return [m.name for m in here if (m.state == "serving") is not (self._phase is Phase.DEGRADED)]
 
-    def _waits(self, known: list[Any]) -> list[Wait]:
+    def _waits(self, known: Sequence[Member]) -> list[Wait]:
         """Return the waits-for graph: silent members first, as they are at the root, then declared waits and the runner's own phase."""
         edges = [
             Wait(who="hub", on=m.name, what="heartbeat", since_seconds=self._clock() - m.last_seen)
             for m in known
-            if m.state == "suspect" or (m.state == "lost" and m.name in self._roster.wanted(m.role))
+            if m.state in ("suspect", "lost")
         ]
         edges += [
-            Wait(
-                who=m.name,
-                on=m.wait.on,
-                what=m.wait.what,
-                since_seconds=m.wait.since_seconds,
-            )
+            Wait(who=m.name, on=m.wait.on, what=m.wait.what, since_seconds=m.wait.since_seconds, cause=m.wait.cause)
             for m in known
             if m.wait and m.state not in ("lost", "drained")
         ]
-        on = {
-            Phase.GENERATING: "rollout",
-            Phase.VALIDATING: "rollout",
-            Phase.TRAINING: "actor",
-            Phase.SYNCING: "rollout",
-            Phase.DEGRADED: "rollout",
-        }.get(self._phase)
+        on = WAITS_FOR.get(self._phase)
         if on is not None:
-            edges.append(
-                Wait(
-                    who="runner",
-                    on=on,
-                    what=self._phase.value.lower(),
-                    since_seconds=time.monotonic() - self._phase_since,
-                )
-            )
+            seconds = time.monotonic() - self._phase_since
+            edges.append(Wait(who="runner", on=on, what=self._phase.value.lower(), since_seconds=seconds))
         return edges
 
 
-def _public_state(member: Any) -> str:
-    """Return a member's state as `/status` names it; `detail` has the hub's.
+def _member(member: Member) -> dict[str, Any]:
+    lost = member.state == "lost"
+    return {
+        "pod": member.pod,
+        "name": member.name,
+        "role": member.role,
+        "index": member.rank,
+        "state": _public_state(member),
+        "detail": member.state,
+        "policyVersion": None if lost else member.policy_version,
+        "weightsProof": None if lost else member.weights_proof or None,
+        "deviceUuids": [] if lost else list(member.device_uuids),
+        "generation": _generation(member),
+    }
 
-    A rollout that holds its worker still lacks weights; an actor or env then works. A silent one gets no new work.
+
+def _public_state(member: Member) -> str:
+    """Return a member's state as joining, updating, serving, draining, drained or lost; `detail` holds the hub's finer state.
+
+    A rollout that holds its worker still lacks weights, so it is joining; an actor or env then works. A silent member gets no new work.
     """
     ready = "joining" if member.role == "rollout" else "serving"
     return {"constructing": "joining", "ready": ready, "suspect": "updating"}.get(member.state, str(member.state))
 
 
-def _generation(member: Any) -> dict[str, float]:
+def _generation(member: Member) -> dict[str, float]:
     """Return what a rollout's engine is doing; empty for other roles, and for one that is lost."""
     if member.role != "rollout" or member.state == "lost":
         return {}
     return {name.partition("/")[2]: value for name, value in member.metrics.items() if name in GENERATION}
-
-
-def _group(held: HeldGroup) -> dict[str, Any]:
-    """Return who holds a group since when; no owner once its record is on the way to training."""
-    return {
-        "id": held.group_id,
-        "state": held.state.value,
-        "owner": held.owner or None,
-        "seconds": round(held.seconds, 1),
-        "attempt": held.attempt,
-    }

@@ -39,8 +39,8 @@ class WeightSync:
     ) -> None:
         """`check`: None for a program without a prompt that both sides can score."""
         self._applied, self._cluster, self._actor = applied, cluster, actor
-        self._members, self._versions, self._roster = members, versions, roster
-        self._dispatcher, self._check = dispatcher, check
+        self._versions, self._roster, self._dispatcher = versions, roster, dispatcher
+        self.members, self.check = members, check
         self.digest = ""
         """Digest of the manifest of the version published last."""
         self._last: PublishReport | None = None
@@ -55,8 +55,8 @@ class WeightSync:
 
         Waits for the check of the version before first: weights that diverged are not built upon.
         """
-        if self._check is not None:
-            self._check.confirm()
+        if self.check is not None:
+            self.check.confirm()
         with self._versions.publishing(version), self._dispatcher.weights_travel():
             processes, report = self._send(version)
             acked = [process for process in processes if process[0] in report.acked]
@@ -66,9 +66,9 @@ class WeightSync:
         self.digest = report.digest
         if report.failed:
             logger.warning("version %s: out of service until they pull it again: %s", version, report.failed)
-            self._members.rejoin(list(report.failed))
-        if self._check is not None:
-            self._check.due(version, report.acked)
+            self.members.rejoin(list(report.failed))
+        if self.check is not None:
+            self.check.due(version, report.acked)
 
     def metrics(self) -> dict[str, float]:
         """Return `weights/*` of the last sync and the counts of the content check."""
@@ -87,8 +87,8 @@ class WeightSync:
                 found["weights/patched_receivers"] = float(len(report.patched))
             if report.relayed:
                 found["weights/relayed_receivers"] = float(len(report.relayed))
-        if self._check is not None:
-            counts = self._check.counts
+        if self.check is not None:
+            counts = self.check.counts
             found["weights/content_check_passed_total"] = float(counts.passed)
             found["weights/content_check_skipped_total"] = float(counts.skipped)
         return found

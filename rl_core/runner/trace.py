@@ -9,6 +9,7 @@ its lease came, which is put where the runner gave it out; a data rank's count b
 rollout's spans lie early, and a rank's late, by the time of one message.
 """
 
+import concurrent.futures
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,13 @@ from rl_core.runner.training_account import GroupSpan
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 4
-"""Steps that wait to be written at most; what comes then is left out, so that slow storage takes no memory."""
+"""Steps that may wait to be written; a further one is left out, so that slow storage does not fill the memory."""
+CLOSE_SECONDS = 10.0
+"""How long the end of a run waits for the trace."""
 
 
 class Span(NamedTuple):
-    """A part of the loop, by the runner's monotonic clock."""
+    """One part of the loop; times are the runner's monotonic clock."""
 
     name: str
     began: float
@@ -33,7 +36,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Writes the trace on a thread of its own: the loop hands its times over and goes on."""
+    """Writes the trace on a thread of its own, so that the loop does not wait for storage."""
 
     def __init__(
         self,
@@ -51,18 +54,31 @@ class Trace:
         self._waiting: list[Future[None]] = []
         self._left_out = 0
 
+    @classmethod
+    def in_folder(cls, path: Path, *, epoch: int) -> "Trace":
+        """Return a trace that writes to the folder `path`."""
+        return cls(TraceFolder(path), epoch=epoch)
+
     def add(self, step: int, version: int, parts: Sequence[Span], groups: Sequence[GroupSpan] = ()) -> None:
-        """Show `parts` of the loop, done for `step` at `version`, and the groups that the step decided about. From the loop's thread."""
-        self._waiting = [one for one in self._waiting if not one.done()]
+        """Add the `parts` of the loop that were done for `step` at `version`, and the groups that the step trained or refused.
+
+        Called by the loop.
+        """
+        self._waiting = [write for write in self._waiting if not write.done()]
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(self._pool.submit(self._write, step, version, parts, groups))
         elif not self._left_out:
             self._left_out += 1
             logger.warning("the trace is written more slowly than steps end; it has gaps from step %s on", step)
 
-    def close(self) -> None:
-        """Write what waits, and close the file."""
-        self._pool.shutdown(wait=True)
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits and close the file. After `seconds` the rest is left out: a storage that hangs must not keep the run's end."""
+        self._pool.shutdown(wait=False)
+        _, unwritten = concurrent.futures.wait(self._waiting, seconds)
+        if unwritten:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            logger.warning("the trace lacks its last %s writes: they took more than %.0f s", len(unwritten), seconds)
+            return
         self._folder.close()
 
     def _write(self, step: int, version: int, parts: Sequence[Span], groups: Sequence[GroupSpan]) -> None:
@@ -111,7 +127,7 @@ class Trace:
                 (name, trained[key].began + zero, trained[key].ended + zero) for key, name in names if key in trained
             ]
         ended = max(end for _, _, end in parts)
-        told = {
+        facts = {
             "group": group.group_id,
             "samples": len(times.samples),
             "trained": group.trains,
@@ -119,13 +135,8 @@ class Trace:
             **shared,
         }
         row = self._rows.slot("actor", sent, ended, of="group")
-        events.span(row, group.group_id, sent, ended, told)
+        events.span(row, group.group_id, sent, ended, facts)
         for name, began, end in parts:
             events.span(row, name, began, end)
         if first is not None:
             events.arrow(f"{self._epoch}/{group.group_id}/{times.given}", first, row, sent)
-
-
-def build_trace(output: Path, epoch: int) -> Trace:
-    """Return the trace of a run with the output folder `output`."""
-    return Trace(TraceFolder(output / "traces"), epoch=epoch)

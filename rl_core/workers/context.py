@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.api.errors import InfrastructureError
 from rl_core.api.identity import Identity
-from rl_core.messages.members import DeclaredWait, Heartbeat, MemberState, MemberView, View
+from rl_core.messages.members import DeclaredWait, Heartbeat, MemberState, MemberView, View, WaitCause
 from rl_core.observability import logging as process_log
 from rl_core.plan.placement import Placement
 from rl_core.transports.rpc import RpcClient
@@ -48,6 +48,7 @@ class _Wait:
     what: str
     on: str
     since: float
+    cause: WaitCause | None
 
 
 class WorkerContext:
@@ -140,11 +141,11 @@ class WorkerContext:
         self._on_change()
 
     @contextlib.contextmanager
-    def waiting(self, what: str, on: str) -> Iterator[None]:
-        """Declare a wait for `what` on `on` (a member, role or channel) while the block runs; the oldest one is reported."""
+    def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> Iterator[None]:
+        """Declare a wait for `what` on `on` (a member, group or channel) while the block runs; the oldest one is reported."""
         number = next(self._wait_ids)
         with self._lock:
-            self._waits[number] = _Wait(what, on, self._clock())
+            self._waits[number] = _Wait(what, on, self._clock(), cause)
         try:
             yield
         finally:
@@ -164,7 +165,9 @@ class WorkerContext:
                 weights_proof=self.weights_proof,
                 progress=dict(self._progress),
                 metrics={**self._metrics, **read},
-                wait=None if wait is None else DeclaredWait(what=wait.what, on=wait.on, since_seconds=waited),
+                wait=None
+                if wait is None
+                else DeclaredWait(what=wait.what, on=wait.on, since_seconds=waited, cause=wait.cause),
                 memory_bytes=memory,
                 view_version=self._view_version,
             )

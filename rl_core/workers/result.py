@@ -108,6 +108,16 @@ class WorkerGroupFuncResult:
             concurrent.futures.wait([change], pause)
         return self._outcome(wait)
 
+    def wait_done(self, seconds: float) -> bool:
+        """Wait at most `seconds`; return whether the call is over, so that `wait` returns or raises at once.
+
+        It is over when every rank has ended, when it was cancelled, and some seconds after a rank has failed.
+        """
+        refuse_on_event_loop(f"wait_done() of {self.group}.{self.method}")
+        for change, pause in self._changes(self._deadline_wait(seconds)):
+            concurrent.futures.wait([change], pause)
+        return self.done() or (self._failed_at is not None and self._clock() >= self._failed_at + self._settle)
+
     async def async_wait(self, timeout: float | None = None) -> list[Any]:
         """Return the values in rank order, as `wait`; cancelling the task leaves the call running."""
         wait = self._deadline_wait(timeout)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from rl_core.api.identity import Identity, WorkerAddress, WorkerInfo
-from rl_core.messages.members import MemberView
+from rl_core.messages.members import MemberView, WaitCause
 from rl_core.transports.rpc import RpcClient
 from rl_core.transports.sockets import split_address
 from rl_core.workers.context import WorkerContext
@@ -201,9 +201,12 @@ class Worker:
         """Have each heartbeat carry what `read` returns at that moment too; it must be quick, on any thread."""
         self._context.report_metrics(read)
 
-    def waiting(self, what: str, on: str) -> AbstractContextManager[None]:
-        """Declare, while the block runs, that this worker waits for `what` on `on` (member, role or channel)."""
-        return self._context.waiting(what, on)
+    def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> AbstractContextManager[None]:
+        """Declare, while the block runs, that this worker waits for `what` on `on` (member, group or channel).
+
+        `cause` becomes the reason of a stall at which the wait ends; None: the reason names the group that is waited for.
+        """
+        return self._context.waiting(what, on, cause)
 
     def set_state(self, state: str) -> None:
         """Report a state to the hub at once: ready, updating, serving, draining."""

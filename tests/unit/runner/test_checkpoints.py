@@ -22,8 +22,8 @@ class Actor:
             file.write(str(step))
         return self
 
-    def load_checkpoint(self, folder):
-        return self
+    def load(self, folder):
+        pass
 
     def wait(self, timeout):
         return []
@@ -77,7 +77,7 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again_without_its_lines(s
 def test_a_resume_from_an_older_checkpoint_leaves_the_later_ones_behind(spec, output):
     saved(spec, output, 2, 4, 6)
     resumed = Checkpoints(spec, output=output, epoch=1)
-    state = resumed.restore(resumed.find(str(output / "checkpoints/step-00000002")), Actor())
+    state = resumed.restore(resumed.find(str(output / "checkpoints/step-00000002")), Actor().load)
     assert state["step"] == 2
     assert all(steps(output / name) == [0, 1, 2] for name in NAMES)
     assert Checkpoints(spec, output=output, epoch=2).find("auto").step == 2
@@ -96,7 +96,7 @@ def test_a_restart_goes_on_from_the_given_path_until_the_run_has_saved(spec, out
     saved(spec, output, 6)  # of an earlier run in this folder, epoch 0
     restarted = Checkpoints(spec, output=output, epoch=3)
     assert restarted.find(given, first_epoch=2).path == other / "checkpoints/step-00000004"
-    restarted.restore(restarted.find(given, first_epoch=2), Actor())
+    restarted.restore(restarted.find(given, first_epoch=2), Actor().load)
     restarted.save(5, Actor(), {"step": 5}, version=5, reward=None)
     assert Checkpoints(spec, output=output, epoch=4).find(given, first_epoch=2).step == 5
 
@@ -219,7 +219,7 @@ def resume_as(spec, output, **changes):
             block = block[name]
         block[field] = value
     resumed = Checkpoints(RLJobSpec.model_validate(changed), output=output, epoch=1)
-    return resumed.restore(resumed.find("auto"), Actor())
+    return resumed.restore(resumed.find("auto"), Actor().load)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_damaged_history_ends_the_resume_with_the_way_out_and_nothing_is_cut(s
     before = {path: path.read_bytes() for path in output.glob("*.jsonl")}
     resumed = Checkpoints(spec, output=output, epoch=1)
     with pytest.raises(DataError, match=rf"{name} must hold the 7 lines.*--resume .*step-00000006 --output OTHER"):
-        resumed.restore(resumed.find("auto"), Actor())
+        resumed.restore(resumed.find("auto"), Actor().load)
     assert {path: path.read_bytes() for path in output.glob("*.jsonl")} == before
     assert resumed.store.complete_steps() == [4, 6]
 
@@ -279,13 +279,13 @@ def test_a_checkpoint_vouches_for_no_history_of_another_folder_and_still_does_af
     other.mkdir()
     successor = Checkpoints(spec, output=other, epoch=0)
     given = str(output / "checkpoints/step-00000006")
-    assert successor.restore(successor.find(given), Actor())["step"] == 6
+    assert successor.restore(successor.find(given), Actor().load)["step"] == 6
     moved = output.with_name("moved")
     output.rename(moved)
     (moved / "ledger.jsonl").unlink()
     again = Checkpoints(spec, output=moved, epoch=1)
     with pytest.raises(DataError, match=r"ledger\.jsonl must hold"):
-        again.restore(again.find("auto"), Actor())
+        again.restore(again.find("auto"), Actor().load)
     moved.rename(output)
 
 
@@ -295,7 +295,7 @@ def test_auto_goes_to_the_older_checkpoint_names_what_it_passed_over_and_tells_i
     damage(output / "checkpoints/step-00000004/manifest.json")
     resumed = Checkpoints(spec, output=output, epoch=1)
     chosen = resumed.find("auto")
-    assert chosen.step == 2 and resumed.restore(chosen, Actor())["step"] == 2
+    assert chosen.step == 2 and resumed.restore(chosen, Actor().load)["step"] == 2
     told = resumed.describe("there")
     newest, newer = told["passedOver"]
     assert told["resumedFrom"] == 2
@@ -332,29 +332,29 @@ def successor(spec, first, **wanted):
 def test_a_run_goes_on_from_another_ones_checkpoint_with_its_history_and_then_from_its_own(spec, first):
     before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
     heir = successor(spec, first, job="first", step=4)
-    assert heir.restore(heir.find("none"), Actor())["step"] == 4 and heir.last_step == 4
+    assert heir.restore(heir.find("none"), Actor().load)["step"] == 4 and heir.last_step == 4
     for name in NAMES:
         assert steps(first.with_name("heir") / name) == [0, 1, 2, 3, 4], name
     assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
     heir.save(5, Actor(), {"step": 5}, version=5, reward=None)
     again = successor(spec, first, job="first", step=4)
-    assert again.restore(again.find("auto"), Actor())["step"] == 5
+    assert again.restore(again.find("auto"), Actor().load)["step"] == 5
 
 
 def test_a_run_that_is_lost_before_its_first_checkpoint_begins_at_the_other_ones_again(spec, first):
     heir = successor(spec, first, job="first")
-    heir.restore(heir.find("none"), Actor())
+    heir.restore(heir.find("none"), Actor().load)
     with (first.with_name("heir") / NAMES[0]).open("a") as file:
         file.write(json.dumps({"step": 5}) + "\n")
     again = successor(spec, first, job="first")
-    again.restore(again.find("auto"), Actor())
+    again.restore(again.find("auto"), Actor().load)
     assert steps(first.with_name("heir") / NAMES[0]) == [0, 1, 2, 3, 4]
 
 
 def test_a_checkpoint_without_its_history_is_used_and_the_gap_is_told(spec, first, caplog):
     (first / "ledger.jsonl").unlink()
     heir = successor(spec, first, path=str(first))
-    heir.restore(heir.find("none"), Actor())
+    heir.restore(heir.find("none"), Actor().load)
     assert "the one here begins after step 4" in caplog.text
     assert not (first.with_name("heir") / "ledger.jsonl").exists()
     assert steps(first.with_name("heir") / "metrics.jsonl") == [0, 1, 2, 3, 4]
@@ -366,7 +366,7 @@ def test_a_history_that_was_damaged_is_not_taken_over(spec, first, name):
     (first / name).write_bytes(text.replace(b"3", b"7", 1))
     heir = successor(spec, first, job="first")
     with pytest.raises(DataError, match=f"first/{name} must hold the 5 lines"):
-        heir.restore(heir.find("none"), Actor())
+        heir.restore(heir.find("none"), Actor().load)
 
 
 def test_on_a_cluster_another_runs_checkpoint_lies_on_a_volume_of_the_actor(spec, first):
@@ -404,9 +404,9 @@ def test_a_checkpoint_of_another_model_is_refused_whatever_may_change(spec, outp
     saved(first, output, 2)
     resumed = Checkpoints(other, output=output, epoch=1)
     with pytest.raises(ConfigError, match=r"hidden 64 \(saved\), 128 \(now\).*set model.path to the model"):
-        resumed.restore(resumed.find("auto"), Actor())
+        resumed.restore(resumed.find("auto"), Actor().load)
     again = Checkpoints(first, output=output, epoch=1)
-    assert again.restore(again.find("auto"), Actor())["step"] == 2
+    assert again.restore(again.find("auto"), Actor().load)["step"] == 2
 
 
 def test_what_a_rule_found_wrong_is_set_aside_and_the_last_good_checkpoint_outlives_retention(spec, output):

@@ -200,8 +200,7 @@ def test_a_port_in_use_is_a_configuration_error_with_the_way_out(server):
     ids=["cluster", "one machine", "no token"],
 )
 def test_the_control_port_is_open_to_others_in_a_cluster_only(peer, in_cluster, host):
-    parts = SimpleNamespace(controls=lambda: SimpleNamespace(actions=dict))
-    runner = SimpleNamespace(status=dict, parts=parts)
+    runner = SimpleNamespace(status=dict, actions=dict)
     served = serve(runner, 0, peer, in_cluster=in_cluster)
     assert served.host == host
     served.close()

@@ -158,19 +158,19 @@ def test_a_lost_rollout_frees_the_sync_and_its_groups_are_given_out_again():
     run.members.lost(member(state=MemberState.LOST), "no heartbeat")
     assert [lease.group_id for lease in run.account.lease(who="rollout:1")] == [lease.group_id for lease in held]
     assert run.cluster.told == [("rollout:0", "no heartbeat")]
-    assert run.board.snapshot({}, [])["failures"] == {"rollout/lost": 1}
+    assert run.board.snapshot()["failures"] == {"rollout/lost": 1}
 
 
 def test_a_lost_env_is_counted_and_concerns_no_sync():
     run = Run(Cluster())
     run.members.lost(member("env", state=MemberState.LOST), "no heartbeat")
-    assert run.cluster.told == [] and run.board.snapshot({}, [])["failures"] == {"env/lost": 1}
+    assert run.cluster.told == [] and run.board.snapshot()["failures"] == {"env/lost": 1}
 
 
 def test_a_rollout_that_drained_is_no_failure():
     run = Run(Cluster())
     run.members.lost(member(state=MemberState.DRAINED), "it drained")
-    assert run.cluster.told == [("rollout:0", "it drained")] and run.board.snapshot({}, [])["failures"] == {}
+    assert run.cluster.told == [("rollout:0", "it drained")] and run.board.snapshot()["failures"] == {}
 
 
 def test_a_local_wait_for_rollouts_ends_with_who_is_there_and_what_they_serve():

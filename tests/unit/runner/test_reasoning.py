@@ -9,12 +9,15 @@ from rl_core.channel import Channel
 from rl_core.messages.groups import GroupEntry
 from rl_core.messages.members import MemberState
 from rl_core.messages.weights import PublishReport, ReceiverAck
+from rl_core.plan.groups import groups_of
 from rl_core.runner.admission import OnPolicy
 from rl_core.runner.ledger import PromptLedger
-from rl_core.runner.parts import build_parts
 from rl_core.runner.reasoning import ReasoningRunner
+from rl_core.runner.run import Run
+from rl_core.runner.runner import Runner
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopKind
+from rl_core.runner.text import assemble
 from rl_core.workers.member import Member
 
 JOB = {
@@ -61,7 +64,7 @@ class Actors:
         return lambda *args: Result(lambda: self.note(method))
 
     def note(self, method, value=None):
-        self.phases[method] = self.run.parts.board.phase
+        self.phases[method] = self.run.state.board.phase
         return [value] * len(self.ranks)
 
     def within(self, seconds):
@@ -94,7 +97,7 @@ class Actors:
         return Result(train)
 
 
-class Run:
+class Job:
     """Real parts; the cluster, its groups and the data ranks are stand-ins for our own ports."""
 
     def __init__(self, tmp_path, *, ranks=({"rollout/total_turns": 4.0},), **spec):
@@ -105,35 +108,35 @@ class Run:
             hub=hub,
             members=lambda role=None, **also: [ROLLOUT] if role in (None, "rollout") else [],
             wait_ready=lambda roles, seconds: None,
-            call=lambda name, method, *args, timeout: ReceiverAck(version=self.parts.progress.version, digest="d"),
+            call=lambda name, method, *args, timeout: ReceiverAck(version=self.state.progress.version, digest="d"),
         )
         prompts = [{"idx": 10 * number} for number in range(8)]
         ledger = PromptLedger(prompts, seed=0, shuffle=False, lease_seconds=60, max_attempts=3)
         self.actors = Actors(self, ranks=list(ranks))
         group = SimpleNamespace(construct=lambda member: None)
-        self.parts = build_parts(
-            job,
-            cluster,
-            {"actor": self.actors, "rollout": group, "env": group},
+        trackers = SimpleNamespace(
+            log_config=lambda config: None, log=lambda step, values: self.logged.append((step, values))
+        )
+        self.state = Run(job, cluster, trackers, planned=groups_of(job.spec), output=tmp_path)
+        self.state.groups.update(actor=self.actors, rollout=group, env=group)
+        self.state.roster.acknowledged(0, [("rollout:0", (0, 0))])
+        self.program = assemble(
+            ReasoningRunner,
+            self.state,
             ledger,
-            SimpleNamespace(
-                log_config=lambda config: None, log=lambda step, values: self.logged.append((step, values))
-            ),
+            admission=OnPolicy(),
             trajectories=Channel.create("trajectories", local=True),
             results=Channel.create("validation", local=True),
-            output=tmp_path,
-            admission=OnPolicy(),
-            probe_prompt=None,
         )
-        self.parts.roster.acknowledged(0, [("rollout:0", (0, 0))])
-        self.program = ReasoningRunner(self.parts, None)
+        self.dispatcher = self.program.dispatcher
+        self.runner = Runner(self.state, self.program)
 
     def generate(self):
         """Lease what the step wants and have it admitted, as rollouts and data ranks do."""
         leases = []
         poll = SimpleNamespace(on_cancel=None, reply=lambda value: leases.extend(value) or True)
-        version = self.parts.progress.version
-        self.parts.dispatcher.lease_groups(poll, "rollout:0", (0, 0), 99, 20.0, version)
+        version = self.state.progress.version
+        self.dispatcher.lease_groups(poll, "rollout:0", (0, 0), 99, 20.0, version)
         entries = [
             GroupEntry(
                 group_id=lease.group_id, token=lease.token, v_min=version, v_max=version, rewards=(0.0, 1.0), tokens=4,
@@ -141,28 +144,28 @@ class Run:
             )
             for lease in leases
         ]  # fmt: skip
-        assert all(self.parts.dispatcher.admit(entries))
+        assert all(self.dispatcher.admit(entries))
 
     def ledger_lines(self):
         import json
 
-        return [json.loads(line) for line in (self.parts.ledger_file._path).read_text().splitlines()]
+        return [json.loads(line) for line in (self.program.prompts.ledger_file._path).read_text().splitlines()]
 
 
 @pytest.fixture
 def run(tmp_path):
-    return Run(tmp_path)
+    return Job(tmp_path)
 
 
 def test_a_run_trains_each_group_once_in_order_and_writes_it_down(run):
-    summary = run.program.run()
+    summary = run.runner.execute()
     assert (summary.status, summary.step, summary.version) == ("Finished", 2, 2)
     assert [(line["step"], line["group_id"], line["prompt_index"]) for line in run.ledger_lines()] == [
         (1, "0-0", 0), (1, "0-1", 10), (2, "0-2", 20), (2, "0-3", 30),
     ]  # fmt: skip
     assert run.actors.trained == [1, 2] and [step for step, _ in run.logged] == [1, 2]
     waits = {"rollout/starved_seconds", "actor/starved_seconds", "rollout/queue_depth", "actor/queue_depth"}
-    assert all(waits <= set(metrics) for _, metrics in run.logged) and "workload" in run.program.status()
+    assert all(waits <= set(metrics) for _, metrics in run.logged) and "workload" in run.runner.status()
 
 
 def test_rollout_metrics_are_those_of_all_ranks(tmp_path):
@@ -171,8 +174,8 @@ def test_rollout_metrics_are_those_of_all_ranks(tmp_path):
         {"rollout/total_turns": 4.0, "rollout/total_reward/mean": 0.75, "rollout/total_reward/max": 3.0},
         {},  # a step that was cut had no group for it
     ]
-    run = Run(tmp_path, ranks=ranks)
-    run.program.run()
+    run = Job(tmp_path, ranks=ranks)
+    run.runner.execute()
     logged = run.logged[0][1]
     assert logged["rollout/total_turns"] == 12.0 and logged["rollout/total_reward/mean"] == 0.5
     assert logged["rollout/total_reward/max"] == 3.0 and logged["train/loss"] == 0.5
@@ -180,14 +183,14 @@ def test_rollout_metrics_are_those_of_all_ranks(tmp_path):
 
 def test_the_status_has_finite_numbers_only_as_json_has_no_others(run):
     run.metrics = {"actor/loss": float("nan"), "actor/kl": float("inf"), "actor/lr": 0.5}
-    run.program.run()
-    shown = run.program.status()["metrics"]
+    run.runner.execute()
+    shown = run.runner.status()["metrics"]
     assert shown["train/lr"] == 0.5 and not {"train/loss", "train/kl"} & set(shown)
     assert "train/loss" in run.logged[0][1]
 
 
 def test_the_run_generates_between_two_phases_and_saves_at_its_end(run):
-    run.program.run()
+    run.runner.execute()
     assert run.actors.phases["recv_batch"] is Phase.GENERATING
     assert run.actors.phases["run_training"] is Phase.TRAINING
     assert run.actors.phases["init_worker"] is Phase.STARTING
@@ -197,12 +200,12 @@ def test_the_run_generates_between_two_phases_and_saves_at_its_end(run):
 def test_a_step_that_was_cancelled_is_left_and_its_groups_are_not_acknowledged(run):
     def stop():
         run.metrics = None
-        run.program.stop("SIGTERM", StopKind.INTERRUPT)
+        run.runner.stop("SIGTERM", StopKind.INTERRUPT)
 
     run.while_training = stop
-    summary = run.program.run()
+    summary = run.runner.execute()
     assert (summary.status, summary.step) == ("Interrupted", 0)
-    assert run.ledger_lines() == [] and run.parts.dispatcher.metrics()["ledger/acknowledged"] == 0
+    assert run.ledger_lines() == [] and run.dispatcher.metrics()["ledger/acknowledged"] == 0
 
 
 RULES = {
@@ -220,12 +223,12 @@ def test_numbers_that_a_rule_finds_wrong_are_not_saved_whatever_comes_of_it(tmp_
     policy = {rule: {**fields, "action": action}}
     loss = {"loss": {"klCoefficient": 0.1}} if rule == "klBlowUp" else {}
     algorithm = JOB["spec"]["algorithm"] | loss
-    run = Run(tmp_path, failurePolicy=policy, algorithm=algorithm)
+    run = Job(tmp_path, failurePolicy=policy, algorithm=algorithm)
     run.metrics = metrics
-    run.parts.checkpoints.ask()
-    summary = run.program.run()
-    assert summary.status == "Interrupted" and f"failurePolicy.{rule} has fired" in run.parts.stops.reason
-    assert run.program.status()["streaks"][rule] == 2, "the operator reads it too"
+    run.program.saving.checkpoints.ask()
+    summary = run.runner.execute()
+    assert summary.status == "Interrupted" and f"failurePolicy.{rule} has fired" in run.state.stops.reason
+    assert run.runner.status()["streaks"][rule] == 2, "the operator reads it too"
     assert [step for step in run.actors.phases if step == "export_hf"] == []
 
 
@@ -234,6 +237,6 @@ def test_numbers_that_a_rule_finds_wrong_are_not_saved_whatever_comes_of_it(tmp_
     [(StopKind.FINISH, "Stopped"), (StopKind.SUSPEND, "Suspended"), (StopKind.INTERRUPT, "Interrupted")],
 )
 def test_how_a_run_that_was_asked_to_end_is_reported(run, kind, status):
-    run.while_training = lambda: run.program.stop("enough", kind)
-    summary = run.program.run()
+    run.while_training = lambda: run.runner.stop("enough", kind)
+    summary = run.runner.execute()
     assert (summary.status, summary.step) == (status, 1)

@@ -15,14 +15,14 @@ from rl_core.runner.saving import Due, Saving
 from rl_core.runner.status import Phase, StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
 from rl_core.workers.result import WorkerErrors
-from tests.unit.runner.account import Account
 
 
 class Checkpoints:
     """Stands in for runner.Checkpoints: refuses so many saves; `meanwhile(number)` happens at each refusal."""
 
     def __init__(self, refusals=0, meanwhile=lambda number: None):
-        self.passing, self.writing, self.written, self.lost = [], [], False, []
+        self.passing, self.pending, self.written, self.lost, self.written_at = [], [], False, [], 0.0
+        self.states = []
         self.refusals, self.meanwhile, self.saved, self.last_step, self.asked = refusals, meanwhile, [], None, False
 
     def save(self, step, actor, state, **facts):
@@ -31,8 +31,9 @@ class Checkpoints:
             self.meanwhile(self.refusals)
             raise StorageFull("checkpoint of step 3 could not be written: No space left on device")
         self.passing.append(facts["passing"])
+        self.states.append(state)
         if facts["in_background"]:
-            self.writing.append(step)
+            self.pending.append(step)
             return None
         self.saved.append(step)
         return "checkpoints/step-00000003"
@@ -40,11 +41,15 @@ class Checkpoints:
     def settle(self, *, wait=False):
         if self.lost:
             raise self.lost.pop()
-        if not self.writing or not (wait or self.written):
+        if not self.pending or not (wait or self.written):
             return None
-        self.last_step = self.writing.pop()
+        self.last_step = self.pending.pop()
         self.saved.append(self.last_step)
         return f"checkpoints/step-{self.last_step:08d}"
+
+    @property
+    def writing(self):
+        return bool(self.pending) and not self.written
 
     def leave_after(self, step):
         self.left_after = step
@@ -66,22 +71,21 @@ class Run:
         job["runtime"] = {"deadlines": {"degraded": patience}}
         self.applied = AppliedSpec(RLJobSpec.model_validate(job | spec))
         cluster = SimpleNamespace(members=lambda *role, **also: [])
-        roster = Roster(self.applied.spec, cluster, job="j", patient=False)
-        self.board = StatusBoard(self.applied.spec, cluster, roster, epoch=0)
-        self.stops = StopController(lambda: self.board.phase, cancel_training=lambda: None)
+        presence = Roster(self.applied.spec, cluster, job="j", patient=False)
+        self.board = StatusBoard(self.applied.spec, cluster, presence, epoch=0)
+        self.stops = StopController(lambda: self.board.phase)
         self.checkpoints, self.exports, self.now = Checkpoints(refusals), [], 0.0
         self.progress = Progress(step=3, version=3)
         self.saving = Saving(
             self.applied,
             self.progress,
             self.checkpoints,
-            actor=self,
-            schedule=DisaggregatedSchedule(),
-            dispatcher=Account().dispatcher,
-            sync=SimpleNamespace(digest="d"),
             board=self.board,
             stops=self.stops,
             output=Path("out"),
+            schedule=DisaggregatedSchedule(),
+            group=self,
+            weights_digest=lambda: "d",
             room_pause=0.0,
             clock=self.look,
         )
@@ -197,12 +201,62 @@ def test_an_asynchronous_checkpoint_is_told_of_when_it_is_written_and_waited_for
     assert run.checkpoints.saved[-1] == 10, "the last step's is waited for"
 
 
+def test_a_save_is_due_only_when_the_last_one_is_written_and_the_loop_never_waits_for_it():
+    run = Run(checkpoint={"everySteps": 3, "asynchronous": True})
+    assert run.saving.due() is Due.LASTING
+    run.saving.try_save()
+    for step in (4, 5, 6, 7):
+        run.progress.step = step
+        run.checkpoints.asked = True
+        run.saving.settle()
+        assert run.saving.due() is None, "the checkpoint of step 3 is being written"
+    run.checkpoints.written, run.checkpoints.asked = True, False
+    run.saving.settle()
+    assert run.saving.due() is Due.LASTING, "that of step 6 is owed"
+    assert run.saving.due() is None
+    run.checkpoints.written = False
+    run.saving.try_save()
+    run.progress.step = 10
+    assert run.saving.due() is Due.LASTING, "the last step is saved, whatever is being written"
+
+
+def test_the_share_of_saving_counts_the_whole_write_in_the_background():
+    """A copy of a second whose write takes 100 s is not cheap: by time it is made at most every 5,000 s."""
+    run = Run(checkpoint={"everySteps": 100, "everySeconds": 60, "asynchronous": True})
+    run.now += 60.0
+    assert run.saving.due() is Due.PASSING
+    run.saving.try_save(Due.PASSING)
+    run.checkpoints.written, run.checkpoints.written_at = True, run.now + 100.0
+    run.saving.settle()
+    run.now += 1000.0
+    assert run.saving.due() is None
+
+
+def test_objects_of_a_program_are_saved_and_restored_by_name():
+    run, saved = Run(), {}
+    counter = SimpleNamespace(state_dict=lambda: {"count": 7}, load_state_dict=saved.update)
+    run.saving.register("counter", counter)
+    for name in ("counter", "step", "history"):
+        with pytest.raises(ValueError, match="must be unused"):
+            run.saving.register(name, counter)
+    run.saving.save()
+    assert run.checkpoints.states[-1]["counter"] == {"count": 7}
+    checkpoint = SimpleNamespace(path="checkpoints/step-00000003")
+    run.checkpoints.find = lambda resume, first_epoch: checkpoint
+    run.checkpoints.restore = lambda found, load: run.checkpoints.states[-1]
+    run.saving.restore()
+    assert saved == {"count": 7}
+    del run.checkpoints.states[-1]["counter"]
+    with pytest.raises(ConfigError, match="must hold the state of counter"):
+        run.saving.restore()
+
+
 def test_an_asynchronous_checkpoint_that_failed_is_told_at_the_next_step_and_a_lost_rank_ends_the_run():
     run = Run(checkpoint={"everySteps": 3, "asynchronous": True})
     run.saving.try_save()
     run.checkpoints.lost = [WorkerLost("actor:1 is gone"), StorageFull("No space left on device")]
     run.saving.settle()
-    status = run.board.snapshot({}, [])
+    status = run.board.snapshot()
     assert status["failures"] == {"runner/checkpoint": 1} and "No space left" in status["checkpoint"]["error"]
     with pytest.raises(WorkerLost):
         run.saving.settle()
@@ -211,7 +265,7 @@ def test_an_asynchronous_checkpoint_that_failed_is_told_at_the_next_step_and_a_l
 def test_training_goes_on_when_a_periodic_checkpoint_is_refused():
     run = Run(refusals=1)
     run.saving.try_save()
-    status = run.board.snapshot({}, [])
+    status = run.board.snapshot()
     assert status["failures"] == {"runner/checkpoint": 1} and "No space left" in status["checkpoint"]["error"]
 
 
@@ -277,5 +331,5 @@ def test_a_trained_step_whose_ledger_finds_no_room_is_not_left_as_if_it_were_unf
         raise StorageFull("the ledger could not be written")
 
     with pytest.raises(ConfigError, match="ledger could not be written"):
-        run.saving.with_patience(append)
+        run.saving.with_retries(append)
     assert len(refusals) == 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_core.messages.members import WaitCause
 from rl_core.runner.stall import StallDetector, Wait, explain, find_cycle
 
 
@@ -12,8 +13,8 @@ class FakeClock:
         return self.now
 
 
-def wait(who, on, what="a record", seconds=5.0):
-    return Wait(who=who, on=on, what=what, since_seconds=seconds)
+def wait(who, on, what="a record", seconds=5.0, cause=None):
+    return Wait(who=who, on=on, what=what, since_seconds=seconds, cause=cause)
 
 
 def test_progress_of_any_kind_is_not_a_stall():
@@ -41,12 +42,13 @@ def test_the_default_bound_is_five_median_steps_but_at_least_five_minutes():
     [
         ([wait("runner", "rollout"), wait("rollout:0", "env:0")], "WaitingForEnv"),
         ([wait("actor:0", "rollout:1")], "WaitingForRollout"),
-        ([wait("rollout:0", "actor:0", "weights of version 3")], "WaitingForWeights"),
-        ([wait("rollout:0", "trajectories", "a full channel")], "ChannelFull"),
+        ([wait("rollout:0", "actor:0", "version 3", cause=WaitCause.WEIGHTS)], "WaitingForWeights"),
+        ([wait("rollout:0", "trajectories", cause=WaitCause.CHANNEL_FULL)], "ChannelFull"),
         ([wait("actor:0", "rollout:0"), wait("rollout:0", "actor:0")], "Deadlock"),
+        ([wait("rollout:0", "env:0", "the full weight of a record")], "WaitingForEnv"),
         ([], "WaitingForActor"),
     ],
-    ids=["env behind rollout", "rollout", "weights", "full", "cycle", "nobody tells"],
+    ids=["env behind rollout", "rollout", "weights", "full", "cycle", "words of a text", "nobody tells"],
 )
 def test_the_sink_of_the_waits_is_told(edges, reason):
     assert explain(edges, [])[0] == reason

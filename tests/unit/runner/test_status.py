@@ -7,9 +7,10 @@ import pytest
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import DeclaredWait, MemberState
 from rl_core.runner.ledger import GroupState, HeldGroup
+from rl_core.runner.prompts import MOST_GROUPS, Prompts
 from rl_core.runner.roster import Roster
 from rl_core.runner.stall import explain
-from rl_core.runner.status import MOST_GROUPS, Phase, StatusBoard
+from rl_core.runner.status import Phase, StatusBoard
 
 SOON = {"stall": {"seconds": 10.0}}
 
@@ -40,7 +41,7 @@ def board(members, **spec):
 
 
 def snapshot(board):
-    return board.snapshot({}, [])
+    return board.snapshot()
 
 
 def test_a_role_tells_ready_lost_versions_and_lag():
@@ -179,10 +180,22 @@ def test_a_stall_names_the_rollout_that_waits_for_nobody_and_is_counted_on(monke
 def test_who_holds_which_group_since_when_is_shown_beside_the_numbers_of_the_ledger():
     held = HeldGroup(group_id="0-7", state=GroupState.LEASED, owner="rollout:1 (0.0)", seconds=12.34, attempt=2)
     taken = HeldGroup(group_id="0-8", state=GroupState.CONSUMED, owner="", seconds=1.0, attempt=1)
-    ledger = board([]).snapshot({"ledger/leased": 1.0}, [held, taken])["ledger"]
+    held_groups = [held, taken]
+    dispatcher = SimpleNamespace(metrics=lambda: {"ledger/leased": 1.0}, held=lambda: held_groups, workload=dict)
+    prompts = Prompts(dispatcher=dispatcher, trajectories=None, ledger_file=None)
+    ledger = prompts.status()["ledger"]
     assert ledger["ledger/leased"] == 1.0
     assert ledger["groups"] == [
         {"id": "0-7", "state": "leased", "owner": "rollout:1 (0.0)", "seconds": 12.3, "attempt": 2},
         {"id": "0-8", "state": "consumed", "owner": None, "seconds": 1.0, "attempt": 1},
     ]
-    assert len(board([]).snapshot({}, [held] * 1000)["ledger"]["groups"]) == MOST_GROUPS
+    held_groups *= 500
+    assert len(prompts.status()["ledger"]["groups"]) == MOST_GROUPS
+
+
+def test_a_status_asks_once_for_the_wanted_members_however_many_are_lost():
+    shown = board([member(f"rollout:{rank}", state="lost") for rank in range(50)], rollout={"replicas": 50})
+    asked, wanted = [], shown._roster.wanted
+    shown._roster.wanted = lambda role: asked.append(role) or wanted(role)
+    shown.snapshot()
+    assert sorted(asked) == sorted([*("actor", "rollout", "env")] * 2), "once for the status, once for the missing ones"

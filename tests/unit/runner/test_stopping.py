@@ -1,8 +1,11 @@
 """How a run that is asked to end hears of it: which wait ends, which work is finished first."""
 
+import threading
+
 import pytest
 
 from rl_core.api.errors import ConfigError
+from rl_core.runner import stopping
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopController, StopKind, Stopped
 from rl_core.workers.result import CallCancelled
@@ -26,29 +29,54 @@ class Result:
 
 class Run:
     def __init__(self, phase):
-        self.phase, self.told = phase, []
-        self.stops = StopController(lambda: self.phase, cancel_training=lambda: self.told.append("cancel_training"))
+        self.phase = phase
+        self.stops = StopController(lambda: self.phase)
 
 
 @pytest.mark.parametrize("kind", list(StopKind))
-@pytest.mark.parametrize("phase", [Phase.GENERATING, Phase.VALIDATING])
-def test_a_stop_ends_the_wait_for_groups_and_leaves_the_step(phase, kind):
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.GENERATING, Phase.VALIDATING, Phase.DEGRADED])
+def test_a_stop_ends_the_wait_and_leaves_the_step(phase, kind):
     run = Run(phase)
     with pytest.raises(Stopped, match="enough"):
         run.stops.wait(Result(during=lambda: run.stops.stop("enough", kind)))
-    assert run.stops.kind is kind and run.told == []
+    assert run.stops.kind is kind
 
 
-@pytest.mark.parametrize(
-    ("phase", "told"), [(Phase.TRAINING, ["cancel_training"]), (Phase.SYNCING, []), (Phase.CHECKPOINTING, [])]
-)
-def test_a_stop_cancels_a_training_and_lets_the_rest_finish(phase, told):
+@pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.SYNCING, Phase.CHECKPOINTING])
+def test_a_stop_lets_work_finish_that_cannot_be_left(phase):
     run = Run(phase)
     assert run.stops.wait(Result(during=lambda: run.stops.stop("enough"))) == [1]
     run.stops.check()
-    assert run.told == told and run.stops.asked
     with pytest.raises(Stopped):
         run.stops.leave_if_asked()
+
+
+def test_a_stop_cancels_the_work_that_can_be_cancelled_and_only_while_it_runs():
+    run, cancelled = Run(Phase.TRAINING), []
+    with run.stops.cancelling(lambda: cancelled.append("training")):
+        run.stops.stop("enough")
+        run.stops.stop("at once", StopKind.INTERRUPT)
+    run.stops.stop("roll back", StopKind.ROLLBACK)
+    assert cancelled == ["training", "training"]
+
+
+def test_a_stop_that_comes_at_the_same_time_as_a_rollback_does_not_replace_it(monkeypatch):
+    """The loop requests the rollback while the thread of SIGTERM compares its own kind with the request before."""
+    run = Run(Phase.SYNCING)
+    rollback = threading.Thread(target=run.stops.stop, args=("klBlowUp has fired", StopKind.ROLLBACK))
+
+    class Kinds(tuple):
+        def index(self, kind):
+            if not rollback.ident:
+                rollback.start()
+                rollback.join(0.5)
+            return super().index(kind)
+
+    run.stops.stop("enough")
+    monkeypatch.setattr(stopping, "KINDS", Kinds(stopping.KINDS))
+    run.stops.stop("SIGTERM", StopKind.INTERRUPT)
+    rollback.join(30)
+    assert run.stops.kind is StopKind.ROLLBACK and run.stops.reason == "klBlowUp has fired"
 
 
 @pytest.mark.parametrize("phase", list(Phase))

@@ -217,3 +217,28 @@ def test_a_wait_may_end_before_its_time_and_a_short_one_warns_of_nothing(caplog)
     assert wait.pause(str, end=12.0) == 2.0 and wait.pause(str, end=9.0) is None
     short = DeadlineWait("actor.train", 9, began=0.0, clock=lambda: 8.0)
     assert short.pause(str) == 1.0 and caplog.records == []
+
+
+def test_a_wait_for_the_end_tells_its_own_time_from_a_deadline_that_a_rank_raises():
+    calls, result = make()
+    assert not result.wait_done(0.0)
+    for call in calls:
+        call.future.set_exception(DeadlineExceeded("the rank's own deadline"))
+    assert result.wait_done(0.0)
+    with pytest.raises(RLJobError, match="the rank's own deadline"):
+        result.wait(0.0)
+
+
+def test_a_wait_for_the_end_gives_the_other_ranks_time_after_the_first_failure():
+    now = [0.0]
+    calls, result = make(settle=5.0, clock=lambda: now[0])
+    calls[0].future.set_exception(DataError("line 3"))
+    assert not result.wait_done(0.0)
+    now[0] = 5.0
+    assert result.wait_done(0.0)
+
+
+def test_a_cancelled_call_is_over():
+    _, result = make()
+    result.cancel()
+    assert result.wait_done(0.0)

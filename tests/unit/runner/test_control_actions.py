@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.runner.changes import AppliedSpec
-from rl_core.runner.controls import Controls, drain
+from rl_core.runner.control_actions import ControlActions, drain
 from rl_core.runner.status import Phase
 from rl_core.runner.stopping import StopController
 from tests.unit.runner.test_roster import member, roster, spec
@@ -47,9 +47,9 @@ class Asked:
 
     def __init__(self):
         self.applied = AppliedSpec(spec())
-        self.stops = StopController(lambda: Phase.STARTING, cancel_training=lambda: None)
+        self.stops = StopController(lambda: Phase.STARTING)
         self.drained, self.checkpoints = [], []
-        self.calls = Controls(
+        self.calls = ControlActions(
             self.applied,
             self.stops,
             ask_checkpoint=lambda: self.checkpoints.append(1),

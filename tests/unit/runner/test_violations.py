@@ -1,7 +1,7 @@
 """Streaks of steps that went wrong count in a row, only where a rule is set."""
 
 from rl_core.api.failure import FailurePolicySpec
-from rl_core.runner.streaks import Streaks
+from rl_core.runner.violations import ConsecutiveViolations
 
 RULES = {
     "nonFiniteLoss": {"action": "Pause"},
@@ -13,7 +13,7 @@ GOOD = {"train/loss": 0.1, "train/grad_norm": 1.0, "reward/mean": 0.5, "train/ap
 
 
 def test_each_rule_counts_its_steps_in_a_row_and_a_good_step_ends_the_streak():
-    streaks = Streaks(FailurePolicySpec.model_validate(RULES))
+    streaks = ConsecutiveViolations(FailurePolicySpec.model_validate(RULES))
     wrong = [
         {"train/loss": float("nan")},
         {"train/grad_norm": float("inf")},
@@ -27,13 +27,13 @@ def test_each_rule_counts_its_steps_in_a_row_and_a_good_step_ends_the_streak():
 
 
 def test_a_step_without_a_measured_mismatch_neither_counts_nor_ends_its_streak():
-    streaks = Streaks(FailurePolicySpec.model_validate(RULES))
+    streaks = ConsecutiveViolations(FailurePolicySpec.model_validate(RULES))
     steps = [{"mismatch/kl": 0.02}, {}, {"mismatch/kl": float("nan")}, {"mismatch/kl": 0.01}]
     assert [streaks.observe(GOOD | metrics)["mismatch"] for metrics in steps] == [1, 1, 2, 0]
 
 
 def test_without_rules_nothing_counts():
-    streaks = Streaks(FailurePolicySpec())
+    streaks = ConsecutiveViolations(FailurePolicySpec())
     assert streaks.observe({"train/loss": float("nan"), "reward/mean": -9.0}) == {
         "nonFiniteLoss": 0,
         "rewardCollapse": 0,

@@ -1,5 +1,6 @@
-"""The control calls of `PUT /control`, `POST /checkpoint`, `/drain` and `/finish`. They check what is asked and hand it to the part it is for;
-the loop honours it at its next boundary.
+"""The functions behind `PUT /control`, `POST /checkpoint`, `/drain` and `/finish`.
+
+Each checks the body and hands the request to the part of the run that it is for. The loop acts on it at its next step boundary.
 """
 
 import logging
@@ -34,8 +35,9 @@ def drain(pods: Iterable[str], *, cluster: Cluster, roster: Roster) -> dict[str,
         if member.state not in LEAVING:
             logger.info("%s (pod %s) drains", member.name, member.pod)
             cluster.retire(member.name).future.add_done_callback(partial(_log_failure, member.name))
-    found = {member.pod for member in chosen}
-    return {"draining": [pod for pod in asked if pod in found], "unknown": [pod for pod in asked if pod not in found]}
+    draining = {member.pod for member in chosen}
+    known = [pod for pod in asked if pod in draining]
+    return {"draining": known, "unknown": [pod for pod in asked if pod not in draining]}
 
 
 def _log_failure(name: str, future: Any) -> None:
@@ -44,8 +46,8 @@ def _log_failure(name: str, future: Any) -> None:
         logger.warning("%s could not be told to drain: %s", name, error)
 
 
-class Controls:
-    """The control calls by `METHOD /path`, as `ControlServer` takes them; all raise ValueError for a body that does not fit."""
+class ControlActions:
+    """The actions that `ControlServer` serves. All raise ValueError for a body with missing or wrong fields."""
 
     def __init__(
         self,
@@ -56,12 +58,15 @@ class Controls:
         drain: Callable[[list[str]], dict[str, list[str]]],
         applied_generation: Callable[[], int],
     ) -> None:
-        """`ask_checkpoint()` lets the next boundary save; `drain(pods)` lets pods go."""
+        """`ask_checkpoint()` requests a checkpoint at the next step boundary, `drain(pods)` begins to drain pods.
+
+        `applied_generation()` is the generation of the job that the run follows.
+        """
         self._spec, self._stops = applied, stops
         self._ask_checkpoint, self._drain, self._applied = ask_checkpoint, drain, applied_generation
 
-    def actions(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Return the functions by call."""
+    def by_path(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Return the actions by `METHOD /path`."""
         return {
             "PUT /control": self.control,
             "POST /checkpoint": self.checkpoint,
@@ -70,7 +75,7 @@ class Controls:
         }
 
     def control(self, body: Any) -> dict[str, Any]:
-        """Take `{generation, spec}`; the mutable fields apply at the next step boundary."""
+        """Accept `{generation, spec}`; the mutable fields apply at the next step boundary."""
         fields = _object(body, {"generation": int, "spec": dict})
         self._spec.offer(fields["generation"], fields["spec"])
         return {"accepted": True, "appliedGeneration": self._applied()}
@@ -81,7 +86,7 @@ class Controls:
         return {"accepted": True}
 
     def drain(self, body: Any) -> dict[str, Any]:
-        """Take `{pods: [names]}`."""
+        """Begin to drain the pods of `{pods: [names]}`."""
         pods = _object(body, {"pods": list})["pods"]
         if not all(isinstance(pod, str) for pod in pods):
             raise ValueError(f"pods must be a list of pod names, got {pods!r}; correct it")
@@ -91,10 +96,10 @@ class Controls:
             raise ValueError(str(error)) from error
 
     def finish(self, body: Any) -> dict[str, Any]:
-        """Take `{reason}` or nothing; suspend, rollback and failed keep the run resumable, any other reason ends it for good."""
+        """Request the end of the run with `{reason}` or nothing; suspend, rollback and failed keep it resumable, other reasons end it for good."""
         reason = str(_object({} if body is None else body, {}).get("reason") or "")
-        told = f"asked by POST /finish{f' ({reason})' if reason else ''}"
-        self._stops.stop(told, KIND_OF_REASON.get(reason, StopKind.FINISH))
+        text = f"asked by POST /finish{f' ({reason})' if reason else ''}"
+        self._stops.stop(text, KIND_OF_REASON.get(reason, StopKind.FINISH))
         return {"accepted": True}
 
 

@@ -1,0 +1,45 @@
+"""The prompt groups of a text program: who gives them out, where they travel, where they are written down."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.channel import Channel
+from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.history import LedgerFile
+from rl_core.runner.ledger import HeldGroup
+from rl_core.runner.validation import Validation
+
+MOST_GROUPS = 256
+"""Number of groups that `/status` shows, the first ones in the ledger's order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """What a text program needs to have its prompts answered."""
+
+    dispatcher: Dispatcher
+    """Leases prompt groups to rollouts and accounts for them."""
+    trajectories: Channel
+    """PromptGroupRecords on their way from the rollouts to the data ranks."""
+    ledger_file: LedgerFile
+    """`ledger.jsonl`: one line per trained group."""
+    validation: Validation | None = None
+    """None without a validation split."""
+    dropped_overlong: int = 0
+    """Training prompts that were left out for their length."""
+
+    def status(self) -> dict[str, Any]:
+        """Return `ledger` and `workload` of `/status`."""
+        groups = [_group(held) for held in self.dispatcher.held()[:MOST_GROUPS]]
+        return {"ledger": {**self.dispatcher.metrics(), "groups": groups}, "workload": self.dispatcher.workload()}
+
+
+def _group(held: HeldGroup) -> dict[str, Any]:
+    """Return who holds a group and for how long. It has no owner once its record is on the way to training."""
+    return {
+        "id": held.group_id,
+        "state": held.state.value,
+        "owner": held.owner or None,
+        "seconds": round(held.seconds, 1),
+        "attempt": held.attempt,
+    }

@@ -1,0 +1,76 @@
+"""Reports the steps of a run: their metrics to the trackers and to `/status`, their timing to the trace."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.observability.trackers import Trackers
+from rl_core.runner.progress import Progress
+from rl_core.runner.status import StatusBoard
+from rl_core.runner.trace import Span, Trace
+from rl_core.runner.training_account import GroupSpan
+
+
+@dataclass(slots=True)
+class StepTimers:
+    """Seconds of each part of one step, and the parts as spans of the trace."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    """Parts that have ended since `take_spans` was called."""
+
+    def next_step(self, carried: str) -> "StepTimers":
+        """Return timers for the next step. The part `carried`, measured after this step was logged, counts for the next one."""
+        return StepTimers({k: v for k, v in self.seconds.items() if k == f"time/{carried}"}, self.spans)
+
+    def take_spans(self) -> list[Span]:
+        """Return the parts that ended since the last call."""
+        taken, self.spans = self.spans, []
+        return taken
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's wall time to `time/<name>`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began
+            self.spans.append(Span(name, began, ended))
+
+
+class StepReport:
+    """Measures the parts of a step and reports what the step came to. Called by the loop."""
+
+    def __init__(self, progress: Progress, board: StatusBoard, trackers: Trackers, trace: Trace, *, epoch: int) -> None:
+        self.timers = StepTimers()
+        self._progress, self._board, self._trackers, self._trace, self._epoch = progress, board, trackers, trace, epoch
+
+    def begin_step(self) -> None:
+        """Measure another step from here on."""
+        self.timers = self.timers.next_step("checkpoint")
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count the block's wall time as `time/<part>` of the step."""
+        with self.timers.measure(part):
+            yield
+
+    def seconds(self, part: str) -> float:
+        """Return the measured seconds of a part of the step, 0 for one that was not measured."""
+        return self.timers.seconds.get(f"time/{part}", 0.0)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Send the metrics of the last step, with its timings, to the trackers; `/status` shows those that are finite numbers."""
+        values = {"policy_version": self._progress.version, "epoch": self._epoch, **metrics, **self.timers.seconds}
+        self._trackers.log(self._progress.step, values)
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        self._board.set(metrics={key: value for key, value in numbers.items() if math.isfinite(value)})
+
+    def trace(self, groups: Sequence[GroupSpan] = ()) -> None:
+        """Add to the trace what was measured since the last call, and the groups that the step trained or refused."""
+        self._trace.add(self._progress.step, self._progress.version, self.timers.take_spans(), groups)
