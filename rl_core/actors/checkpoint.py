@@ -53,24 +53,24 @@ class Counters:
         """Return the counters in `folder`. Raises FileNotFoundError without any, DataError for damaged or foreign ones."""
         path = folder / COUNTERS
         try:
-            found = json.loads(path.read_text())
+            fields = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{folder} must hold {COUNTERS} of an actor checkpoint, got none; choose another one"
             ) from error
         except ValueError as error:
             raise DataError(f"{path} must be JSON: {error}; resume from another checkpoint") from error
-        if found.get("format") != FORMAT:
+        if fields.get("format") != FORMAT:
             raise DataError(
-                f"{path} must have format {FORMAT}, got {found.get('format')!r}; use the version that wrote it"
+                f"{path} must have format {FORMAT}, got {fields.get('format')!r}; use the version that wrote it"
             )
         return cls(
-            step=found["step"],
-            global_step=found["global_step"],
-            world_size=found["world_size"],
-            counts=OptimizerCounts(**found["counts"]),
-            consecutive_skips=[float(norm) for norm in found["consecutive_skips"]],
-            optimizer_steps=found["optimizer_steps"],
+            step=fields["step"],
+            global_step=fields["global_step"],
+            world_size=fields["world_size"],
+            counts=OptimizerCounts(**fields["counts"]),
+            consecutive_skips=[float(norm) for norm in fields["consecutive_skips"]],
+            optimizer_steps=fields["optimizer_steps"],
         )
 
 

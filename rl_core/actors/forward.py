@@ -87,7 +87,9 @@ def score(
         temperature=temperature,
         wanted=(log_probs, entropy, values),
     )
-    return TokenNumbers(*(None if one is None else unpack_rows(one, batch.rows, width=batch.width) for one in packed))
+    return TokenNumbers(
+        *(None if tensor is None else unpack_rows(tensor, batch.rows, width=batch.width) for tensor in packed)
+    )
 
 
 def _score_packed(

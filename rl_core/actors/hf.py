@@ -47,10 +47,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, got {type(config).__name__}; download it again")
     listed = config.get("architectures")
-    found = listed[0] if isinstance(listed, list) and listed else listed
-    if not isinstance(found, str) or found not in ARCHITECTURES:
+    architecture = listed[0] if isinstance(listed, list) and listed else listed
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"architecture in {path} must be one of {', '.join(ARCHITECTURES)}, got {found}; choose such a model"
+            f"architecture in {path} must be one of {', '.join(ARCHITECTURES)}, got {architecture}; choose such a model"
         )
     return dict(config)
 

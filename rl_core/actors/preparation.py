@@ -114,8 +114,8 @@ def finish(prepared: PreparedBatch, algorithm: AlgorithmSpec, *, max_new_tokens:
     coefficient, critic = algorithm.reward_kl_coefficient, algorithm.critic_in_use
     options = {"kl_coefficient": coefficient} if coefficient > 0 else {}
     if critic is not None:
-        inputs, found = _with_token_rewards(inputs, coefficient)
-        prepared.metrics |= found
+        inputs, kl_metrics = _with_token_rewards(inputs, coefficient)
+        prepared.metrics |= kl_metrics
         options = {"gamma": critic.gamma, "lam": critic.lam}
     result = compute_advantages(
         algorithm.name, inputs, clip=algorithm.advantage_clip, whiten=algorithm.whiten, reduce=reduce, **options

@@ -53,8 +53,8 @@ class Columns:
 
     def present(self) -> dict[str, Tensor]:
         """Return the columns that are there, by name."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: column for name, column in found.items() if column is not None}
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Columns":
         """Return the columns with `change` applied to every one."""

@@ -35,12 +35,12 @@ class GatheringPlan:
         self.transfers: dict[str, list[Transfer]] = {name: [] for name in shapes}
         """By name."""
         # As if each rank were a node: what rank 0 stores itself does not travel.
-        for one in plan_reshard(offered, whole, nodes=range(ranks.size)):
-            self.transfers[one.name].append(one)
+        for transfer in plan_reshard(offered, whole, nodes=range(ranks.size)):
+            self.transfers[transfer.name].append(transfer)
 
     def at_home(self, name: str) -> bool:
         """Return whether rank 0 has all of a tensor in one box."""
-        return [one.source for one in self.transfers[name]] == [0]
+        return [transfer.source for transfer in self.transfers[name]] == [0]
 
 
 class GatheredSource:
@@ -93,18 +93,19 @@ class _Gathered:
         self, members: Sequence[SourceEntry], slices: Mapping[str, LocalSlice], plan: GatheringPlan, ranks: Ranks
     ) -> None:
         self._slices = slices
-        self._dtypes = {one.name: getattr(torch, one.dtype) for one in members}
-        cut = [one for one in members if not plan.at_home(one.name)]
+        self._dtypes = {entry.name: getattr(torch, entry.dtype) for entry in members}
+        cut = [entry for entry in members if not plan.at_home(entry.name)]
         self._whole: dict[str, Tensor] = {}
         """Of the tensors that are put together, on rank 0."""
         if ranks.rank == 0:
             self._whole = {
-                one.name: torch.empty(one.shape, dtype=self._dtypes[one.name], device=ranks.device) for one in cut
+                entry.name: torch.empty(entry.shape, dtype=self._dtypes[entry.name], device=ranks.device)
+                for entry in cut
             }
         self._exchange = execute(
-            [transfer for one in cut for transfer in plan.transfers[one.name]],
+            [transfer for entry in cut for transfer in plan.transfers[entry.name]],
             rank=ranks.rank,
-            held={one.name: _held(slices[one.name]) for one in cut if one.name in slices},
+            held={entry.name: _held(slices[entry.name]) for entry in cut if entry.name in slices},
             room={name: Held(tuple((0, n) for n in whole.shape), whole) for name, whole in self._whole.items()},
             dtypes=self._dtypes,
             device=ranks.device,

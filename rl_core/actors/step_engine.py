@@ -119,11 +119,11 @@ class StepEngine:
         rows = StepRows(numbers=list(range(len(lengths))), lengths=lengths, columns=columns)
         with self._ranks.guard("scoring"):
             cuts = self._cut(lengths)
-            found = self._backend.score_rows(
+            scored_parts = self._backend.score_rows(
                 _parts(rows, cuts), proceed=self._cancellation.check, log_probs=log_probs, values=values
             )
         scored = Scored(*(torch.zeros(batch.input_ids.shape) if wanted else None for wanted in (log_probs, values)))
-        for cut, part in zip(cuts, found, strict=bool(found)):
+        for cut, part in zip(cuts, scored_parts, strict=bool(scored_parts)):
             for whole, tokens in zip(scored, part, strict=True):
                 if cut and whole is not None and tokens is not None:
                     whole[cut, : tokens.shape[1]] = tokens

@@ -31,14 +31,14 @@ def extract_answer(response: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def same_answer(found: str, expected: str) -> bool:
+def same_answer(answer: str, expected: str) -> bool:
     r"""Return whether two answers agree: numbers and fractions exactly, everything else as case-folded text.
 
     Dollar signs, spaces, thousands commas, a closing period or percent sign do not count. `expected` may itself be a
     worked solution that ends in `\boxed{...}` or `#### ...`.
     """
     marked = _marked_answer(expected)
-    left, right = _normal(found), _normal(expected if marked is None else marked)
+    left, right = _normal(answer), _normal(expected if marked is None else marked)
     left_value, right_value = _value(left), _value(right)
     if left_value is not None and right_value is not None:
         return left_value == right_value
@@ -58,15 +58,15 @@ def _marked_answer(text: str) -> str | None:
 def _last_boxed(text: str) -> str | None:
     """Return the content of the last `boxed` command whose braces balance; one pass over the braces."""
     opened: list[tuple[int, bool]] = []
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
         if brace.group() != "}":
             opened.append((brace.end(), brace.group() != "{"))
         elif opened:
             start, is_boxed = opened.pop()
-            if is_boxed and (found is None or start > found[0]):
-                found = start, brace.start()
-    return None if found is None else text[found[0] : found[1]]
+            if is_boxed and (span is None or start > span[0]):
+                span = start, brace.start()
+    return None if span is None else text[span[0] : span[1]]
 
 
 def _normal(text: str) -> str:

@@ -44,7 +44,7 @@ def mismatch_stats(
     low, high = (math.log(bound) if bound > 0 else -math.inf for bound in bounds)
     outside = (difference < low) | (difference > high)
     largest = torch.where(same, size, 0.0).amax() if size.numel() else size.new_zeros(())
-    found = {
+    stats = {
         "kl": mean_stat(divergence, same, count),
         "mean_abs_diff": mean_stat(size, same, count),
         "max_ratio": Stat("max", largest.exp(), count),
@@ -56,7 +56,7 @@ def mismatch_stats(
         for age in range(1, oldest + 1):
             old = mask & (ages == age if age < oldest else ages >= age)
             parts |= {f"kl/age_{age}": mean_stat(divergence, old), f"abs_diff/age_{age}": mean_stat(size, old)}
-    return {f"{PREFIX}{name}": stat for name, stat in found.items()} | {f"{PARTS}{n}": s for n, s in parts.items()}
+    return {f"{PREFIX}{name}": stat for name, stat in stats.items()} | {f"{PARTS}{n}": s for n, s in parts.items()}
 
 
 def _by_length(divergence: Tensor, mask: Tensor, same: Tensor) -> dict[str, Stat]:

@@ -75,8 +75,10 @@ _BUILTIN_ALIASES: dict[str, dict[str, str]] = {
     "reward": {},
 }
 
-_known: dict[str, dict[str, _Builtin | Callable[..., Any]]] = {kind: dict(found) for kind, found in _BUILTIN.items()}
-_aliases: dict[str, dict[str, str]] = {kind: dict(found) for kind, found in _BUILTIN_ALIASES.items()}
+_known: dict[str, dict[str, _Builtin | Callable[..., Any]]] = {
+    kind: dict(functions) for kind, functions in _BUILTIN.items()
+}
+_aliases: dict[str, dict[str, str]] = {kind: dict(functions) for kind, functions in _BUILTIN_ALIASES.items()}
 
 
 def register(kind: str, name: str, *, aliases: Iterable[str] = (), overwrite: bool = False) -> Callable[[F], F]:
@@ -117,8 +119,8 @@ def resolve(kind: str, name: str) -> Callable[..., Any]:
     canonical = _aliases[kind].get(canonical, canonical)
     if canonical not in table:
         raise ValueError(f"{kind} must be one of {', '.join(names(kind))} or a 'package.module:function', got {name!r}")
-    found = table[canonical]
-    return _load(kind, found) if isinstance(found, _Builtin) else found
+    function = table[canonical]
+    return _load(kind, function) if isinstance(function, _Builtin) else function
 
 
 def builtin(kind: str, name: str) -> Callable[..., Any]:
@@ -206,10 +208,10 @@ def _normal(name: str) -> str:
 
 
 def _extension(kind: str, name: str) -> Callable[..., Any]:
-    found = import_reference(name, field=f"{kind} function")
-    if not callable(found):
+    extension = import_reference(name, field=f"{kind} function")
+    if not callable(extension):
         raise ConfigError(
-            f"{kind} function: must be a function, got {name!r}, which is a {type(found).__name__}; correct it"
+            f"{kind} function: must be a function, got {name!r}, which is a {type(extension).__name__}; correct it"
         )
-    extension: Callable[..., Any] = found
-    return extension
+    function: Callable[..., Any] = extension
+    return function

@@ -25,8 +25,8 @@ def math_reward(response: str, answer: str, *, correct: float = 1.0, incorrect: 
     The final answer is the last balanced `\boxed{...}`, else the text after the last `####`, else the last number.
     Fractions and decimals are compared exactly, other answers as case-folded text.
     """
-    found = extract_answer(response)
-    return correct if found is not None and same_answer(found, answer) else incorrect
+    found_answer = extract_answer(response)
+    return correct if found_answer is not None and same_answer(found_answer, answer) else incorrect
 
 
 def exact_reward(response: str, answer: str, *, correct: float = 1.0, incorrect: float = 0.0) -> float:

@@ -88,5 +88,5 @@ def _sorted_parts(values: Floats, part_of: Ints, parts: int) -> Parts:
     for index, part in enumerate(part_of.tolist()):
         members.setdefault(part, []).append(index)
     costs = values.tolist()
-    found = sorted(members.values(), key=lambda part: (-math.fsum([costs[index] for index in part]), part[0]))
-    return found + [[] for _ in range(parts - len(found))]
+    ordered = sorted(members.values(), key=lambda part: (-math.fsum([costs[index] for index in part]), part[0]))
+    return ordered + [[] for _ in range(parts - len(ordered))]

@@ -202,7 +202,7 @@ def _fill(rows: list[Row], *, pad_token_id: int, usable: Tensor) -> dict[str, Te
 
 def _components(samples: list[_Sample]) -> dict[str, Tensor]:
     """Return the metrics `reward/<name>` of the completions by name, in order of first appearance; NaN where absent."""
-    found = [
+    components = [
         {
             key.removeprefix(_COMPONENT): value
             for key, value in sample.completion.metrics.items()
@@ -210,7 +210,8 @@ def _components(samples: list[_Sample]) -> dict[str, Tensor]:
         }
         for sample in samples
     ]
-    names = dict.fromkeys(name for row in found for name in row)
+    names = dict.fromkeys(name for row in components for name in row)
     return {
-        name: torch.tensor([float(row.get(name, math.nan)) for row in found], dtype=torch.float32) for name in names
+        name: torch.tensor([float(row.get(name, math.nan)) for row in components], dtype=torch.float32)
+        for name in names
     }

@@ -29,8 +29,8 @@ def find_source(wanted: ResumeFromSpec, *, output: Path, bounds: Sequence[Path])
     followed. Raises ConfigError with the way out for a place outside of them and for what is not there, DataError for a damaged one.
     """
     folders = [_by_path(wanted.path)] if wanted.path is not None else _by_name(wanted.job or "", output)
-    found = [_choose(_bounded(folder, bounds), str(wanted.step)) for folder in folders]
-    newest = max(found, key=lambda checkpoint: (checkpoint.path / MANIFEST).stat().st_mtime)
+    checkpoints = [_choose(_bounded(folder, bounds), str(wanted.step)) for folder in folders]
+    newest = max(checkpoints, key=lambda checkpoint: (checkpoint.path / MANIFEST).stat().st_mtime)
     _bounded(newest.path, bounds)
     logger.info("%s: %s", FIELD, newest.path)
     return newest
@@ -51,14 +51,14 @@ def _by_name(name: str, output: Path) -> list[Path]:
     pattern = re.compile(f"{re.escape(name)}({UID})?")
     there = sorted(path for path in beside.iterdir() if path.is_dir()) if beside.is_dir() else []
     named = [path for path in there if pattern.fullmatch(path.name) and path.resolve() != output.resolve()]
-    found = [path for path in named if CheckpointStore(path / CHECKPOINTS, keep=1).complete_steps()]
-    if not found:
+    runs = [path for path in named if CheckpointStore(path / CHECKPOINTS, keep=1).complete_steps()]
+    if not runs:
         others = ", ".join(path.name for path in there if path.resolve() != output.resolve()) or "nothing"
         raise ConfigError(
             f"{FIELD}.job must name a run whose folder in {beside} holds a complete checkpoint, got {name}; there are: {others}. "
             f"Name one of them, or give {FIELD}.path"
         )
-    return found
+    return runs
 
 
 def _bounded(folder: Path, bounds: Iterable[Path]) -> Path:
@@ -97,11 +97,11 @@ def _choose(folder: Path, step: str) -> Checkpoint:
 
 
 def _of_step(store: CheckpointStore, folder: Path, step: str) -> Checkpoint:
-    found = store.at(folder)
-    if step not in ("latest", "best", str(found.step)):
+    checkpoint = store.at(folder)
+    if step not in ("latest", "best", str(checkpoint.step)):
         raise ConfigError(
-            f"{FIELD}.step must be {found.step}, that of the checkpoint that path names, got {step}; leave it out, or name the folder "
+            f"{FIELD}.step must be {checkpoint.step}, that of the checkpoint that path names, got {step}; leave it out, or name the folder "
             f"{folder.parent}"
         )
-    found.manifest.verify(folder)
-    return found
+    checkpoint.manifest.verify(folder)
+    return checkpoint

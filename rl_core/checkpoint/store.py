@@ -178,8 +178,8 @@ class CheckpointStore:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return all complete checkpoints by ascending step; damaged folders are left out and logged once."""
-        found = [self._inspect(path) for path in self._folders(PUBLISHED)]
-        return sorted((checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.step)
+        checkpoints = [self._inspect(path) for path in self._folders(PUBLISHED)]
+        return sorted((checkpoint for checkpoint in checkpoints if checkpoint), key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, None when there is none."""

@@ -122,7 +122,7 @@ def read_shards(folder: Path, parts: Mapping[str, Sequence[tuple[Tensor, tuple[i
 
 
 def _stored(readers: Mapping[Path, Any]) -> dict[str, list[_Stored]]:
-    found: dict[str, list[_Stored]] = {}
+    stored: dict[str, list[_Stored]] = {}
     for file, reader in readers.items():
         metadata = reader.metadata() or {}
         if SHARDING not in metadata:
@@ -130,8 +130,8 @@ def _stored(readers: Mapping[Path, Any]) -> dict[str, list[_Stored]]:
         offsets = json.loads(metadata[SHARDING])
         for name in reader.keys():  # noqa: SIM118
             held = _Stored(reader.get_slice(name), tuple(offsets[name]["saved_offsets"]))
-            found.setdefault(name, []).append(held)
-    return found
+            stored.setdefault(name, []).append(held)
+    return stored
 
 
 def _check_shape(folder: Path, name: str, stored: list[_Stored], shape: tuple[int, ...]) -> None:

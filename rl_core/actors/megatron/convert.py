@@ -219,17 +219,17 @@ def head_size(hf: Any) -> int:
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    found = LAYER.fullmatch(name)
-    if found is None:
+    match = LAYER.fullmatch(name)
+    if match is None:
         raise RuntimeError(f"parameter {name} has no place in a Hugging Face folder; this is a bug")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def global_parameters(model: Any) -> Mapping[str, Any]:
     """Return the parameters of one stage by name, layers counted over the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
 
-    def counted(found: re.Match[str]) -> str:
-        return f"decoder.layers.{layers[int(found[1])]}.{found[2]}"
+    def counted(match: re.Match[str]) -> str:
+        return f"decoder.layers.{layers[int(match[1])]}.{match[2]}"
 
     return {LAYER.sub(counted, name): parameter for name, parameter in model.named_parameters()}

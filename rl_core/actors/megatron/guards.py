@@ -26,8 +26,8 @@ def refusals(spec: RLJobSpec, config: Mapping[str, Any]) -> Iterator[str]:
 
 def check(spec: RLJobSpec, config: Mapping[str, Any]) -> None:
     """Raise ConfigError listing the `refusals`."""
-    if found := list(refusals(spec, config)):
-        raise ConfigError("; ".join(found))
+    if problems := list(refusals(spec, config)):
+        raise ConfigError("; ".join(problems))
 
 
 def _of_settings(spec: RLJobSpec) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _of_model(config: Mapping[str, Any]) -> Iterator[str]:
         "attention_bias": (bool(config.get("attention_bias")) and architecture not in BIASED, (False,)),
         "rope_type": (rope.get("rope_type") or rope.get("type") or "default", ROPE_TYPES),
     }
-    for name, (found, allowed) in settings.items():
-        if found not in allowed:
+    for name, (value, allowed) in settings.items():
+        if value not in allowed:
             yield (
-                f"{name} of the model must be {' or '.join(map(str, allowed))} with actor.backend megatron, got {found}; choose fsdp2"
+                f"{name} of the model must be {' or '.join(map(str, allowed))} with actor.backend megatron, got {value}; choose fsdp2"
             )

@@ -228,7 +228,7 @@ class MegatronModelManager(ModelManager):
         # In float32 what is updated are the weights themselves, which have verbs of their own.
         weights = {tensor.untyped_storage()._cdata for tensor in self.weight_tensors()}
         values = [shard.values for shard in self._shards.values()]
-        copies = [one for one in values if one.untyped_storage()._cdata not in weights]
+        copies = [tensor for tensor in values if tensor.untyped_storage()._cdata not in weights]
         return copies + [shard.state[moment] for shard in self._shards.values() for moment in MOMENTS]
 
     def _grad_buffers(self) -> list[Tensor]:
@@ -265,7 +265,7 @@ class MegatronModelManager(ModelManager):
     def named_slices(self) -> dict[str, LocalSlice]:
         """Return what this rank stores of the weights by Hugging Face name. Not collective."""
         parameters = self._parameters().items()
-        boxes = [box for name, one in parameters for box in self.cut.boxes(name, one.shape, one)]
+        boxes = [box for name, parameter in parameters for box in self.cut.boxes(name, parameter.shape, parameter)]
         return {box.name: box.slice() for box in boxes}
 
     def master_slices(self) -> Slices:
@@ -288,11 +288,11 @@ class MegatronModelManager(ModelManager):
     ) -> dict[str, list[MappedBox]]:
         """Return the boxes of what `of` takes from each of the `shards`, by Hugging Face name."""
         parameters = self._parameters()
-        found: dict[str, list[MappedBox]] = {}
+        by_name: dict[str, list[MappedBox]] = {}
         for name, shard in shards.items():
             for box in self.cut.boxes(name, parameters[name].shape, of(shard), shard.start):
-                found.setdefault(box.name, []).append(box)
-        return found
+                by_name.setdefault(box.name, []).append(box)
+        return by_name
 
     def _written(self, slices: Slices) -> Slices:
         # Of a run that a data rank updates no other one has the elements.
@@ -349,11 +349,11 @@ class MegatronModelManager(ModelManager):
 
 
 def _slices(boxes: Mapping[str, Sequence[MappedBox]]) -> Slices:
-    return {name: [box.slice() for box in found] for name, found in boxes.items()}
+    return {name: [box.slice() for box in parts] for name, parts in boxes.items()}
 
 
 def _fill(boxes: Mapping[str, Sequence[MappedBox]], slices: Mapping[str, Sequence[LocalSlice]]) -> None:
     """Copy the elements of each slice into its box."""
-    for name, found in boxes.items():
-        for box, part in zip(found, slices[name], strict=True):
+    for name, parts in boxes.items():
+        for box, part in zip(parts, slices[name], strict=True):
             box.fill(part.tensor)

@@ -88,11 +88,11 @@ def gradient_norm(optimizer: "library.MegatronOptimizer", values: Iterable[Tenso
     """
     (chained,) = optimizer.chained_optimizers
     counted = [
-        one.grad
-        for one in values
-        if one.grad is not None
-        and library.param_is_not_shared(one)
-        and library.param_is_not_tensor_parallel_duplicate(one)
+        tensor.grad
+        for tensor in values
+        if tensor.grad is not None
+        and library.param_is_not_shared(tensor)
+        and library.param_is_not_tensor_parallel_duplicate(tensor)
     ]
     norm = library.get_grad_norm_fp32(counted, grad_stats_parallel_group=chained.get_grad_stats_parallel_group())
     return float(norm)

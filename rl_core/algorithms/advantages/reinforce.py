@@ -49,10 +49,10 @@ def reinforce_plus_plus_advantages(
     clean, valid = checked_rewards(rewards, valid, mask=mask, group_ids=group_ids)
     metrics = reward_metrics(clean, valid)
     if baseline == "group_mean":
-        clean, found = _minus_group_mean(clean, group_ids, valid)
-        metrics |= found
+        clean, group_stats = _minus_group_mean(clean, group_ids, valid)
+        metrics |= group_stats
     trainable = mask & valid.unsqueeze(1)
-    of_tokens, found = token_rewards(
+    of_tokens, kl_stats = token_rewards(
         clean,
         trainable,
         log_probs=log_probs,
@@ -60,7 +60,7 @@ def reinforce_plus_plus_advantages(
         kl_coefficient=kl_coefficient,
         kl_estimator=kl_estimator,
     )
-    metrics |= found
+    metrics |= kl_stats
     returns = torch.where(trainable, suffix_sums(of_tokens), 0.0).float()
     advantages = whiten_values(returns, trainable, reduce=reduce) if whiten else returns
     metrics |= token_metrics("advantages", advantages, trainable) | token_metrics("returns", returns, trainable)
