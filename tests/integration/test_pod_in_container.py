@@ -206,4 +206,4 @@ def test_a_run_on_one_machine_is_refused_where_its_accelerators_are_too_small_or
 
     assert "of device memory, got 80.00 GiB available; largest part" in told(",".join(UUIDS))
     assert "the job asks for 2 accelerators, got 1 visible" in told(UUIDS[0])
-    assert "CAPACITY_CHECK=warn, so the job goes on: role actor" in told(",".join(UUIDS), CAPACITY_CHECK="warn")
+    assert "CAPACITY_CHECK=warn, so the job continues: role actor" in told(",".join(UUIDS), CAPACITY_CHECK="warn")
