@@ -1,4 +1,4 @@
-"""`spec.algorithm`: what is optimised, on how many prompts, and how samples are filtered."""
+"""`spec.algorithm`: the objective, the size of a step, and how samples are filtered."""
 
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal
@@ -13,13 +13,13 @@ from rl_core.api.loss import Aggregation, ImportanceSpec, LossSpec, one_of_or_fu
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo", "raw")
 ADVANTAGE_ALIASES = {"reinforce++": "reinforce_plus_plus", "ppo": "gae"}
-"""Other spellings a job may use -> the name."""
+"""Other spellings that a job may use -> the name of the estimator."""
 GROUP_RELATIVE: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "gdpo"})
 """Advantages that compare the samples of one prompt and therefore need at least two."""
 PER_TOKEN: frozenset[str] = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"})
 """Advantages with rewards per token."""
 SELF_WHITENING = PER_TOKEN - {"gae"} | {"gdpo"}
-"""Advantages that whiten by themselves."""
+"""Advantages that are whitened by their own definition."""
 
 
 NEEDING_RECOMPUTE = (
@@ -31,11 +31,11 @@ SHAPING = (
     "((has(self.rewardScale) ? ['rewardScale'] : []) + (self.?overlong.?buffer.hasValue() ? ['overlong.buffer'] : [])"
     " + (self.?overlong.?stopProperlyCoefficient.hasValue() ? ['overlong.stopProperlyCoefficient'] : []))"
 )
-"""CEL lists of the fields given that need something."""
+"""CEL lists of the given fields that need another setting."""
 
 
 def is_named(names: Collection[str], name: str = "$name") -> str:
-    """Return CEL of whether `name` is one of the estimators `names`, whatever its spelling."""
+    """Return the CEL expression that is true when `name` is one of the estimators `names`, in any spelling."""
     spellings = [*names, *(alias for alias, meant in ADVANTAGE_ALIASES.items() if meant in names)]
     return f"{name} in {literal(sorted(spellings))}"
 
@@ -50,12 +50,12 @@ AdvantageName = Annotated[
 
 
 class DynamicSamplingSpec(Spec):
-    """Groups whose rewards do not differ are replaced by other prompts (DAPO)."""
+    """Dynamic sampling (DAPO): groups whose completions all have the same reward are replaced by other prompts."""
 
     enabled: bool = False
-    """Whether uninformative groups are replaced."""
+    """Replace groups whose rewards do not differ."""
     min_std: float = Field(0.0, ge=0)
-    """A group trains only when the deviation of its raw rewards is above this; needs enabled."""
+    """Smallest standard deviation of the raw rewards of a group that is trained on; needs enabled."""
 
     @rule(
         Cel(
@@ -71,20 +71,20 @@ class DynamicSamplingSpec(Spec):
 
 
 class OverlongSpec(Spec):
-    """What happens to completions that were cut."""
+    """Treatment of completions that were truncated at the length limit."""
 
     filter: bool = False
-    """True: cut completions train nothing and leave the statistics."""
+    """Exclude truncated completions from the loss and from the statistics of their group."""
     keep_in_baseline: bool = False
-    """Keep their reward in the group's baseline; needs filter."""
+    """Keep the rewards of excluded completions in the baseline of the group; needs filter."""
     buffer: int | None = Field(None, ge=1, lt=2**31)
-    """Tokens before maxNewTokens in which a length penalty grows; null = no penalty."""
+    """Length penalty: number of tokens before maxNewTokens over which the penalty grows from 0; null = no penalty."""
     penalty: float = Field(1.0, ge=0)
-    """Penalty at the full buffer; needs buffer."""
+    """Penalty at maxNewTokens; needs buffer."""
     penalty_cap: float | None = Field(None, ge=0)
     """Largest penalty; null = unbounded; needs buffer."""
     stop_properly_coefficient: float | None = Field(None, ge=0, le=1)
-    """Factor on positive rewards of cut completions; null = off."""
+    """Factor on the positive rewards of truncated completions; null = off."""
 
     @rule(
         Cel(
@@ -148,12 +148,12 @@ class RewardScaleSpec(Spec):
 
 
 class AlgorithmSpec(Spec):
-    """The algorithm and the shape of a step."""
+    """The algorithm and the size of a step."""
 
     name: AdvantageName = "grpo"
-    """Advantage estimator from the registry, or a function of yours as `module:function`."""
+    """Advantage estimator: a registered name, or your own function as `module:function`."""
     prompts_per_step: int = Field(32, ge=1, le=65536)
-    """Prompt groups trained per step."""
+    """Prompts per training step; each gives one group of completions."""
     group_size: int = Field(8, ge=1, le=1024)
     """Completions per prompt."""
     steps: int = Field(200, ge=1, lt=2**31)
@@ -161,69 +161,73 @@ class AlgorithmSpec(Spec):
     loss: LossSpec = LossSpec()
     """The policy loss."""
     critic: CriticSpec | None = None
-    """The critic; null = with gae a value head on the policy, else none."""
+    """The critic, for gae; null = a value head on the policy. Other estimators have none."""
     max_staleness: int = Field(0, ge=0, le=64)
-    """Versions a trained token may be old; 0 = on policy; above, rollouts generate ahead of training (docs/asynchronous.md)."""
+    """Largest number of policy versions by which a trained token may be older than the policy. 0 = on policy; above 0 rollouts generate while the
+    actor trains (docs/asynchronous.md)."""
     straggler_seconds: float | None = Field(None, gt=0)
-    """Asynchronous: the trainer waits so long for older groups that still run, then they are made again; null = until they end."""
+    """Asynchronous runs: seconds that the trainer waits for older groups that are still being generated; then they are generated again. null =
+    it waits until they end."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order, sampling and shuffling."""
     optimizer_steps_per_batch: int = Field(1, ge=1, lt=2**31)
-    """Mini-batches (optimizer steps) a step's rows are cut into."""
+    """Optimizer steps per training step: the rows of the step are split into this many mini-batches."""
     update_epochs: int = Field(1, ge=1, lt=2**31)
-    """Passes over a step's rows."""
+    """Passes over the rows of a training step (PPO epochs)."""
     recompute_log_probs: bool = False
-    """True: old log-probabilities come from the trainer before the update; false: from the rollout."""
+    """Where the old log-probabilities of the policy ratio come from. true: the trainer computes them before the update; false: the rollout's."""
     importance: ImportanceSpec | None = None
-    """Correction weights; needs recomputeLogProbs."""
+    """Importance weights that correct the difference between rollout and trainer; needs recomputeLogProbs."""
     sequence_error_threshold: float | None = Field(None, gt=1)
-    """Rows whose mean exp|rollout - old| is above this train nothing; null = off; needs recomputeLogProbs."""
+    """Rows whose mean of exp(|rollout - old log-probability|) exceeds this are excluded from the loss; null = off; needs recomputeLogProbs."""
     advantage_clip: float | None = Field(None, gt=0)
-    """Advantages are clamped to +- this; null = off."""
+    """Advantages are clamped to [-advantageClip, advantageClip]; null = off."""
     whiten: bool = False
-    """Whiten advantages once over the step's tokens (not for estimators that already do)."""
+    """Whiten the advantages over the tokens of the step; not for estimators that do it themselves."""
     reward_kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the per-token KL(policy || reference), estimator k1, taken off the rewards; with gae and reinforce_plus_plus(_baseline) only."""
+    """Weight of the KL penalty in the rewards: KL(policy || reference) per token, estimator k1. Only with gae, reinforce_plus_plus and
+    reinforce_plus_plus_baseline."""
     reward_scale: RewardScaleSpec | None = None
-    """Linear map of rewards before advantages; null = raw rewards."""
+    """Linear map applied to the rewards before advantages are computed; null = raw rewards."""
     keep_per_group: int | None = Field(None, ge=2, le=1024)
-    """Rows of a group that train: those whose rewards are spread widest; the others leave the statistics too. null = all (PODS)."""
+    """Completions of a group that are trained on: the subset with the largest variance of rewards (PODS). The others are excluded from the
+    statistics too. null = all."""
     dynamic_sampling: DynamicSamplingSpec = DynamicSamplingSpec()
-    """Replacement of uninformative groups."""
+    """Dynamic sampling."""
     overlong: OverlongSpec = OverlongSpec()
-    """Treatment of cut completions."""
+    """Treatment of truncated completions."""
     max_generation_batches: int = Field(3, ge=1, lt=2**31)
-    """Rounds of promptsPerStep groups dynamic sampling may use in a step before the run fails."""
+    """Dynamic sampling: rounds of promptsPerStep groups that a step may generate before the run fails."""
     max_policy_ratio: float | None = Field(None, gt=1)
-    """Skip a step's remaining mini-batches once the mean ratio exceeds this; null = off."""
+    """Skip the remaining mini-batches of a step when the mean policy ratio exceeds this; null = off."""
     max_policy_kl: float | None = Field(None, gt=0)
-    """Skip a step's remaining mini-batches once approx_kl exceeds this; null = off."""
+    """Skip the remaining mini-batches of a step when approx_kl exceeds this; null = off."""
     allow_truncated_sampling: bool = False
-    """Accept top-p, top-k in training rollouts although they bias the ratio; needs recomputeLogProbs."""
+    """Accept top-p and top-k in training rollouts although they bias the policy ratio; needs recomputeLogProbs."""
     on_drop: Literal["replace", "shrink"] = "replace"
-    """A dropped group is replaced by the next prompt, or the step shrinks."""
+    """What happens when a group fails for good. replace: the next prompt takes its place; shrink: the step trains with fewer groups."""
     min_batch_fraction: float = Field(0.9, gt=0, le=1)
-    """Smallest share of promptsPerStep a shrunk step may have."""
+    """Smallest share of promptsPerStep that a step may train with; for onDrop shrink."""
     max_dropped_groups: int = Field(0, ge=0, lt=2**31)
-    """Groups the whole run may drop; the next one ends it (0: the first)."""
+    """Groups that may fail for good in the whole run; one more ends the run."""
     max_consecutive_drops: int = Field(0, ge=0, lt=2**31)
-    """Drops in a row without a trained group that end the run; 0 = not bounded apart from maxDroppedGroups."""
+    """Groups in a row that may fail for good before the run ends; 0 = only maxDroppedGroups bounds them."""
 
     @property
     def aggregation(self) -> Aggregation:
-        """Return the loss aggregation, the estimator's default where none was written."""
+        """Return the loss aggregation: the given one, else the default of the estimator."""
         if self.loss.aggregation is not None:
             return self.loss.aggregation
         return "seq-mean-token-sum-norm" if self.name == "dr_grpo" else "token-mean"
 
     @property
     def needs_ages(self) -> bool:
-        """Return whether the version that sampled a token plays a part."""
+        """Return whether the loss uses the policy version that sampled each token."""
         return self.max_staleness > 0 or self.loss.name == "decoupled_ppo"
 
     @property
     def trusted_ratios(self) -> tuple[float, float]:
-        """Return the bounds beyond which a token's ratio of trainer to rollout is cut: of the correction, else of the loss."""
+        """Return (low, high), the bounds of the ratio of trainer to rollout per token: those of `importance`, else those of the loss."""
         if self.importance is not None:
             return self.importance.bounds
         low, high = self.loss.clip
@@ -231,17 +235,17 @@ class AlgorithmSpec(Spec):
 
     @property
     def needs_reference(self) -> bool:
-        """Return whether the reference policy's log-probabilities enter, in the loss or in the rewards."""
+        """Return whether the loss or the rewards use the log-probabilities of a reference policy."""
         return self.loss.kl_coefficient > 0 or self.reward_kl_coefficient > 0
 
     @property
     def critic_in_use(self) -> CriticSpec | None:
-        """Return the critic's settings, None where the estimator takes no values."""
+        """Return the settings of the critic, None for an estimator without one."""
         return (self.critic or CriticSpec()) if self.name == "gae" else None
 
     @property
     def needs_scoring(self) -> bool:
-        """Return whether a step's rows are scored by the trainer before it trains on them."""
+        """Return whether the trainer computes the log-probabilities of the rows of a step before it trains on them."""
         return self.recompute_log_probs or self.needs_reference or self.critic_in_use is not None
 
     @rule(

@@ -1,4 +1,4 @@
-"""`spec.algorithm.critic`: who says what a token's future is worth, and how it learns."""
+"""`spec.algorithm.critic`: settings of the value function."""
 
 from pydantic import Field
 
@@ -6,15 +6,15 @@ from rl_core.api.base import Spec
 
 
 class CriticSpec(Spec):
-    """The critic of gae. Learning rate and warm-up: actor.optimizer.valueLearningRate, actor.criticWarmupSteps."""
+    """The value function of gae. Its learning rate is actor.optimizer.valueLearningRate, its warm-up actor.criticWarmupSteps."""
 
     separate: bool = False
-    """True: a second model of its own, from model.path too; false: a value head on the policy."""
+    """true: a second model, initialized from model.path; false: a value head on the policy."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per trainable token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """Decay of later temporal differences."""
+    """Lambda of GAE: the decay of later temporal differences."""
     value_clip: float | None = Field(None, gt=0)
-    """A value moves at most so far from that before the step without paying for it; null = off."""
+    """Value clipping (PPO): largest change of a value in a step that reduces the loss; null = off."""
     coefficient: float = Field(1.0, gt=0)
     """Weight of the value loss."""

@@ -1,8 +1,10 @@
-"""`spec.failurePolicy`: what happens when a container ends, nothing moves or the numbers go wrong.
+"""`spec.failurePolicy`: what happens when a container ends, the job makes no progress, or metrics go wrong.
 
-Rules are tried in order, the first that matches acts; after the user's rules come the default ones: a disruption, which a pod deleted
-by somebody else is too, restarts without being counted; exit code 2 or 4 of any role fails the job; any other end of an actor pod restarts the job, counted; that of a rollout
-or env pod restarts the pod, counted per pod.
+The first rule that matches applies; the rules of the user come before the default ones, which are:
+
+- A disruption restarts without being counted. A pod that somebody else deleted is a disruption too.
+- Exit code 2 or 4 of any pod fails the job.
+- Any other end of an actor pod restarts the job, which counts. That of a rollout or env pod restarts the pod, counted per pod.
 """
 
 from collections.abc import Iterator
@@ -21,23 +23,24 @@ Word = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class FailureRule(Spec):
-    """One rule; all matchers that are given must match, a list matches when one of its entries does."""
+    """One rule. It matches when all given matchers match; a list matches when one of its entries does."""
 
     roles: Annotated[list[RoleName], Field(max_length=3)] = []
-    """Roles it is for; empty = all."""
+    """Roles that the rule applies to; empty = all."""
     exit_codes: Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(max_length=64)] = []
     """Exit codes of the ended container; empty = any."""
     pod_conditions: Annotated[list[Word], Field(max_length=16)] = []
-    """Types of pod conditions that are true, e.g. DisruptionTarget; empty = any."""
+    """Types of pod conditions with status True, e.g. DisruptionTarget; empty = any."""
     reasons: Annotated[list[Word], Field(max_length=16)] = []
     """Reasons of the container or the pod, e.g. OOMKilled, Evicted; empty = any."""
     message_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Text that the termination message contains; `*` stands for any text in between; null = any. No regular expression: those of users
-    could hold up the operator for all."""
+    """Text that the termination message contains; `*` stands for any text; null = any. It is not a regular expression, as those can take
+    very long to match."""
     action: RuleAction
-    """RestartPod, Ignore: rollout and env pods only. RestartRole: all pods of the role. RestartJob: a new actor gang under a new epoch."""
+    """RestartPod, Ignore: replace the pod; rollouts and envs only. RestartRole: replace all pods of the role. RestartJob: start the actors again
+    under a new epoch. FailJob: end the job."""
     count_towards_limit: bool = True
-    """Whether a restart counts towards maxRestarts (rollout and env pods: towards their back-off)."""
+    """Count the restart towards maxRestarts; for rollout and env pods, towards their back-off."""
 
     @rule(
         Cel(
@@ -69,68 +72,68 @@ class FailureRule(Spec):
 
 
 class StallSpec(Spec):
-    """What happens when nothing makes progress."""
+    """What happens when the job makes no progress."""
 
     seconds: float | None = Field(None, gt=0)
-    """Silence that counts as a stall; null = max(300, 5 x median step)."""
+    """Seconds without progress that are a stall; null = max(300, 5 x median step)."""
     action: Literal["RestartRole", "RestartJob", "Pause", "FailJob"] = "RestartRole"
-    """RestartRole once, then RestartJob; or at once as written. Pause: suspend the job."""
+    """First action on a stall; after RestartRole, further stalls restart the job. Pause: suspend the job."""
 
 
 class NonFiniteLossSpec(Spec):
     """The loss is NaN or infinite."""
 
     steps: int = Field(1, ge=1, le=1000)
-    """Steps in a row that count."""
+    """Consecutive steps that trigger the rule."""
     action: SemanticAction
-    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
-    resumes the job."""
+    """What happens. The state is not saved, and checkpoints written since the first of these steps are set aside. Pause: the job stays suspended
+    until somebody suspends and resumes it."""
 
 
 class RewardCollapseSpec(Spec):
-    """The mean reward stays low."""
+    """The mean reward of steps stays low."""
 
     below: float
-    """Rewards below this count."""
+    """A step counts when its mean reward is below this."""
     steps: int = Field(10, ge=1, le=1000)
-    """Steps in a row that count."""
+    """Consecutive steps that trigger the rule."""
     action: SemanticAction
-    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
-    resumes the job."""
+    """What happens. The state is not saved, and checkpoints written since the first of these steps are set aside. Pause: the job stays suspended
+    until somebody suspends and resumes it."""
 
 
 class KlBlowUpSpec(Spec):
-    """The policy runs away from the one that sampled."""
+    """The policy moves far from the one that sampled."""
 
     above: float = Field(gt=0)
-    """approx_kl above this counts."""
+    """A step counts when its approx_kl exceeds this."""
     steps: int = Field(1, ge=1, le=1000)
-    """Steps in a row that count."""
+    """Consecutive steps that trigger the rule."""
     action: SemanticAction
-    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
-    resumes the job."""
+    """What happens. The state is not saved, and checkpoints written since the first of these steps are set aside. Pause: the job stays suspended
+    until somebody suspends and resumes it."""
 
 
 class MismatchSpec(Spec):
-    """Engine and trainer disagree about what was sampled."""
+    """The log-probabilities of the generation engine and of the trainer differ."""
 
     kl: float = Field(gt=0)
-    """mismatch/kl above this counts; a step without tokens of the trained version is passed over."""
+    """A step counts when its mismatch/kl exceeds this; a step without tokens of the trained version is left out."""
     steps: int = Field(3, ge=1, le=1000)
-    """Steps in a row that count."""
+    """Consecutive steps that trigger the rule."""
     action: SemanticAction
-    """What is done; the wrong state is not saved, and checkpoints from since it went wrong are set aside. Pause: until somebody suspends and
-    resumes the job."""
+    """What happens. The state is not saved, and checkpoints written since the first of these steps are set aside. Pause: the job stays suspended
+    until somebody suspends and resumes it."""
 
 
 class FailurePolicySpec(Spec):
-    """Restarts."""
+    """Which failures restart the job, and which end it."""
 
     max_restarts: int = Field(3, ge=0, le=1_000_000)
-    """Counted restarts of the actor gang before the run fails."""
+    """Counted restarts of the actors before the run fails."""
     forgive_after_steps: Annotated[int, Field(ge=1, lt=2**31)] | None = 50
-    """Steps that the run must finish, beyond the step of its last counted restart or act on a stall, to get one restart back and to have
-    stalls treated like a first one again; null = nothing is forgiven."""
+    """Steps that the run must finish after its last counted restart or stall before one restart no longer counts and a stall is treated as
+    the first one again; null = restarts always count."""
     stall: StallSpec = StallSpec()
     """Rule for stalls."""
     rules: Annotated[list[FailureRule], Field(max_length=32)] = []
@@ -138,8 +141,8 @@ class FailurePolicySpec(Spec):
     non_finite_loss: NonFiniteLossSpec | None = None
     """Rule for a loss that is not finite; null = the trainer skips such steps (actor.maxConsecutiveSkips)."""
     reward_collapse: RewardCollapseSpec | None = None
-    """Rule for rewards that stay low; null = none."""
+    """Rule for a mean reward that stays low; null = none."""
     kl_blow_up: KlBlowUpSpec | None = None
-    """Rule for a policy that runs away; null = none."""
+    """Rule for a policy that moves far from the sampling policy; null = none."""
     mismatch: MismatchSpec | None = None
     """Rule for log-probabilities of engine and trainer that differ at the same version; null = none."""

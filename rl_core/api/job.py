@@ -1,4 +1,4 @@
-"""The RLJob schema: one pydantic family that validates `rljob run`, generates the CRD and is what every worker receives."""
+"""The RLJob schema. These pydantic models validate jobs, generate the CRD, and are the configuration that every worker receives."""
 
 import re
 from collections.abc import Iterator
@@ -82,52 +82,52 @@ NUMBERED = "has(self.placement) && has(self.placement.componentPlacement) && sel
 
 
 class RLJobSpec(Spec):
-    """What the user asks for."""
+    """The desired state of the job."""
 
     model: ModelSpec
-    """The policy's starting point."""
+    """The model that training starts from."""
     data: DataSpec
     """Prompts."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
-    """What is optimised."""
+    """The algorithm."""
     actor: ActorSpec = ActorSpec()
-    """The trainer."""
+    """The training processes."""
     rollout: RolloutSpec = RolloutSpec()
-    """The generators."""
+    """The generation processes."""
     env: EnvSpec = EnvSpec()
     """The environments."""
     placement: PlacementSpec = PlacementSpec()
-    """Where processes run."""
+    """Which processes share accelerators."""
     weights: WeightsSpec = WeightsSpec()
-    """Weight sync."""
+    """Transfer of weights to the rollouts."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Checkpoints."""
     validation: ValidationSpec = ValidationSpec()
-    """Validation."""
+    """Evaluation on data.validation."""
     runtime: RuntimeSpec = RuntimeSpec()
-    """Deadlines and draining."""
+    """Timeouts and draining."""
     failure_policy: FailurePolicySpec = FailurePolicySpec()
-    """Restarts."""
+    """Which failures restart the job, and which end it."""
     trackers: Annotated[list[TrackerSpec], Field(max_length=8)] = [TrackerSpec(name="tensorboard")]
-    """Metrics sinks besides metrics.jsonl."""
+    """Metrics trackers besides metrics.jsonl."""
     extensions: Annotated[list[Name], Field(max_length=32)] = []
-    """Modules imported by every worker, whose register() is called."""
+    """Python modules that every worker imports and whose register() it calls."""
     code: CodeSpec | None = None
-    """Modules of the user that are not in the image, on a cluster; null = none."""
+    """Python modules of the user that are not in the image, on a cluster; null = none."""
     suspend: bool = False
-    """True: checkpoint, then delete all pods; false again resumes from the checkpoint. Cluster only."""
+    """true: save a checkpoint, then delete all pods; false: resume from the checkpoint. Cluster only."""
     managed_by: Name | None = None
     """Controller of the job; null or rljob.dev/operator = this operator. Cannot be changed. Cluster only."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Seconds after the end until the job is deleted; null = never. Cluster only."""
     active_deadline_seconds: Seconds | None = None
-    """Seconds the job may take, suspended time left out; null = unbounded. Cluster only."""
+    """Seconds that the job may run, without suspended time; null = unlimited. Cluster only."""
     start_deadline_seconds: Seconds | None = None
-    """Seconds until the first step must be finished; null = unbounded. Cluster only."""
+    """Seconds until the first step must have finished; null = unlimited. Cluster only."""
     deletion_policy: DeletionPolicySpec = DeletionPolicySpec()
-    """Which pods stay when the job has ended. Cluster only."""
+    """Which pods are kept when the job has ended. Cluster only."""
     scheduling: SchedulingSpec = SchedulingSpec()
-    """How the cluster's scheduler sees the job. Cluster only."""
+    """Gang scheduling, queue and evictions. Cluster only."""
 
     @rule(
         Cel(
@@ -390,6 +390,6 @@ class RLJob(Spec):
     metadata: Metadata
     """Name, labels."""
     spec: RLJobSpec
-    """What the user asks for."""
+    """The desired state of the job."""
     status: dict[str, Any] | None = Field(None, exclude=True)
-    """What the operator says (RLJobStatus); not read here, so that a job stays readable whatever another operator wrote."""
+    """The status that the operator writes (RLJobStatus). It is not parsed here, so that a status of another version cannot make a job invalid."""

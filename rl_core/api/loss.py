@@ -21,7 +21,7 @@ LOWEST, HIGHEST = (
     f"(has(self.{side}) ? self.{side} : {literal({mode: pair[index] for mode, pair in IMPORTANCE_BOUNDS.items()})}[$mode])"
     for index, side in enumerate(("low", "high"))
 )
-"""CEL of the bounds in force."""
+"""CEL expression of the bounds, with the defaults of the mode filled in."""
 
 
 def one_of_or_function(*names: str) -> Pattern:
@@ -37,22 +37,23 @@ LossName = Annotated[str, Field(max_length=253), one_of_or_function(*LOSSES)]
 
 
 class LossSpec(Spec):
-    """The policy loss and what is added to it."""
+    """The policy loss with its KL and entropy terms."""
 
     name: LossName = "ppo_clip"
-    """Loss from the registry, or a function of yours as `module:function`."""
+    """Policy loss: a registered name, or your own function as `module:function`."""
     clip_low: float | None = Field(None, ge=0, le=1)
-    """The ratio is clipped below at 1 - clipLow; null = 0.2, and 0.0003 for gspo, whose ratio is a mean over the row."""
+    """The policy ratio is clipped from below at 1 - clipLow; null = 0.2, for gspo 0.0003, as its ratio is a mean over the sequence."""
     clip_high: float | None = Field(None, ge=0)
-    """The ratio is clipped above at 1 + clipHigh; larger than clipLow = asymmetric clip (DAPO); null = 0.2, 0.0004 for gspo."""
+    """The policy ratio is clipped from above at 1 + clipHigh; a value above clipLow is the asymmetric clip of DAPO. null = 0.2, for gspo 0.0004."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss for negative advantages (dual-clip PPO); null = off. With ppo_clip and functions of yours that take `dual_clip`."""
+    """Dual-clip PPO: bound of the loss for negative advantages; null = off. For ppo_clip and your own functions with an argument `dual_clip`."""
     behavior_weight_max: float | None = Field(None, gt=0)
-    """Tokens whose weight proximal / old policy is above train nothing; null = off. With decoupled_ppo and functions of yours that take it."""
+    """Tokens whose ratio of proximal to behavior policy exceeds this are excluded from the loss; null = off. For decoupled_ppo and your own
+    functions with an argument `behavior_weight_max`."""
     aggregation: Aggregation | None = None
-    """How token losses become one number; null = token-mean, or seq-mean-token-sum-norm for dr_grpo."""
+    """How the losses of tokens are averaged; null = token-mean, for dr_grpo seq-mean-token-sum-norm."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of KL(policy || reference) in the loss; 0 = no reference model is held."""
+    """Weight of KL(policy || reference) in the loss; 0 = no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
     """Estimator of the KL term."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -60,7 +61,7 @@ class LossSpec(Spec):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """Return (low, high), the loss's defaults where none was written."""
+        """Return (low, high); a bound that is not given has the default of the loss."""
         low, high = CLIPS.get(self.name, CLIP)
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
@@ -88,20 +89,21 @@ class LossSpec(Spec):
 
 
 class ImportanceSpec(Spec):
-    """Correction of the difference between rollout and trainer log-probabilities."""
+    """Importance weights that correct the difference between the log-probabilities of rollout and trainer."""
 
     mode: Literal["tis", "icepop", "seq-mask"] = "tis"
-    """How weights outside [low, high] are treated."""
+    """Treatment of weights outside [low, high]. tis: they are truncated to the bound; icepop: their tokens are excluded; seq-mask: their
+    sequences are excluded."""
     level: Literal["token", "sequence"] = "token"
-    """Whether a weight is per token or per sequence."""
+    """Compute one weight per token, or one per sequence."""
     low: float | None = Field(None, ge=0)
-    """Lower bound; null = the mode's default."""
+    """Lower bound of a weight; null = the default of the mode."""
     high: float | None = Field(None, gt=0)
-    """Upper bound; null = the mode's default."""
+    """Upper bound of a weight; null = the default of the mode."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return (low, high), the mode's defaults where none was written."""
+        """Return (low, high); a bound that is not given has the default of the mode."""
         low, high = IMPORTANCE_BOUNDS[self.mode]
         return low if self.low is None else self.low, high if self.high is None else self.high
 

@@ -67,9 +67,9 @@ class Resources(Spec):
     """CPU, memory and further resources; accelerators are `gpus`."""
 
     requests: ResourceMap = {}
-    """What is reserved."""
+    """Requests: what is reserved for the container."""
     limits: ResourceMap = {}
-    """Upper bounds."""
+    """Limits: the most that the container may use."""
 
     @rule(
         *(
@@ -170,7 +170,7 @@ class InitContainer(Spec):
     resources: Resources = Resources()
     """CPU, memory."""
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
-    """Where it sees the role's volumes."""
+    """Volume mounts; the volumes are those of the role."""
     restart_policy: Literal["Always"] | None = None
     """Always = a sidecar: it starts before the role's container, runs beside it and ends after it; null = it runs to completion."""
 
@@ -193,7 +193,7 @@ class DnsOption(Spec):
 
 
 class DnsConfig(Spec):
-    """Added to what the cluster gives pods for resolving names."""
+    """DNS settings, added to those of the cluster."""
 
     nameservers: Annotated[list[Annotated[str, Field(max_length=45)]], Field(max_length=3)] = []
     """Addresses of further name servers; env pods need them in `egress` too."""
@@ -204,10 +204,10 @@ class DnsConfig(Spec):
 
 
 class PodSpec(Spec):
-    """What of a pod a role may choose, on a cluster."""
+    """Pod settings that a role may choose, on a cluster."""
 
     env: EnvMap = {}
-    """Further environment variables of the role's processes; identity variables cannot be set."""
+    """Additional environment variables of the processes; the variables that rljob sets itself cannot be set."""
     image: Image | None = None
     """Container image; null = the operator's image of the role."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
@@ -215,15 +215,15 @@ class PodSpec(Spec):
     image_pull_secrets: Annotated[list[ObjectName], Field(max_length=8)] = []
     """Secrets with registry credentials."""
     env_from: Annotated[list[EnvFrom], Field(max_length=16)] = []
-    """Variables from ConfigMaps and Secrets; `env` and the operator's own win."""
+    """Environment variables from ConfigMaps and Secrets; `env` and the variables of the operator take precedence."""
     env_value_from: EnvValues = []
-    """Variables from one key of a ConfigMap or Secret, or from a field of the pod; the operator's own win."""
+    """Environment variables from one key of a ConfigMap or Secret, or from a field of the pod; the variables of the operator take precedence."""
     resources: Resources = Resources()
     """CPU, memory and further resources of the role's container."""
     gpu_resource: GpuResource = GPU_RESOURCE
     """Name of the device plugin's resource that `gpus` counts, e.g. amd.com/gpu or nvidia.com/mig-1g.10gb."""
     gpu_allocation: Literal["devicePlugin", "dra"] = "devicePlugin"
-    """How `gpus` are asked for: as gpuResource, or by a ResourceClaim (dra) of deviceClass."""
+    """How `gpus` are requested. devicePlugin: as the resource gpuResource; dra: by a ResourceClaim of deviceClass."""
     device_class: Name | None = None
     """DeviceClass of `gpus` with gpuAllocation dra."""
     resource_claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
@@ -235,13 +235,13 @@ class PodSpec(Spec):
     affinity: Affinity | None = None
     """Scheduling constraints."""
     topology_spread_constraints: Annotated[list[TopologySpread], Field(max_length=8)] = []
-    """How evenly pods are spread."""
+    """Topology spread constraints."""
     volumes: Annotated[list[Volume], Field(max_length=32)] = []
     """Volumes; rollouts and envs need none for model, data and checkpoints."""
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=32)] = []
-    """Where the role's container sees volumes."""
+    """Volume mounts of the container of the role."""
     init_containers: Annotated[list[InitContainer], Field(max_length=8)] = []
-    """Run to completion, in order, before the role's container; those with restartPolicy Always run beside it."""
+    """Containers that run to completion, in order, before the container of the role; those with restartPolicy Always are sidecars."""
     service_account_name: Name | None = None
     """Service account; null = default. Its token is never mounted."""
     priority_class_name: Name | None = None
@@ -251,7 +251,7 @@ class PodSpec(Spec):
     scheduler_name: Name | None = None
     """Scheduler; null = the cluster's default."""
     dns_config: DnsConfig = DnsConfig()
-    """How the pods resolve names, besides what the cluster gives them."""
+    """DNS settings of the pods, added to those of the cluster."""
     security_context: SecurityContext = SecurityContext()
     """The part of the security context that may be chosen."""
     termination_grace_period_seconds: int = Field(30, ge=1, le=86400)
@@ -261,7 +261,7 @@ class PodSpec(Spec):
     annotations: AnnotationMap = {}
     """Further annotations of the pods."""
     shm_size: Quantity | None = None
-    """Size of /dev/shm (memory of the pod); null = what the launch plan needs."""
+    """Size of /dev/shm, which is memory of the pod; null = limited only by the memory of the pod."""
 
     @rule(PROTECTED_VARIABLES)
     def _protected(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended; exactly one each, the first that matches in this order."""
+    """Why a completion ended; where several apply, the first in this order."""
 
     ERROR = "error"
     """The sample failed; diagnostics only, its reward is NaN."""

@@ -1,4 +1,4 @@
-"""`spec.actor`, `spec.rollout`, `spec.env`: the three kinds of process."""
+"""`spec.actor`, `spec.rollout`, `spec.env`: the groups of worker processes that every job has."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
@@ -24,10 +24,10 @@ else:  # the choices are those of the tables, which a type checker cannot read
 
 
 class RoleSpec(PodSpec):
-    """What every role has."""
+    """Fields of every role."""
 
     gpus: int = Field(0, ge=0, le=64)
-    """Accelerators per pod; 0 = CPU. Asked for but not visible ends the process with exit code 2."""
+    """Accelerators per pod; 0 = CPU. A process that does not see them ends with exit code 2."""
     threads: int = Field(1, ge=1, le=256)
     """Compute threads per process (OMP_NUM_THREADS)."""
 
@@ -45,7 +45,7 @@ class RoleSpec(PodSpec):
 
 
 class FabricRoleSpec(RoleSpec):
-    """What the roles have that exchange weights and gradients."""
+    """Fields of the roles that exchange weights or gradients."""
 
     host_network: bool = False
     """Use the node's network, for RDMA without a device plugin; only where the chart value policy.allowHostNetwork is true. NetworkPolicies
@@ -56,7 +56,7 @@ class FabricRoleSpec(RoleSpec):
 
 
 class ScheduleSpec(Spec):
-    """The learning-rate schedule over applied optimizer steps."""
+    """The learning-rate schedule, over optimizer steps that were not skipped."""
 
     style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up."""
@@ -65,9 +65,9 @@ class ScheduleSpec(Spec):
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
     """Warm-up as a share of all optimizer steps."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """Floor of the decay; not together with minLearningRateRatio."""
+    """Smallest learning rate of the decay; not together with minLearningRateRatio."""
     min_learning_rate_ratio: float | None = Field(None, ge=0, le=1)
-    """Floor as a share of learningRate."""
+    """Smallest learning rate of the decay as a share of learningRate."""
 
     @rule(
         Cel(
@@ -96,11 +96,11 @@ class OptimizerSpec(Spec):
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """Decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the denominator."""
+    """Term added to the denominator for numerical stability."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay; not applied to 1-D parameters."""
     distributed: bool = True
-    """Each data-parallel process updates a share of the weights and has the moments of it alone; false: megatron only, all have all."""
+    """Shard the optimizer state over the data-parallel processes; false, with megatron only: each process has all of it."""
     schedule: ScheduleSpec = ScheduleSpec()
     """Learning-rate schedule."""
 
@@ -124,22 +124,22 @@ class OptimizerSpec(Spec):
 
 
 class ParallelSpec(Spec):
-    """How the model is cut over the training processes; what is left of them is data-parallel. FSDP cuts it over all, without any of this."""
+    """Model parallelism of the training processes; the remaining factor is data parallelism. FSDP shards over all processes without these fields."""
 
     tensor: int = Field(1, ge=1, le=64)
-    """Processes that share each layer; megatron only, as pipeline, virtualPipeline and sequence are."""
+    """Tensor-parallel size; megatron only, as are pipeline, virtualPipeline and sequence."""
     pipeline: int = Field(1, ge=1, le=64)
-    """Stages of layers, each on other processes."""
+    """Pipeline-parallel size: number of stages."""
     virtual_pipeline: int | None = Field(None, ge=2, le=64)
-    """Runs of layers per stage, interleaved; null = one."""
+    """Model chunks per pipeline stage (interleaved schedule); null = one."""
     sequence: bool = False
-    """Share what is between the layers' matrices too, by token."""
+    """Sequence parallelism: split activations between the tensor-parallel regions by token."""
     context: int = Field(1, ge=1, le=64)
-    """Processes that share each row; 1 only: it needs Transformer Engine's attention."""
+    """Context-parallel size; only 1, as more needs the attention of Transformer Engine."""
     expert: int = Field(1, ge=1, le=64)
-    """Processes that share experts; 1 only: no supported architecture has any."""
+    """Expert-parallel size; only 1, as no supported architecture has experts."""
     replicate: int = Field(1, ge=1, le=1024)
-    """FSDP only: copies of the model, each cut over as many processes that follow each other (hybrid sharding)."""
+    """FSDP only: number of model replicas, each sharded over consecutive processes (hybrid sharding)."""
 
     @property
     def model(self) -> int:
@@ -168,18 +168,18 @@ class ParallelSpec(Spec):
 
 
 class OffloadSpec(Spec):
-    """What leaves the trainer's device for host memory while it is not needed; results are the same. Colocated, all of it does."""
+    """What the trainer offloads to host memory while it is not needed; results do not change. With placement.mode colocated all of it is."""
 
     params: bool = False
-    """Weights, while rollouts generate."""
+    """Offload weights while rollouts generate."""
     grads: bool = False
-    """Gradients, outside of training."""
+    """Offload gradients outside of training."""
     optimizer: bool = False
-    """Moments and float32 copies, but for the optimizer step itself: training needs no room for them beside activations."""
+    """Offload moments and float32 copies except during the optimizer step, so that they need no memory beside the activations."""
 
     @property
     def resident(self) -> frozenset[str]:
-        """Return what stays, as the trainer's verbs call it."""
+        """Return the parts that stay on the device: weights, gradients, optimizer."""
         named = {"weights": self.params, "gradients": self.grads, "optimizer": self.optimizer}
         return frozenset(name for name, leaves in named.items() if not leaves)
 
@@ -192,31 +192,31 @@ class ActorSpec(FabricRoleSpec):
     backend: TrainerName = "fsdp2"
     """Training backend."""
     parallel: ParallelSpec = ParallelSpec()
-    """How the model is cut."""
+    """Model parallelism."""
     replicas: int = Field(1, ge=1, le=1024)
-    """Pods of the gang."""
+    """Number of pods."""
     processes_per_pod: int = Field(1, ge=1, le=64)
     """Training processes per pod (one per accelerator on GPU)."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """The optimizer."""
     micro_batch_tokens: int = Field(16384, ge=1, lt=2**31)
-    """Packed tokens per forward and backward pass; the longest row must fit."""
+    """Tokens per micro-batch, after packing; the longest row must fit."""
     grad_clip: Annotated[float | None, AfterValidator(none_for_zero)] = Field(1.0, ge=0)
     """Largest global gradient norm; 0 or null = not clipped (0 on a cluster: plain `kubectl apply` drops nulls)."""
     balance: bool = True
-    """Balance rows over data-parallel ranks by cost."""
+    """Distribute rows over the data-parallel ranks so that each has about the same computation."""
     accumulate_without_sync: bool = True
     """Reduce gradients only with the last micro-batch of an optimizer step."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward, per decoder layer."""
     offload: OffloadSpec = OffloadSpec()
-    """What leaves the device between phases."""
+    """What is offloaded to host memory between phases."""
     dropout: bool = False
-    """True: dropout of the model is active in training."""
+    """Enable the dropout of the model in training."""
     critic_warmup_steps: int = Field(0, ge=0, lt=2**31)
-    """Optimizer steps at the start in which the critic of gae alone trains."""
+    """Optimizer steps at the start in which only the critic of gae is trained."""
     max_consecutive_skips: int = Field(10, ge=0, lt=2**31)
-    """Optimizer steps in a row that may be skipped for a non-finite gradient."""
+    """Consecutive optimizer steps that may be skipped for a non-finite gradient before the run fails."""
 
     @property
     def world_size(self) -> int:
@@ -279,67 +279,69 @@ class ActorSpec(FabricRoleSpec):
 
 
 class SamplingSpec(Spec):
-    """How tokens are drawn in training rollouts."""
+    """Sampling of tokens in training rollouts."""
 
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature; the trainer uses the same."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; below 1 needs algorithm.allowTruncatedSampling."""
+    """Nucleus sampling; below 1 needs algorithm.allowTruncatedSampling."""
     top_k: int | None = Field(None, ge=1, lt=2**31)
-    """Top-k; null = off; set needs algorithm.allowTruncatedSampling."""
+    """Top-k sampling; null = off; a number needs algorithm.allowTruncatedSampling."""
     max_new_tokens: int = Field(64, ge=1, lt=2**31)
     """Longest generation of one turn, tokens."""
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=32)] = []
-    """Strings that end a generation; they stay in the text."""
+    """Strings that end a generation; they are kept in the text."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=256)] = []
-    """Token ids that end a generation besides the tokenizer's eos."""
+    """Token ids that end a generation, besides the eos token of the tokenizer."""
 
 
 class AutoscaleSpec(Spec):
-    """The number of rollouts follows who waits for whom: more while the trainer waits for groups, fewer while rollouts wait for work."""
+    """Autoscaling of rollouts: more while the trainer waits for groups, fewer while rollouts wait for work."""
 
     min: int = Field(1, ge=1, le=1024)
-    """Fewest rollouts; minReplicas is a bound too."""
+    """Smallest number of rollouts; minReplicas is a bound too."""
     max: int = Field(ge=1, le=1024)
-    """Most rollouts; maxReplicas is a bound too."""
+    """Largest number of rollouts; maxReplicas is a bound too."""
     target_idle: float = Field(0.2, gt=0, lt=1)
-    """Share of time in which rollouts may have nothing to generate before there are fewer."""
+    """Largest share of time in which rollouts may have nothing to generate; above it their number is reduced."""
 
 
 class EngineParallelSpec(Spec):
-    """How a model is cut over the accelerators of a rollout pod."""
+    """Model parallelism inside a rollout pod."""
 
     tensor: int | None = Field(None, ge=1, le=64)
-    """Accelerators that share each layer: gpus with engine sglang, else 1; null = that."""
+    """Tensor-parallel size; null = gpus with engine sglang, 1 with hf. No other value is accepted."""
 
 
 class RolloutSpec(FabricRoleSpec):
     """The generators."""
 
     engine: EngineName = "hf"
-    """Generation engine: rljob's own over transformers' models, or SGLang."""
+    """Generation engine. hf: transformers models with the decoder of rljob; sglang: SGLang."""
     parallel: EngineParallelSpec = EngineParallelSpec()
-    """How the model is cut."""
+    """Model parallelism."""
     replicas: int = Field(1, ge=1, le=1024)
-    """Pods wanted."""
+    """Number of pods."""
     min_replicas: int = Field(1, ge=0, le=1024)
-    """Below this many serving pods the run waits as Degraded."""
+    """Smallest number of serving pods; with fewer the run waits with the condition Degraded."""
     max_replicas: int | None = Field(None, ge=1, le=1024)
     """Upper bound of scaling; null = replicas."""
     autoscale: AutoscaleSpec | None = None
-    """Let the operator, in a local run the launcher, set replicas by what the runner measures; null = never."""
+    """Let the operator, or the launcher of a local run, change replicas by the measured idle times; null = off."""
     sampling: SamplingSpec = SamplingSpec()
-    """Training sampling."""
+    """Sampling of training rollouts."""
     max_sequence_length: int | None = Field(None, ge=2, lt=2**31)
     """Longest prompt + completion, tokens; null = the model's limit."""
     max_batch: int = Field(128, ge=1, lt=2**31)
-    """Sequences generated at once by one engine (rows of the KV cache)."""
+    """Sequences that one engine generates at the same time (rows of the KV cache)."""
     batching: Literal["continuous", "perGroup"] = "continuous"
-    """perGroup: one prompt group = one engine batch, which makes results independent of load."""
+    """continuous: sequences join and leave the batch at any token. perGroup: each prompt group is one batch, so that results do not depend on the
+    load."""
     compile: bool = False
     """torch.compile the decode step; needs a C++ compiler in the image (the shipped images have none)."""
     oversample: float = Field(1.0, ge=1, le=8)
-    """On policy: groups given out over those that a step trains. The first that neither fail nor are filtered train, by order of issue."""
+    """On policy only: generate this many times promptsPerStep groups per step. Those that finish and are not filtered train, in the order in which
+    they were issued, until the step has enough."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -420,16 +422,16 @@ class RolloutSpec(FabricRoleSpec):
 
 
 class EnvSpec(RoleSpec):
-    """The environments: they answer and score."""
+    """The environments, which answer and score completions."""
 
     type: str = Field("math", min_length=1)
     """Registered environment (math, reasoning_gym, reward) or `module:Class`."""
     replicas: int = Field(1, ge=1, le=1024)
-    """Pods wanted."""
+    """Number of pods."""
     max_turns: int = Field(1, ge=1, lt=2**31)
-    """Turns of an episode."""
+    """Largest number of turns of an episode."""
     processes: int = Field(1, ge=1, le=256)
-    """Processes per pod that run the environment's code; each is replaced when it hangs or dies."""
+    """Processes per pod that run the code of the environment; one that hangs or dies is replaced."""
     reward: str | None = None
     """`module:function` called f(prompts, completions, **columns) -> list[float | None]; for type reward."""
     options: Annotated[dict[str, Any], Field(max_length=64)] = {}

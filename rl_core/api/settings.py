@@ -1,4 +1,4 @@
-"""The smaller blocks of `spec`: model, data, weights, checkpoint, validation, runtime, failures, trackers."""
+"""The smaller blocks of `spec`: model, data, validation, placement, weights, checkpoint, runtime, scheduling, trackers."""
 
 import re
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ PodDeletion = Literal["KeepAll", "KeepActor", "DeletePods"]
 
 
 class ModelSpec(Spec):
-    """The policy's starting point."""
+    """The model that training starts from."""
 
     path: str = Field(min_length=1)
-    """Folder with Hugging Face config, safetensors and tokenizer, or `hf://repo[@revision]`."""
+    """Folder with config.json, safetensors files and tokenizer in the format of Hugging Face, or `hf://repo[@revision]`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in training and rollout."""
+    """Data type of the weights in training and generation."""
 
 
 class DataSpec(Spec):
@@ -37,26 +37,26 @@ class DataSpec(Spec):
     chat_template: Annotated[str, Field(max_length=65536)] | None = None
     """Jinja chat template for message lists; null = the tokenizer's."""
     system_prompt: Annotated[str, Field(max_length=65536)] | None = None
-    """System message put before message lists; null = none."""
+    """System message placed before the messages of each prompt; null = none."""
     shuffle: bool = True
     """Shuffle each data epoch with algorithm.seed."""
     on_overlong: Literal["drop", "refuse"] = "drop"
-    """Prompts with no room for a completion: drop and count them, or refuse the data set."""
+    """Prompts that leave no room for a completion. drop: leave them out and count them; refuse: end the run."""
 
 
 class ValidationSpec(Spec):
-    """Measurement on data.validation."""
+    """Evaluation on data.validation."""
 
     every_steps: int = Field(10, ge=1, lt=2**31)
-    """Steps between measurements; the last step is always measured."""
+    """Steps between evaluations; the last step is always evaluated."""
     before_training: bool = True
-    """Also measure the starting weights, as step 0."""
+    """Also evaluate the model before training, as step 0."""
     samples_per_prompt: int = Field(1, ge=1, lt=2**31)
     """Completions per prompt (pass@k with k of this)."""
     temperature: float = Field(0.0, ge=0)
-    """0 = greedy."""
+    """Softmax temperature; 0 = greedy."""
     max_prompts: int | None = Field(None, ge=1, lt=2**31)
-    """First so many prompts only; null = all."""
+    """Number of prompts to use, from the first; null = all."""
 
     @rule(
         Cel(
@@ -85,14 +85,15 @@ PlacementMap = Annotated[
         way_out="write it so, in quotes",
     ),
 ]
-"""Which resources a role's processes have."""
+"""Which resources the processes of a role get."""
 
 
 class PlacementSpec(Spec):
-    """Where processes run."""
+    """Which processes share accelerators."""
 
     mode: Literal["disaggregated", "colocated", "hybrid"] = "disaggregated"
-    """disaggregated: own devices per role; colocated: each rollout takes turns with the actor pod it lives in; hybrid: so does one per actor pod, further ones have own devices."""
+    """disaggregated: each role has its own devices. colocated: each rollout runs in an actor pod and uses its devices while the actor does not.
+    hybrid: as colocated, and further rollouts have their own devices."""
     component_placement: Annotated[
         dict[Annotated[str, Field(max_length=64)], PlacementMap], Field(max_length=len(ROLES))
     ] = {}
@@ -112,28 +113,28 @@ class PlacementSpec(Spec):
 
 
 class WeightsSpec(Spec):
-    """How weights reach the rollouts."""
+    """Transfer of weights from the actors to the rollouts."""
 
     syncer: Literal["bucket", "patch"] = "bucket"
-    """bucket: full weights. patch: what changed, where that is smaller; by zmq."""
+    """bucket: send all weights. patch: send what changed where that is smaller, over zmq."""
     verify_every: int = Field(10, ge=1, lt=2**31)
-    """In so many patches each tensor is read whole once; 1 = all at each patch."""
+    """syncer patch: each tensor is compared as a whole once in this many patches; 1 = in every patch."""
     transport: Literal["auto", "zmq", "gloo", "nccl", "ipc"] = "auto"
-    """auto: nccl between GPUs, ipc on a shared one, else zmq (shared memory on one host, stream otherwise)."""
+    """auto: nccl between GPUs, CUDA IPC on a shared GPU, else zmq (shared memory on one host, TCP between hosts)."""
     bucket_bytes: int = Field(128 * 1024 * 1024, ge=4096, lt=2**40)
     """Size of a bucket, bytes."""
     fanout: Annotated[int | None, AfterValidator(none_for_zero)] = Field(None, ge=0, le=64)
-    """Receivers that a sender streams whole weights to at a time; who has them passes them on. 0 or null = the publisher serves all."""
+    """Receivers that a sender serves at the same time; each receiver passes the weights on to others. 0 or null = the actor serves all of them."""
     encrypt: bool = False
-    """Encrypt the stream (CURVE) instead of authenticating it only."""
+    """Encrypt the weights on the network (CURVE); false: they are authenticated only."""
     on_update: Literal["wait", "abort_resume", "keep_kv"] = "wait"
-    """What happens to groups in flight when a version comes. wait: they end first; abort_resume: they are interrupted and go on with the new
-    weights from the tokens they have; keep_kv: also with the keys and values they have. Both need algorithm.maxStaleness above 0."""
+    """What happens to running generations when new weights arrive. wait: they end first. abort_resume: they are interrupted and continue from
+    their tokens with the new weights. keep_kv: as abort_resume, but their KV cache is kept. The last two need algorithm.maxStaleness above 0."""
     content_check: bool = True
-    """After each sync a rollout goes on with one fixed prompt, drawn with the training settings and a fixed seed; the trainer
-    scores the same tokens, and their log-probabilities must agree."""
+    """After each weight sync every rollout continues a fixed prompt with a fixed seed; the trainer scores the same tokens, and their
+    log-probabilities must agree."""
     content_check_tolerance: float = Field(1e-3, gt=0)
-    """Largest accepted difference of a log-probability (float32; bfloat16 uses 50 times this)."""
+    """Largest accepted difference of a log-probability in float32; for bfloat16 50 times this."""
 
     @rule(
         Cel(
@@ -149,11 +150,11 @@ class WeightsSpec(Spec):
 
 
 class ResumeFromSpec(Spec):
-    """The checkpoint of another run that a job begins from while it has none of its own."""
+    """The checkpoint of another run that a job without a checkpoint starts from."""
 
     job: Annotated[str, Field(min_length=1, max_length=40)] | None = None
-    """Name of the run: its folder lies beside the output folder, on a cluster below `checkpoint.path`. Of several runs of that name the one
-    that saved last."""
+    """Name of the run. Its folder must be next to the output folder, on a cluster below `checkpoint.path`. Of several runs of that name the
+    one that saved last is used."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """Folder of a checkpoint, or of the run that wrote it; on a cluster below a volume mount of the actor, on one machine beside the output
     folder or below `checkpoint.path`."""
@@ -173,7 +174,7 @@ class ResumeFromSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """What is saved for a restart."""
+    """Checkpoints."""
 
     every_steps: Annotated[int | None, AfterValidator(none_for_zero)] = Field(50, ge=0, lt=2**31)
     """Steps between checkpoints; 0 or null = only at the end and on a stop, none of `everySeconds` either (0 on a cluster: plain
@@ -182,37 +183,37 @@ class CheckpointSpec(Spec):
     """Least seconds until the next checkpoint between those of `everySteps`, made only while saving takes less than 2 % of this time and no
     rule of failurePolicy counts steps; the next checkpoint replaces it. 0 or null = none (0 on a cluster: plain `kubectl apply` drops nulls)."""
     asynchronous: bool = False
-    """Write while training goes on, from a copy in host memory as large as the trainer's state; a failure is told at the next step."""
+    """Write checkpoints while training continues, from a copy of the trainer's state in host memory; a failure is reported at the next step."""
     keep: int = Field(3, ge=1, lt=2**31)
-    """Newest checkpoints kept, besides one of `everySeconds`; fewer when the storage has no room for the next one otherwise."""
+    """Number of newest checkpoints to keep, besides the one of `everySeconds`; fewer when the storage would have no room for the next one."""
     keep_best: int = Field(0, ge=0, lt=2**31)
-    """Checkpoints with the best reward kept besides."""
+    """Number of checkpoints with the best reward to keep in addition."""
     path: str | None = None
     """Folder; null = `checkpoints` in the output folder."""
     allow_spec_change: bool = False
-    """Resume although a field that alters the mathematics was changed."""
+    """Resume although a field that changes the training was changed."""
     resume_from: ResumeFromSpec | None = None
-    """Begin from another run's checkpoint, with its weights, ledger and history; null = from the model. Not looked at once the job has a
-    checkpoint of its own."""
+    """Start from the checkpoint of another run, with its weights, position in the data and history; null = from the model. Ignored when the
+    job has a checkpoint of its own."""
 
 
 class DeadlinesSpec(Spec):
-    """Bounds of every wait, seconds."""
+    """Timeouts, seconds."""
 
     heartbeat: float = Field(2, gt=0)
-    """Between heartbeats."""
+    """Interval of heartbeats."""
     suspect: float = Field(6, gt=0)
-    """Silence after which a member gets no new work."""
+    """Time without a heartbeat after which a process gets no new work."""
     lost: float = Field(15, gt=0)
-    """Silence after which a member is lost."""
+    """Time without a heartbeat after which a process is taken for lost."""
     hello: float = Field(60, gt=0)
-    """Until a process reaches the hub."""
+    """Time until a process has registered with the runner."""
     wait_ready: float = Field(600, gt=0)
-    """Until all members are constructed."""
+    """Time until all processes have been initialized."""
     rpc: float = Field(60, gt=0)
-    """One call; an SGLang engine whose scheduler answers none for so long is replaced."""
+    """One remote call. An SGLang engine whose scheduler does not answer for this long is replaced."""
     group_method: float = Field(3600, gt=0)
-    """One method on a group."""
+    """One method call on all processes of a group."""
     collective: float = Field(60, gt=0)
     """One collective operation."""
     weight_sync: float = Field(300, gt=0)
@@ -226,7 +227,7 @@ class DeadlinesSpec(Spec):
     env_reset: float = Field(300, gt=0)
     """Start of one environment process."""
     degraded: float = Field(900, gt=0)
-    """Wait below minReplicas in a local run, and of a finished run whose storage is full for room."""
+    """Time that a local run waits for rollout.minReplicas, and time that a run waits at its end for disk space."""
 
     @rule(
         Cel(
@@ -243,14 +244,14 @@ class DeadlinesSpec(Spec):
 
 
 class RuntimeSpec(Spec):
-    """How processes behave around the loop."""
+    """Behaviour of processes outside of training."""
 
     deadlines: DeadlinesSpec = DeadlinesSpec()
-    """Bounds of waits."""
+    """Timeouts."""
     drain_seconds: float = Field(8, gt=0)
-    """Time a process has to finish or return work after a request to stop."""
+    """Seconds that a process has to finish or return its work after a request to stop."""
     lease_seconds: float = Field(120, gt=0)
-    """Lease of a prompt group, renewed every third of it by the rollout that holds it."""
+    """Seconds for which a rollout leases a prompt group; it renews the lease every third of this time."""
     suspend_seconds: float = Field(120, gt=0)
     """Seconds the runner has to save when the job is suspended, by the user or by a rule; then the pods go. A job whose first step is not
     finished has nothing to save: its pods go at once. Cluster only."""
@@ -270,7 +271,7 @@ class DeletionPolicySpec(Spec):
 
 
 class SchedulingSpec(Spec):
-    """How the cluster's scheduler sees the job."""
+    """Gang scheduling, queue and evictions."""
 
     gang: Literal["auto", "required", "none"] = "auto"
     """auto: the actor's pods are scheduled together where the cluster serves an API for it; required: without one no pod is made, and
@@ -279,7 +280,7 @@ class SchedulingSpec(Spec):
     """Queue of Volcano that the gangs are in, which makes Volcano a requirement; null = Volcano's default. Kueue's queue is the label
     kueue.x-k8s.io/queue-name of the job."""
     evictions: Literal["avoid", "allow"] = "avoid"
-    """avoid: actor pods are not evicted (a PodDisruptionBudget), and autoscalers leave their nodes; allow: a node drain may end the gang."""
+    """avoid: a PodDisruptionBudget keeps actor pods from being evicted, and autoscalers keep their nodes; allow: a node drain may end the actors."""
 
     @rule(
         Cel(
@@ -295,17 +296,17 @@ class SchedulingSpec(Spec):
 
 
 class CodeSpec(Spec):
-    """The user's modules on a cluster (`rljob submit --code DIR` makes the ConfigMap)."""
+    """Python modules of the user, on a cluster; `rljob submit --code DIR` creates the ConfigMap."""
 
     config_map: Name
-    """ConfigMap whose keys are files; it is on PYTHONPATH of all roles."""
+    """ConfigMap whose keys are the files; it is on the PYTHONPATH of all roles."""
 
 
 class TrackerSpec(Spec):
-    """One metrics sink besides the built-in JSONL file."""
+    """One metrics tracker besides metrics.jsonl."""
 
     name: Literal["tensorboard", "wandb", "mlflow"]
-    """The sink; wandb and mlflow need the extra of that name."""
+    """The tracker; wandb and mlflow need the Python extra of that name."""
     project: str | None = None
     """Project (wandb) or experiment (mlflow); null = rljob."""
     uri: str | None = None

@@ -31,22 +31,22 @@ Text = Annotated[str, Field(max_length=256)]
 
 
 class StatusPart(Spec):
-    """The base of the parts of a status: unknown fields are ignored."""
+    """Base of the parts of a status. Unknown fields are ignored."""
 
     model_config = Spec.model_config | {"extra": "ignore"}
 
 
 class Condition(StatusPart):
-    """One fact about the job; all types are there from the first reconcile."""
+    """A condition of the job, as in other Kubernetes resources; all types are present from the first reconcile."""
 
     type: ConditionType
-    """Which fact."""
+    """Type of the condition."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Status of the condition."""
     reason: Annotated[str, Field(min_length=1, max_length=128)]
-    """Why, as one word; docs/operations.md has a section per reason."""
+    """Reason, one CamelCase word; docs/operations.md explains each."""
     message: Annotated[str, Field(max_length=32768)] = ""
-    """Why, for people; the cluster's own words where it refused something."""
+    """Message for people; it quotes the cluster where that refused something."""
     last_transition_time: Time
     """When `status` changed last."""
     observed_generation: BigCount | None = None
@@ -59,13 +59,13 @@ class RoleStatus(StatusPart):
     name: RoleName
     """The role."""
     desired: Count = 0
-    """Pods wanted."""
+    """Pods that the job asks for."""
     ready: Count = 0
     """Pods that serve."""
     active: Count = 0
     """Pods that exist and have not ended."""
     failed: Count = 0
-    """Ends with an error so far."""
+    """Pods that ended with an error so far."""
     min_version: BigCount | None = None
     """Oldest policy version among ready rollouts."""
     max_version: BigCount | None = None
@@ -73,7 +73,7 @@ class RoleStatus(StatusPart):
     restarts: Count = 0
     """Pods of the role that were replaced after they ended."""
     restart_time: Time | None = None
-    """Pods of the role created up to then are replaced (RestartRole)."""
+    """Time of the last RestartRole; pods of the role that are older are replaced."""
 
 
 class RolloutScale(StatusPart):
@@ -82,7 +82,7 @@ class RolloutScale(StatusPart):
     replicas: Count = 0
     """Rollout pods that exist and have not ended."""
     ready_replicas: Count = 0
-    """Those of them that serve."""
+    """Rollout pods that serve."""
     selector: Annotated[str, Field(max_length=512)] = ""
     """Label selector of the rollout pods."""
 
@@ -99,24 +99,24 @@ class CheckpointStatus(StatusPart):
     best_reward: float | None = None
     """Its reward."""
     resumed_from: BigCount | None = None
-    """Step that the present gang went on from."""
+    """Step from which the present actors resumed."""
     time: Time | None = None
     """When the newest was written."""
 
 
 class DeviceStatus(StatusPart):
-    """Accelerators that a pod's processes found."""
+    """Accelerators that the processes of a pod found."""
 
     pod: Text
     """The pod."""
     node: Text = ""
     """Its node."""
     uuids: Annotated[list[Text], Field(max_length=64)] = []
-    """Device UUIDs as the driver tells them."""
+    """Device UUIDs as reported by the driver."""
 
 
 class Metric(StatusPart):
-    """One number of the newest step."""
+    """One metric of the newest step."""
 
     name: Text
     """Name as in metrics.jsonl."""
@@ -125,42 +125,42 @@ class Metric(StatusPart):
 
 
 class PodEnds(StatusPart):
-    """When a pod ended lately, so that a restarted operator counts on where the old one stopped."""
+    """Recent ends of a pod, so that a restarted operator continues to count them."""
 
     name: Text
-    """The pod; `actor` for the gang as a whole, `stall` for acts on stalls."""
+    """Name of the pod; `actor` for restarts of the actors, `stall` for actions on stalls."""
     uid: Text = ""
-    """The pod judged last: no end is counted twice."""
+    """Uid of the pod whose end was counted last, so that no end is counted twice."""
     times: Annotated[list[Time], Field(max_length=8)] = []
     """Counted ends, oldest first."""
     backoff_seconds: Count = 0
-    """Seconds from the last of them until the replacement is made."""
+    """Seconds between the last end and the replacement."""
 
 
 class Draining(StatusPart):
-    """A pod that scaling down asked to finish."""
+    """A pod that is draining because the role was scaled down."""
 
     pod: Text
     """The pod."""
     since: Time
-    """When it was asked first."""
+    """When draining began."""
 
 
 class Halt(StatusPart):
-    """Why the job is to have no pods."""
+    """Why the job is suspended."""
 
     by: Literal["user", "rule"] = "user"
-    """user: spec.suspend; rule: a rule of failurePolicy says Pause, until the user suspends the job and resumes it."""
+    """user: spec.suspend is true. rule: a rule of failurePolicy with the action Pause, until the user suspends the job and resumes it."""
     rule: Text | None = None
-    """The reason that the rule gave: KlBlowUp, RewardCollapse, NonFiniteLoss, PolicyMismatch or Stalled."""
+    """Reason of the rule: KlBlowUp, RewardCollapse, NonFiniteLoss, PolicyMismatch or Stalled."""
     last_good_step: BigCount | None = None
-    """Step of the newest checkpoint from before the numbers went wrong, from which the job goes on."""
+    """Step of the newest checkpoint from before the metrics went wrong; the job resumes from it."""
     since: Time | None = None
-    """When it began, and when the last pod was gone."""
+    """When the suspension began; when it is done, when the last pod was gone."""
     done: bool = False
-    """Whether no pod is left."""
+    """Whether all pods are gone."""
     message: Annotated[str, Field(max_length=4096)] = ""
-    """What the rule found."""
+    """Message of the rule."""
 
 
 class Columns(StatusPart):
@@ -182,27 +182,27 @@ class RLJobStatus(StatusPart):
     """The state of a job."""
 
     phase: Phase | None = None
-    """For people; programs read conditions."""
+    """Phase, for people; programs should read conditions."""
     schema_version: Text | None = None
-    """Digest of the defaults that the job was accepted under and keeps; its ConfigMap has them."""
+    """Digest of the schema defaults with which the job was accepted and which it keeps; its ConfigMap holds them."""
     observed_generation: BigCount | None = None
     """metadata.generation the operator has acted on."""
     applied_generation: BigCount | None = None
     """metadata.generation whose settings the runner trains with."""
     key_id: Text | None = None
-    """Id of the operator's master key that the job's keys are made from; it stays when the operator gets another."""
+    """Id of the operator's master key from which the keys of the job are derived; it stays when the operator gets a new one."""
     epoch: Count | None = None
-    """Number of the actor gang; rises with each restart and resume."""
+    """Number of the current start of the actors; it increases with each restart and resume."""
     begun_epoch: Count | None = None
-    """The newest epoch whose loop has begun: its step and version are those of the run."""
+    """Newest epoch in which training has begun; step and policyVersion are from it."""
     restarts: Count | None = None
-    """Restarts of the actor gang that count towards failurePolicy.maxRestarts; finished steps give them back (forgiveAfterSteps)."""
+    """Restarts of the actors that count towards failurePolicy.maxRestarts; finished steps reduce them (forgiveAfterSteps)."""
     forgive_at_step: BigCount | None = None
-    """The step that gives one of them back when it is finished; absent while none is counted."""
+    """Step after which one restart no longer counts; absent while none is counted."""
     total_restarts: Count | None = None
-    """All restarts of the actor gang, disruptions too."""
+    """All restarts of the actors, including disruptions."""
     step: BigCount | None = None
-    """Last finished step; may fall when epoch rises."""
+    """Last finished step; it may decrease when epoch increases."""
     total_steps: BigCount | None = None
     """Steps of the run."""
     policy_version: BigCount | None = None
@@ -220,7 +220,7 @@ class RLJobStatus(StatusPart):
     suspended_seconds: BigCount | None = None
     """Seconds spent suspended until the last resume."""
     runtime_seconds: BigCount | None = None
-    """Seconds it ran, suspended time left out."""
+    """Seconds that the job ran, without suspended time."""
     roles: Annotated[list[RoleStatus], Field(max_length=3)] = []
     """Pods by role."""
     rollout: RolloutScale | None = None
@@ -232,14 +232,14 @@ class RLJobStatus(StatusPart):
     devices: Annotated[list[DeviceStatus], Field(max_length=2048)] = []
     """Accelerators by pod."""
     metrics: Annotated[list[Metric], Field(max_length=64)] = []
-    """Numbers of the newest step."""
+    """Metrics of the newest step."""
     busy: Annotated[list[Metric], Field(max_length=1024)] = []
-    """Share of the last minute, or of four longer steps, in which each rollout held groups."""
+    """Share of time in which each rollout had groups to generate, over the last minute, or the last four steps where those take longer."""
     ends: Annotated[list[PodEnds], Field(max_length=2048)] = []
-    """Pods that ended lately."""
+    """Pods that ended recently."""
     draining: Annotated[list[Draining], Field(max_length=1024)] = []
-    """Pods that scaling down asked to finish."""
+    """Pods that are draining because the role was scaled down."""
     halt: Halt | None = None
-    """Why the job has no pods, or loses them now; absent while it may run."""
+    """Why the job is suspended, or is being suspended; absent while it may run."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
-    """The facts; all types from the first reconcile."""
+    """Conditions of the job; all types are present from the first reconcile."""

@@ -1,4 +1,4 @@
-"""The launcher's side of the runner's control port: what the operator does over the pod network, on loopback."""
+"""Client of the runner's control port, for the local launcher; the operator uses the same port over the pod network."""
 
 import http.client
 import json
@@ -13,14 +13,14 @@ from rl_core.plan.signatures import NotTheRunner, Peer, SignedCall, sign
 
 TIMEOUT = 3.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""No proxy of the environment stands between two processes of this machine."""
+"""An opener without proxies: the proxy settings of the environment do not apply between processes of this machine."""
 
 
 class ControlClient:
-    """Asks the runner at one port; every call answers None when it does not answer, or somebody else does."""
+    """Calls the runner at one port. A call returns None when nobody answers, or when the answer is not signed by the runner."""
 
     def __init__(self, port: int, token_file: Path, *, uid: str, epoch: Callable[[], int]) -> None:
-        """`epoch()` tells under which epoch the runner is; without a token file calls are not signed."""
+        """`epoch()` returns the epoch of the runner; calls are signed where the token file exists."""
         self._base = f"http://127.0.0.1:{port}"
         self._token_file, self._uid, self._epoch = token_file, uid, epoch
 
@@ -29,19 +29,19 @@ class ControlClient:
         return self._ask("GET", "/status")[0]
 
     def finish(self, reason: str = "") -> bool:
-        """Ask for a checkpoint and an orderly end, for good or, as `suspend`, to be resumed; False when nobody heard it."""
+        """Ask for a checkpoint and an orderly end, for good or, with the reason `suspend`, to be resumed; return False without an answer."""
         return self._change("POST", "/finish", {"reason": reason}) is not None
 
     def drain(self, pods: Sequence[str]) -> dict[str, Any] | None:
-        """Ask rollout or env pods to finish or return their work; None when nobody heard it."""
+        """Ask pods of elastic groups to finish or return their work; return None without an answer."""
         return self._change("POST", "/drain", {"pods": list(pods)})
 
     def change(self, generation: int, spec: Mapping[str, Any]) -> bool:
-        """Send a changed spec; False when nobody heard it. Raises ConfigError with the runner's words when it is refused."""
+        """Send a changed spec; return False without an answer. Raises ConfigError with the message of a runner that refuses it."""
         return self._change("PUT", "/control", {"generation": generation, "spec": spec}) is not None
 
     def _change(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
-        """Call what changes something, with a challenge of the runner that answers now."""
+        """Make a call that changes something, with a fresh challenge of the runner."""
         status, challenge = self._ask("GET", "/status")
         return None if status is None else self._ask(method, path, body, challenge=challenge)[0]
 

@@ -103,7 +103,9 @@ class LocalPods:
     def _note(self, pod: LocalPod, event: dict[str, Any]) -> None:
         if event["event"] == "started":
             kind = event.get("process", "worker")
-            groups = {one.name: one.group for container in pod.plan.containers for one in container.processes}
+            groups = {
+                process.name: process.group for container in pod.plan.containers for process in container.processes
+            }
             role = groups.get(event.get("name", ""), pod.role) if kind == "worker" else kind
             entry = ProcessEntry(
                 role=role, index=pod.index, rank=event.get("rank"), pid=event["pid"], pod=pod.plan.name

@@ -51,9 +51,9 @@ class ProcessRegistry:
         while more:
             gone |= more
             more = {child for child, parent in self._parents.items() if parent in gone} - gone
-        for one in gone:
-            self._entries.pop(one, None)
-            self._parents.pop(one, None)
+        for ended in gone:
+            self._entries.pop(ended, None)
+            self._parents.pop(ended, None)
         self._write()
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""The output folder of a local run as the launcher uses it: lock, keys, logs, the resolved job, `status.json`."""
+"""The files of a local run in its output folder: lock, keys, logs, the resolved job, `status.json`."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ FINAL_PHASES = ("Finished", "Failed", "Suspended")
 INTERRUPTED = 130
 """Exit code of a run that was asked to stop."""
 LOCK_SECONDS = 0.2
-"""How long a run waits for its folder's lock, which `is_abandoned` holds for an instant when it looks."""
+"""Seconds that a run waits for the lock of its folder; `is_abandoned` holds it for a moment."""
 PRIVATE = ".rljob"
 """Folder for keys, pod plans and the resolved job, inside the output folder."""
 
@@ -32,7 +32,7 @@ PRIVATE = ".rljob"
 def is_abandoned(folder: Path) -> bool:
     """Return whether no launcher holds the lock of a run's folder: the run has ended, or was killed with its launcher.
 
-    False where the lock cannot be looked at.
+    False where the lock file cannot be opened.
     """
     try:
         with (folder / PRIVATE / "lock").open() as file:
@@ -43,7 +43,7 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def _lock_within(file: IO[str], seconds: float) -> bool:
-    """Return whether the lock could be had in time."""
+    """Return whether the lock was acquired within `seconds`."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -65,13 +65,13 @@ class Workspace:
         self.key_folder = self.private / "keys"
         self.token_file = self.key_folder / keys.TOKEN_FILE
         self.job_file = self.private / "job.json"
-        """The resolved job, whoever wrote it."""
+        """File of the resolved job."""
         self.config: Path | None = None
-        """The resolved job, if this workspace was given one to write."""
+        """File of the resolved job where `open` wrote it, else None."""
         self._lock: IO[str] | None = None
 
     def lock(self) -> None:
-        """Keep other runs out of the folder, which is made where it is missing; nothing else is written.
+        """Lock the folder against other runs. The folder is created; nothing else is written.
 
         Raises ConfigError when another run uses the folder or it cannot be written.
         """
@@ -137,19 +137,19 @@ class Workspace:
             logger.warning("status.json could not be written: %s", error)
 
     def is_final(self, epoch: int) -> bool:
-        """Return whether the runner of `epoch` has written its last word."""
+        """Return whether the runner of `epoch` has written its final status."""
         status = self.read_status()
         return status.get("phase") in FINAL_PHASES and status.get("epoch") == epoch
 
     def final_status(self, code: int | None, failure: str, *, epoch: int) -> dict[str, Any]:
-        """Return the last status of a run that ended with exit code `code`, also where the runner could not write it."""
+        """Return the final status of a run that ended with exit code `code`, also where the runner could not write one."""
         status = self.read_status() or {"schema": 1, "epoch": epoch, "step": 0}
         if code == 0:
             status["phase"] = "Suspended" if status.get("phase") == "Suspended" else "Finished"
         elif code != INTERRUPTED or status.get("phase") not in FINAL_PHASES:
             status["phase"] = "Failed"
         elif status["phase"] == "Finished" and status.get("step", 0) < status.get("totalSteps", 0):
-            status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` goes on
+            status["phase"] = "Suspended"  # it was asked to end and has saved: `--resume auto` continues it
         if code != 0 and not status.get("failure"):
             kind, message = "Interrupted" if code == INTERRUPTED else "", failure or "the launcher failed"
             status["failure"] = {"type": kind, "message": message, "exitCode": code}

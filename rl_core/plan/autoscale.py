@@ -1,11 +1,11 @@
-"""How many rollouts a job should have by what its runner measured: the rule of `rollout.autoscale`. Pure; the operator and the local launcher ask it.
+"""The rule of `rollout.autoscale`: how many rollouts a job should have, from the idle times that its runner measured. Pure.
 
-    trainer starves, rollouts do not   more: what would feed it, at most twice as many
-    rollouts starve                    fewer: what would starve as long as targetIdle, at least half as many
-    else                               as many as there are
+    The trainer waits, rollouts do not   More rollouts: as many as would keep the trainer busy, at most twice as many.
+    Rollouts are idle                    Fewer: as many as would be idle for targetIdle of the time, at least half as many.
+    Otherwise                            The number stays.
 
-The runner's window is the rule's memory: it begins anew when a rollout comes or goes, so each decision rests on a whole window of the
-present size. A step down is never so far that the next would be up, and HYSTERESIS keeps noise from moving anything.
+The runner starts a new measurement when a rollout joins or leaves, so that each decision rests on a full window with the present number.
+A decrease never goes so far that an increase would follow, and HYSTERESIS keeps noise from changing the number.
 """
 
 import math
@@ -16,35 +16,35 @@ from typing import Any
 from rl_core.api.roles import RolloutSpec
 
 HYSTERESIS = 0.05
-"""How far a share must be from the wanted one before anything is done about it."""
+"""Difference between a measured share and its target below which the number stays."""
 ROUNDING = 1e-9
-"""A product that should be whole may come out so much above it."""
+"""Tolerance for a product that should be a whole number and exceeds it by rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """What the runner's window tells (`/status.workload`)."""
+    """Idle times in the measurement window of the runner (`/status.workload`)."""
 
     rollouts: int
-    """Rollouts that it measured."""
+    """Number of rollouts measured."""
     starved: float
-    """Share of the window in which a rollout had nothing to generate, on average."""
+    """Average share of the window in which a rollout had nothing to generate."""
     trainer_starved: float
-    """Share in which the trainer waited for groups."""
+    """Share of the window in which the trainer waited for groups."""
     seconds: float
     """Length of the window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Another number of rollouts, and why."""
+    """A new number of rollouts, and the reason."""
 
     replicas: int
     reason: str
 
 
 def read(workload: Any) -> Shares | None:
-    """Return the shares of a whole window; None while it is not whole, and for what makes no sense."""
+    """Return the idle times of a full window; None while it is not full, or where the values are not valid."""
     if not isinstance(workload, Mapping) or workload.get("full") is not True:
         return None
     numbers = [workload.get(name) for name in ("starved", "actorStarved", "seconds")]
@@ -58,7 +58,7 @@ def read(workload: Any) -> Shares | None:
 
 
 def decide(rollout: RolloutSpec, shares: Shares | None) -> Verdict | None:
-    """Return the number of rollouts that should be wanted instead of `rollout.replicas`; None = as many as are wanted."""
+    """Return the new number of rollouts, None when `rollout.replicas` stays."""
     rule, present = rollout.autoscale, rollout.replicas
     if rule is None or shares is None or shares.rollouts != present:
         return None

@@ -1,7 +1,7 @@
-"""What a training process holds in each phase, by backend, from sizes alone. Bytes.
+"""Memory of a training process in each phase, computed from sizes, for each training backend. All sizes are in bytes.
 
-Held against what both backends allocate on a CPU (tests/integration/test_trainer_memory.py). Where ranks hold different parts of the model
-it is the rank that has most.
+tests/integration/test_trainer_memory.py compares it with what both backends allocate on a CPU. Where ranks hold different parts of the model,
+the result is for the rank that needs most.
 """
 
 from rl_core.api.job import RLJobSpec
@@ -19,7 +19,7 @@ BLOCK_BYTES = 4 * 2**20
 
 
 def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
-    """Return phase -> what a process of the trainer holds on its device, by part."""
+    """Return phase -> part -> bytes on the device of a training process."""
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     gather = _gathered(job, facts)
     buckets = {"buckets": 2 * job.weights.bucket_bytes}
@@ -41,8 +41,11 @@ def trainer_phases(job: RLJobSpec, facts: ModelFacts) -> dict[str, Parts]:
 
 
 def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return what a process keeps on the host besides: the version that rank 0 gives late joiners, and shares of a reference policy and
-    of what an asynchronous checkpoint is written from."""
+    """Return the further bytes in host memory of a training process.
+
+    They are the version of the weights that rank 0 keeps for rollouts that join later, the shards of a reference policy, and the copy from
+    which an asynchronous checkpoint is written.
+    """
     held = _megatron_state(job, facts) if job.actor.backend == "megatron" else _fsdp_state(job, facts)
     found = facts.parameters * WIDTH[job.model.dtype]
     if job.algorithm.needs_reference:
@@ -53,24 +56,24 @@ def trainer_host(job: RLJobSpec, facts: ModelFacts) -> int:
 
 
 def _models(job: RLJobSpec) -> int:
-    """Return how many models train: the policy, and a critic that shares nothing with it."""
+    """Return the number of trained models: 2 with a separate critic, else 1."""
     critic = job.algorithm.critic_in_use
     return 2 if critic is not None and critic.separate else 1
 
 
 def _fsdp_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return FSDP's share of weights, which are float32 whatever type they compute in, and of moments."""
+    """Return the shard of weights and moments with FSDP; FSDP keeps float32 weights whatever type it computes in."""
     share = _models(job) * -(-facts.parameters // _copy_size(job))
     return {"weights": share * MASTER_BYTES, "optimizer": share * MOMENT_BYTES}
 
 
 def _copy_size(job: RLJobSpec) -> int:
-    """Return how many processes FSDP cuts a copy of the model over."""
+    """Return the number of processes over which FSDP shards one replica of the model."""
     return job.actor.world_size // job.actor.parallel.replicate
 
 
 def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return a stage's weights and gradients and, over the data ranks where they share the optimizer, moments and float32 copies."""
+    """Return weights, gradients, moments and float32 copies of a pipeline stage; the last two are sharded with a distributed optimizer."""
     stage, width = _models(job) * _stage_parameters(job, facts), WIDTH[job.model.dtype]
     updated = -(-stage // (job.actor.data_parallel if job.actor.optimizer.distributed else 1))
     held = {"weights": stage * width, "gradients": stage * GRADIENT_BYTES, "optimizer": updated * MOMENT_BYTES}
@@ -78,7 +81,7 @@ def _megatron_state(job: RLJobSpec, facts: ModelFacts) -> Parts:
 
 
 def _stage_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return the parameters of a tensor rank of the first stage."""
+    """Return the number of parameters of a tensor-parallel rank in the first pipeline stage."""
     parallel, embedding = job.actor.parallel, facts.vocab * facts.hidden
     if parallel.pipeline == 1:
         return -(-facts.parameters // parallel.tensor)
@@ -86,12 +89,12 @@ def _stage_parameters(job: RLJobSpec, facts: ModelFacts) -> int:
 
 
 def _wrapped(job: RLJobSpec) -> bool:
-    """Return whether FSDP gathers anything: one process in float32 has a plain model."""
+    """Return whether the model is wrapped in FSDP; one process in float32 uses a plain model."""
     return job.actor.backend != "megatron" and (job.actor.world_size > 1 or job.model.dtype != "float32")
 
 
 def _gathered(job: RLJobSpec, facts: ModelFacts) -> Parts:
-    """Return what is whole at a time: what is outside the layers during all of a pass, a layer and the one after it."""
+    """Return the unsharded parameters during a pass: those outside the layers, the current layer and the prefetched one."""
     if not _wrapped(job):
         return {}
     outside = facts.parameters - facts.layers * facts.layer
@@ -110,7 +113,7 @@ def _fsdp_gradients(job: RLJobSpec, facts: ModelFacts) -> int:
 
 
 def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return what a backward pass needs of all micro-batches that are under way."""
+    """Return the activations that the backward passes of all micro-batches in flight need."""
     parallel, layer = job.actor.parallel, _layer_bytes(job, facts)
     # The first stage has as many micro-batches under way as there are stages, each in its share of the layers; interleaved some more.
     more = (parallel.pipeline - 1) / (parallel.pipeline * parallel.virtual_pipeline) if parallel.virtual_pipeline else 0
@@ -123,7 +126,7 @@ def _activation_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
 
 
 def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
-    """Return what a decoder layer keeps of a micro-batch for its backward pass."""
+    """Return the activations that a decoder layer keeps for the backward pass of one micro-batch."""
     width, parallel = WIDTH[job.model.dtype], job.actor.parallel
     queries, keys = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     if job.actor.backend == "megatron":
@@ -138,7 +141,7 @@ def _layer_bytes(job: RLJobSpec, facts: ModelFacts) -> int:
 
 
 def _logit_bytes(job: RLJobSpec, facts: ModelFacts, *, gradient: bool) -> int:
-    """Return what scoring a chunk of tokens takes: logits, float32 blocks of them and, backwards, the output weight's gradient."""
+    """Return the memory for the logits of a chunk of tokens: logits, float32 blocks and, with `gradient`, the gradient of the output weight."""
     width, vocabulary = WIDTH[job.model.dtype], -(-facts.vocab // job.actor.parallel.tensor)
     chunk = min(_tokens(job, facts), CHUNK) * vocabulary
     block = 4 * chunk if job.actor.gpus else min(BLOCK_BYTES, 4 * chunk)

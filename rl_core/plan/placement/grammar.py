@@ -1,4 +1,4 @@
-"""The map a user writes: `ranks[:processes](, ...)`, such as `2-5:0-1,8,9-10:3-6`."""
+"""The syntax of a placement: `ranks[:processes](, ...)`, such as `2-5:0-1,8,9-10:3-6`."""
 
 import re
 from collections.abc import Iterable, Sequence

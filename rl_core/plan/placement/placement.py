@@ -1,4 +1,4 @@
-"""Where one process runs, as a record and as the identity variables that tell the process."""
+"""The placement of one process: a record, and the environment variables that hold it."""
 
 import os
 from collections.abc import Mapping
