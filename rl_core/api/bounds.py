@@ -16,14 +16,14 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """A regular expression that the whole value must match, with the words of its refusal."""
+    """A regular expression that the whole value must match, with the parts of its error message."""
 
     regex: str
-    """Without anchors."""
+    """The expression, without anchors."""
     rule: str
-    """What a value must be."""
+    """The rule, as a phrase after `must be`."""
     way_out: str
-    """What to do."""
+    """What the user can do about it."""
 
     def check(self, value: str | int) -> str | int:
         """Return the value. Raises ValueError when it does not match."""
@@ -87,5 +87,5 @@ def none_for_zero(value: float | None) -> float | None:
 
 
 def listed(values: Iterable[str]) -> str:
-    """Return values as the API server's messages show a list."""
+    """Return a list of values as text, formatted as in the messages of the API server."""
     return json.dumps(list(values))

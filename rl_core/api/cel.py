@@ -1,8 +1,9 @@
-"""The CEL that says on the API server what a `@rule` says in Python; it stands beside its rule, and the CRD's generator collects it.
+"""CEL rules: the API server checks with them what a `@rule` method checks in Python. Each is written beside its method, and the generator
+of the CRD collects them.
 
 Notation in an expression: `$name` or `$block.name` is a field with the model's default filled in. A field without a default, or whose
 default is null, is written `self.name` and guarded by `has(self.name)`. Messages take values by format, because the API server's cost
-estimate refuses to concatenate strings. A test sends every rule's breach to a real API server and to pydantic.
+estimate refuses to concatenate strings. A test sends a violation of every rule to a real API server and to pydantic.
 """
 
 import json
@@ -14,16 +15,16 @@ from pydantic.alias_generators import to_camel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cel:
-    """One CEL rule that says what one message of a `@rule` method says."""
+    """One CEL rule, which corresponds to one message of a `@rule` method."""
 
     holds: str
-    """Expression that is true for a good object."""
+    """Expression that is true for a valid object."""
     refusal: str
     """The message, with %s and %d for `values`."""
     values: tuple[str, ...] = ()
     """Expressions of the values in the message."""
     field: str | None = None
-    """Field the refusal points at, below the object; None = the object."""
+    """Field below the object to which the error points; None = the object."""
 
 
 def literal(value: Any) -> str:

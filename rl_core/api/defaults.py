@@ -1,4 +1,4 @@
-"""The defaults of the schema as a table by class and field, so that a job keeps those it was accepted under.
+"""The defaults of the schema as a table by class and field, so that a job keeps the defaults with which it was accepted.
 
 An operator keeps the table beside each job (manifests/config.py). A later one that knows another default, or a field more, resolves
 the job with the kept table: `model_validate(spec, context=defaults.context)`. A class or field that the table lacks takes the
@@ -28,14 +28,14 @@ class Defaults:
     """The defaults of one version of the schema."""
 
     version: str
-    """Digest of the table: the schema version a job was accepted under."""
+    """Digest of the table, which identifies the version of the schema."""
     text: str
     """The table as canonical JSON."""
     table: Table
 
     @property
     def context(self) -> dict[str, Any]:
-        """What validation needs to resolve by this table."""
+        """Validation context with which missing fields get the defaults of this table."""
         return {DEFAULTS: self.table}
 
 
@@ -49,12 +49,12 @@ def present() -> Defaults:
 
 
 def version_of(text: str) -> str:
-    """Return the schema version that a table, as text, is of."""
+    """Return the schema version of a table given as text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read(text: str) -> Defaults:
-    """Return the defaults that were kept as `text`. Raises ValueError for what is no table."""
+    """Return the defaults that `text` holds. Raises ValueError when it is not a table."""
     table = json.loads(text)
     if not isinstance(table, dict) or not all(isinstance(fields, dict) for fields in table.values()):
         raise ValueError(f"kept defaults must be a table of classes and fields, got {text[:80]!r}; this is a bug")
@@ -62,7 +62,7 @@ def read(text: str) -> Defaults:
 
 
 def short(spec: Spec, table: Table | None = None) -> dict[str, Any]:
-    """Return the fields of `spec` that differ from the defaults of `table` (None: of the code); equal jobs give equal mappings."""
+    """Return the fields of `spec` that differ from the defaults of `table` (None: of the code). Equal jobs give equal results."""
     return dict(_short(spec, spec.model_dump(mode="json", by_alias=True), table or {}))
 
 
@@ -90,7 +90,7 @@ def _of_code(cls: type[Spec]) -> Mapping[str, Any]:
 
 
 def _classes(cls: type[Spec]) -> set[type[Spec]]:
-    """Return `cls` and the schema classes its fields are made of."""
+    """Return `cls` and the schema classes of its fields, recursively."""
     found: set[type[Spec]] = set()
     waiting = [cls]
     while waiting:

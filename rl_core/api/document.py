@@ -1,5 +1,5 @@
-"""A part of the schema as it travels to a process that may be of another version: every field, and which of them differ from their
-default.
+"""The format in which a part of the schema is sent to a process that may have another version: all fields, and the list of those that
+differ from their default.
 
 A reader that lacks a field leaves it out where it holds its default, since what the field adds is then off, and refuses it by name
 otherwise. A reader that knows a field more gives it the default of its own code.
@@ -16,12 +16,12 @@ from rl_core.api.defaults import Table, short
 from rl_core.api.errors import ConfigError
 
 CHANGED = "changed"
-"""Key of what differs from its default, beside the fields of the whole."""
+"""Key of the list of fields that differ from their default."""
 Part = TypeVar("Part", bound=Spec)
 
 
 def write(part: Spec, table: Table | None = None) -> dict[str, Any]:
-    """Return `part` to be read by another version; `table`: the defaults it was resolved by, None = those of the code."""
+    """Return `part` as a document for another version; `table` holds the defaults with which it was resolved, None = those of the code."""
     return {**part.model_dump(mode="json", by_alias=True), CHANGED: short(part, table)}
 
 
@@ -57,7 +57,7 @@ def read(schema: type[Part], document: Mapping[str, Any] | str | bytes) -> Part:
 
 
 def holds(tree: Any, path: Sequence[str | int]) -> bool:
-    """Return whether `tree` has something at `path`."""
+    """Return whether `tree` has a value at `path`."""
     try:
         at(tree, path)
     except (KeyError, IndexError, TypeError):
@@ -66,7 +66,7 @@ def holds(tree: Any, path: Sequence[str | int]) -> bool:
 
 
 def at(tree: Any, path: Sequence[str | int]) -> Any:
-    """Return what `tree` has at `path`; KeyError, IndexError or TypeError when it has nothing there."""
+    """Return the value of `tree` at `path`. Raises KeyError, IndexError or TypeError when there is none."""
     for part in path:
         tree = tree[part]
     return tree

@@ -1,6 +1,6 @@
 """Names of the Secrets with keys: the operator's master key, and each job's. No job may name one.
 
-Whoever reads a job's Secret can publish weights to it; whoever reads the master key can make the Secret of every job.
+A process that reads the Secret of a job can publish weights to it; one that reads the master key can derive the Secret of every job.
 """
 
 import re

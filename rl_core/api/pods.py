@@ -1,8 +1,8 @@
-"""The curated pod fields of a role. Local runs ignore them: the same file runs on a laptop and on a cluster.
+"""The pod fields that a role may set. Local runs ignore them, so that the same file runs on a laptop and on a cluster.
 
-What is missing here cannot be asked for: the host's processes, privileges, hostPath, nodeName, a service account token. This list is the
-security boundary of the job resource. The locking of memory (and the host's network, roles.FabricRoleSpec) is for RDMA: the chart's policy
-refuses it unless the administrator opened it.
+These fields are the security boundary of the job resource: host namespaces, privileges, hostPath, nodeName and a service account token
+cannot be requested. RDMA needs locked memory, and perhaps the network of the host (roles.FabricRoleSpec); the policy of the chart refuses both
+unless an administrator allows them.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What crosses between rollouts, envs, the runner and the actors. Never imports torch: tensors are annotated by name only.
+"""The records that rollouts, envs, the runner and the actors exchange. Torch is not imported; annotations name tensors as text.
 
 Legend: T tokens of one message, B rows of a batch, N completions of a group.
 """
@@ -18,21 +18,21 @@ class FinishReason(StrEnum):
     """Why a completion ended; where several apply, the first in this order."""
 
     ERROR = "error"
-    """The sample failed; diagnostics only, its reward is NaN."""
+    """The sample failed; it is kept for diagnosis only and its reward is NaN."""
     LENGTH = "length"
     """The last generation hit max_new_tokens."""
     SEQ_LIMIT = "seq_limit"
-    """The sequence ran into max_seq_len."""
+    """The sequence reached max_seq_len."""
     TERMINATED = "terminated"
     """The environment ended the episode."""
     MAX_TURNS = "max_turns"
-    """The turn budget ended it."""
+    """The episode reached its largest number of turns."""
     STOP = "stop"
-    """The model finished and there is no verdict of an environment."""
+    """The model ended its completion, and the environment did not end the episode."""
 
     @property
     def truncated(self) -> bool:
-        """Return whether generation was cut."""
+        """Return whether the generation was truncated."""
         return self in (FinishReason.LENGTH, FinishReason.SEQ_LIMIT)
 
 
@@ -53,7 +53,7 @@ class Message(TypedDict):
 
 
 class DatumSpec(TypedDict):
-    """One prompt as read from the data set; any further key travels along."""
+    """One prompt as read from the data set; further keys are passed on unchanged."""
 
     message_log: list[Message]
     length: int
@@ -77,7 +77,7 @@ class Completion:
     """Last metadata of the environment."""
     truncated: bool = False
     reward: float = float("nan")
-    """Sum over turns; NaN for a failed sample, never a made-up 0."""
+    """Sum of the rewards of all turns; NaN for a failed sample."""
     finish_reason: str = FinishReason.STOP.value
     policy_versions: tuple[int, int] = (0, 0)
     """Lowest and highest policy version of its tokens."""
@@ -89,20 +89,20 @@ class Completion:
 
 @dataclass(kw_only=True, slots=True)
 class GroupTimes:
-    """When things happened to a group, for the trace: seconds, each by the monotonic clock of the process that noted it."""
+    """Times in the life of a group, for the trace: seconds of the monotonic clock of the process that recorded each."""
 
     samples: list[list[float]]
     """Rollout, by generation index: when the sample began, then in turns the end of each generation and of each environment step."""
     rollout: str = ""
-    """Member that made the group."""
+    """Member that generated the group."""
     given: float = 0.0
-    """Runner: the lease was given out."""
+    """Runner: when it granted the lease."""
     began: float = 0.0
-    """Rollout: the lease came."""
+    """Rollout: when it received the lease."""
     sent: float = 0.0
-    """Rollout: the record was whole and left."""
+    """Rollout: when the record was complete and sent."""
     arrived: float = 0.0
-    """Data rank: the record came."""
+    """Data rank: when it received the record."""
     asked: float = 0.0
     """Data rank: it asked for admission."""
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class GroupTimes:
 
 @dataclass(kw_only=True, slots=True)
 class PromptGroupRecord:
-    """A prompt with its N completions: the indivisible unit of training."""
+    """A prompt with its N completions. Groups are trained on as a whole."""
 
     prompt_idx: int
     prompt: list[Message]
@@ -130,13 +130,13 @@ class PromptGroupRecord:
     """Policy version when generation began."""
     end_version: int = 0
     order: int = 0
-    """Place of its prompt in the ledger's order."""
+    """Position of its prompt in the order of the ledger."""
     times: GroupTimes | None = None
-    """None where nobody noted them."""
+    """None where they were not recorded."""
 
 
 class EnvironmentReturn(NamedTuple):
-    """What an environment answers for a batch of B logs."""
+    """Result of an environment step for a batch of B message logs."""
 
     observations: list[dict[str, str]]
     """[B] of {role, content}."""

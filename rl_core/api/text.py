@@ -1,4 +1,4 @@
-"""YAML as kubectl reads it: PyYAML takes `1e-4` for text, where YAML 1.2 and Kubernetes see a number."""
+"""Reads YAML as kubectl does: PyYAML reads `1e-4` as text, YAML 1.2 and Kubernetes read it as a number."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from rl_core.api.errors import ConfigError
 
 
 class Loader(yaml.SafeLoader):
-    """The safe loader, with numbers in scientific notation that have no dot."""
+    """The safe loader, which also accepts numbers in scientific notation without a dot."""
 
 
 Loader.add_implicit_resolver(

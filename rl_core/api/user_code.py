@@ -1,4 +1,4 @@
-"""Code of the user, by name: modules, `module:object`, and what went wrong in it. Torch-free; whoever calls runs that code."""
+"""Loads code of the user by name (modules, `module:object`) and describes its errors. Loading runs that code; torch is not imported."""
 
 import importlib
 import traceback
@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.api.errors import ConfigError, text_of
 
 MAX_CAUSE = 2048
-"""Characters of an error of user code within the text of another."""
+"""Largest number of characters of an error in user code that another error quotes."""
 
 
 def load_extensions(modules: Sequence[str]) -> None:

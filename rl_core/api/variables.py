@@ -1,4 +1,4 @@
-"""Environment variables of a role's containers: from ConfigMaps, Secrets and the pod itself. What the launcher owns cannot be set."""
+"""Environment variables of the containers of a role, from ConfigMaps, Secrets and pod fields. Variables that rljob sets itself are refused."""
 
 from collections.abc import Iterator
 from typing import Annotated

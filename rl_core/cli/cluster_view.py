@@ -16,7 +16,7 @@ from rl_core.plan.groups import ROLLOUT
 REFRESH_S = 2.0
 FINAL = frozenset({"Succeeded", "Failed", "Suspended"})
 GOOD_WHEN_FALSE = frozenset({"Degraded", "Suspended", "Failed"})
-"""Conditions that are worth a line when they hold; the others when they do not."""
+"""Conditions that are shown when they are true; the others are shown when they are false."""
 
 
 def show_status(side: ClusterSide, name: str, place: Place) -> int:
@@ -83,7 +83,7 @@ def scale(side: ClusterSide, name: str, place: Place, *, replicas: int | None, e
 
 
 def render(job: dict[str, Any]) -> Group:
-    """Return the job as tables: the row of `kubectl get rljobs`, its roles, what is not as it should be."""
+    """Return the tables of a job: the row of `kubectl get rljobs`, its roles, and conditions that need attention."""
     status = job.get("status") or {}
     tables = [job_table(status), role_table(status), condition_table(status)]
     return Group(*(table for table in tables if table is not None))
@@ -124,7 +124,7 @@ def job_table(status: dict[str, Any]) -> Table:
 
 
 def role_table(status: dict[str, Any]) -> Table | None:
-    """Return a row per role, None before the operator has seen the job; of rollouts the least and the most busy one."""
+    """Return a row per role, None before the operator has written a status; BUSY is the range over the rollouts."""
     if not status.get("roles"):
         return None
     table = Table("ROLE", "READY", "ACTIVE", "VERSIONS", "BUSY", "RESTARTS", "FAILED", box=SIMPLE)

@@ -1,4 +1,4 @@
-"""Reads a job file: YAML, overrides, paths made absolute, hub references fetched."""
+"""Reads a job file: parses YAML, applies overrides, makes paths absolute, downloads models and data from the Hugging Face hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def read_document(file: Path, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _the_job(file: Path, documents: Sequence[Any]) -> Any:
-    """Return the one document of a file, of several the one RLJob."""
+    """Return the only document of a file, or of several documents the only RLJob."""
     if len(documents) < 2:
         return documents[0] if documents else None
     jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == "RLJob"]
@@ -74,7 +74,7 @@ def _override(document: dict[str, Any], setting: str) -> None:
 
 
 def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
-    """Return the validated job with paths absolute (relative ones start at the job file). Raises JobProblems."""
+    """Return the validated job with absolute paths; relative paths start at the folder of the job file. Raises JobProblems."""
     document = read_document(file, settings)
     job, problems = find_problems(document)
     if job is None:
@@ -91,7 +91,7 @@ def load_job(file: Path, settings: Sequence[str] = ()) -> RLJob:
 
 
 def absolute(file: Path, reference: str) -> str:
-    """Return a path of the job file as an absolute one; references with a scheme stay."""
+    """Return a path of the job file as an absolute path; a reference with a scheme is returned as it is."""
     if reference.startswith((HUB_SCHEME, GENERATED_SCHEME)):
         return reference
     return str((file.parent / Path(reference).expanduser()).resolve())

@@ -18,7 +18,7 @@ from rl_core.plan.groups import ROLLOUT
 
 REFRESH_S = 1.0
 FINAL = frozenset({"Finished", "Failed", "Suspended"})
-KILLED = "the launcher of the run is gone without a last word, and its processes with it; continue with rljob run --resume auto"
+KILLED = "the launcher of the run was killed, and its processes with it; continue with rljob run --resume auto"
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder} must be the output folder of a run, got one without status.json; pass the folder printed by rljob run"
         )
-    abandoned = is_abandoned(folder)  # before the status is read: a launcher tells the end first and unlocks then
+    abandoned = is_abandoned(folder)  # before the status is read: a launcher writes the final status, then unlocks
     found: dict[str, Any] = json.loads(path.read_text())
     if abandoned and found.get("phase") not in FINAL:
         found |= {"phase": "Failed", "failure": {"type": "", "message": KILLED, "exitCode": 3}}
@@ -60,7 +60,7 @@ def show_top(folder: Path, *, once: bool) -> int:
 
 
 def render(status: dict[str, Any]) -> Group:
-    """Return the run as tables: the run, its members, who holds shared devices, who holds which group, who waits for whom."""
+    """Return the tables of a run: state, members, holders of shared devices, holders of prompt groups, waits."""
     return Group(
         *(
             table
@@ -107,7 +107,7 @@ def member_table(status: dict[str, Any]) -> Table | None:
     """Return a row per member, None before any joined."""
     if not status.get("members"):
         return None
-    busy = {one["name"]: f"{one['busy']:.0%}" for one in (status.get("workload") or {}).get("rollouts", [])}
+    busy = {rollout["name"]: f"{rollout['busy']:.0%}" for rollout in (status.get("workload") or {}).get("rollouts", [])}
     table = Table("MEMBER", "POD", "STATE", "VERSION", "BUSY", box=SIMPLE)
     for member in status["members"]:
         version = "-" if member["policyVersion"] is None else str(member["policyVersion"])
@@ -117,7 +117,7 @@ def member_table(status: dict[str, Any]) -> Table | None:
 
 
 def device_table(status: dict[str, Any]) -> Table | None:
-    """Return who holds the devices that roles share; None where none are shared or the run has ended."""
+    """Return which processes hold the devices that actors and rollouts share; None where none are shared or the run has ended."""
     devices = status.get("devices")
     if not devices or status.get("phase") in FINAL:
         return None
@@ -135,7 +135,7 @@ def device_table(status: dict[str, Any]) -> Table | None:
 
 
 def group_table(status: dict[str, Any]) -> Table | None:
-    """Return who holds how many groups, and the oldest of each; None when nobody holds any."""
+    """Return how many prompt groups each member holds, with the oldest one; None when nobody holds any."""
     held: dict[str, list[dict[str, Any]]] = {}
     for group in status.get("ledger", {}).get("groups", []):
         held.setdefault(group["owner"] or group["state"], []).append(group)
@@ -150,7 +150,7 @@ def group_table(status: dict[str, Any]) -> Table | None:
 
 
 def wait_table(status: dict[str, Any]) -> Table | None:
-    """Return the waits-for graph and the stall, None when nobody waits or the run has ended."""
+    """Return which process waits for which, and the stall; None when nobody waits or the run has ended."""
     if status.get("phase") in FINAL or not (status.get("waits") or status.get("stall")):
         return None
     stall = status.get("stall")

@@ -1,4 +1,4 @@
-"""The `rljob` command. Only parsing lives here; each command imports its own module late, so that `--help` answers at once."""
+"""The `rljob` command. This module only parses arguments; each command imports its own module when it runs, so that `--help` is fast."""
 
 import sys
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def run(
     ] = "none",
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Live table, or a line per step.")] = True,
 ) -> None:
-    """Run a job on this machine: the same processes a cluster would run."""
+    """Run a job on this machine, with the same processes as on a cluster."""
     from rl_core.cli.run import run_job
 
     run_command(lambda: run_job(file, output=output, settings=settings or [], resume=resume, progress=progress))
@@ -62,7 +62,7 @@ def validate(file: JobFile, settings: Settings = None, device_memory: DeviceMemo
 
 @app.command()
 def plan(file: JobFile, settings: Settings = None, device_memory: DeviceMemory = None) -> None:
-    """Show the processes, devices and memory a job would take, before anything starts. Exit code 2 where a device has too little."""
+    """Show the processes, devices and memory that a job needs, without starting it. Exit code 2 when a device has too little memory."""
     from rl_core.cli.plan import show_plan
 
     run_command(lambda: show_plan(file, settings or [], device_memory=device_memory))
@@ -139,7 +139,7 @@ def scale(
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Change the number of rollouts or envs of a run or job while it goes on."""
+    """Change the number of rollouts or envs of a running job."""
     from rl_core.api.errors import ConfigError
     from rl_core.cli import cluster_view, local_control, targets
 
@@ -155,7 +155,7 @@ def scale(
 
 
 def run_command(command: Callable[[], int]) -> None:
-    """Run a command and end with its exit code; a known error is one clear line, not a traceback."""
+    """Run a command and exit with its code; a known error is printed as one line, without a traceback."""
     from rl_core.api.errors import RLJobError, exit_code
 
     try:
@@ -169,7 +169,7 @@ def run_command(command: Callable[[], int]) -> None:
 
 
 def main() -> None:
-    """Entry point: the local commands and those of installed extensions (group `rljob.commands`)."""
+    """Entry point: the local commands, and those of installed packages by the entry-point group `rljob.commands`."""
     for point in entry_points(group="rljob.commands"):
         point.load()(app)
     app()

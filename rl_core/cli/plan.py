@@ -1,4 +1,4 @@
-"""`rljob plan`: what a job would start, as tables."""
+"""`rljob plan`: tables of the processes and the memory of a job."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def show_plan(file: Path, settings: Sequence[str], *, device_memory: float | Non
 
 
 def layout_line(actor: ActorSpec) -> str:
-    """Return how the actor's ranks share batch and model; they count tensor fastest, then data, then pipeline."""
+    """Return a line with the parallel sizes of the actor. Ranks are ordered by tensor first, then data, then pipeline."""
     parallel = actor.parallel
     return (
         f"actor: {actor.backend}, {actor.world_size} ranks = data {actor.data_parallel} x tensor {parallel.tensor}"
@@ -42,7 +42,7 @@ def layout_line(actor: ActorSpec) -> str:
 
 
 def process_table(plan: LaunchPlan, local: LaunchPlan) -> Table:
-    """Return one row per process: its devices as numbered in its pod by `plan`, and where there are any, by `local` on one machine."""
+    """Return one row per process, with its devices as numbered in its pod (`plan`) and, where there are any, on one machine (`local`)."""
     pairs = [
         (pod, process, locally)
         for pod, local_pod in zip(plan.pods, local.pods, strict=True)
@@ -65,7 +65,7 @@ def _processes(pod: PodPlan) -> list[ProcessPlan]:
 
 
 def memory_table(report: CapacityReport) -> Table:
-    """Return one row per role and phase of the estimate."""
+    """Return one row for each group and phase of the estimate."""
     table = Table(
         "ROLE", "PHASE", "DEVICE GiB", "HOST GiB", "LARGEST PART", title="memory per process (estimate)", box=SIMPLE
     )

@@ -1,4 +1,4 @@
-"""Every problem of a job at once, each as `path: rule, got value, do this`."""
+"""All problems of a job, each as one line: `path: rule, got value, what to do`."""
 
 import copy
 import difflib
@@ -38,7 +38,7 @@ def find_problems(document: Any) -> tuple[RLJob | None, list[str]]:
 
 
 def describe(detail: ErrorDetails) -> list[str]:
-    """Return the lines for one validation error: one, or one per broken rule of a block."""
+    """Return the lines for one validation error: one line, or one for each broken rule of a block."""
     if detail["type"] == "value_error":
         path = ".".join(str(part) for part in detail["loc"]) or "job"
         return [f"{path}: {line}" for line in str(detail["msg"]).removeprefix("Value error, ").splitlines()]
@@ -103,7 +103,7 @@ def _model_of(annotation: Any) -> Any:
 
 
 def _mend(document: dict[str, Any], details: Iterable[ErrorDetails]) -> None:
-    """Replace what is wrong by its default (or a placeholder where one is required), so that the rest can be checked."""
+    """Replace an invalid value by its default, or by a placeholder where it is required, so that the other fields can be checked."""
     for detail in details:
         *parents, last = detail["loc"] or ("",)
         holder: Any = document

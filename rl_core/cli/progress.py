@@ -1,4 +1,4 @@
-"""What a person sees while `rljob run` runs: a live bar and table on a terminal, otherwise a line per step."""
+"""The display of `rljob run`: a live bar and table on a terminal, otherwise a line per step."""
 
 import json
 import sys
@@ -16,15 +16,15 @@ from rich.progress import Progress as Bar
 from rl_core.cli.local_view import FINAL, run_table, wait_table
 
 QUIET_WAIT_S = 10.0
-"""Waits are shown once they last this long."""
+"""Seconds after which a wait is shown."""
 LINE_INTERVAL_S = 0.2
 
 
 class Progress:
-    """Shows a run; `update` takes each new status."""
+    """Displays a run; `update` is called with each new status."""
 
     def __init__(self, folder: Path, *, total: int, live: bool) -> None:
-        """Show the run in `folder` of `total` steps; `live` False or no terminal: lines."""
+        """Display the run of `total` steps in `folder`; with `live` False, or without a terminal, as lines."""
         self._metrics = folder / "metrics.jsonl"
         self._total = total
         self._console = Console()
@@ -41,13 +41,13 @@ class Progress:
         self._reader: threading.Thread | None = None
         self._phase = ""
         self._refused = ""
-        """Why the storage last refused a checkpoint."""
+        """The last reported reason for which the storage refused a checkpoint."""
         self._passed_over: list[str] = []
-        """Damaged checkpoints that were told."""
+        """Damaged checkpoints that were reported."""
         self._deleted = ""
-        """The last checkpoint that was told to have made room."""
+        """The last checkpoint whose deletion, to free disk space, was reported."""
         self._silent: set[str] = set()
-        """Members whose silence was told."""
+        """Members whose missing heartbeats were reported."""
         if live and self._console.is_terminal:
             self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
@@ -102,7 +102,7 @@ class Progress:
         self._live.update(Group(self._bar, *[table for table in tables if table is not None]))
 
     def _tell_silence(self, status: dict[str, Any]) -> None:
-        """Name each member that the hub does not hear, once, and when it is heard again or replaced."""
+        """Report each member without heartbeats once, and again when its heartbeats resume or it is replaced."""
         silent = {wait["on"]: wait["seconds"] for wait in status.get("waits", []) if wait["who"] == "hub"}
         for name in silent.keys() - self._silent:
             self.say(f"{name} has been silent for {silent[name]:.0f} s; the run goes on without it or waits for it")
@@ -111,13 +111,13 @@ class Progress:
         self._silent = set(silent)
 
     def finish(self) -> None:
-        """Show what is still unshown."""
+        """Print the remaining lines."""
         self._ended.set()
         if self._reader is not None:
             self._reader.join(timeout=2)
 
     def _follow(self, position: int) -> None:
-        """Print a line per step as metrics.jsonl grows beyond `position`; a file cut back by a restart is read from its new end."""
+        """Print a line for each step that metrics.jsonl got since the last call. After a restart has truncated the file, continue at its new end."""
         last = False
         while not last:
             last = self._ended.wait(LINE_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The fields of a schema as rows for people: path, type with bounds, default, meaning. Made from its JSON schema."""
+"""The fields of a schema as rows of a table: path, type with bounds, default, meaning. They are read from its JSON schema."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 Node = Mapping[str, Any]
 MANY = 2**31
-"""Upper bounds from here on only keep numbers in the machine's range, and are left out."""
+"""Upper bounds of at least this value only keep numbers in the range of machine integers and are not shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ def _fields(block: Node, blocks: Mapping[str, Node], prefix: str) -> Iterator[Ro
 
 
 def _resolved(node: Node, blocks: Mapping[str, Node]) -> Node:
-    """Return the node behind a reference or an optional value."""
+    """Return the schema node to which a reference points, or which an optional value has."""
     options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
     if len(options) == 1:
         return _resolved(options[0], blocks)
@@ -52,7 +52,7 @@ def _resolved(node: Node, blocks: Mapping[str, Node]) -> Node:
 
 
 def _inner(node: Node, blocks: Mapping[str, Node]) -> tuple[Node | None, str]:
-    """Return the block whose fields come next, and `[]` when it is a list's entry."""
+    """Return the block whose fields follow, and `[]` when it is an entry of a list."""
     if "properties" in node:
         return node, ""
     entry = _resolved(node["items"], blocks) if node.get("type") == "array" else {}

@@ -1,6 +1,6 @@
-"""`rljob run`: checks the job, starts the plan's processes on this machine, shows progress, ends them in order.
+"""`rljob run`: checks the job, starts its processes on this machine, shows progress, and ends them.
 
-Ctrl-C: the run checkpoints and ends within seconds; a second Ctrl-C ends everything at once.
+After Ctrl-C the run saves a checkpoint and ends within seconds; a second Ctrl-C ends all processes at once.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from rl_core.plan.slots import own_pods
 
 HOST = "127.0.0.1"
 RUN_FOLDER = ".rljob"
-"""Keys, pod plans and the resolved job of the present run, inside the output folder."""
+"""Folder in the output folder for keys, pod plans and the resolved job of the current run."""
 
 
 def run_job(file: Path, *, output: Path | None, settings: Sequence[str], resume: str, progress: bool) -> int:
@@ -68,7 +68,7 @@ def resume_argument(resume: str) -> str:
 
 
 def check_devices(job: RLJob) -> None:
-    """Raise ConfigError when the job asks for more accelerators than this machine shows: training on CPU by accident is refused.
+    """Raise ConfigError when the job asks for more accelerators than this machine has, so that nobody trains on CPU by accident.
 
     Raises CapacityError when the smallest of them has too little memory.
     """
@@ -98,7 +98,7 @@ def device_sizes() -> list[int]:
 
 
 def check_output(folder: Path, resume: str) -> None:
-    """Raise ConfigError when the folder holds a run that a fresh start would mix with, or a resume has nothing to find."""
+    """Raise ConfigError when a new run would overwrite the run in the folder, or when there is no checkpoint to resume from."""
     taken = folder / "metrics.jsonl"
     if resume == "none" and taken.exists():
         step = read_step(folder)
@@ -112,7 +112,7 @@ def check_output(folder: Path, resume: str) -> None:
 
 
 def read_step(folder: Path) -> int | str:
-    """Return the step that the run in `folder` came to, "?" when nothing tells.
+    """Return the last step of the run in `folder`, "?" when it is not known.
 
     The history counts beside the status, which starts at 0 anew until a resumed run has read its checkpoint.
     """
@@ -135,7 +135,7 @@ def next_epoch(folder: Path) -> int:
 
 
 def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":
-    """Write job.yaml, the keys and what the processes read; return the plan by epoch."""
+    """Write job.yaml, the keys and the resolved job; return the function from an epoch to its launch plan."""
     private = folder / RUN_FOLDER
     private.mkdir(parents=True, exist_ok=True)
     resolved = job.model_dump(mode="json", by_alias=True)
@@ -148,14 +148,14 @@ def prepare_folder(job: RLJob, folder: Path) -> "PlanFor":
 
 
 class PlanFor:
-    """The launch plan by epoch, on this machine's free ports, which stay the same over a run so that pods can reconnect."""
+    """Makes the launch plan of an epoch. All epochs of a run use the same free ports, so that pods can reconnect."""
 
     def __init__(self, job: RLJob, *, uid: str, config: Path) -> None:
         self._job, self._uid, self._config = job, uid, config
         self._ports = free_ports()
 
     def __call__(self, epoch: int, replicas: Mapping[str, int] | None = None) -> LaunchPlan:
-        """Return the plan of `epoch`; `replicas` by role where the run was scaled."""
+        """Return the plan of `epoch`; `replicas` maps groups that were scaled to their number of pods."""
         return build_launch_plan(
             self._job,
             name=self._job.metadata.name,
@@ -204,7 +204,7 @@ def success_text(folder: Path, status: dict[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl, torn ones left out."""
+    """Return the lines of metrics.jsonl without incomplete ones."""
     found = []
     path = folder / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.is_file() else []:

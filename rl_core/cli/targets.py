@@ -1,6 +1,6 @@
-"""What TARGET means: an existing folder is a local run, anything else the name of a job in the current kube context.
+"""Resolves the argument TARGET: an existing folder is a local run, anything else the name of a job in the current kube context.
 
-The cluster's side lives in `rljob_operator.cli`, is found by the entry-point group `rljob.targets`, and is imported when needed.
+The implementation for clusters is in `rljob_operator.cli`. It is found by the entry-point group `rljob.targets` and imported when needed.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,25 @@ from rl_core.api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a job is looked for."""
+    """Namespace and kube context in which a job is searched."""
 
     namespace: str | None = None
-    """None = the context's."""
+    """Namespace; None = that of the context."""
     context: str | None = None
     """Context of the kubeconfig; None = the current one."""
 
 
 class ClusterSide(Protocol):
-    """What a cluster tells about a job name; all raise ConfigError for a name or cluster that is not there. Implemented by
-    rljob_operator.cli.targets."""
+    """Access to the jobs of a cluster by name; implemented by rljob_operator.cli.targets.
+
+    All methods raise ConfigError when the job or the cluster does not exist.
+    """
 
     def job(self, name: str, place: Place) -> dict[str, Any]:
         """Return the job as the API server holds it."""
 
     def watch(self, name: str, place: Place) -> Callable[[], dict[str, Any]]:
-        """Return a function that reads the job anew over one connection."""
+        """Return a function that reads the job again at each call, over one connection."""
 
     def logs(
         self,
@@ -50,7 +52,7 @@ class ClusterSide(Protocol):
 
 
 def folder_of(target: str) -> Path | None:
-    """Return the folder of a local run, None for a job name. Raises ConfigError for what can be neither."""
+    """Return the folder of a local run, None for a job name. Raises ConfigError when it can be neither."""
     folder = Path(target)
     if folder.is_dir():
         return folder
@@ -62,7 +64,7 @@ def folder_of(target: str) -> Path | None:
 
 
 def cluster(target: str) -> ClusterSide:
-    """Return the cluster's side, for the job `target`. Raises ConfigError where it is not installed."""
+    """Return the access to clusters, for the job `target`. Raises ConfigError when the package is not installed."""
     for point in entry_points(group="rljob.targets", name="cluster"):
         side: ClusterSide = point.load()()
         return side

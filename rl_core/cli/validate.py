@@ -51,7 +51,7 @@ def paths_on_volumes(job: RLJob) -> list[str]:
 
 
 def check_references(job: RLJob, file: Path, *, files: bool = True, device_memory: float | None = None) -> None:
-    """Raise JobProblems listing everything outside the YAML that would stop the job; `files` False: but model and data."""
+    """Raise JobProblems with all problems outside the YAML file that would stop the job; `files` False: without model and data."""
     problems = list(find_reference_problems(job, search_path=file.resolve().parent, files=files))
     problems += _with_errors(lambda: _check_memory(job, device_memory))
     if problems:
@@ -59,7 +59,7 @@ def check_references(job: RLJob, file: Path, *, files: bool = True, device_memor
 
 
 def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with the model and data named by a job that breaks the schema: each is looked at by itself."""
+    """Yield the problems of model and data of a job that breaks the schema; each file is checked by itself."""
     from rl_core.data.source import read_rows
 
     document = read_document(file, settings)
@@ -76,14 +76,14 @@ def find_file_problems(file: Path, settings: Sequence[str]) -> Iterator[str]:
 
 
 def _at(document: Any, *path: str) -> Any:
-    """Return what stands at a path of an unchecked document, None where it does not go that far."""
+    """Return the value at a path of an unvalidated document, None where the path does not exist."""
     for part in path:
         document = document.get(part) if isinstance(document, dict) else None
     return document
 
 
 def find_reference_problems(job: RLJob, *, search_path: Path, files: bool = True) -> Iterator[str]:
-    """Yield one line per problem; `hub` references are checked when they are fetched, at the start of a run."""
+    """Yield one line per problem. References to the Hugging Face hub are checked when they are downloaded, at the start of a run."""
     without_files = (_check_user_code, _check_placement, _check_schedule)
     for check in (_check_files, *without_files) if files else without_files:
         yield from _with_errors(lambda check=check: check(job, search_path))  # type: ignore[misc]
@@ -98,7 +98,7 @@ def memory_report(job: RLJob, device_memory: float | None) -> "CapacityReport":
 
 
 def _check_memory(job: RLJob, device_memory: float | None) -> Iterator[str]:
-    """Yield the process that needs most beyond what an accelerator has; nothing where that or the model is not known."""
+    """Yield the process that exceeds the memory of an accelerator most; nothing where that memory or the model is not known."""
     from rl_core.plan.capacity import admit
 
     if device_memory is not None and (Path(job.spec.model.path) / "config.json").is_file():
@@ -143,7 +143,7 @@ def _check_files(job: RLJob, search_path: Path) -> Iterator[str]:
 
 
 def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", list[str]]:
-    """Return (tokenizer, content of config.json) of a model folder, None where one is missing, and what is wrong with it."""
+    """Return (tokenizer, content of config.json) of a model folder, None for a missing one, and the problems of the folder."""
     from rl_core.data.tokenizer import Tokenizer
     from rl_core.plan.model_facts import stored_shapes
 
@@ -167,7 +167,7 @@ def _open_model(path: str) -> tuple["tuple[Tokenizer, dict[str, Any]] | None", l
 
 
 def _bad_rows(field: str, read: Callable[..., object]) -> Iterator[str]:
-    """Yield why `read(field=...)` refuses the rows of a data reference, a line each."""
+    """Yield the problems of the rows of a data reference, for which `read(field=...)` raises, one line each."""
     try:
         read(field=field)
     except RLJobError as error:

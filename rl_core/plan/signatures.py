@@ -1,14 +1,14 @@
-"""Who may call a runner's control port, and whose answer it is: each call and each answer is signed with the job's token.
+"""Authentication of the runner's control port: each call and each answer is signed with the control token of the job (HMAC).
 
-The token itself never travels, so that a process on an address that was a runner's learns nothing it can use. A signature covers the
-job's uid and the epoch, so that a call of a leader that has lost its Lease, or one meant for an earlier gang, is refused. A call that
-changes something quotes a challenge out of the signed answer to an earlier `GET`: each serves once, so that a call that was overheard
-cannot be sent again, and no clock is compared.
+The token itself is never sent, so that another process at the address of a runner cannot learn it. A signature covers the uid of the job and
+the epoch, so that calls of an operator that has lost its Lease, and calls for an earlier epoch, are refused. A call that changes something
+includes a challenge from the signed answer to an earlier `GET`. A challenge is valid once, so that a recorded call cannot be replayed, and
+clocks need not agree.
 
     caller                                   runner
     GET /status, signed          ----->
                                  <-----      status, signed; header RLJob-Challenge
-    POST /finish, quoting it     ----->      takes the challenge back, does it
+    POST /finish, with it        ----->      removes the challenge, acts
                                  <-----      answer, signed
 """
 
@@ -29,14 +29,14 @@ CHALLENGE, ANSWER = "RLJob-Challenge", "RLJob-Answer"
 """Headers of an answer."""
 CHALLENGES = 64
 CHALLENGE_SECONDS = 60.0
-"""Challenges that a runner keeps, and how long: a caller uses one at once."""
+"""Number of challenges that a runner keeps, and their lifetime in seconds; callers use a challenge at once."""
 FIELDS = ("uid", "epoch", "nonce", "challenge", "body", "mac")
-"""What the header of a call holds, in order."""
+"""Fields in the header of a call, in order."""
 _HEADER = re.compile(rf"{SCHEME} " + " ".join(rf"{name}=([0-9A-Za-z._-]{{0,128}})" for name in FIELDS))
 
 
 class NotTheRunner(Exception):
-    """An answer that the job's runner has not signed."""
+    """Raised for an answer that is not signed by the runner of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignedCall:
-    """A call on its way: its headers, and what proves that an answer is to it."""
+    """A signed call: its headers, and the signature with which its answer is checked."""
 
     peer: Peer
     headers: Mapping[str, str]
@@ -71,7 +71,7 @@ class SignedCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """Why a call is not taken."""
+    """HTTP status and message with which a call is refused."""
 
     status: HTTPStatus
     message: str
@@ -87,7 +87,7 @@ def sign(peer: Peer, method: str, path: str, *, body: bytes = b"", challenge: st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceivedCall:
-    """A call as it came, before anything in it is checked; what its header lacks is empty."""
+    """A received call before any check; fields that the header lacks are empty."""
 
     method: str
     path: str
@@ -106,7 +106,7 @@ class ReceivedCall:
         return cls(method=method, path=path, **dict(zip(FIELDS, found.groups() if found else (), strict=False)))
 
     def holds(self, body: bytes) -> bool:
-        """Return whether a body is the one that was signed."""
+        """Return whether the digest of `body` is the signed one."""
         return hmac.compare_digest(self.body, _digest(body))
 
     def expected(self, token: str) -> str:
@@ -116,15 +116,15 @@ class ReceivedCall:
 
 
 class Guard:
-    """The runner's side: which calls are taken, and the signatures of its answers. For one thread."""
+    """Checks calls and signs answers for the runner. Not thread-safe."""
 
     def __init__(self, peer: Peer, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._peer, self._clock = peer, clock
         self._challenges: OrderedDict[str, float] = OrderedDict()
-        """Challenge -> until when it serves, oldest first."""
+        """Challenge -> time at which it expires, oldest first."""
 
     def refuse(self, call: ReceivedCall) -> Refusal | None:
-        """Return why a call is not taken, before its body is read; None takes its challenge back."""
+        """Return why a call is refused, before its body is read. None accepts the call and removes its challenge."""
         if not hmac.compare_digest(call.mac, call.expected(self._peer.token)):
             return Refusal(status=HTTPStatus.UNAUTHORIZED, message="a call signed with this job's token is required")
         if (call.uid, call.epoch) != (self._peer.uid, str(self._peer.epoch)):
@@ -150,7 +150,7 @@ class Guard:
 
 
 def _mac(token: str, *words: str) -> str:
-    """Return the signature of some words, none of which holds a newline; the first says what is signed."""
+    """Return the signature of a list of texts without newlines; the first is the kind of message."""
     return hmac.new(token.encode(), "\n".join(words).encode(), hashlib.sha256).hexdigest()
 
 
