@@ -1,4 +1,4 @@
-"""How a group builds its workers and calls them.
+"""The messages with which the runner constructs workers and calls their methods.
 
 runner -> worker   construct(WorkerSpec)      execute(method, args, kwargs) -> MethodResult      retire()
 

@@ -1,11 +1,11 @@
-"""What a worker process and the runner's hub say to each other about who is there.
+"""The messages between worker processes, their supervisors and the runner's hub.
 
 worker     -> hub   hello(HelloReport) -> HelloAccepted | HelloRefused
 worker     -> hub   heartbeat(MemberId, Heartbeat) -> HeartbeatAnswer          goodbye(MemberId)
 supervisor -> hub   child_ended(MemberId, code)
 
-The records are tolerant: a peer of a newer release may add fields with defaults. What older peers cannot do without, or read
-otherwise, raises WIRE_VERSION instead.
+The records are tolerant: a peer of a newer release may add fields that have defaults. A change that older peers cannot read, or would read
+wrongly, raises WIRE_VERSION.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from typing import Any, Literal
 from rl_core.messages.registry import record
 
 WIRE_VERSION = 2
-"""Raised when messages between processes change incompatibly; a hello of another version is refused."""
+"""Version of the messages between processes. It rises with incompatible changes; a hello of another version is refused."""
 Incarnation = tuple[int, int]
-"""(attempt of the pod, restarts of the child); the higher one replaces the lower one of the same name."""
+"""(attempt of the pod, restarts of the child process). A process replaces one of the same name with a lower incarnation."""
 RefusalReason = Literal["wrong_job", "wire_version", "older_epoch", "newer_epoch", "duplicate_rank"]
-"""older_epoch and newer_epoch say how the member's epoch compares with the hub's."""
+"""older_epoch, newer_epoch: the epoch of the member is older, or newer, than that of the hub."""
 
 
 class MemberState(StrEnum):
@@ -29,7 +29,7 @@ class MemberState(StrEnum):
     JOINING = "joining"
     """Said hello; holds no worker object."""
     CONSTRUCTING = "constructing"
-    """Builds its worker object, or an engine for it in the place of one that was lost."""
+    """Builds its worker object, or a new engine for it after the loss of one."""
     READY = "ready"
     """Takes method calls."""
     UPDATING = "updating"
@@ -37,17 +37,17 @@ class MemberState(StrEnum):
     SERVING = "serving"
     """Works."""
     DRAINING = "draining"
-    """Finishes or returns its work before it ends."""
+    """Finishes or returns its work, and takes no more."""
     DRAINED = "drained"
-    """Holds no work and gets none; rests until its pod is deleted, or has said goodbye."""
+    """Has no work and gets none. It waits for the deletion of its pod, or has ended."""
     SUSPECT = "suspect"
-    """Silent; gets no new work."""
+    """Has sent no heartbeat for deadlines.suspect seconds; gets no new work."""
     LOST = "lost"
-    """Gone."""
+    """Its process has ended, or has been silent for deadlines.lost seconds."""
 
     @property
     def gone(self) -> bool:
-        """Return whether the process does not come back under this incarnation."""
+        """Return whether the member is lost or has drained."""
         return self in (MemberState.LOST, MemberState.DRAINED)
 
     @property
@@ -66,7 +66,7 @@ class MemberState(StrEnum):
 
 @record
 class MemberId:
-    """One process of a member: a restarted one has the name of the old and a higher incarnation."""
+    """One process of a member. A restarted process has the same name and a higher incarnation."""
 
     wire_tolerant = True
     name: str
@@ -125,7 +125,7 @@ class HelloReport:
     member: MemberView
     """The process as the others will see it."""
     registration: int
-    """Counts the registrations of this process from 1: a hello sent again because its answer was late repeats the number."""
+    """Number of this registration of the process, from 1. A hello that is repeated because its answer was late repeats the number."""
     device_uuids: tuple[str, ...] = ()
     python: str = ""
     """Version of its interpreter, for the log."""
@@ -133,7 +133,7 @@ class HelloReport:
 
 @record
 class HelloAccepted:
-    """The hub took the process in."""
+    """The hub accepts the process as a member."""
 
     wire_tolerant = True
     heartbeat_seconds: float
@@ -147,12 +147,12 @@ class HelloAccepted:
 
 @record
 class HelloRefused:
-    """The hub did not take the process in."""
+    """The hub does not accept the process as a member."""
 
     wire_tolerant = True
     reason: RefusalReason
     epoch: int
-    """Epoch of the hub: with reason older_epoch the one to start over at."""
+    """Epoch of the hub. With the reason older_epoch the process starts over at this epoch."""
 
 
 class WaitCause(StrEnum):
@@ -164,31 +164,26 @@ class WaitCause(StrEnum):
 
 @record
 class DeclaredWait:
-    """A worker waits and reports it. The cause of a stall is where a chain of such waits ends."""
+    """A wait that a worker reports. The cause of a stall is looked for at the member on which the waits end."""
 
     wire_tolerant = True
     what: str
     on: str
-    """Member, role or channel."""
+    """Member, group or channel."""
     since_seconds: float
-    """How long it had waited when it reported the wait."""
-    cause: WaitCause | None = None
-
-    def __post_init__(self) -> None:
-        if self.cause is not None:  # an enum travels as its text
-            object.__setattr__(self, "cause", WaitCause(self.cause))
+    """Seconds that it has waited when it reports the wait."""
 
 
 @record
 class Heartbeat:
-    """A sign of life, with all that the hub knows of a member beyond its hello."""
+    """The regular report of a member: its state, weights, progress and metrics."""
 
     wire_tolerant = True
     state: MemberState
     policy_version: int | None = None
     digest: str | None = None
     weights_proof: str = ""
-    """What proves that its engine holds them: its own tensors, or what it makes of a fixed prompt; "" = it holds none."""
+    """How it is proven that its engine holds the weights: by the engine's own tensors, or by its answer to a fixed prompt; "" = it holds none."""
     progress: Mapping[str, float] = field(default_factory=dict)
     """Counters by kind since the process started."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -198,7 +193,7 @@ class Heartbeat:
     memory_bytes: int = 0
     """Resident memory."""
     view_version: int = -1
-    """Version of the last view it took in; -1 = none."""
+    """Version of the last view that it received; -1 = none."""
 
     def __post_init__(self) -> None:
         _revive_state(self)
@@ -210,7 +205,7 @@ class HeartbeatAnswer:
 
     wire_tolerant = True
     known: bool
-    """False: the hub does not count the process as a member; it must say hello again."""
+    """Whether the process is a member. One that is not must say hello again."""
     view: View | None = None
     """None: nothing changed since the heartbeat's `view_version`."""
     num_serving: int = 0
@@ -218,5 +213,5 @@ class HeartbeatAnswer:
 
 
 def _revive_state(message: Any) -> None:
-    """Make the state an enum member again: it travels as its text."""
+    """Turn the state, which travels as text, into an enum member."""
     object.__setattr__(message, "state", MemberState(message.state))

@@ -1,4 +1,4 @@
-"""What an RPC connection says of its two ends, and an error on its way to the caller.
+"""The messages that open an RPC connection, and an error on its way to the caller.
 
 client -> server   hello: Hello        server -> client   welcome: Welcome
 server -> client   error: PackedError
@@ -10,7 +10,7 @@ from rl_core.messages.registry import record
 
 @record
 class Caller:
-    """The process at the other end of a connection. With keys its role was proven; the rest is what it says."""
+    """The process at the other end of a connection. With keys its role and group are proven; the rest is what it claims."""
 
     job: str
     uid: str
@@ -31,7 +31,7 @@ class Caller:
 
     @classmethod
     def of(cls, identity: Identity | None) -> "Caller | None":
-        """Return what a process tells about itself; None for an anonymous one."""
+        """Return the caller record of a process; None for an anonymous process."""
         if identity is None:
             return None
         return cls(

@@ -1,10 +1,10 @@
-"""The device lease: for which kind of work the devices that roles share are used. One kind at a time, moved by a hand-over.
+"""The device lease: which kind of work uses the devices that groups share. One kind of work has them at a time.
 
     free -> handing over -> in use -> idle, still the last user's -> handing over -> in use -> ...
 
-Devices that nobody uses stay as they are until another kind of work asks: generating twice in a row moves nothing. Who asks for the
-kind that is under way gets in, also past others that wait: a rollout that joins while groups are generated must not wait behind the
-training that waits for these groups.
+Devices that nobody uses stay as they are until another kind of work asks for them: generating twice in a row moves nothing. A request for
+the kind of work that is under way is granted at once, ahead of requests for other kinds: a rollout that joins during generation must not
+wait behind the training that waits for the generated groups.
 """
 
 import threading
@@ -25,12 +25,12 @@ class Use(StrEnum):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Return whose processes hold the devices meanwhile."""
+        """Return the groups whose processes have memory on the devices during this use."""
         return {Use.GENERATING: ("rollout",), Use.SYNCING: ("actor", "rollout"), Use.TRAINING: ("actor",)}[self]
 
 
 HandOver = Callable[[Use | None, Use, int], None]
-"""(the use so far or None where it is not known, the next one, its token): moves one role's memory away and the other's in."""
+"""(the use so far or None where it is not known, the next one, its token): offloads the memory of one group and onloads that of the other."""
 
 
 class DeviceLease:
@@ -40,7 +40,7 @@ class DeviceLease:
         """`hand_over` runs in the thread that asks, with nobody in a use; `seconds` bounds a wait for the devices."""
         self._hand_over, self._seconds, self._clock = hand_over, seconds, clock
         self._changed = threading.Condition()
-        """Guards all below; notified when a user leaves and after each hand-over. Not held during a hand-over, which `/status` tells."""
+        """Guards the fields below; notified when a user leaves and after each hand-over. Free during a hand-over, for `/status`."""
         self._users = 0
         self._shared_until: list[float] = []
         """Clock at which each of those that share the use must be done."""
@@ -48,18 +48,18 @@ class DeviceLease:
         self.use: Use | None = None
         """The kind of work that has the devices; None before the first, during a hand-over, and after one that failed."""
         self.token = 0
-        """Rises with each hand-over: what was asked under an older one is overtaken."""
+        """Fencing token, which rises with each hand-over: requests with an older token are stale."""
         self.since = clock()
         """When the last hand-over began."""
         self.moved_seconds = 0.0
-        """How long the last hand-over took."""
+        """Seconds that the last hand-over took."""
 
     @contextmanager
     def held(self, use: Use) -> Iterator[None]:
-        """Have the devices for `use` while the block runs.
+        """Use the devices for `use` while the block runs.
 
-        Raises DeadlineExceeded naming the holder, and what the hand-over raises: the devices are nobody's then, and the next who asks
-        moves everything.
+        Raises DeadlineExceeded naming the holder, and what the hand-over raises. After a failed hand-over nobody has the devices, and the
+        next hand-over moves everything.
         """
         with self._changed:
             self._wait(lambda: not self._moving and (not self._users or self.use is use), use)
@@ -96,7 +96,7 @@ class DeviceLease:
             self._leave()
 
     def held_seconds(self) -> float:
-        """Return for how long the devices are with the present use, the hand-over to it included."""
+        """Return the seconds since the hand-over to the present use began."""
         return self._clock() - self.since
 
     def _move(self, before: Use | None, use: Use) -> None:

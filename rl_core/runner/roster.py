@@ -1,38 +1,30 @@
-"""Who should be in the run by the applied spec, who is leaving, who is here and serves, and who is missing since when.
+"""The members that the applied spec asks for, beside those that are present: who is missing since when, who serves, who leaves.
 
-Read by `/status`, by the waits and by the dispatcher; it decides nothing and calls nobody.
+Read by `/status`, by waits for members and by the dispatcher.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rl_core.api.job import RLJobSpec
+from rl_core.plan.groups import ENV, ROLLOUT, groups_of
 from rl_core.plan.slots import pod_of
+from rl_core.workers.cluster import Cluster
 from rl_core.workers.member import Member
 
-ROLES = ("actor", "rollout", "env")
 LEAVING = ("draining", "drained")
 PRESENT = ("ready", "serving", "updating")
-"""States of a member that holds its worker."""
+"""States of a member whose worker is constructed."""
 
 Identity = tuple[str, tuple[int, int]]
-"""(member name, incarnation): one process. A restarted one has the name and nothing else of the old one."""
-
-
-class MemberList(Protocol):
-    """Implemented by `workers.Cluster`."""
-
-    def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members that are not gone."""
-        ...
+"""(member name, incarnation) of a process. A restarted process has the same name and a higher incarnation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """A member that should be there and is not."""
+    """A member that the spec asks for and that is not present."""
 
     name: str
     pod: str
@@ -41,49 +33,52 @@ class Missing:
 
 
 class Roster:
-    """The wanted members by role beside those that are here. Any thread."""
+    """The members that the job should have, and those that it has. Any thread."""
 
     def __init__(
         self,
         spec: RLJobSpec,
-        cluster: MemberList,
+        cluster: Cluster,
         *,
         job: str,
         patient: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Want what `spec` says; `job` begins the pods' names. `patient`: a shortage is waited out (a cluster replaces pods)."""
+        """Ask for the members of `spec`. `job`: the name of the job, with which the names of its pods begin.
+
+        `patient`: missing members are waited for without a bound, because the cluster replaces their pods.
+        """
         self.patient = patient
         self._cluster, self._job, self._clock = cluster, job, clock
         self._lock = threading.Lock()
-        """Guards what is wanted and missed; the cluster has a lock of its own, taken before this one."""
+        """Guards the fields below. No lock of the cluster is taken while it is held."""
         self._leaving: set[str] = set()
         self._since: dict[str, float] = {}
         self._began = clock()
         self._seen: set[str] = set()
         self._spec = spec
-        """As the run began: what it says of pods does not change."""
+        """The spec with which the run began. Its pods do not change, except in number."""
         self._sizes = _sizes(spec)
         self._min_rollouts = spec.rollout.min_replicas
         self._acked: tuple[int, frozenset[Identity]] = (-1, frozenset())
 
     def adopt(self, spec: RLJobSpec) -> None:
-        """Want what another spec says. A role whose size changed takes back whom it had let go and wants again."""
+        """Apply another spec. Departures from a group whose size changed are cancelled where the new size includes the member."""
         with self._lock:
             sizes = _sizes(spec)
-            changed = [role for role in ROLES if sizes[role] != self._sizes[role]]
+            changed = [role for role in sizes if sizes[role] != self._sizes[role]]
             self._sizes, self._min_rollouts = sizes, spec.rollout.min_replicas
             self._leaving = {
                 name for name in self._leaving if _role(name) not in changed or _rank(name) >= sizes[_role(name)]
             }
 
     def leave(self, names: Iterable[str]) -> None:
-        """Want these members no more."""
+        """Record that these members are to leave: the job does not ask for them any more."""
         with self._lock:
             self._leaving.update(names)
 
     def wanted(self, role: str) -> list[str]:
-        """Return the names of the members a role should have."""
+        """Return the names of the members that a group should have."""
         with self._lock:
             return [name for name in _names(role, self._sizes[role]) if name not in self._leaving]
 
@@ -92,9 +87,9 @@ class Roster:
         return pod_of(self._spec, self._job, _role(name), _rank(name))
 
     def missing(self, members: Sequence[Member]) -> list[Missing]:
-        """Return the wanted members that are not among `members` or are lost, with the seconds since they were first missed."""
+        """Return the members that the job should have and that are not present in `members`, with the seconds since each was first missing."""
         here = {member.name for member in members if member.state not in ("lost", *LEAVING)}
-        wanted = [name for role in ROLES for name in self.wanted(role)]
+        wanted = [name for role in self._sizes for name in self.wanted(role)]
         now = self._clock()
         with self._lock:
             self._seen |= here
@@ -108,34 +103,34 @@ class Roster:
     # --- who can work ----------------------------------------------------------------------------------------------
 
     def count(self, role: str) -> int:
-        """Return how many members of a role hold their worker."""
+        """Return how many members of a group have constructed their worker."""
         return sum(member.state in PRESENT for member in self._cluster.members(role))
 
     def acknowledged(self, version: int, processes: Iterable[Identity]) -> None:
-        """Note which processes proved that they serve `version`; their heartbeats may say so later."""
+        """Record the processes that have proved that they serve `version`. Their heartbeats may report it later."""
         self._acked = (version, frozenset(processes))
 
     def serving(self, version: int) -> int:
-        """Count the rollouts that serve `version`: by their own word, or by an acknowledgement that is ahead of their heartbeat.
+        """Return how many rollouts serve `version`, by their heartbeat or by an acknowledgement that is newer than their heartbeat.
 
-        An acknowledgement counts for the process that gave it: the next one under its name has no weights yet.
+        An acknowledgement counts for the process that gave it only: a replacement of that name has no weights yet.
         """
         acked = self._acked[1] if self._acked[0] == version else frozenset()
         return sum(
             (m.state == "serving" and m.policy_version == version) or (m.name, m.incarnation) in acked
-            for m in self._cluster.members("rollout")
+            for m in self._cluster.members(ROLLOUT)
         )
 
     def least_rollouts(self) -> int:
-        """Return how many rollouts a step needs: minReplicas, at least one, at most as many as are wanted."""
-        return max(min(self._min_rollouts, len(self.wanted("rollout"))), 1)
+        """Return how many rollouts a step needs: minReplicas, but at least one, and at most as many as the job asks for."""
+        return max(min(self._min_rollouts, len(self.wanted(ROLLOUT))), 1)
 
     def short(self) -> bool:
-        """Return whether a cluster gives too little to go on: no environment, or too few rollouts."""
-        return self.patient and (self.count("env") < 1 or self.count("rollout") < self.least_rollouts())
+        """Return whether a run in a cluster has too few members to go on: no environment, or too few rollouts."""
+        return self.patient and (self.count(ENV) < 1 or self.count(ROLLOUT) < self.least_rollouts())
 
     def quorum(self, role: str, least: int, *, waited: float, grace: float) -> int:
-        """Return how many members of a starting role to wait for: all; in a cluster, after `grace` seconds, those that are here."""
+        """Return how many members of a starting group to wait for: all, or in a cluster, after `grace` seconds, those that are present."""
         wanted = len(self.wanted(role))
         if not self.patient or waited < grace:
             return max(wanted, 1)
@@ -143,7 +138,7 @@ class Roster:
 
 
 def _sizes(spec: RLJobSpec) -> dict[str, int]:
-    return {"actor": spec.actor.world_size, "rollout": spec.rollout.replicas, "env": spec.env.replicas}
+    return {group.name: group.world_size for group in groups_of(spec).values()}
 
 
 def _names(role: str, size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Brings the run up once, in this order: the gang, its weights (resumed or fresh), their first publication, the rollouts and envs."""
+"""Starts a run, in this order: the actor gang, its weights (resumed or fresh), their first publication, rollouts and environments."""
 
 from rl_core.api.settings import DeadlinesSpec
 from rl_core.plan.groups import ACTOR
@@ -12,7 +12,7 @@ from rl_core.workers.group import WorkerGroup
 
 
 class Startup:
-    """The start of a run."""
+    """Performs the start of a run once."""
 
     def __init__(
         self,
@@ -26,15 +26,18 @@ class Startup:
         saving: Saving,
         stops: StopController,
     ) -> None:
+        """`resume` is auto, none or the path of a checkpoint. `first_epoch`: the epoch in which the run was first started."""
+        self.loaded = False
+        """Whether the actors hold weights that may be saved."""
         self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
         self._schedule = schedule
         self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
-        """Return once enough rollouts serve the present weights; `at()` is the loop's point in waits that have no bound."""
+        """Return once enough rollouts serve the present weights. Waits without a bound call `at()`, at which the run may end."""
         seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
         self._members.await_gang(ACTOR, seconds, at=at)
-        # Before the first phase nobody else has a device: rollouts join once there is a time in which they generate.
+        # No device lease is needed yet: rollouts use shared devices only once the first generation begins.
         stops.wait(self._actor.init_worker(), seconds)
         with self._schedule.training():
             self._saving.restore()
@@ -52,3 +55,21 @@ class Startup:
         limit = deadlines.degraded if progress.step else deadlines.wait_ready
         with self._schedule.generating():
             self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
+
+    def _load(self) -> None:
+        """Resume from the requested checkpoint, or start from the initial weights."""
+        checkpoint = self._checkpoints.find(self._resume, first_epoch=self._first_epoch)
+        if checkpoint is None:
+            self._checkpoints.begin_afresh()
+            return
+        state = self._checkpoints.restore(checkpoint, self._actor)
+        progress = self._progress
+        progress.load_state_dict(state)
+        self._dispatcher.load_state_dict(state["ledger"])
+        self._board.set(
+            step=progress.step,
+            policyVersion=progress.version,
+            reward=progress.reward,
+            checkpoint=self._checkpoints.describe(str(checkpoint.path)),
+        )
+        logger.info("resumed at step %s, version %s", progress.step, progress.version)

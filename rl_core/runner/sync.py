@@ -1,4 +1,4 @@
-"""Publishes a version to the rollouts, and knows which of them proved it."""
+"""Publishes a version of the weights to the rollouts and records which of them have proved it."""
 
 import logging
 import time
@@ -17,13 +17,13 @@ from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 from rl_core.workers.member import Member
 
 logger = logging.getLogger(__name__)
-TOLD_WITHIN = 2.0
-"""Heartbeats within which the hub hears of a loss."""
+LOSS_HEARTBEATS = 2.0
+"""Heartbeat intervals within which the hub learns of a loss."""
 LOOK_S = 0.05
 
 
 class WeightSync:
-    """Runs the sync of a version over the actor group; the content check of the program follows it."""
+    """Publishes versions over the actor group. The content check of the program follows each of them."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class WeightSync:
 
     def metrics(self) -> dict[str, float]:
         """Return `weights/*` of the last sync and the counts of the content check."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if (report := self._last) is not None:
-            found = {
+            metrics = {
                 "weights/version": float(report.version),
                 "weights/publish_seconds": report.seconds,
                 "weights/apply_seconds": report.apply_seconds,
@@ -83,19 +83,21 @@ class WeightSync:
                 "weights/failed_receivers": float(len(report.failed)),
             }
             if report.patch_share is not None:
-                found["weights/patch_share"] = report.patch_share
-                found["weights/patched_receivers"] = float(len(report.patched))
+                metrics["weights/patch_share"] = report.patch_share
+                metrics["weights/patched_receivers"] = float(len(report.patched))
             if report.relayed:
-                found["weights/relayed_receivers"] = float(len(report.relayed))
-        if self.check is not None:
-            counts = self.check.counts
-            found["weights/content_check_passed_total"] = float(counts.passed)
-            found["weights/content_check_skipped_total"] = float(counts.skipped)
-        return found
+                metrics["weights/relayed_receivers"] = float(len(report.relayed))
+        if self._check is not None:
+            counts = self._check.counts
+            metrics["weights/content_check_passed_total"] = float(counts.passed)
+            metrics["weights/content_check_skipped_total"] = float(counts.skipped)
+        return metrics
 
     def _send(self, version: int) -> tuple[list[Identity], PublishReport]:
-        """Return who was asked and the publisher's report; where too few acknowledge because rollouts were lost meanwhile, those left
-        are asked again."""
+        """Send `version`; return the receivers and the publisher's report.
+
+        When too few receivers acknowledge because some were lost meanwhile, the version is sent again to those that are left.
+        """
         asked = self._receivers()
         while True:
             wanted = min(self._applied.spec.rollout.min_replicas, len(asked))
@@ -111,9 +113,9 @@ class WeightSync:
                 logger.warning("version %s: %s of %s rollouts are left to take it", version, len(asked), len(before))
 
     def _those_left(self, asked: list[Member]) -> list[Member]:
-        """Return who of `asked` can still take weights. A loss, of a process or of its engine, may reach the hub later than the publisher."""
+        """Return those of `asked` that can still receive weights. The hub may learn of the loss of a process or engine later than the publisher."""
         addresses = {m.address for m in asked}
-        end = time.monotonic() + TOLD_WITHIN * self._applied.spec.runtime.deadlines.heartbeat
+        end = time.monotonic() + LOSS_HEARTBEATS * self._applied.spec.runtime.deadlines.heartbeat
         while True:
             left = [m for m in self._receivers() if m.address in addresses]
             if len(left) < len(asked) or time.monotonic() > end:

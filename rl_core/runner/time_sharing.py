@@ -5,8 +5,8 @@
     training     weights, gradients, optimizer    -
     syncing      weights                          weights
 
-Who gives memory up does so before the other takes it. The actor gives up optimizer, gradients, weights in this order; a rollout wakes
-by parts: its weights for the sync, its KV cache only once the actor's weights are away.
+One group offloads before the other onloads. The actor offloads optimizer state, gradients and weights, in this order. A rollout onloads in
+parts: its weights for the sync, and its KV cache once the weights of the actor are offloaded.
 """
 
 import logging
@@ -29,7 +29,7 @@ HOLDS_ENGINE = (MemberState.READY, MemberState.UPDATING, MemberState.SERVING, Me
 
 
 class Resident(NamedTuple):
-    """What of each role lies on the shared devices."""
+    """The parts of each group that are on the shared devices."""
 
     actor: frozenset[str]
     rollout: frozenset[str]
@@ -44,54 +44,53 @@ RESIDENT = {
 
 
 class ColocatedSchedule:
-    """Implements `DeviceSchedule` for roles that share devices. A rollout whose process is lost has lost its part of the lease too."""
+    """Implements `DeviceSchedule` for groups that share devices. A rollout that is lost takes no part in hand-overs."""
 
     def __init__(self, spec: RLJobSpec, *, cluster: Cluster, actor: WorkerGroup) -> None:
         """Move the memory of `actor` and of the rollouts of `cluster`, within the deadlines of `spec`."""
         self._cluster, self._actor, self._deadlines = cluster, actor, spec.runtime.deadlines
-        self._guests = frozenset(f"rollout:{rank}" for rank in range(colocated_rollouts(spec)))
-        """Names of the rollouts that live in the actor's pods; hybrid placement has others, which keep their devices."""
+        self._colocated = frozenset(f"rollout:{rank}" for rank in range(colocated_rollouts(spec)))
+        """Names of the rollouts in the pods of the actor. Hybrid placement has further rollouts with devices of their own."""
         self._lease = DeviceLease(self._hand_over, seconds=spec.runtime.deadlines.wait_ready)
         self._moves = Moves()
 
     def generating(self) -> AbstractContextManager[object]:
-        """Have rollouts awake and the actor away."""
+        """Have the rollouts onloaded and the actor offloaded."""
         return self._lease.held(Use.GENERATING)
 
     def training(self) -> AbstractContextManager[object]:
-        """Have the actor whole and rollouts asleep."""
+        """Have the actor onloaded and the rollouts offloaded."""
         return self._lease.held(Use.TRAINING)
 
     def syncing(self) -> AbstractContextManager[object]:
-        """Have the weights of both, and nothing else."""
+        """Have the weights of both groups on the devices, and nothing else."""
         return self._lease.held(Use.SYNCING)
 
     @contextmanager
     def joining(self, name: str) -> Iterator[None]:
-        """Wait until rollouts have the devices, then have the rollout `name` awake.
+        """Wait until the devices are used for generation, then onload the rollout `name` and run the block.
 
-        A process that was taken for lost, and is not, may come back with its engine on a device that the actor has got meanwhile: it is
-        put to sleep at once.
+        A process that was declared lost may come back with its engine on a device that the actor uses meanwhile, so it is offloaded first.
         """
-        if name not in self._guests:
+        if name not in self._colocated:
             yield
             return
         if self._lease.use is not Use.GENERATING:
-            self._tell(name, NOTHING)
+            self._occupy(name, NOTHING)
         with self._lease.shared(Use.GENERATING, seconds=self._deadlines.wait_ready):
-            self._tell(name, RESIDENT[Use.GENERATING].rollout)
+            self._occupy(name, RESIDENT[Use.GENERATING].rollout)
             yield
 
-    def _tell(self, name: str, parts: Iterable[str]) -> None:
+    def _occupy(self, name: str, parts: Iterable[str]) -> None:
         with suppress(InfrastructureError):  # a new process holds no worker yet, and nothing of the device
             self._cluster.call(name, "occupy", sorted(parts), self._lease.token, timeout=self._deadlines.weight_sync)
 
     def metrics(self) -> dict[str, float]:
-        """Return what moved since the last call."""
+        """Return `offload/*` and `onload/*` since the last call."""
         return self._moves.take()
 
     def devices(self) -> dict[str, Any]:
-        """Return for what the devices are used and by whom. A member's part of the lease ends when it was silent for deadlines.lost."""
+        """Return what the devices are used for and by which members. The part of a member ends after deadlines.lost seconds of silence."""
         lease, now = self._lease, self._cluster.hub.clock()
         use = lease.use
         holders = [member for role in (use.roles if use else ()) for member in self._sharing(role)]
@@ -116,7 +115,7 @@ class ColocatedSchedule:
             self._have_rollouts(wanted.rollout, token)
 
     def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
-        """Have `parts` of each rollout on the device, no others. Who cannot is given up: its part of the lease ends, and it joins anew."""
+        """Have `parts` of each rollout on the devices, and no others. A rollout that fails to do so is declared lost and has to join again."""
         members = [member for member in self._sharing("rollout") if member.state in HOLDS_ENGINE]
         seconds, asked = self._deadlines.weight_sync, sorted(parts)
         calls = [(m, self._cluster.submit(m.name, "occupy", [asked, token], {}, timeout=seconds)) for m in members]
@@ -129,7 +128,7 @@ class ColocatedSchedule:
                 self._give_up(member, error)
 
     def _sharing(self, role: str) -> list[Member]:
-        return [m for m in self._cluster.members(role) if m.role != "rollout" or m.name in self._guests]
+        return [m for m in self._cluster.members(role) if m.role != "rollout" or m.name in self._colocated]
 
     def _give_up(self, member: Member, error: RLJobError) -> None:
         logger.warning("%s loses the devices, it did not hand them over: %s", member.name, error)

@@ -95,7 +95,7 @@ class _Running:
         self._task: asyncio.Task[None] | None = None
 
     def run(self, finished: Callable[[], None]) -> None:
-        """Run a plain function in this thread and answer. Once begun it cannot be cancelled: it ends unheard."""
+        """Run a plain function in this thread and answer. Once begun it cannot be cancelled; its answer is dropped then."""
         try:
             args, kwargs = self._begin()
             self.call.reply(self.handler(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""Remote calls between processes: ROUTER/DEALER, deadlines, typed errors, at most once.
+"""Remote calls between processes: ROUTER/DEALER, deadlines, typed errors, executed at most once.
 
     server = RpcServer("tcp://127.0.0.1:0", {"add": lambda a, b: a + b}).start()
     client = RpcClient(server.address)

@@ -30,9 +30,9 @@ class CallFuture(concurrent.futures.Future[Any]):
         """Seconds, and when they end on the clock of the I/O thread."""
         self.idempotent = idempotent
         self.waits = waits
-        """It waits at the server for what others do there, and takes no credit from them."""
+        """Whether it is a long poll: it waits at the server for other requests, so it does not count against flow control."""
         self.nbytes: int = 0 if waits else sum(memoryview(part).nbytes for part in parts)
-        """Credit it takes, bytes."""
+        """Bytes that count against flow control."""
         self.sent = self.received = False
         """Whether it left this process, and whether the server confirmed it."""
         self._ended = False
@@ -56,7 +56,7 @@ class CallFuture(concurrent.futures.Future[Any]):
             self.set_exception(error)
 
     def _ends(self) -> bool:
-        """Return whether somebody waits for how the call ends. True once: a callback of another call may close the client."""
+        """Return whether a caller waits for the outcome. True once only: a callback of another call may close the client."""
         if self._ended:
             return False
         self._ended = True

@@ -51,7 +51,7 @@ class RpcClient:
 
     @property
     def idle(self) -> bool:
-        """Return whether no call is under way; for who makes none meanwhile."""
+        """Return whether no call is under way."""
         return self._connection.idle
 
     @property
@@ -127,7 +127,7 @@ class RpcClient:
     ) -> CallFuture:
         """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` on the I/O thread.
 
-        `waits`: it waits at the server until others call too, and leaves them the credit. `label` is what errors call it (None: `method`).
+        `waits`: a long poll, which does not count against flow control. `label`: the name of the call in errors (None: `method`).
         """
         connection = self._connection
         seconds = DEFAULT_TIMEOUT if timeout is None else rpc_wire.finite_seconds(timeout)

@@ -103,7 +103,7 @@ class Connection:
         self._io.call_soon(self._submit, call)
 
     def abandon(self, call: CallFuture) -> None:
-        """Forget `call`; the server is told to cancel it, or to undo what an answer nobody took has done."""
+        """Forget `call`. The server is asked to cancel it, or to undo the effect of an answer that nobody has received."""
         self._io.call_soon(self._abandon, call)
 
     def fail(self, reason: str) -> None:
@@ -160,7 +160,7 @@ class Connection:
         self._flush()
 
     def _abandon(self, call: CallFuture) -> None:
-        if call.sent:  # also when it was answered: nobody took the answer, and the server may undo what it did
+        if call.sent:  # also when it was answered: nobody received the answer, and the server may undo its effect
             call.sent = False
             self._forget(call)
             self._send("cancel", None, call.id)
@@ -179,7 +179,7 @@ class Connection:
 
     def _send_parts(self, parts: list[Any]) -> None:
         sockets.send(self._socket, parts)
-        if sockets.readable(self._socket):  # sending may swallow the news of a message: look again
+        if sockets.readable(self._socket):  # sending may consume the notification of a message that has arrived
             self._io.call_soon(self._read_all)
 
     def _flush(self) -> None:
@@ -231,7 +231,9 @@ class Connection:
         call = self._sent.get(header.request_id)
         if call is None:
             self.counters["late"] += 1
-            self._send("cancel", None, header.request_id)  # the server undoes what nobody took
+            self._send(
+                "cancel", None, header.request_id
+            )  # the server undoes the effect of an answer that nobody received
             return
         self._forget(call)
         call.settle(lambda: self._value(header, parts, call.method))

@@ -45,7 +45,7 @@ class IncomingCall:
         *,
         answer: "Callable[[IncomingCall, str, Any], bool]",
     ) -> None:
-        """`answer(call, kind, value)` sends the answer and tells whether the value could travel."""
+        """`answer(call, kind, value)` sends the answer and returns whether the value could be encoded."""
         self.peer = peer
         self.caller = peer.caller
         self.host = peer.host
@@ -53,7 +53,7 @@ class IncomingCall:
         self.method = header.method or ""
         self.header = header
         self.begun = False
-        """Whether it was given to a handler of user code: after that it is never run again for the same id."""
+        """Whether it was given to a handler. A request of the same id is not run again after that."""
         self.cancelled = False
         self.on_cancel: Callable[[], None] | None = None
         """Run on the I/O thread when the caller gives up or is gone."""
@@ -69,7 +69,7 @@ class IncomingCall:
         return body[0], body[1]
 
     def reply(self, value: Any) -> bool:
-        """Answer with `value`, or with the error of a value that cannot travel; tell whether it could."""
+        """Answer with `value`; return whether it could be encoded. If not, the caller gets the error."""
         return self._answer(self, "reply", value)
 
     def fail(self, error: BaseException) -> None:

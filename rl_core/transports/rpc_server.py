@@ -1,6 +1,6 @@
 """The serving end of RPC: one ROUTER socket on the I/O thread, handlers elsewhere. See `rpc` for the protocol.
 
-What the process knows of a client (ids it sent, segments it holds, its role) ends when ZeroMQ cannot route to it for
+The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for
 LOST_SECONDS. The socket and all state belong to the I/O thread; handlers hand it their answers.
 """
 
@@ -301,7 +301,7 @@ class RpcServer:
             call.on_cancel()
 
     def _answer(self, call: IncomingCall, kind: str, value: Any) -> bool:
-        """Encode an answer on the thread of the handler and have it sent; tell whether `value` could travel."""
+        """Encode an answer on the thread of the handler and queue it; return whether `value` could be encoded."""
         travels = True
         try:
             parts = self._encode(kind, value, call.id)
@@ -338,7 +338,7 @@ class RpcServer:
                 raise
             self.counters["unreachable"] += 1
             return False
-        if sockets.readable(self._socket):  # sending may swallow the news of a message: look again
+        if sockets.readable(self._socket):  # sending may consume the notification of a message that has arrived
             self._io.call_soon(self._receive_all)
         return True
 

@@ -67,9 +67,9 @@ class WorkerContext:
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know what is given; `identity` and `placement` None are those of a worker outside a job.
+        """Hold what is given. `identity` and `placement` None: those of a worker outside a job.
 
-        `address` is that of this process's RPC server; `on_change` is called on any thread when something should be reported at once.
+        `address` is that of this process's RPC server; `on_change` is called, on any thread, when a heartbeat should be sent at once.
         """
         self.identity = stand_alone_identity() if identity is None else identity
         self.placement = Placement.from_env({}) if placement is None else placement
@@ -79,14 +79,14 @@ class WorkerContext:
         self.epoch = self.identity.epoch
         self.job: RLJob | None = None
         self.files = dict(files or {})
-        """What the runner handed out at hello, by file name."""
+        """Files from the runner's answer to hello, by name."""
         self.hub = hub
         """Client of the runner's hub; None before the first hello and outside a job."""
         self._silent: list[RpcClient] = []
-        """Earlier clients of a hub that is silent, or was when calls on them began. Of the thread that registers."""
+        """Earlier clients of a silent hub, on which calls may be under way. Used by the thread that registers only."""
         self.state = MemberState.JOINING
         self.retired = False
-        """Whether this process drains for good; it takes no work any more, also of later epochs."""
+        """Whether this process drains for good: it takes no more work, not even in later epochs."""
         self.policy_version: int | None = None
         self.digest: str | None = None
         self.weights_proof = ""
@@ -103,27 +103,27 @@ class WorkerContext:
         self.num_serving = 0
         """Members of this process's group that are in the state SERVING, as of the last heartbeat."""
         self._waiting_for_view: set[Callable[[], object]] = set()
-        """Wakes one coroutine each."""
+        """Callbacks that wake one waiting coroutine each."""
         self._peers: dict[str, RpcClient] = {}
 
     # --- from the worker -------------------------------------------------------------------------------------------
 
     def record_progress(self, kind: str, n: float = 1) -> None:
-        """Count progress: the stall detector watches that some counter of the job moves."""
+        """Add to a progress counter. A run none of whose counters moves is stalled."""
         with self._lock:
             self._progress[kind] = self._progress.get(kind, 0) + n
 
     def record_metric(self, name: str, value: float) -> None:
-        """Set a gauge that travels with the heartbeats."""
+        """Set a gauge that is sent with each heartbeat."""
         with self._lock:
             self._metrics[name] = value
 
     def report_metrics(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Have the heartbeats carry what `read` returns too."""
+        """Send the gauges that `read` returns with each heartbeat."""
         self._read_metrics = read
 
     def set_state(self, state: str) -> None:
-        """Report a new state to the hub at once. A retired process only drains: other states are not taken."""
+        """Report a new state to the hub at once. Of a retired process states other than draining and drained are ignored."""
         wanted = MemberState(state)
         if not self.retired or wanted in (MemberState.DRAINING, MemberState.DRAINED):
             self.state = wanted
@@ -135,14 +135,14 @@ class WorkerContext:
         self.set_state(MemberState.DRAINING)
 
     def set_policy_version(self, version: int | None, digest: str | None, proof: str = "") -> None:
-        """Report to the hub at once which weights this process holds, and by what that is proven."""
+        """Report to the hub at once which weights this process holds, and the proof that its engine holds them."""
         self.policy_version, self.digest, self.weights_proof = version, digest, proof
         process_log.set_policy_version(version)
         self._on_change()
 
     @contextlib.contextmanager
-    def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> Iterator[None]:
-        """Declare a wait for `what` on `on` (a member, group or channel) while the block runs; the oldest one is reported."""
+    def waiting(self, what: str, on: str) -> Iterator[None]:
+        """Declare a wait for `what` on `on` (a member, group or channel) while the block runs. Heartbeats report the oldest wait."""
         number = next(self._wait_ids)
         with self._lock:
             self._waits[number] = _Wait(what, on, self._clock(), cause)
@@ -153,7 +153,7 @@ class WorkerContext:
                 del self._waits[number]
 
     def heartbeat(self) -> Heartbeat:
-        """Return what the hub is to know of this process."""
+        """Return the heartbeat to send now."""
         memory, read = processes.memory_bytes(os.getpid()), self._read_metrics()
         with self._lock:
             wait = min(self._waits.values(), key=lambda w: w.since, default=None)
@@ -175,16 +175,16 @@ class WorkerContext:
     # --- from the hub ----------------------------------------------------------------------------------------------
 
     def welcome(self, job: "RLJob | None", files: Mapping[str, bytes], view: View) -> None:
-        """Take in the hub's answer to hello."""
+        """Apply the hub's answer to hello."""
         self.job = job
         self.files = dict(files) or self.files
-        with self._lock:  # the successor of a lost hub counts its view from 0 and may not know whom we knew
+        with self._lock:  # the successor of a lost hub numbers its views from 0 and may not know all members
             self._members.clear()
             self._view_version = -1
         self.update_view(view)
 
     def update_view(self, view: View | None) -> None:
-        """Take in the members that changed; calls to those that are gone fail at once."""
+        """Apply the changes of the view. Calls to members that are gone fail at once."""
         if view is None:
             return
         with self._lock:
@@ -201,11 +201,11 @@ class WorkerContext:
             client.fail(f"{member.name} is lost")
             client.close()
         for wake in wakes:
-            with contextlib.suppress(RuntimeError):  # the loop of who waited was closed
+            with contextlib.suppress(RuntimeError):  # the event loop of the waiting coroutine was closed
                 wake()
 
     def enter_epoch(self, epoch: int) -> None:
-        """Speak and hear as `epoch` from now on."""
+        """Send messages of `epoch` from now on, and refuse those of older epochs."""
         self.epoch = epoch
         process_log.set_epoch(epoch)
         with self._lock:
@@ -222,7 +222,7 @@ class WorkerContext:
         return sorted(present, key=lambda m: (m.group, m.rank))
 
     async def view_changed(self) -> None:
-        """Wait until the view changes; the caller bounds the wait."""
+        """Wait until the view changes. The wait has no bound of its own."""
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -239,14 +239,17 @@ class WorkerContext:
     # --- connections -----------------------------------------------------------------------------------------------
 
     def use_hub(self, client: RpcClient) -> None:
-        """Talk to the hub through `client` from now on; calls under way on earlier connections fail."""
+        """Use `client` for the hub from now on. Calls under way on earlier connections fail."""
         earlier, self._silent = [*self._silent, *([self.hub] if self.hub is not None else [])], []
         self.hub = client
         for each in earlier:
             each.close()
 
     def try_hub(self, client: RpcClient) -> None:
-        """Talk to a silent hub through `client`, which may lead to its successor; calls under way wait: it may go on itself."""
+        """Use `client` for a silent hub from now on: it may lead to its successor.
+
+        Calls under way on earlier connections are kept, because the hub may recover.
+        """
         if self.hub is not None:
             self._silent.append(self.hub)
         self.hub = client
@@ -265,7 +268,7 @@ class WorkerContext:
         return self.hub
 
     def peer(self, address: str, service: str | None = None) -> RpcClient:
-        """Return the client of the worker at `address`, made at first use; `service` (its role) is known for members in view."""
+        """Return the client of the worker at `address`, made at first use. `service` (its group) may be None for a member in the view."""
         with self._lock:
             client = self._peers.get(address)
             role = next((m.role for m in self._members.values() if m.address == address), None)

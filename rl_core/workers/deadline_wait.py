@@ -1,4 +1,4 @@
-"""A bounded wait that says what it waits for at 10 % and at 50 % of its time."""
+"""A wait with a deadline that logs what it waits for after 10 % and after 50 % of its time."""
 
 import logging
 import threading
@@ -10,16 +10,16 @@ from rl_core.transports.rpc_wire import finite_seconds
 logger = logging.getLogger(__name__)
 _WARN_AT = (0.1, 0.5)
 _QUIET_SECONDS = 5.0
-"""Nothing is said about a wait earlier than this."""
+"""Seconds before which nothing is logged about a wait."""
 
 
 class DeadlineWait:
-    """One wait of `seconds` for `what`. The waiter sleeps `pause()` seconds at a time, or until something happens."""
+    """One wait of at most `seconds` for `what`. The caller sleeps at most `pause()` seconds, looks again, and asks for the next pause."""
 
     def __init__(
         self, what: str, seconds: float, *, began: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`began` None = now. Raises ValueError for seconds that would be for ever."""
+        """Begin at `began` on the clock (None: now). Raises ValueError when `seconds` is not finite."""
         self.seconds = finite_seconds(seconds)
         self._what = what
         self._clock = clock
@@ -28,13 +28,13 @@ class DeadlineWait:
 
     @property
     def waited(self) -> float:
-        """Seconds since it began."""
+        """Return the seconds since the wait began."""
         return self._clock() - self._began
 
     def pause(self, missing: Callable[[], str], *, end: float | None = None) -> float | None:
-        """Return how long to sleep at most; None when the time is up. Warns with `missing()` when that is due.
+        """Return the seconds to sleep at most, None when the deadline has passed. Logs `missing()` when a warning is due.
 
-        `end`: a time of the clock at which it is up earlier.
+        `end`: a time of the clock at which the wait ends earlier.
         """
         waited = self.waited
         left = self.seconds - waited

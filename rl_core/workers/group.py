@@ -1,12 +1,11 @@
-"""A group of workers as one object: `group.method(...)` runs on all ranks and gives a WorkerGroupFuncResult.
+"""A group of workers as one object: `group.method(...)` runs on all ranks and returns a WorkerGroupFuncResult.
 
     actors = FSDPActor.create_group(spec).launch(cluster, name="actor")     # or WorkerGroup.of("module:Class", spec)
     actors.init_worker().wait()
     actors.execute_on(0).publisher_address().wait()
 
-The processes exist already (the launch plan started them); a group constructs its class in each process of one role.
-Fixed groups (actor) are constructed as their members join; members of elastic ones (rollout, env) that join later are
-constructed by whoever brings them into the run, with `construct(member)`.
+The launch plan has started the processes; a group constructs its class in each process of one group. The members of a gang are constructed
+together, when all of them have joined. A member of an elastic group that joins later is constructed with `construct(member)`.
 """
 
 import inspect
@@ -26,11 +25,11 @@ __all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
 
 logger = logging.getLogger(__name__)
 MARGIN = 5.0
-"""Seconds a call to one rank outlives the deadline of all: the error that names every missing rank comes before that of one."""
+"""Seconds by which the deadline of a call to one rank exceeds that of the group call, whose error names all missing ranks."""
 
 
 class WorkerGroup:
-    """One class in all processes of a role."""
+    """One class in all processes of a group."""
 
     def __init__(self, cls: type | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Name the class (`module:Class` where importing it would be heavy) and its arguments.
@@ -49,10 +48,10 @@ class WorkerGroup:
         self._args, self._kwargs = arguments.pack(args, kwargs or {})
         self._max_concurrency: int | None = None
         self._lock = threading.Lock()
-        """Guards `_asked`: the thread of `launch` and that of the hub may find a gang complete at the same time."""
+        """Guards `_constructing`: the thread of `launch` and that of the hub may find a gang complete at the same time."""
         self._cluster: Cluster | None = None
-        self._asked: dict[str, tuple[tuple[int, int], PendingCall]] = {}
-        """By member of a fixed group: the incarnation that was last sent `construct`, and that call."""
+        self._constructing: dict[str, tuple[tuple[int, int], PendingCall]] = {}
+        """By member of a gang: the incarnation that was last sent `construct`, and that call."""
         self._name = ""
 
     @classmethod
@@ -110,16 +109,16 @@ class WorkerGroup:
             return self
         if not cluster.sizes.get(self.name):
             cluster.sizes[self.name] = max((m.world_size for m in cluster.members() if m.group == self.name), default=1)
-        self._asked.clear()
+        self._constructing.clear()
         cluster.on_joined(self._construct_joined)
         if cluster.hub.started:
             cluster.wait_ready([self.name], limit)
-            for _, call in list(self._asked.values()):  # a member that held another worker was ready already
+            for _, call in list(self._constructing.values()):  # a member that held another worker was ready already
                 call.future.result()
         return self
 
     def construct(self, member: Member, timeout: float | None = None) -> None:
-        """Construct the class in a member that joined, blocking. One that holds it already keeps it and drops its old epoch.
+        """Construct the class in a member that joined, blocking. A member that already holds the object keeps it and enters the present epoch.
 
         Raises what construction raised, WorkerLost, DeadlineExceeded.
         """
@@ -156,10 +155,10 @@ class WorkerGroup:
         if method.startswith("_"):
             raise AttributeError(f"{method} is private; only public methods of {self._path} can be called on the group")
         if self._cls is not None:
-            found = inspect.getattr_static(self._cls, method, None)
-            if found is None:
+            attribute = inspect.getattr_static(self._cls, method, None)
+            if attribute is None:
                 raise AttributeError(f"{self._path} has no method {method!r}")
-            if isinstance(found, staticmethod):
+            if isinstance(attribute, staticmethod):
                 return getattr(self._cls, method)  # type: ignore[no-any-return]
 
         def call(*args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
@@ -184,19 +183,19 @@ class WorkerGroup:
         return WorkerSpec(path=self._path, args=self._args, kwargs=self._kwargs, max_concurrency=self._max_concurrency)
 
     def _construct_joined(self, member: Member) -> None:
-        """Construct a gang once all of it is here: its ranks look for each other then, and give up after deadlines.collective."""
+        """Construct a gang once all its members have joined: its ranks then wait for each other for deadlines.collective at most."""
         if member.group != self.name:
             return
         here = {m.rank: m for m in self.cluster.members() if m.group == self.name} | {member.rank: member}
         if len(here) >= self.cluster.sizes[self.name]:
-            for one in here.values():
-                self._construct_once(one)
+            for present in here.values():
+                self._construct_once(present)
 
     def _construct_once(self, member: Member) -> None:
         with self._lock:
-            if member.name not in self._asked or self._asked[member.name][0] != member.incarnation:
+            if member.name not in self._constructing or self._constructing[member.name][0] != member.incarnation:
                 call = self.cluster.construct(member.name, self._spec(), timeout=self.cluster.ready_deadline)
-                self._asked[member.name] = (member.incarnation, call)
+                self._constructing[member.name] = (member.incarnation, call)
 
     def _only_group(self, cluster: Cluster) -> str:
         groups = sorted({*cluster.sizes, *(m.group for m in cluster.members())})
@@ -220,7 +219,7 @@ class GroupView:
 
 
 GROUP_NAMES = frozenset(name for name in dir(WorkerGroup) if not name.startswith("_"))
-"""Names a WorkerGroup has itself; a public method of a worker must not hide behind them."""
+"""Public names of WorkerGroup itself. A worker must not define a public method of one of these names: it could not be called."""
 
 
 def check_class(cls: type[Any]) -> None:

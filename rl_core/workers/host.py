@@ -1,8 +1,8 @@
-"""The generic worker process: `python -m rl_core.workers.host`. It registers, keeps in touch, and holds one worker object.
+"""The generic worker process: `python -m rl_core.workers.host`. It registers with the hub, sends heartbeats, and holds one worker object.
 
     main thread: control loop (hello, heartbeats, signals)      handler loop: async methods      one thread: sync methods
 
-The control loop runs no user code, so a busy worker keeps its heartbeat. Torch is imported only by classes that need it.
+The control loop runs no user code, so that a busy worker still sends heartbeats. Torch is imported by the classes that need it only.
 
     start -> register -> keep in touch -(the hub is gone or forgot us)-> reset -> register ...          (registration.py)
     fenced or refused for good -> exit 3 (wire version: 2)      SIGTERM -> drain -> goodbye -> exit 0
@@ -39,25 +39,25 @@ from rl_core.workers.registration import HELLO_DEADLINE, Ended, Registration
 logger = logging.getLogger("rl_core.workers.host")
 
 GOODBYE = 0.5
-"""Seconds to say goodbye; a hub that is gone as well does not miss it."""
+"""Seconds to say goodbye. The hub may be gone as well."""
 CLOSE = 2.0
-"""Seconds the worker object has to release what it holds."""
+"""Seconds that the `close` hook of the worker object may take."""
 DEFAULT_DRAIN = 8.0
-"""`drainSeconds` of a process that knows no job."""
+"""Seconds to drain for a process that has not received a job."""
 MOST_CALLS = 1024
-"""Most calls taken at a time; the method server has its own, lower bounds."""
+"""Most calls that are accepted at a time; the method server has its own, lower bounds."""
 
 
 class Host:
-    """One worker process from start to end. Its server listens once it is made."""
+    """One worker process from start to end. Its RPC server listens once the object is made."""
 
     def __init__(self, identity: Identity, placement: Placement) -> None:
         self.identity = identity
         self._keys = KeyRing(Path(identity.curve_dir), identity.role) if identity.curve_dir else None
         self._callers: dict[str, set[str]] = {"runner": {"construct", "execute", "retire"}}
-        """Methods of this process by the role that may call them."""
+        """Methods of this process by the group that may call them."""
         self._local = self._keys is None or split_address(identity.hub)[0] == "127.0.0.1"
-        """Whether all of the job is on this machine's loopback interface."""
+        """Whether the whole job runs on the loopback interface of this machine."""
         self._server = self._start_server()
         self._context = WorkerContext(
             identity,
@@ -119,7 +119,7 @@ class Host:
     # --- epochs and ends -------------------------------------------------------------------------------------------
 
     async def _reset(self, epoch: int) -> None:
-        """Drop everything of the old hub and be of `epoch`: the present one when the hub is gone and only its successor knows the next."""
+        """Drop everything that belongs to the old hub and enter `epoch`: the present one when only the next hub knows the new epoch."""
         context = self._context
         context.enter_epoch(epoch)
         self._server.set_epoch(epoch)
@@ -131,13 +131,13 @@ class Host:
         self._connect_channel()
 
     async def _retire(self) -> None:
-        """RPC of the runner: begin to drain for good. Returns at once; the heartbeats report `draining`, then `drained`."""
+        """Begin to drain for good, at the request of the runner. Returns at once; the heartbeats report `draining`, then `drained`."""
         if not self._context.retired:
             self._context.retire()
             self._retiring = asyncio.ensure_future(self._drain_for_good())
 
     async def _drain_for_good(self) -> None:
-        """Drain within `drainSeconds`, then rest without work until the pod is deleted. On the handlers' loop."""
+        """Drain within `drainSeconds`, then stay without work until the pod is deleted. On the handlers' loop."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._methods.drain(), self._drain_seconds)
         self._context.set_state(MemberState.DRAINED)
@@ -171,9 +171,9 @@ class Host:
 
     @property
     def _saved_by_runner(self) -> bool:
-        """Return whether a checkpoint of the whole gang is to be awaited: an actor of another pod than the runner's.
+        """Return whether this process waits for a checkpoint of the whole gang: it is an actor of another pod than the runner's.
 
-        The runner sees `draining`, saves and ends; then the hub is silent and this process ends with code 3. In the runner's own pod
+        The runner sees the state `draining`, saves and ends. The hub is silent then, and this process ends with code 3. In the runner's own pod
         the supervisor has ended the runner before; a local run ends all its pods by itself.
         """
         identity = self.identity
@@ -183,7 +183,7 @@ class Host:
     # --- what the method server calls ---------------------------------------------------------------------------------------
 
     def _load_extensions(self) -> None:
-        """Import the job's extensions, once. In the worker's thread: an import may take minutes, and heartbeats must go on."""
+        """Import the job's extensions, once. Runs in the worker's thread: an import may take minutes, and heartbeats must go on."""
         if not self._registration.accepted.wait(HELLO_DEADLINE):
             raise InfrastructureError(f"the hub's answer to hello must come within {HELLO_DEADLINE:.0f} s, got none")
         if self._context.job is not None and not self._extended:
@@ -191,7 +191,7 @@ class Host:
             self._extended = True
 
     def _serve_methods(self, methods: dict[str, Callable[..., Any]]) -> None:
-        """Serve the methods of the worker object, to the roles that it names."""
+        """Serve the methods of the worker object to the groups that it names."""
         assert self._methods.worker is not None
         self._callers["runner"] |= methods.keys()
         for role, names in self._methods.worker.peer_methods.items():
@@ -199,7 +199,7 @@ class Host:
         self._server.add_handlers(methods)
 
     async def _report_ready(self) -> None:
-        """Have the hub know the new state before the runner hears that the construction is done. On the handlers' loop."""
+        """Send the new state to the hub before the runner is answered that the construction is done. On the handlers' loop."""
         try:
             await self._registration.send_heartbeat()
         except (DeadlineExceeded, InfrastructureError) as error:

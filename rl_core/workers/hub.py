@@ -1,9 +1,9 @@
-"""The hub: the runner's end of every worker's registration, heartbeats and loss. Lives in the runner process.
+"""The hub: the part of the runner with which every worker registers, to which it sends heartbeats, and which declares it lost.
 
-RPC methods: those of messages.members and those the runner adds. Who may connect: curve.callers_of_services; each role calls its
-own methods only. hello and its kin answer older epochs too, because that is how a member of an older epoch learns the right one.
+It serves the RPC methods of `messages.members` and those that the runner adds. Each group may call its own methods only. `hello`,
+`heartbeat`, `goodbye` and `child_ended` are also answered to callers of an older epoch, because that is how they learn the present one.
 
-What the runner does when a member comes or goes (`listen`) runs on a thread of its own, so that it may block without hurting the hub.
+Listeners of the runner (`listen`) run on a thread of their own, so that they may block without delaying the hub.
 """
 
 import functools
@@ -48,7 +48,7 @@ _SUPERVISOR_METHODS = frozenset({"child_ended"})
 
 
 class Hub:
-    """Knows every worker process of the job and informs the runner when one comes or is gone."""
+    """Keeps the members of the job and informs the runner when one joins or is lost."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Hub:
         self._files = dict(files or {})
         self._job_json = document.text(job) if job is not None else None
         self._heartbeat_seconds = heartbeat_seconds
-        # Well below what the membership takes for a pause of this process, which it forgives: else nobody would ever be judged.
+        # Well below the gap between two sweeps that the membership takes for a pause of this process: it extends all deadlines after one.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
         kinds: Mapping[str, GroupKind] = BUILT_IN if job is None else groups_of(job.spec)
         self._membership = Membership(
@@ -94,8 +94,8 @@ class Hub:
         self._changed = threading.Condition(self._lock)
         """Notified after every change, for `wait_changed`."""
         self._order = threading.RLock()
-        """Held from a change until everybody has it in hand: else a loss that the sweep finds and the hello of the replacement
-        could be heard the wrong way round. Taken before `_lock`."""
+        """Serializes changes until they are queued for the listeners: else a listener could be told of the hello of a replacement before
+        the loss that the sweep found. Taken before `_lock`."""
         self._watchers: list[Callable[[Change], None]] = []
         self._joined: list[Callable[[Member], object]] = []
         self._lost: list[Callable[[Member, str], object]] = []
@@ -125,7 +125,7 @@ class Hub:
         return self._membership.epoch
 
     def add_handlers(self, handlers: Mapping[str, Callable[..., Any]], *, role: str) -> None:
-        """Serve methods of the runner (`admit`, `give_back`) on the hub's address, to the members of `role`."""
+        """Serve further methods of the runner at the address of the hub, to the members of `role`."""
         self._callers[role] |= handlers.keys()
         self._server.add_handlers(handlers)
 
@@ -135,9 +135,9 @@ class Hub:
         joined: Callable[[Member], object] | None = None,
         lost: Callable[[Member, str], object] | None = None,
     ) -> None:
-        """Call `joined(member)` for every member that says hello and `lost(member, reason)` for every one that is gone.
+        """Call `joined(member)` for every member that says hello and `lost(member, reason)` for every member that is lost or has drained.
 
-        All listeners run on one thread, change by change and in the order they were added; they may block. Raises RuntimeError
+        All listeners run on one thread, change by change, in the order in which they were added. They may block. Raises RuntimeError
         after `start`: a late listener would miss members.
         """
         if self.started:
@@ -146,11 +146,11 @@ class Hub:
         self._lost += [lost] if lost is not None else []
 
     def start(self) -> "Hub":
-        """Listen and judge silence from here on. Raises ConfigError when the port is in use."""
+        """Serve, and look for silent members from now on. Raises ConfigError when the port is in use."""
         self._server.start()
         self.started = True
         threading.Thread(target=self._sweep, name="hub-sweep", daemon=True).start()
-        threading.Thread(target=self._tell_listeners, name="hub-listeners", daemon=True).start()
+        threading.Thread(target=self._run_listeners, name="hub-listeners", daemon=True).start()
         return self
 
     def close(self) -> None:
@@ -161,17 +161,17 @@ class Hub:
             self._server.close()
 
     def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained`, `lost` those too."""
+        """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
         with self._lock:
             return self._membership.members(role, drained=drained, lost=lost)
 
     def get(self, name: str) -> Member | None:
-        """Return the member `group:rank`, gone or not; None when it never said hello."""
+        """Return the member `group:rank`, also when it is lost or drained; None when it never said hello."""
         with self._lock:
             return self._membership.get(name)
 
     def watch(self, on_change: Callable[[Change], None]) -> None:
-        """Call `on_change` for every change at once, on the thread that brought it; it must not block (Cluster)."""
+        """Call `on_change` for every change at once, on the thread that made it. It must not block."""
         self._watchers.append(on_change)
 
     @property
@@ -186,7 +186,7 @@ class Hub:
             self._changed.wait_for(lambda: self._membership.version != version, seconds)
 
     def give_up(self, member: Member, reason: str) -> None:
-        """Take a member for lost although it lives; it says hello again, as the same process or a new one."""
+        """Declare a member lost although it is alive. It says hello again, as the same process or as its replacement."""
         with self._changing() as membership:
             membership.give_up(member.id, reason)
 
@@ -270,14 +270,14 @@ class Hub:
             try:
                 with self._changing() as membership:
                     membership.sweep()
-            except Exception:  # without this thread no silent member would ever be found
+            except Exception:  # this thread must go on: no other one looks for silent members
                 logger.exception(
                     "the hub could not look for silent members; it looks again in %s s", self._sweep_seconds
                 )
 
     @contextmanager
     def _changing(self) -> Iterator[Membership]:
-        """Let the block change the membership, then hand out what changed: to watchers at once, to listeners on their thread."""
+        """Let the block change the membership, then report the changes: to watchers at once, to listeners on their thread."""
         with self._order:
             with self._changed:
                 yield self._membership
@@ -288,7 +288,7 @@ class Hub:
                     self._guarded(functools.partial(watcher, change), change)
                 self._queue.put(change)
 
-    def _tell_listeners(self) -> None:
+    def _run_listeners(self) -> None:
         while (change := self._queue.get()) is not None:
             member = change.member
             if change.kind == "joined":

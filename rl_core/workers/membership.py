@@ -1,11 +1,11 @@
-"""Who is in the job: the state machine behind the hub. Pure: no threads, no sockets, the clock is injected.
+"""The members of a job and their states, behind the hub. Pure: no threads, no sockets, the clock is injected.
 
     hello --accepted--> JOINING -> ... -> SERVING --silence suspect--> SUSPECT --silence lost--> LOST
       |                                    |  ^___heartbeat____________|          ^
       +--refused                           +--child_ended (its supervisor saw it end)
 
-Every message of a member carries its incarnation; one older than the registered one is fenced. Changes that others must
-hear of (joined, lost) collect in order and are taken by the hub.
+Every message of a member carries its incarnation; a message of an older incarnation than the registered one is refused. Joins and losses
+are collected in order until the hub takes them.
 """
 
 import time
@@ -31,7 +31,7 @@ from rl_core.workers.member import Member
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that happened to a member."""
+    """A member that joined, or that is lost or has drained."""
 
     kind: Literal["joined", "lost"]
     member: Member
@@ -39,7 +39,7 @@ class Change:
 
 
 class Membership:
-    """Members by name, each with the time it was last heard of."""
+    """Members by name. Each has the time of its last heartbeat."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Membership:
         self._last_sweep = clock()
 
     def get(self, name: str) -> Member | None:
-        """Return the member called `group:rank`, gone or not; None when it was never seen."""
+        """Return the member called `group:rank`, also when it is lost or drained; None when it never said hello."""
         return self._members.get(name)
 
     def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members of `role` (all when None) that are not gone, by group and rank; with `drained`, `lost` those too."""
+        """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
         kept = [*([MemberState.DRAINED] if drained else []), *([MemberState.LOST] if lost else [])]
-        found = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
-        return sorted(found, key=lambda m: (m.group, m.rank))
+        chosen = [m for m in self._members.values() if role in (None, m.role) and (not m.state.gone or m.state in kept)]
+        return sorted(chosen, key=lambda m: (m.group, m.rank))
 
     def hello(self, report: HelloReport, host: str = "") -> RefusalReason | None:
         """Register a process that connected from the IP address `host`; return why it is refused, None when it is a member."""
@@ -99,7 +99,7 @@ class Membership:
         return None
 
     def heartbeat(self, sender: MemberId, beat: Heartbeat) -> HeartbeatAnswer:
-        """Note a sign of life. Raises EpochFenced when a higher incarnation has taken the name."""
+        """Record a heartbeat. Raises EpochFenced when a process of a higher incarnation has taken the name."""
         member = self._members.get(sender.name)
         if member is not None and sender.incarnation < member.incarnation:
             raise EpochFenced(
@@ -107,10 +107,10 @@ class Membership:
                 f"{_dotted(member.incarnation)}; this process must end"
             )
         drained = beat.state is MemberState.DRAINED
-        rests = member is not None and member.state is MemberState.DRAINED and drained
-        if member is None or sender != member.id or (member.state.gone and not rests):
+        already_drained = member is not None and member.state is MemberState.DRAINED and drained
+        if member is None or sender != member.id or (member.state.gone and not already_drained):
             return HeartbeatAnswer(known=False)
-        if drained and not rests:
+        if drained and not already_drained:
             member = self._lose(member, "it drained", state=MemberState.DRAINED)
         self._store(
             replace(
@@ -131,21 +131,24 @@ class Membership:
         )
 
     def child_ended(self, child: MemberId, code: int) -> None:
-        """Note that a supervisor saw a member's process end; the end of an older one is no news."""
+        """Record that the process of a member has ended. The end of an earlier process of that name changes nothing."""
         self.give_up(child, f"its process ended with code {code}")
 
     def give_up(self, member_id: MemberId, reason: str) -> None:
-        """Take a member for lost although it lives: its next heartbeat is refused, and it says hello again."""
+        """Declare a member lost although it is alive: its next heartbeat is refused, and it says hello again."""
         if (member := self._present(member_id)) is not None:
             self._lose(member, reason)
 
     def goodbye(self, leaving: MemberId) -> None:
-        """Note that a member drained and leaves."""
+        """Record that a member has drained and leaves."""
         if (member := self._present(leaving)) is not None:
             self._lose(member, "it drained and said goodbye", state=MemberState.DRAINED)
 
     def sweep(self) -> None:
-        """Judge silence; called every half second or so. A pause of this process itself is not counted as silence of others."""
+        """Mark silent members as suspect or lost. Called about every half second.
+
+        A longer gap between two calls is a pause of this process and is not counted as silence of the members.
+        """
         now = self._clock()
         pause = now - self._last_sweep
         self._last_sweep = now
@@ -170,7 +173,7 @@ class Membership:
         return View(version=self._view_version, members=[self._members[name].view for _, name in sorted(changed)])
 
     def take_changes(self) -> list[Change]:
-        """Return what happened since the last call, in order."""
+        """Return the joins and losses since the last call, in order."""
         taken, self._changes = self._changes, []
         return taken
 
@@ -190,7 +193,7 @@ class Membership:
         return "duplicate_rank" if offered.incarnation < known.incarnation or taken else None
 
     def _present(self, member_id: MemberId) -> Member | None:
-        """Return the member unless it is gone or another process has its name."""
+        """Return the member `member_id`; None when it is lost or drained, or when another process has its name."""
         member = self._members.get(member_id.name)
         return None if member is None or member.state.gone or member.id != member_id else member
 
@@ -242,7 +245,7 @@ class Membership:
 
 
 def _repeated(old: Member, new: Member) -> bool:
-    """Return whether a hello was said again because its answer was late: the process has not started over in between."""
+    """Return whether a process repeats a hello whose answer was late, without having started over in between."""
     same = (old.id, old.registration) == (new.id, new.registration)
     return same and new.registration > 0 and not old.state.gone
 

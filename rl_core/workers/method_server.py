@@ -1,8 +1,8 @@
-"""Holds the worker object of a host and runs its methods: the RPC face of every worker process.
+"""Holds the worker object of a process and runs its methods for RPC callers.
 
-`construct(spec)` builds the object; `execute(method, args, kwargs)` serves groups and carries the seconds; and every public
-method is served under its own name for peers (`weights_offer`, `step_rows`). Sync methods run in one thread, the same for
-all calls unless the group asked for more; async ones on the loop of RPC handlers, at most 64 at a time.
+`construct(spec)` builds the object. `execute(method, args, kwargs)` runs a method for the runner and returns its duration too. Every public
+method is also served under its own name, for other workers (`weights_offer`, `step_rows`). Sync methods run in one thread, unless the group
+asked for more; async methods run on the loop of RPC handlers, at most 64 at a time.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ASYNC_CONCURRENCY = 64
 
 
 class MethodServer:
-    """One worker object, or none yet."""
+    """Serves the methods of one worker object, which `construct` builds."""
 
     def __init__(
         self,
@@ -56,36 +56,36 @@ class MethodServer:
         self._threads = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._slots = asyncio.Semaphore(ASYNC_CONCURRENCY)
         self._building = asyncio.Lock()
-        """Held while an object is built: a second `construct` must see the first one's object, to keep it or to close it."""
+        """Guards the construction: a second `construct` must see the object of the first, to keep it or to close it."""
         self._running = 0
-        """Methods under way."""
+        """Methods that are running."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def construct(self, spec: WorkerSpec) -> MethodResult:
-        """Build the object; the same spec again keeps it and has it enter the present epoch."""
+        """Build the object. When the spec is that of the present object, the object is kept and enters the present epoch."""
         async with self._building:
             await self._construct(spec)
             await self._on_ready()
         return MethodResult(value=None, durations={})
 
     async def execute(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> MethodResult:
-        """Run a public method."""
+        """Run a public method; return its value and the seconds it took."""
         began = time.perf_counter()
         value = await self._run(method, *args, **kwargs)
         return MethodResult(value=value, durations={method: time.perf_counter() - began, **PROCESS.pop()})
 
     async def new_epoch(self, epoch: int) -> None:
-        """Have the object drop what belongs to older epochs."""
+        """Call the `on_new_epoch` hook, in which the object drops the work of older epochs."""
         await self._hook("on_new_epoch", epoch)
 
     async def drain(self) -> None:
-        """Have the object finish or return its work, then wait for the methods under way; the caller bounds it."""
+        """Call the `drain` hook, then wait until no method is running. The wait has no bound of its own."""
         await self._hook("drain")
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Have the object release what it holds."""
+        """Call the `close` hook."""
         await self._hook("close")
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ class MethodServer:
             raise InfrastructureError(
                 f"{self._context.identity.name} holds no worker yet ({self._context.state}); construct it first"
             )
-        if method.startswith("_") or not callable(found := getattr(worker, method, None)):
+        if method.startswith("_") or not callable(function := getattr(worker, method, None)):
             raise ConfigError(
                 f"{type(worker).__qualname__} has no public method {method!r}; it has {', '.join(sorted(worker.remote_methods()))}"
             )
         try:
             with self._under_way():
-                async with self._slots if inspect.iscoroutinefunction(found) else nullcontext():
-                    return await self._call(found, method, *args, **kwargs)
+                async with self._slots if inspect.iscoroutinefunction(function) else nullcontext():
+                    return await self._call(function, method, *args, **kwargs)
         except RLJobError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -171,7 +171,7 @@ class MethodServer:
                 self._idle.set()
 
     async def _call(self, function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run an async function here, any other in the worker's thread; what that returns may be awaited here."""
+        """Run an async function on this loop, any other one in the worker's thread. An awaitable that it returns is awaited on this loop."""
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         value = await self._in_thread(lambda: function(*args, **kwargs), name)

@@ -1,4 +1,4 @@
-"""How a worker process becomes a member and stays one: hello until the hub accepts it, then heartbeats.
+"""How a worker process becomes a member and stays one: it says hello until the hub accepts it, then sends heartbeats.
 
     register -(accepted)-> keep_in_touch -(the hub is silent for `lost` s, or does not know us)-> returns; the host starts over
     register -(refused for good)-> Ended          keep_in_touch -(a newer process has our name)-> Ended
@@ -40,17 +40,17 @@ logger = logging.getLogger(__name__)
 HELLO_TRY = 5.0
 """Seconds of one attempt to say hello."""
 HELLO_DEADLINE = 600.0
-"""Seconds within which a hub must accept a member of a fixed role outside a cluster."""
+"""Seconds within which a hub must accept a member of a gang in a local run."""
 RETRY_PAUSE = 0.2
-"""Seconds between two attempts of anything: a hub that is not there may refuse connections at once."""
+"""Seconds between two attempts to reach the hub: a hub that is not there may refuse connections at once."""
 SUCCESSOR_PAUSE = 1.0
 """Seconds between two hellos to a hub of an older epoch, whose successor is about to take its address."""
 RECONNECT = 3.0
-"""Silence of the hub after which it is looked up and connected to afresh, as its successor may be there."""
+"""Seconds of silence of the hub after which its name is resolved and connected to again: its successor may have another address."""
 FIRST_HEARTBEAT = 2.0
 """Seconds between heartbeats until the hub says otherwise."""
 DEFAULT_LOST = 15.0
-"""Silence of a hub without a job after which it is taken for gone, seconds."""
+"""Seconds of silence after which a hub that has no job is taken for gone."""
 _STILL_WAITING = 10.0
 """Seconds between two log lines about a hub that does not answer."""
 
@@ -76,7 +76,7 @@ class Registration:
         """`connect` returns a new client of the hub; `start_over(epoch)` drops all that belongs to older epochs."""
         self.elastic = context.identity.role in ELASTIC_ROLES
         self.accepted = threading.Event()
-        """Set once a hello was accepted and its answer taken in; the runner may call this process a moment earlier."""
+        """Set once a hello was accepted and its answer is applied. The runner may call this process a moment earlier."""
         self._context = context
         self._identity = context.identity
         self._connect = connect
@@ -129,7 +129,7 @@ class Registration:
         return True
 
     def _check_hello_deadline(self, waited: float) -> None:
-        """Bound the wait of a fixed role outside a cluster; others wait as long as it takes."""
+        """Raise Ended when a gang member of a local run waits for too long. Elastic members and members in a cluster wait without a bound."""
         if not self.elastic and not self._identity.in_cluster and waited > HELLO_DEADLINE:
             hub = self._identity.hub
             raise Ended(3, f"the hub {hub} must answer hello within {HELLO_DEADLINE:.0f} s, got nothing")
@@ -168,7 +168,7 @@ class Registration:
         logger.info("registered with the hub at %s, epoch %s", self._identity.hub, self._context.epoch)
 
     async def _refused(self, answer: HelloRefused) -> None:
-        """Start over at the hub's epoch, or wait for the hub of ours. Raises Ended for any other reason."""
+        """Start over at the epoch of a newer hub, or wait for the successor of an older one. Raises Ended for any other reason."""
         ours, theirs = self._context.epoch, answer.epoch
         if answer.reason == "older_epoch" and self.elastic:
             logger.info("the job is at epoch %s, this process was at %s: starting over", theirs, ours)
@@ -224,7 +224,7 @@ class Registration:
             self._loop.call_soon_threadsafe(self._report_now.set)
 
     def beat(self) -> None:
-        """Give the supervisor a sign of life."""
+        """Report to the supervisor that this process is alive."""
         events.report("alive", state=self._context.state.value, version=self._context.policy_version)
 
     @property

@@ -1,7 +1,7 @@
-"""The result of one method call on several ranks: wait for all, hear of failures soon, name who is missing.
+"""The result of one method call on several ranks: waits for all of them, raises failures early, names the ranks that are missing.
 
-Pure over `Call`s; the group makes those from RPC futures. Nothing polls: a future that ends with the next change wakes threads and
-coroutines alike.
+It depends on the `Call` protocol only; the group makes calls from RPC futures. Waits do not poll: a future that is set at the next change
+wakes threads and coroutines alike.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rl_core.transports.rpc_wire import refuse_on_event_loop
 from rl_core.workers.deadline_wait import DeadlineWait
 
 SETTLE_SECONDS = 5.0
-"""How long after the first failure the other ranks may still end before the failure is raised."""
+"""Seconds that the other ranks have to end after the first failure, before it is raised."""
 Reduction = Literal["max", "min", "mean"]
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "max": max,
@@ -35,12 +35,12 @@ class WorkerErrors(ExceptionGroup[Exception], RLJobError):
 
 
 class Call(Protocol):
-    """One rank's part. Implemented over an RPC future by `cluster.PendingCall`."""
+    """The call to one rank. Implemented over an RPC future by `cluster.PendingCall`, and by tests."""
 
     future: "concurrent.futures.Future[MethodResult]"
 
     def describe(self) -> str:
-        """Return who this is and what it last did, for an error that lists it as missing."""
+        """Return the member and what it last reported, for an error that lists it as missing."""
 
     def cancel(self) -> None:
         """Give up; the handler is cancelled where it can be."""
@@ -70,7 +70,7 @@ class WorkerGroupFuncResult:
         self._failed_at: float | None = None
         self._consumed = False
         self._lock = threading.Lock()
-        """Guards the exchange of `_next_change`: ranks end on several threads."""
+        """Guards `_next_change`: ranks end on several threads."""
         self._next_change: concurrent.futures.Future[None] = concurrent.futures.Future()
         for call in self._calls.values():
             call.future.add_done_callback(self._on_done)

@@ -1,4 +1,4 @@
-"""The process that owns a pod: starts its processes, restarts what may be restarted, ends them all, writes down why.
+"""The parent process of a pod: starts its processes, restarts those that may be restarted, ends all of them, and records why.
 
 Run by `python -m rl_core.launch.pod` in a container and on one machine alike. Invariant: when `run` returns, or the
 supervisor or its launcher is killed, no process of the pod is left.

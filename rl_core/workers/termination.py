@@ -1,7 +1,7 @@
-"""A container's last word: the termination message the kubelet keeps when the container is gone.
+"""The termination message of a container, which the kubelet keeps when the container is gone.
 
-One JSON object `{reason, process, code, tail, summary}` of at most 4096 bytes, so that the operator needs no right to read logs, and
-a job that ends between two looks at its runner still tells the truth.
+It is one JSON object `{reason, process, code, tail, summary}` of at most 4096 bytes. With it the operator needs no right to read logs, and
+learns the last status of a runner that ended between two polls.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ SUMMARY_FIELDS = (
     "checkpoint",
     "failure",
 )
-"""Of the runner's status, what the job's status is made of; `metrics` are added as far as they fit."""
+"""Fields of the runner's status from which the operator makes the status of the job. `metrics` are added as far as they fit."""
 FAILURE_LIMIT = 512
-"""Bytes of a failure's message; the log lines have it in full."""
+"""Bytes of a failure's message. The log lines have it in full."""
 
 
 def write(
     path: Path, *, reason: str, code: int, process: str = "", tail: str = "", summary: Mapping[str, Any] | None = None
 ) -> None:
-    """Leave the last word at `path`, where the kubelet has made a file; elsewhere nothing is written."""
+    """Write the termination message to `path` if the kubelet has made a file there; otherwise write nothing."""
     if not path.exists():
         return
     try:
@@ -77,21 +77,21 @@ def shorten(status: Mapping[str, Any]) -> dict[str, Any]:
 
     Metrics are left out first, then the longest field. What is no number in JSON (NaN) becomes null.
     """
-    found = {field: _plain(status[field]) for field in SUMMARY_FIELDS if field in status}
-    if isinstance(found.get("failure"), Mapping):
-        found["failure"] = {
-            **found["failure"],
-            "message": _beginning(str(found["failure"].get("message", "")), FAILURE_LIMIT),
+    kept_fields = {field: _plain(status[field]) for field in SUMMARY_FIELDS if field in status}
+    if isinstance(kept_fields.get("failure"), Mapping):
+        kept_fields["failure"] = {
+            **kept_fields["failure"],
+            "message": _beginning(str(kept_fields["failure"].get("message", "")), FAILURE_LIMIT),
         }
-    while _size(found) > SUMMARY_LIMIT:
-        del found[max(found, key=lambda field: _size(found[field]))]
+    while _size(kept_fields) > SUMMARY_LIMIT:
+        del kept_fields[max(kept_fields, key=lambda field: _size(kept_fields[field]))]
     metrics = status.get("metrics")
     kept: dict[str, Any] = {}
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
-        if _size({**found, "metrics": {**kept, name: value}}) > SUMMARY_LIMIT:
+        if _size({**kept_fields, "metrics": {**kept, name: value}}) > SUMMARY_LIMIT:
             break
         kept[name] = _plain(value)
-    return {**found, "metrics": kept} if kept else found
+    return {**kept_fields, "metrics": kept} if kept else kept_fields
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The base class of every role: what its code may know and do. Actors, rollouts and envs derive from it.
+"""The base class of every worker: its identity, the other members, reports to the runner. Actors, rollouts and envs derive from it.
 
-The generic host (`python -m rl_core.workers.host`) constructs the subclass and serves its public methods. Sync methods run
-in one thread, one at a time; async ones on the worker's loop, where nothing may block.
+The generic host (`python -m rl_core.workers.host`) constructs the subclass and serves its public methods. Sync methods run in one thread,
+one at a time. Async methods run on the worker's event loop, where nothing may block.
 """
 
 import logging
@@ -28,18 +28,18 @@ __all__ = ["Worker", "worker_timer"]
 
 
 class Worker:
-    """A role's code in one process. Properties and helpers are usable in the subclass's `__init__`, without calling ours.
+    """The code of one worker process. Its properties and helpers can be used in the `__init__` of a subclass, without `super().__init__()`.
 
     Hooks a subclass may define: `on_new_epoch(epoch)` (drop work, leases and buffers of the old epoch), `drain()` (finish
     or return work before the end), `close()`; each sync or async.
     """
 
     peer_methods: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Methods that processes of other roles may call, by their role, where there are keys; the runner may call all."""
+    """Methods that members of other groups may call, by the group of the caller, in a job with keys. The runner may call all methods."""
     _context: WorkerContext
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Give the object a context before the subclass's `__init__` runs: by itself it lives outside a job."""
+        """Give the object the context of a worker outside a job, before the `__init__` of the subclass runs."""
         worker = super().__new__(cls)
         worker._context = WorkerContext()
         return worker
@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def world_size(self) -> int:
-        """Planned size of the group; for elastic roles `members` is the truth."""
+        """Planned size of the group. An elastic group may have more or fewer members at a time."""
         return self.identity.world_size
 
     @property
@@ -98,7 +98,7 @@ class Worker:
 
     @property
     def worker_info(self) -> WorkerInfo:
-        """What this process is to the others."""
+        """What the other processes know of this process."""
         host, port = split_address(self._context.address) if self._context.address else ("127.0.0.1", 0)
         place = self._context.placement
         return WorkerInfo(
@@ -137,7 +137,7 @@ class Worker:
 
     @property
     def keys(self) -> "KeyRing | None":
-        """Keys of this role; None on loopback without keys."""
+        """Keys of this group; None in a job without keys, which runs on loopback only."""
         return self._context.keys
 
     # --- others ----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Worker:
         return await self._context.hub_client().call(method, *args, timeout=timeout or self._rpc_deadline)
 
     def peer(self, address: str, service: str | None = None) -> RpcClient:
-        """Return the cached RPC client of the process at `address`; `service` (its role) is needed only if it is not in view."""
+        """Return the cached RPC client of the process at `address`. `service` (its group) is needed for a process that `members` does not list."""
         return self._context.peer(address, service)
 
     def connect_channel(self, name: str, timeout: float | None = None) -> "Channel":
@@ -182,7 +182,7 @@ class Worker:
         return Channel.create(name, **options)
 
     def acquire_free_port(self) -> int:
-        """Return a TCP port that was free a moment ago."""
+        """Return a TCP port that is free at the time of the call; it is not reserved."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -190,15 +190,15 @@ class Worker:
     # --- reporting -------------------------------------------------------------------------------------------------
 
     def record_progress(self, kind: str, n: float = 1) -> None:
-        """Count progress (tokens, records, micro-steps, buckets, env steps); without any the run counts as stalled."""
+        """Add to a progress counter (tokens, records, micro-steps, buckets, env steps). A run whose counters all stand still is stalled."""
         self._context.record_progress(kind, n)
 
     def record_metric(self, name: str, value: float) -> None:
-        """Set a gauge that the heartbeats carry to the runner."""
+        """Set a gauge that is sent to the runner with each heartbeat."""
         self._context.record_metric(name, value)
 
     def report_metrics(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Have each heartbeat carry what `read` returns at that moment too; it must be quick, on any thread."""
+        """Send the gauges that `read` returns with each heartbeat. `read` is called on any thread and must return quickly."""
         self._context.report_metrics(read)
 
     def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> AbstractContextManager[None]:
