@@ -76,6 +76,11 @@ class GroupKind:
         return "WaitingFor" + "".join(word.capitalize() for word in self.name.split("-"))
 
     @property
+    def holds_model(self) -> bool:
+        """Return whether the members hold the model: they train it, or pull its weights."""
+        return self.pulls_weights or not self.elastic
+
+    @property
     def pulls_weights(self) -> bool:
         """Return whether the members load the weights of the trainer."""
         return self.weights is WeightSource.PULLS

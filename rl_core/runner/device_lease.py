@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 
 from rl_core.api.errors import DeadlineExceeded
+from rl_core.plan.groups import ACTOR, ROLLOUT
 
 
 class Use(StrEnum):
@@ -26,7 +27,7 @@ class Use(StrEnum):
     @property
     def roles(self) -> tuple[str, ...]:
         """Return the groups whose processes have memory on the devices during this use."""
-        return {Use.GENERATING: ("rollout",), Use.SYNCING: ("actor", "rollout"), Use.TRAINING: ("actor",)}[self]
+        return {Use.GENERATING: (ROLLOUT,), Use.SYNCING: (ACTOR, ROLLOUT), Use.TRAINING: (ACTOR,)}[self]
 
 
 HandOver = Callable[[Use | None, Use, int], None]

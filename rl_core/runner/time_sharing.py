@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rl_core.api.errors import InfrastructureError, RLJobError, WorkerLost
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import MemberState
+from rl_core.plan.groups import ROLLOUT
 from rl_core.plan.slots import colocated_rollouts
 from rl_core.runner.device_lease import DeviceLease, Use
 from rl_core.runner.device_schedule import DeviceSchedule, DisaggregatedSchedule, Moves, OffloadingSchedule
@@ -116,7 +117,7 @@ class ColocatedSchedule:
 
     def _have_rollouts(self, parts: Iterable[str], token: int) -> None:
         """Have `parts` of each rollout on the devices, and no others. A rollout that fails to do so is declared lost and has to join again."""
-        members = [member for member in self._sharing("rollout") if member.state in HOLDS_ENGINE]
+        members = [member for member in self._sharing(ROLLOUT) if member.state in HOLDS_ENGINE]
         seconds, asked = self._deadlines.weight_sync, sorted(parts)
         calls = [(m, self._cluster.submit(m.name, "occupy", [asked, token], {}, timeout=seconds)) for m in members]
         for member, call in calls:
@@ -128,7 +129,7 @@ class ColocatedSchedule:
                 self._give_up(member, error)
 
     def _sharing(self, role: str) -> list[Member]:
-        return [m for m in self._cluster.members(role) if m.role != "rollout" or m.name in self._colocated]
+        return [m for m in self._cluster.members(role) if m.group != ROLLOUT or m.name in self._colocated]
 
     def _give_up(self, member: Member, error: RLJobError) -> None:
         logger.warning("%s loses the devices, it did not hand them over: %s", member.name, error)

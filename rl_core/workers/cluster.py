@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.api.errors import DeadlineExceeded, RLJobError, WorkerLost
 from rl_core.messages.calls import MethodResult, WorkerSpec
 from rl_core.messages.members import MemberState
+from rl_core.plan.groups import BUILT_IN, GroupKind, groups_of
 from rl_core.plan.slots import pod_of
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.deadline_wait import DeadlineWait
@@ -59,8 +60,11 @@ class Cluster:
         """Act on the members of `hub`; processes wanted per role and seconds they have to be ready (None: as the job says)."""
         self.hub = hub
         spec = hub.job.spec if hub.job is not None else None
-        if sizes is None and spec is not None:
-            sizes = {"actor": spec.actor.world_size, "rollout": spec.rollout.replicas, "env": spec.env.replicas}
+        planned_groups = groups_of(spec) if spec is not None else {}
+        self.kinds: Mapping[str, GroupKind] = planned_groups or BUILT_IN
+        """Groups of the job by name."""
+        if sizes is None:
+            sizes = {group.name: group.world_size for group in planned_groups.values()}
         self.sizes = dict(sizes or {})
         deadlines = spec.runtime.deadlines if spec is not None else None
         self.rpc_deadline = deadlines.rpc if deadlines else 60.0

@@ -18,7 +18,7 @@ from rl_core.api.errors import ConfigError
 from rl_core.messages.calls import WorkerSpec
 from rl_core.workers import arguments
 from rl_core.workers.cluster import Cluster, PendingCall
-from rl_core.workers.member import ELASTIC_ROLES, Member
+from rl_core.workers.member import Member
 from rl_core.workers.result import WorkerGroupFuncResult
 
 __all__ = ["Cluster", "WorkerGroup", "WorkerGroupFuncResult"]
@@ -149,7 +149,8 @@ class WorkerGroup:
 
     @property
     def _elastic(self) -> bool:
-        return self.name in ELASTIC_ROLES
+        kind = self.cluster.kinds.get(self.name)
+        return kind is not None and kind.elastic
 
     def _method(self, method: str, ranks: tuple[int, ...] | None, seconds: float | None = None) -> Callable[..., Any]:
         if method.startswith("_"):

@@ -26,6 +26,7 @@ from rl_core.api.user_code import load_extensions
 from rl_core.messages.members import MemberState
 from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
+from rl_core.plan.groups import ACTOR
 from rl_core.plan.placement import Placement
 from rl_core.transports.curve import KeyRing
 from rl_core.transports.handlers import HandlerLoop
@@ -178,7 +179,7 @@ class Host:
         """
         identity = self.identity
         registered = self._context.hub is not None
-        return identity.in_cluster and identity.role == "actor" and identity.pod_index > 0 and registered
+        return identity.in_cluster and identity.group == ACTOR and identity.pod_index > 0 and registered
 
     # --- what the method server calls ---------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class Hub:
     ) -> None:
         """Prepare to serve at `bind` (None: RLJOB_HUB of the identity). The job's deadlines win over the seconds given here.
 
-        `files` (model configuration and tokenizer by name) are handed to actors and rollouts at hello.
+        `files` (model configuration and tokenizer by name) are sent at hello to the groups that hold the model.
         """
         if job is not None:
             deadlines = job.spec.runtime.deadlines
@@ -80,13 +80,13 @@ class Hub:
         self._heartbeat_seconds = heartbeat_seconds
         # Well below the gap between two sweeps that the membership takes for a pause of this process: it extends all deadlines after one.
         self._sweep_seconds = min(_SWEEP_SECONDS, suspect_seconds / 4)
-        kinds: Mapping[str, GroupKind] = BUILT_IN if job is None else groups_of(job.spec)
+        self._kinds: Mapping[str, GroupKind] = BUILT_IN if job is None else groups_of(job.spec)
         self._membership = Membership(
             uid=identity.uid,
             epoch=identity.epoch,
             suspect_seconds=suspect_seconds,
             lost_seconds=lost_seconds,
-            views=visible_groups(kinds.values()) if job is not None else None,
+            views=visible_groups(self._kinds.values()) if job is not None else None,
             clock=clock,
         )
         self._lock = threading.Lock()
@@ -107,7 +107,9 @@ class Hub:
             "goodbye": self._goodbye,
             "child_ended": self._child_ended,
         }
-        self._callers = {group: set(_MEMBER_METHODS) for group in kinds} | {"supervisor": set(_SUPERVISOR_METHODS)}
+        self._callers = {group: set(_MEMBER_METHODS) for group in self._kinds} | {
+            "supervisor": set(_SUPERVISOR_METHODS)
+        }
         """Methods by the role that may call them, where there are keys."""
         allowed = self._callers if keys is not None else None
         self._server = RpcServer(
@@ -209,7 +211,8 @@ class Hub:
         if refusal is not None:
             logger.warning("refused %s of pod %s: %s", member.name, member.pod, refusal)
             return HelloRefused(reason=refusal, epoch=self.epoch)
-        files = {} if member.role == "env" else self._files
+        kind = self._kinds.get(member.group)
+        files = self._files if kind is not None and kind.holds_model else {}
         return HelloAccepted(heartbeat_seconds=self._heartbeat_seconds, view=view, job=self._job_json, files=files)
 
     async def _heartbeat(self, sender: MemberId, beat: Heartbeat) -> HeartbeatAnswer:

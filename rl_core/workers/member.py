@@ -6,9 +6,6 @@ from typing import Self
 
 from rl_core.messages.members import DeclaredWait, HelloReport, MemberId, MemberView
 
-ELASTIC_ROLES = frozenset({"rollout", "env"})
-"""Roles whose members come and go while a run goes on; the others are gangs of fixed size."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member(MemberView):

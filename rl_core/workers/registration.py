@@ -27,10 +27,10 @@ from rl_core.messages.members import (
     MemberView,
 )
 from rl_core.observability import events
+from rl_core.plan.groups import BUILT_IN
 from rl_core.transports import tokens
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.context import WorkerContext
-from rl_core.workers.member import ELASTIC_ROLES
 
 if TYPE_CHECKING:
     from rl_core.api.job import RLJob
@@ -74,7 +74,8 @@ class Registration:
         start_over: Callable[[int], Awaitable[None]],
     ) -> None:
         """`connect` returns a new client of the hub; `start_over(epoch)` drops all that belongs to older epochs."""
-        self.elastic = context.identity.role in ELASTIC_ROLES
+        kind = BUILT_IN.get(context.identity.group)
+        self.elastic = kind is not None and kind.elastic
         self.accepted = threading.Event()
         """Set once a hello was accepted and its answer is applied. The runner may call this process a moment earlier."""
         self._context = context

@@ -45,7 +45,7 @@ class Hub:
 def registration_at(hub, role="rollout"):
     """Return a registration and the epochs it starts over at."""
     epochs = []
-    context = WorkerContext(replace(stand_alone_identity(), role=role, hub="tcp://127.0.0.1:1"))
+    context = WorkerContext(replace(stand_alone_identity(), role=role, group=role, hub="tcp://127.0.0.1:1"))
 
     async def start_over(epoch):
         epochs.append(epoch)
