@@ -1,4 +1,4 @@
-"""How a group's constructor arguments travel: parts of the job schema as their class name and fields, the rest as the codec does."""
+"""Encodes the constructor arguments of a group. Parts of the job schema travel as class name and fields, other values as the codec encodes them."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from rl_core.transports import frames
 
 
 def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments that can travel. Raises ConfigError naming the first that cannot."""
+    """Return the arguments in a form that can be encoded. Raises ConfigError naming the first argument that cannot."""
     packed = [_pack(value) for value in args], {key: _pack(value) for key, value in kwargs.items()}
     try:
         frames.encode(packed)
@@ -24,7 +24,7 @@ def pack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dic
 
 
 def unpack(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments as they were packed."""
+    """Return the arguments that were given to `pack`."""
     return [_unpack(value) for value in args], {key: _unpack(value) for key, value in kwargs.items()}
 
 

@@ -1,4 +1,4 @@
-"""How often something may be restarted inside a window of time. Pure; the clock is injected."""
+"""A limit on restarts within a sliding window of time. Pure; the clock is injected."""
 
 import time
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class RestartBudget:
-    """At most `limit` restarts inside `window` seconds; the first is immediate, later ones pause."""
+    """Allows `limit` restarts within `window` seconds. The first is immediate; later ones are delayed by `pause`."""
 
     def __init__(self, limit: int = 3, window: float = 600.0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit

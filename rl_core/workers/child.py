@@ -1,7 +1,7 @@
-"""One process under a supervisor: start it, pass its output on, hear its signs of life, note its end.
+"""A child process of a supervisor: starts it, relays its output, receives its events, and reports its end.
 
-The child leads a process group of its own, so that everything it started can be ended with it; the kernel kills it when
-the supervisor ends. Its output and its event lines arrive on pipes that the supervisor's event loop reads.
+The child is the leader of a process group, so that all its descendants can be killed with it. The kernel kills the child when the supervisor
+ends. Output and events arrive on two pipes, which the event loop of the supervisor reads.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _CHUNK = 65_536
 
 
 class LineReader:
-    """Reads a pipe on the event loop without blocking and hands out whole lines, the last one also without its newline."""
+    """Reads lines from a pipe on the event loop without blocking. The last line may lack its newline."""
 
     def __init__(self, fd: int, on_line: Callable[[bytes], None]) -> None:
         self._fd = fd
@@ -47,12 +47,12 @@ class LineReader:
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._on_line(line)
-            if len(self._rest) > _CHUNK:  # a progress bar that never ends its line
+            if len(self._rest) > _CHUNK:  # for example a progress bar, which writes no newline
                 self._on_line(self._rest)
                 self._rest = b""
 
     def close(self) -> None:
-        """Hand out the last line and close the pipe."""
+        """Deliver the last line and close the pipe."""
         if self._open:
             self._open = False
             asyncio.get_running_loop().remove_reader(self._fd)
@@ -79,11 +79,11 @@ class Child:
         self.name = name
         self.returncode: int | None = None
         self.state: str | None = None
-        """State it last reported; None before its first sign of life."""
+        """State that it reported last; None before the first report."""
         self.started = clock()
-        """Clock of its start."""
+        """Clock time of its start."""
         self.last_alive: float | None = None
-        """Clock of its last sign of life; None before the first."""
+        """Clock time of its last `alive` event; None before the first."""
         self.tail: deque[bytes] = deque()
         """Its last lines, at most TAIL_BYTES."""
         self._tail_bytes = 0
@@ -125,12 +125,12 @@ class Child:
         return self.returncode is None
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the process alone (a request), not to what it started."""
+        """Send a signal to the process only, not to its descendants."""
         if self.running:
             processes.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """End the process and everything in its group now."""
+        """Kill the process and all processes of its group."""
         processes.kill_group(self.pid, signal.SIGKILL)
 
     def _ended(self) -> None:
@@ -140,7 +140,7 @@ class Child:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.returncode = self._popen.returncode = code
-        processes.kill_group(self.pid, signal.SIGKILL)  # what it started and left in its group
+        processes.kill_group(self.pid, signal.SIGKILL)  # descendants that are still in its group
         for reader in (self._events, self._output):
             reader.drain()
             reader.close()

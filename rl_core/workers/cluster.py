@@ -1,4 +1,4 @@
-"""The runner's view of the processes of a job: who should be there, who is, and calls to them by name.
+"""The runner's access to the worker processes of a job: which are planned, which are present, and calls to them by name.
 
 Invariant: a call to a member fails with WorkerLost as soon as the hub knows that the member is gone, never later.
 """
@@ -21,11 +21,11 @@ from rl_core.workers.member import Member
 from rl_core.workers.membership import Change
 
 _LOOK_SECONDS = 1.0
-"""How often a wait for members looks for failures that no change of a member announces."""
+"""Seconds between two looks for failed constructions during a wait for members. A failure is not a change of a member, so it wakes no wait."""
 
 
 class PendingCall:
-    """One call to one member; implements `result.Call`."""
+    """A call to one member. Implements `result.Call`."""
 
     def __init__(self, member_name: str, hub: Hub, future: "concurrent.futures.Future[Any]") -> None:
         self.future = future
@@ -34,11 +34,14 @@ class PendingCall:
         self._began = time.monotonic()
 
     def cancel(self) -> None:
-        """Give up; the handler is cancelled where it can be."""
+        """Cancel the call; its handler is cancelled if it can be."""
         self.future.cancel()
 
     def describe(self) -> str:
-        """Return member, pod, seconds, and what the member last reported: `actor:1 (pod j-actor-1, 12.0 s, serving, tokens 55)`."""
+        """Return the member, its pod, the seconds since the call began, and the last report of the member.
+
+        Example: `actor:1 (pod j-actor-1, 12.0 s, serving, tokens 55)`.
+        """
         member = self._hub.get(self._name)
         waited = f"{time.monotonic() - self._began:.1f} s"
         if member is None:
@@ -52,12 +55,12 @@ class PendingCall:
 
 
 class Cluster:
-    """Members by role, waits for them, and calls."""
+    """The members of a job by group: waits for them, and calls to them."""
 
     def __init__(
         self, hub: Hub, *, sizes: Mapping[str, int] | None = None, ready_deadline: float | None = None
     ) -> None:
-        """Act on the members of `hub`; processes wanted per role and seconds they have to be ready (None: as the job says)."""
+        """Use the members of `hub`. `sizes`: planned processes per group; `ready_deadline`: seconds they have to be ready (None: as the job says)."""
         self.hub = hub
         spec = hub.job.spec if hub.job is not None else None
         planned_groups = groups_of(spec) if spec is not None else {}
@@ -74,20 +77,20 @@ class Cluster:
         self._spec = spec
         self._clients: dict[str, tuple[Member, RpcClient]] = {}
         self._failures: dict[str, BaseException] = {}
-        """What the last construction of a member raised, by its name."""
+        """Error of the last construction of a member, by name."""
         self._lock = threading.Lock()
         """Guards `_clients` and `_failures`. The I/O thread takes it, so nobody may wait for the I/O thread while holding it."""
         self._on_joined: list[Callable[[Member], None]] = []
         hub.watch(self._on_change)
 
     def members(self, role: str | None = None, *, drained: bool = False, lost: bool = False) -> list[Member]:
-        """Return the members of `role` (None: all) that are not gone, by group and rank; with `drained`, `lost` those too."""
+        """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
         return self.hub.members(role, drained=drained, lost=lost)
 
     def wait_ready(self, roles: Iterable[str], timeout: float | None = None) -> None:
         """Wait until every planned process of `roles` holds its worker. `timeout` None = `deadlines.waitReady`.
 
-        Raises DeadlineExceeded naming each missing `group:rank`, its pod, and how far it came; the error of a construction.
+        Raises DeadlineExceeded naming each missing `group:rank`, its pod and its state, and the error of a construction that failed.
         """
         roles = [roles] if isinstance(roles, str) else list(roles)
         limit = self.ready_deadline if timeout is None else timeout
@@ -103,13 +106,13 @@ class Cluster:
             pause = wait.pause(missing)
             if pause is None:
                 raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {names}")
-            # A failed construction moves no version of the hub: it is found by looking again.
+            # A failed construction does not change the version of the hub, so the wait is cut into short ones.
             self.hub.wait_changed(version, min(pause, _LOOK_SECONDS))
 
     def missing(self, roles: Iterable[str]) -> list[str]:
-        """Return each planned process of `roles` that holds no worker yet, with its pod and how far it came.
+        """Return each planned process of `roles` that has not constructed its worker, with its pod and its state.
 
-        Raises the error of a construction.
+        Raises the error of a construction that failed.
         """
         names = [f"{role}:{rank}" for role in roles for rank in range(self.sizes.get(role, 0))]
         self._raise_failures(names)
@@ -136,7 +139,7 @@ class Cluster:
         return self._submit(member_name, "execute", method, list(args), dict(kwargs), timeout=timeout, label=method)
 
     def construct(self, member_name: str, spec: WorkerSpec, *, timeout: float) -> PendingCall:
-        """Begin to construct the worker object of a member; a failure also ends `wait_ready`."""
+        """Begin to construct the worker object of a member. If it fails, `wait_ready` raises the error too."""
         with self._lock:
             self._failures.pop(member_name, None)
         pending = self._submit(member_name, "construct", spec, timeout=timeout)
@@ -144,7 +147,7 @@ class Cluster:
         return pending
 
     def on_joined(self, callback: Callable[[Member], None]) -> None:
-        """Call `callback` when a member says hello, and now for those that have; it must not block."""
+        """Call `callback` for each member that says hello, and now for the present ones. It must not block."""
         self._on_joined.append(callback)
         for member in self.hub.members():
             callback(member)
@@ -185,7 +188,7 @@ class Cluster:
             superseded = known[1] if added and known is not None else None if added else client
             if superseded is not None:
                 superseded.close()
-            # Looks again: a loss before the client was stored found nothing to close.
+            # The state is read again, because a loss before the client was stored could not close it.
 
     def _present(self, member_name: str) -> Member:
         member = self.hub.get(member_name)
@@ -208,7 +211,9 @@ class Cluster:
 
     def _constructed(self, name: str, future: "concurrent.futures.Future[MethodResult]") -> None:
         error = None if future.cancelled() else future.exception()
-        if error is not None and not isinstance(error, WorkerLost):  # a lost one is replaced and constructed again
+        if error is not None and not isinstance(
+            error, WorkerLost
+        ):  # the replacement of a lost member is constructed again
             with self._lock:
                 self._failures[name] = error
 

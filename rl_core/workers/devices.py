@@ -1,4 +1,4 @@
-"""Which accelerators this process really has: their UUIDs for the hub, or a refusal to run on less than was asked for."""
+"""The accelerators that a process can use: their UUIDs, or an error when fewer are visible than the job asked for."""
 
 import logging
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The supervisor's HTTP face: /healthz, /readyz, /metrics for the kubelet and Prometheus."""
+"""The HTTP server of a supervisor: /healthz and /readyz for the kubelet, /metrics for Prometheus."""
 
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -10,7 +10,7 @@ Answer = tuple[int, str]
 
 
 class HealthServer:
-    """Answers GET requests from functions by path, on the supervisor's event loop."""
+    """Answers GET and HEAD requests with the results of functions, by path. Runs on the event loop of the supervisor."""
 
     def __init__(self, pages: Mapping[str, Callable[[], Answer]]) -> None:
         self._pages = pages

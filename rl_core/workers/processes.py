@@ -1,4 +1,4 @@
-"""What the kernel offers to keep a tree of processes together: adoption of orphans, death with the parent, groups, marks.
+"""System calls that keep a tree of processes together: adoption of orphans, death with the parent, process groups, marks in the environment.
 
 Linux only. Used by the supervisor and the local launcher; no state of its own.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 KILL_SECONDS = 5.0
-"""How long marked processes are looked for and killed; one that still lives then hangs in the kernel."""
+"""Seconds for which marked processes are looked for and killed. One that is alive after that hangs in the kernel."""
 _LOOK_PAUSE = 0.005
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -40,13 +40,13 @@ def _prctl(option: int, value: int) -> None:
 
 def children() -> set[int]:
     """Return the pids of this process's children, adopted ones and zombies included."""
-    found: set[int] = set()
+    pids: set[int] = set()
     try:
         for listing in Path("/proc/self/task").glob("*/children"):
-            found.update(map(int, listing.read_text().split()))
+            pids.update(map(int, listing.read_text().split()))
     except FileNotFoundError:  # a thread ended while we looked
         return children()
-    return found
+    return pids
 
 
 def kill_group(pid: int, signum: int) -> bool:
@@ -68,7 +68,7 @@ def kill(pid: int, signum: int) -> bool:
 
 
 def reap(pid: int) -> int | None:
-    """Return the exit code of an ended child (128 + n after signal n) and forget it; None while it runs or if it is not ours."""
+    """Reap an ended child and return its exit code (128 + n after signal n); None while it runs, or when it is no child of this process."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -125,11 +125,11 @@ def kill_marked(*marks: str, seconds: float = KILL_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     clean = 0
     while clean < 2:
-        found = list(marked(*marks))
-        for pid in found:
+        pids = list(marked(*marks))
+        for pid in pids:
             kill(pid, signal.SIGKILL)
-        clean = 0 if found else clean + 1
+        clean = 0 if pids else clean + 1
         if time.monotonic() >= deadline:
-            logger.warning("processes %s with %s are killed and still there", found, ", ".join(marks))
+            logger.warning("processes %s with %s are killed and still there", pids, ", ".join(marks))
             return
         time.sleep(_LOOK_PAUSE)

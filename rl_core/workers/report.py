@@ -1,4 +1,4 @@
-"""How a supervisor reports to the hub that one of its children ended. Imported when that happens, so that supervisors stay small."""
+"""Reports the end of a supervisor's child to the hub. Imported only when a child ends, so that supervisors use little memory."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TIMEOUT = 3.0
 def report_child_ended(environ: Mapping[str, str], restarts: int, code: int) -> None:
     """Report to the hub that the process described by `environ`, in its `restarts`-th restart, ended with `code`.
 
-    A hub that does not answer learns it by the missing heartbeats.
+    A hub that does not answer in time learns of the end by the missing heartbeats.
     """
     child = Identity.from_env(environ)
     if not child.hub:

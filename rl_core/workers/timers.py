@@ -1,4 +1,4 @@
-"""Seconds by tag: what methods of a worker took. The runner reads them with the results of a group call."""
+"""Timers of a worker: seconds by tag. The runner receives them with the results of a group call."""
 
 import functools
 import inspect
@@ -14,13 +14,13 @@ R = TypeVar("R")
 
 
 class Timers:
-    """Sums of seconds by tag; thread-safe."""
+    """Sums of seconds by tag. Any thread."""
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
-        """Guards the sums: methods run in several threads and on a loop."""
+        """Guards `_seconds`: methods run in several threads and on an event loop."""
 
     def add(self, tag: str, seconds: float) -> None:
         """Add `seconds` to the sum of `tag`."""
@@ -28,7 +28,7 @@ class Timers:
             self._seconds[tag] = self._seconds.get(tag, 0.0) + seconds
 
     def pop(self) -> dict[str, float]:
-        """Return the sums and start again from nothing."""
+        """Return the sums and reset them."""
         with self._lock:
             taken, self._seconds = self._seconds, {}
         return taken
