@@ -172,6 +172,11 @@ class DeclaredWait:
     """Member, group or channel."""
     since_seconds: float
     """Seconds that it has waited when it reports the wait."""
+    cause: WaitCause | None = None
+
+    def __post_init__(self) -> None:
+        if self.cause is not None:  # an enum travels as its text
+            object.__setattr__(self, "cause", WaitCause(self.cause))
 
 
 @record

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from rl_core.api.errors import RLJobError
 from rl_core.channel import Channel, ChannelStats
-from rl_core.runner.roster import MemberList
 from rl_core.runner.status import StatusBoard
 from rl_core.runner.stopping import StopController, StopKind
+from rl_core.workers.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 STATS_SECONDS = 0.5
@@ -21,7 +21,7 @@ class PeriodicTasks:
 
     def __init__(
         self,
-        cluster: MemberList,
+        cluster: Cluster,
         board: StatusBoard,
         stops: StopController,
         *,

@@ -26,9 +26,6 @@ class Startup:
         saving: Saving,
         stops: StopController,
     ) -> None:
-        """`resume` is auto, none or the path of a checkpoint. `first_epoch`: the epoch in which the run was first started."""
-        self.loaded = False
-        """Whether the actors hold weights that may be saved."""
         self._deadlines, self._progress, self._actor, self._members = deadlines, progress, actor, members
         self._schedule = schedule
         self._sync, self._saving, self._stops = sync, saving, stops
@@ -55,21 +52,3 @@ class Startup:
         limit = deadlines.degraded if progress.step else deadlines.wait_ready
         with self._schedule.generating():
             self._members.await_rollouts(progress.version, begun=progress.begun, limit=limit, at=at)
-
-    def _load(self) -> None:
-        """Resume from the requested checkpoint, or start from the initial weights."""
-        checkpoint = self._checkpoints.find(self._resume, first_epoch=self._first_epoch)
-        if checkpoint is None:
-            self._checkpoints.begin_afresh()
-            return
-        state = self._checkpoints.restore(checkpoint, self._actor)
-        progress = self._progress
-        progress.load_state_dict(state)
-        self._dispatcher.load_state_dict(state["ledger"])
-        self._board.set(
-            step=progress.step,
-            policyVersion=progress.version,
-            reward=progress.reward,
-            checkpoint=self._checkpoints.describe(str(checkpoint.path)),
-        )
-        logger.info("resumed at step %s, version %s", progress.step, progress.version)

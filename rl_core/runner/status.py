@@ -9,9 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from rl_core.api.job import RLJobSpec
+from rl_core.api.roles import ROLES
 from rl_core.channel import ChannelStats
 from rl_core.runner.history import now_text
-from rl_core.runner.roster import LEAVING, PRESENT, ROLES, Missing, Roster
+from rl_core.runner.roster import LEAVING, PRESENT, Missing, Roster
 from rl_core.runner.stall import StallDetector, Wait
 from rl_core.workers.group import Cluster
 from rl_core.workers.member import Member

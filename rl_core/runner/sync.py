@@ -87,8 +87,8 @@ class WeightSync:
                 metrics["weights/patched_receivers"] = float(len(report.patched))
             if report.relayed:
                 metrics["weights/relayed_receivers"] = float(len(report.relayed))
-        if self._check is not None:
-            counts = self._check.counts
+        if self.check is not None:
+            counts = self.check.counts
             metrics["weights/content_check_passed_total"] = float(counts.passed)
             metrics["weights/content_check_skipped_total"] = float(counts.skipped)
         return metrics

@@ -141,7 +141,7 @@ class WorkerContext:
         self._on_change()
 
     @contextlib.contextmanager
-    def waiting(self, what: str, on: str) -> Iterator[None]:
+    def waiting(self, what: str, on: str, cause: WaitCause | None = None) -> Iterator[None]:
         """Declare a wait for `what` on `on` (a member, group or channel) while the block runs. Heartbeats report the oldest wait."""
         number = next(self._wait_ids)
         with self._lock:
