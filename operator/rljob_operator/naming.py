@@ -7,6 +7,8 @@ of the built-in API (manifests/gang.py).
 
 from __future__ import annotations
 
+from rl_core.plan.groups import CONTROL_GROUP
+
 LABEL_JOB = "rljob.dev/job"
 LABEL_JOB_UID = "rljob.dev/job-uid"
 LABEL_ROLE = "rljob.dev/role"
@@ -27,12 +29,16 @@ FIELD_MANAGER = "rljob-operator"
 APP = "rljob"
 OPERATOR_APP = "rljob-operator"
 """LABEL_NAME of the operator's own pods."""
-ACTOR, ROLLOUT, ENV = "actor", "rollout", "env"
 
 
-def pod(job: str, role: str, index: int) -> str:
-    """Return the name of a pod."""
-    return f"{job}-{role}-{index}"
+def pod(job: str, group: str, index: int) -> str:
+    """Return the name of a pod of a group."""
+    return f"{job}-{group}-{index}"
+
+
+def runner_pod(job: str) -> str:
+    """Return the name of the pod in which the runner and the channel server run."""
+    return pod(job, CONTROL_GROUP, 0)
 
 
 def service(job: str) -> str:
@@ -51,18 +57,21 @@ def secret(job: str, uid: str) -> str:
 
 
 def network_policy(job: str, target: str) -> str:
-    """Return the name of the NetworkPolicy of a role, or of `actor-0`."""
+    """Return the name of the NetworkPolicy of a group, or of the pod of the runner (`actor-0`)."""
     return f"{job}-{target}"
 
 
-def budget(job: str) -> str:
-    """Return the name of the PodDisruptionBudget of the actor's pods."""
-    return f"{job}-actor"
+def budget(job: str, group: str) -> str:
+    """Return the name of the PodDisruptionBudget of a gang."""
+    return f"{job}-{group}"
 
 
-def claim_template(job: str, role: str, digest: str) -> str:
-    """Return the name of the ResourceClaimTemplate of a role's accelerators; `digest` stands for its content, which cannot change."""
-    return f"{job}-{role}-gpus-{digest}"
+def claim_template(job: str, group: str, digest: str) -> str:
+    """Return the name of the ResourceClaimTemplate of the accelerators of a group.
+
+    `digest` identifies the content of the template, which cannot change.
+    """
+    return f"{job}-{group}-gpus-{digest}"
 
 
 def output_folder(job: str, uid: str) -> str:
@@ -75,6 +84,6 @@ def job_labels(job: str, uid: str) -> dict[str, str]:
     return {LABEL_JOB: job, LABEL_JOB_UID: uid}
 
 
-def role_selector(job: str, role: str) -> str:
-    """Return the label selector, as text, of a role's pods (`status.rollout.selector`)."""
-    return f"{LABEL_JOB}={job},{LABEL_ROLE}={role}"
+def group_selector(job: str, group: str) -> str:
+    """Return the label selector of the pods of a group, as text (`status.rollout.selector`)."""
+    return f"{LABEL_JOB}={job},{LABEL_ROLE}={group}"

@@ -98,14 +98,30 @@ class Group(GroupKind):
     """Pods that the job asks for."""
     processes_per_pod: int = 1
     """Worker processes in each pod."""
+    min_replicas: int = 0
+    """Replicas without which the job waits, for an elastic group; a gang always needs all of them."""
 
     @classmethod
     def of_kind(
-        cls, kind: GroupKind, *, worker: str, spec: RoleSpec, replicas: int, processes_per_pod: int = 1
+        cls,
+        kind: GroupKind,
+        *,
+        worker: str,
+        spec: RoleSpec,
+        replicas: int,
+        processes_per_pod: int = 1,
+        min_replicas: int = 0,
     ) -> Self:
         """Return a group of the given kind."""
         traits = {trait.name: getattr(kind, trait.name) for trait in fields(GroupKind)}
-        return cls(**traits, worker=worker, spec=spec, replicas=replicas, processes_per_pod=processes_per_pod)
+        return cls(
+            **traits,
+            worker=worker,
+            spec=spec,
+            replicas=replicas,
+            processes_per_pod=processes_per_pod,
+            min_replicas=min_replicas,
+        )
 
     @property
     def world_size(self) -> int:
@@ -144,7 +160,13 @@ def groups_of(spec: RLJobSpec) -> dict[str, Group]:
             replicas=actor.replicas,
             processes_per_pod=actor.processes_per_pod,
         ),
-        Group.of_kind(BUILT_IN[ROLLOUT], worker=ENGINES[rollout.engine], spec=rollout, replicas=rollout.replicas),
+        Group.of_kind(
+            BUILT_IN[ROLLOUT],
+            worker=ENGINES[rollout.engine],
+            spec=rollout,
+            replicas=rollout.replicas,
+            min_replicas=rollout.min_replicas,
+        ),
         Group.of_kind(BUILT_IN[ENV], worker="rl_core.envs.worker:TextEnvWorker", spec=env, replicas=env.replicas),
     )
     return {group.name: group for group in groups}

@@ -93,9 +93,12 @@ def colocated_rollouts(spec: RLJobSpec) -> int:
     return 0 if spec.placement.mode == "disaggregated" else spec.actor.replicas
 
 
-def own_pods(spec: RLJobSpec, group: str) -> range:
-    """Return the indices of the pods of a group, without the rollouts that run in pods of the actor."""
-    replicas = groups_of(spec)[group].replicas
+def own_pods(spec: RLJobSpec, group: str, groups: Mapping[str, Group] | None = None) -> range:
+    """Return the indices of the pods of a group, without the rollouts that run in pods of the actor.
+
+    `groups` None: those of the job.
+    """
+    replicas = (groups_of(spec) if groups is None else groups)[group].replicas
     return range(replicas - _own_count(spec, group, replicas), replicas)
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rl_core.api.base import Spec
 from rl_core.api.job import API_VERSION, NAME_PATTERN, NAME_REFUSAL, RLJobSpec
 from rl_core.api.status import RLJobStatus
+from rl_core.plan.groups import BUILT_IN, ROLLOUT
 from rljob_operator.crd.freeze import transition_rules
 from rljob_operator.crd.rules import Schema, cel_rule, rule_entry, rules_of
 from rljob_operator.crd.structural import structural
@@ -89,8 +90,8 @@ def _object_schema() -> Schema:
     spec = structural(RLJobSpec, validations=_validations)
     spec["x-kubernetes-validations"] += transition_rules()
     _describe_shared_parts_once(spec["properties"])
-    spec["properties"]["rollout"]["default"] = {}
-    spec["properties"]["rollout"]["properties"]["replicas"]["default"] = 1  # an autoscaler needs the path to exist
+    spec["properties"][ROLLOUT]["default"] = {}
+    spec["properties"][ROLLOUT]["properties"]["replicas"]["default"] = 1  # an autoscaler needs the path to exist
     name = rule_entry(
         holds=f"self.metadata.name.matches('^{NAME_PATTERN.pattern}$')",
         refusal=NAME_REFUSAL,
@@ -112,12 +113,16 @@ def _object_schema() -> Schema:
 
 
 def _describe_shared_parts_once(fields: Schema) -> None:
-    """Take the words from the parts of a role's field that the actor has too: they are a tenth of what kubectl's annotation can hold."""
-    actor = fields["actor"]["properties"]
-    for role in ("rollout", "env"):
-        shared = {name: field for name, field in fields[role]["properties"].items() if field == actor.get(name)}
+    """Remove the descriptions inside fields that a group has in common with the first group.
+
+    Repeated, they would take a tenth of the annotation in which kubectl keeps the definition.
+    """
+    first, *others = BUILT_IN
+    described = fields[first]["properties"]
+    for group in others:
+        shared = {name: field for name, field in fields[group]["properties"].items() if field == described.get(name)}
         for name, field in shared.items():
-            fields[role]["properties"][name] = _without_words(field) | {"description": field["description"]}
+            fields[group]["properties"][name] = _without_words(field) | {"description": field["description"]}
 
 
 def _without_words(node: Schema) -> Schema:

@@ -15,10 +15,10 @@ from pydantic import BaseModel
 
 from rl_core.api.job import MANAGER, MUTABLE_FIELDS, NUMBERED, OPERATOR_FIELDS, RLJobSpec
 from rl_core.api.pods import PodSpec
+from rl_core.plan.groups import BUILT_IN
 from rljob_operator.crd.rules import Schema, field_at, field_or_default, rule_entry
 
 POD_FIELDS = frozenset(field.alias for field in PodSpec.model_fields.values())
-ROLES = ("actor", "rollout", "env")
 FREE = (*MUTABLE_FIELDS, *OPERATOR_FIELDS, "env.options")
 QUOTED = (
     "model.path",
@@ -49,7 +49,7 @@ def frozen_fields(model: type[BaseModel] = RLJobSpec, prefix: str = "") -> Itera
     """
     for field in model.model_fields.values():
         path = f"{prefix}{field.alias}"
-        if path in FREE or (prefix.rstrip(".") in ROLES and field.alias in POD_FIELDS):
+        if path in FREE or (prefix.rstrip(".") in BUILT_IN and field.alias in POD_FIELDS):
             continue
         inner: Any = field.annotation
         is_block = isinstance(inner, type) and issubclass(inner, BaseModel)
@@ -70,16 +70,20 @@ def transition_rules() -> list[Schema]:
     )
     others = [path for path in frozen_fields() if path not in QUOTED]
     blocks = groupby(others, key=lambda path: path.partition(".")[0])
-    own = [*map(_quoted, QUOTED), *map(_placed, ("rollout", "env")), _synchrony()]
+    own = [
+        *map(_quoted, QUOTED),
+        *map(_placed, (name for name, group in BUILT_IN.items() if group.elastic)),
+        _synchrony(),
+    ]
     return [fixed, *own, *(_block(block, list(paths)) for block, paths in blocks)]
 
 
-def _placed(role: str) -> Schema:
-    """Return the rule that a role whose pods a written placement numbers is not scaled."""
-    path = f"{role}.replicas"
+def _placed(group: str) -> Schema:
+    """Return the rule that forbids scaling a group whose pods `placement.componentPlacement` numbers."""
+    path = f"{group}.replicas"
     new, old = (field_or_default(path, RLJobSpec, root=root) for root in ("self", "oldSelf"))
     return rule_entry(
-        holds=f"{SUSPENDED} || !({NUMBERED.format(role)}) || {new} == {old}",
+        holds=f"{SUSPENDED} || !({NUMBERED.format(group)}) || {new} == {old}",
         refusal=f"{path} must stay %d while placement.componentPlacement numbers its pods, got %d; set suspend: true, then edit both",
         values=(old, new),
         field=path,
@@ -115,7 +119,7 @@ def _quoted(path: str) -> Schema:
 def _block(block: str, paths: list[str]) -> Schema:
     """Return the rule for the other fixed fields of a block; its message names those that may change."""
     free = [path.removeprefix(f"{block}.") for path in FREE if path.startswith(f"{block}.")]
-    free += ["the pod fields"] if block in ROLES else []
+    free += ["the pod fields"] if block in BUILT_IN else []
     but = f" but for {', '.join(free)}" if free else ""
     return rule_entry(
         holds=f"{SUSPENDED} || ({' && '.join(_unchanged(path) for path in paths)})",

@@ -7,10 +7,12 @@ pod share its claim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rl_core.api.job import RLJob
 from rl_core.api.roles import RoleSpec
+from rl_core.plan.groups import Group, groups_of
 from rl_core.plan.launch import PodPlan
 from rl_core.plan.slots import own_pods
 from rljob_operator import naming
@@ -35,34 +37,33 @@ def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
     return asked
 
 
-def templates(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
-    """Return the ResourceClaimTemplates of the roles whose accelerators are claims."""
-    specs: dict[str, RoleSpec] = {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}
+def templates(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | None = None) -> list[dict[str, Any]]:
+    """Return the ResourceClaimTemplates of the groups that get their accelerators by claims."""
+    groups = groups_of(job.spec) if groups is None else groups
     return [
         meta.support(
             job,
             "ResourceClaimTemplate",
-            _template_name(job, role, spec),
-            {"spec": {"spec": _request(spec)}},
+            _template_name(job, group),
+            {"spec": {"spec": _request(group.spec)}},
             api_version=API_VERSION,
-            component=role,
+            component=group.name,
             config=config,
         )
-        for role, spec in specs.items()
-        if spec.gpus and spec.gpu_allocation == "dra" and own_pods(job.spec, role)
+        for group in groups.values()
+        if group.spec.gpus and group.spec.gpu_allocation == "dra" and own_pods(job.spec, group.name, groups)
     ]
 
 
-def of_pod(job: RLJob, pod: PodPlan) -> list[dict[str, Any]]:
+def of_pod(job: RLJob, pod: PodPlan, groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     """Return `spec.resourceClaims` of a pod: its accelerators, and the claims the user named."""
-    specs = {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}
-    roles: list[RoleSpec] = [specs[container.image_role] for container in pod.containers]
+    specs: list[RoleSpec] = [groups[container.image_role].spec for container in pod.containers]
     found: dict[str, dict[str, Any]] = {}
-    if pod.claim is not None and roles[0].gpu_allocation == "dra":
-        template = _template_name(job, pod.role, specs[pod.role])
+    if pod.claim is not None and specs[0].gpu_allocation == "dra":
+        template = _template_name(job, groups[pod.role])
         found[NAME] = {"name": NAME, "resourceClaimTemplateName": template}
-    for role in roles:
-        for claim in role.resource_claims:
+    for spec in specs:
+        for claim in spec.resource_claims:
             found[claim.name] = {key: value for key, value in meta.api(claim).items() if key != "request"}
     return list(found.values())
 
@@ -77,9 +78,9 @@ def references(spec: RoleSpec, pod: PodPlan) -> list[dict[str, str]]:
     return own + users
 
 
-def _template_name(job: RLJob, role: str, spec: RoleSpec) -> str:
+def _template_name(job: RLJob, group: Group) -> str:
     name, _, uid = meta.identity(job)
-    return naming.claim_template(name, role, meta.digest([uid, _request(spec)])[:8])
+    return naming.claim_template(name, group.name, meta.digest([uid, _request(group.spec)])[:8])
 
 
 def _request(spec: RoleSpec) -> dict[str, Any]:

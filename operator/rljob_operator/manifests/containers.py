@@ -11,6 +11,7 @@ from rl_core.api.pods import InitContainer, Resources
 from rl_core.api.roles import RoleSpec
 from rl_core.api.variables import EnvValueFrom
 from rl_core.plan.colocated import shape_of
+from rl_core.plan.groups import CONTROL_GROUP, Group
 from rl_core.plan.launch import ContainerPlan, PodPlan, Ports, ProcessPlan
 from rl_core.plan.slots import own_pods
 from rljob_operator.manifests import claims, meta, volumes
@@ -30,31 +31,29 @@ have it here: it would win over what the device plugin says as well."""
 
 
 class ImageMissing(ValueError):
-    """Neither the job nor the operator names an image for a role."""
+    """Neither the job nor the operator names an image for a group."""
 
 
-def image_of(job: RLJob, role: str, *, config: OperatorConfig) -> str | None:
-    """Return the image of a role: the job's, else the operator's; None when neither names one."""
-    return role_spec(job, role).image or config.images.get(role)
+def image_of(group: Group, *, config: OperatorConfig) -> str | None:
+    """Return the image of a group: that of the job, else the default of the operator; None when neither names one."""
+    return group.spec.image or config.images.get(group.name)
 
 
-def roles(job: RLJob) -> tuple[str, ...]:
-    """Return the roles that have containers of their own."""
-    inside = not own_pods(job.spec, "rollout") and shape_of(job.spec) == "processes"
-    return ("actor", "env") if inside else ("actor", "rollout", "env")
+def groups_with_containers(job: RLJob, groups: Mapping[str, Group]) -> list[Group]:
+    """Return the groups that have containers of their own, in contrast to those whose processes all run in containers of another one."""
+    return [
+        group
+        for group in groups.values()
+        if own_pods(job.spec, group.name, groups) or shape_of(job.spec) == "containers"
+    ]
 
 
-def role_spec(job: RLJob, role: str) -> RoleSpec:
-    """Return the settings of a role."""
-    return {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}[role]
-
-
-def main(job: RLJob, pod: PodPlan, container: ContainerPlan, *, config: OperatorConfig) -> dict[str, Any]:
-    """Return the container of one supervisor. Raises ImageMissing."""
-    spec = role_spec(job, container.image_role)
+def main(job: RLJob, pod: PodPlan, container: ContainerPlan, *, config: OperatorConfig, group: Group) -> dict[str, Any]:
+    """Return the container of one supervisor, which runs processes of `group`. Raises ImageMissing."""
+    spec = group.spec
     port = int(container.processes[0].env["RLJOB_HEALTH_PORT"])
     return {
-        **_base(job, container.image_role, container.name, spec.image, config=config),
+        **_base(group, container.name, spec.image, config=config),
         "command": COMMAND,
         "env": [
             *_variables({**_user_env(job, spec.env), **_environment(job, pod, container, spec), **_devices(spec, pod)}),
@@ -68,15 +67,15 @@ def main(job: RLJob, pod: PodPlan, container: ContainerPlan, *, config: Operator
         ],
         "resources": _resources(spec, pod),
         "securityContext": security_context(spec, add=spec.security_context.capabilities.add),
-        "volumeMounts": volumes.mounts(job, pod, container.image_role, spec.volume_mounts),
+        "volumeMounts": volumes.mounts(job, group.name, spec.volume_mounts),
         **_probes(port),
     }
 
 
-def init(job: RLJob, role: str, container: InitContainer, *, config: OperatorConfig) -> dict[str, Any]:
-    """Return one of the user's init containers: same user and limits of rights as the role's own. Raises ImageMissing."""
+def init(job: RLJob, group: Group, container: InitContainer, *, config: OperatorConfig) -> dict[str, Any]:
+    """Return one of the user's init containers, with the same user and security context as the main container. Raises ImageMissing."""
     return {
-        **_base(job, role, container.name, container.image, config=config),
+        **_base(group, container.name, container.image, config=config),
         **({"command": container.command} if container.command else {}),
         **({"args": container.args} if container.args else {}),
         **({"restartPolicy": container.restart_policy} if container.restart_policy is not None else {}),
@@ -85,7 +84,7 @@ def init(job: RLJob, role: str, container: InitContainer, *, config: OperatorCon
             *_sourced(container.env_value_from),
         ],
         **({"resources": found} if (found := meta.api(container.resources)) else {}),
-        "volumeMounts": volumes.init_mounts(job, role, container.volume_mounts),
+        "volumeMounts": volumes.init_mounts(job, container.volume_mounts),
     }
 
 
@@ -101,12 +100,12 @@ def security_context(spec: RoleSpec, *, add: Sequence[str] = ()) -> dict[str, An
     }
 
 
-def _base(job: RLJob, role: str, name: str, image: str | None, *, config: OperatorConfig) -> dict[str, Any]:
-    spec = role_spec(job, role)
-    chosen = image or image_of(job, role, config=config)
+def _base(group: Group, name: str, image: str | None, *, config: OperatorConfig) -> dict[str, Any]:
+    spec = group.spec
+    chosen = image or image_of(group, config=config)
     if chosen is None:
         raise ImageMissing(
-            f"{role}.image must name an image, got none; set it, or the chart value images.{role} for all jobs"
+            f"{group.name}.image must name an image, got none; set it, or the chart value images.{group.name} for all jobs"
         )
     policy = spec.image_pull_policy or config.image_pull_policy
     return {
@@ -151,7 +150,7 @@ def _environment(job: RLJob, pod: PodPlan, container: ContainerPlan, spec: RoleS
         "RLJOB_TERMINATION_LOG": TERMINATION_LOG,
         "RLJOB_HEALTH_HOST": "0.0.0.0",
     }
-    if container.image_role == "actor":
+    if container.image_role == CONTROL_GROUP:
         env |= {"RLJOB_OUTPUT": volumes.output(job), "RLJOB_RESUME": DEFAULT_RESUME}
     return env
 

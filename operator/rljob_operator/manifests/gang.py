@@ -4,8 +4,9 @@
     scheduling.volcano.sh/v1beta1  Volcano: PodGroup, named by an annotation
     scheduling.x-k8s.io/v1alpha1   coscheduling of scheduler-plugins: PodGroup, named by a label
 
-The first that the cluster serves is used (relist.Relister). The actor's gang is all of its pods, since no step runs without one of
-them. Rollouts come and go one by one; their gang, of minReplicas, exists only where its size may change.
+The first that the cluster serves is used (relist.Relister). All pods of a gang are scheduled together, since no step runs without
+one of them. Pods of elastic groups come and go one by one; the PodGroup of such a group has its minimum of replicas as its size, and exists
+only where the API allows that size to change.
 
 Tests run the built-in API with the scheduler it belongs to. The schedulers of the other two do not run there: their objects meet
 a definition with the fields of theirs that we write.
@@ -20,9 +21,11 @@ from decimal import Decimal
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rl_core.plan.slots import colocated_rollouts
+from rl_core.api.roles import RoleSpec
+from rl_core.plan.groups import Group, groups_of
+from rl_core.plan.slots import own_pods
 from rljob_operator import kinds, naming
-from rljob_operator.manifests import containers, meta
+from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
 
 BUILT_IN = "scheduling.k8s.io/v1alpha2"
@@ -46,39 +49,42 @@ class Gang:
     objects: tuple[dict[str, Any], ...] = ()
     """For server-side apply."""
     pod_fields: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By role: fields to be merged into the pod."""
+    """Fields to be merged into each pod, by group."""
 
 
-def manifests(job: RLJob, *, config: OperatorConfig) -> Gang:
+def manifests(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | None = None) -> Gang:
     """Return the gang objects of a job and the fields of its pods; empty where there is no API for it or the job wants none."""
     api = config.gang_api
     if api is None or job.spec.scheduling.gang == "none":
         return Gang()
-    specs = {role: _spec(job, role, size, api) for role, size in _sizes(job, api).items() if size >= SMALLEST}
-    names = {role: _name(job, role, spec, api) for role, spec in specs.items()}
+    groups = groups_of(job.spec) if groups is None else groups
+    sizes = {name: _size(job, group, groups, api) for name, group in groups.items()}
+    specs = {name: _spec(job, groups[name], size, api) for name, size in sizes.items() if size >= SMALLEST}
+    names = {group: _name(job, group, spec, api) for group, spec in specs.items()}
     return Gang(
         objects=tuple(
-            meta.support(job, KIND, names[role], {"spec": spec}, api_version=api, component=role, config=config)
-            for role, spec in specs.items()
+            meta.support(job, KIND, names[group], {"spec": spec}, api_version=api, component=group, config=config)
+            for group, spec in specs.items()
         ),
-        pod_fields={role: _fields(name, api, job, role) for role, name in names.items()},
+        pod_fields={group: _fields(name, api, groups[group].spec) for group, name in names.items()},
     )
 
 
-def _sizes(job: RLJob, api: str) -> dict[str, int]:
-    sizes = {naming.ACTOR: job.spec.actor.replicas}
-    needed = job.spec.rollout.min_replicas - colocated_rollouts(job.spec)
-    return sizes if api == BUILT_IN or needed <= 0 else {**sizes, naming.ROLLOUT: needed}
+def _size(job: RLJob, group: Group, groups: Mapping[str, Group], api: str) -> int:
+    """Return how many pods of a group are to be scheduled together; 0 = each pod is scheduled alone."""
+    if not group.elastic:
+        return group.replicas
+    return 0 if api == BUILT_IN else group.min_replicas - own_pods(job.spec, group.name, groups).start
 
 
-def _spec(job: RLJob, role: str, size: int, api: str) -> dict[str, Any]:
+def _spec(job: RLJob, group: Group, size: int, api: str) -> dict[str, Any]:
     """Return the group's spec, with the pods' priority where groups have one: it decides who makes room for whom.
 
     The built-in API drops it without a word unless the gate WorkloadAwarePreemption is on; coscheduling goes by the pods' own.
     """
-    priority = containers.role_spec(job, role).priority_class_name
+    priority = group.spec.priority_class_name
     asked = job.spec.scheduling.queue
-    volcano = {"minResources": _resources(job, role, size)} | ({"queue": asked} if asked is not None else {})
+    volcano = {"minResources": _resources(group.spec, size)} | ({"queue": asked} if asked is not None else {})
     return {
         **({"schedulingPolicy": {"gang": {"minCount": size}}} if api == BUILT_IN else {"minMember": size}),
         **({field: value for field, value in volcano.items() if value} if api == VOLCANO else {}),
@@ -86,9 +92,8 @@ def _spec(job: RLJob, role: str, size: int, api: str) -> dict[str, Any]:
     }
 
 
-def _resources(job: RLJob, role: str, size: int) -> dict[str, str]:
-    """Return what `size` pods of a role ask for: Volcano lets a group in when its queue has room for that."""
-    spec = containers.role_spec(job, role)
+def _resources(spec: RoleSpec, size: int) -> dict[str, str]:
+    """Return the resources that `size` pods request. Volcano admits the group when its queue has room for them."""
     asked = {**spec.resources.limits, **spec.resources.requests}
     if spec.gpus and spec.gpu_allocation == "devicePlugin":
         asked[spec.gpu_resource] = spec.gpus
@@ -101,8 +106,8 @@ def _times(quantity: str, factor: int) -> str:
     return f"{Decimal(number) * factor}{unit}"
 
 
-def kueue_group(job: RLJob, role: str, epoch: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (labels, annotations) by which Kueue admits a pod of a job with a queue, the actor's pods all at once.
+def kueue_group(job: RLJob, group: Group, epoch: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (labels, annotations) by which Kueue admits a pod of a job with a queue, the pods of a gang all at once.
 
     Kueue knows no RLJob: it admits pods by its pod integration. A group is one workload to it, and has ended when all of its pods
     have; so each epoch's gang is another. Rollouts and envs come and go one by one, each a workload of its own.
@@ -111,10 +116,10 @@ def kueue_group(job: RLJob, role: str, epoch: str) -> tuple[dict[str, str], dict
     if not queue:
         return {}, {}
     labels = {naming.LABEL_QUEUE: queue}
-    if role != naming.ACTOR or job.spec.actor.replicas < SMALLEST:
+    if group.elastic or group.replicas < SMALLEST:
         return labels, {}
-    group = f"{job.metadata.name}-{role}-{meta.digest([meta.identity(job)[2], epoch])[:8]}"
-    return {**labels, KUEUE_GROUP: group}, {KUEUE_COUNT: str(job.spec.actor.replicas)}
+    name = f"{job.metadata.name}-{group.name}-{meta.digest([meta.identity(job)[2], epoch])[:8]}"
+    return {**labels, KUEUE_GROUP: name}, {KUEUE_COUNT: str(group.replicas)}
 
 
 def unavailable(job: RLJob, api: str | None) -> str:
@@ -138,12 +143,12 @@ def _name(job: RLJob, role: str, spec: Mapping[str, Any], api: str) -> str:
     return f"{name}-{meta.digest([meta.identity(job)[2], spec])[:8]}" if api == BUILT_IN else name
 
 
-def _fields(name: str, api: str, job: RLJob, role: str) -> dict[str, Any]:
+def _fields(name: str, api: str, spec: RoleSpec) -> dict[str, Any]:
     if api == BUILT_IN:
         return {"spec": {"schedulingGroup": {"podGroupName": name}}}
     if api == COSCHEDULING:
         return {"metadata": {"labels": {"scheduling.x-k8s.io/pod-group": name}}}
     return {
         "metadata": {"annotations": {"scheduling.k8s.io/group-name": name}},
-        "spec": {"schedulerName": containers.role_spec(job, role).scheduler_name or "volcano"},
+        "spec": {"schedulerName": spec.scheduler_name or "volcano"},
     }

@@ -1,23 +1,30 @@
-"""NetworkPolicies of a job.
+"""NetworkPolicies of a job, one for each group and one for the pod of the runner.
 
-    actor, rollout   in: all ports from the job's actor and rollout pods (gloo and NCCL listen on ephemeral ones, without authentication)
-                     out: to the same, to the RPC port of envs, and `egress` of the role: where it is not given, anywhere but link-local
-    actor-0          in: hub and channel from env pods; control from the operator
-    env              in: its RPC port from rollouts and actor-0      out: hub and channel of actor-0, `env.egress`
-    all              in: metrics from labelled namespaces            out: the cluster's DNS
+A group is trusted when it holds the weights of the policy: a gang, or a group that loads them. The other groups run code of the user,
+such as environments, and are isolated: they reach what they need and nothing else.
 
-Policies add up, so actor-0 has one more than its siblings. Pods are chosen by the job's uid: an earlier job of the same name is a stranger.
+    trusted          in: all ports from the pods of trusted groups (gloo and NCCL listen on ephemeral ports, without authentication)
+                     out: to the same, to the RPC port of the groups that it may call, and `egress` of the group; where it is not given,
+                     to all addresses but link-local ones
+    runner's pod     in: hub and channel from isolated groups; control from the operator
+    isolated         in: its RPC port from the groups that may call it and from the runner's pod
+                     out: hub and channel of the runner's pod, the RPC port of the groups that it may call, `egress` of the group
+    all              in: metrics from labelled namespaces            out: the DNS of the cluster
+
+Policies add up, so the runner's pod has one more than the other pods of its group. Policies select pods by the uid of the job: pods of an
+earlier job of the same name are not selected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.api.egress import EgressRule, exceptions
 from rl_core.api.job import RLJob
+from rl_core.plan.groups import CONTROL_GROUP, Group, groups_of
 from rl_core.plan.launch import Ports
-from rl_core.plan.slots import colocated_rollouts, own_pods
+from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import OperatorConfig
@@ -25,36 +32,79 @@ from rljob_operator.model import OperatorConfig
 API_VERSION = "networking.k8s.io/v1"
 PORTS = Ports()
 DNS_PORTS = (53, 5353)
-"""Of DNS pods: 53, and 5353 on OpenShift."""
+"""Ports of DNS pods: 53, and 5353 on OpenShift."""
 ANYWHERE = ("0.0.0.0/0", "::/0")
 
 Rule = dict[str, Any]
 
 
-def build(job: RLJob, *, config: OperatorConfig) -> list[dict[str, Any]]:
-    """Return the four policies."""
-    metrics = _metrics(config)
-    gang = {"from": [_pods(job, naming.ACTOR, naming.ROLLOUT)]}
-    from_env = {"from": [_pods(job, naming.ENV)], "ports": _tcp(PORTS.hub, PORTS.channel)}
-    from_operator = {"from": [_operator(config)], "ports": _tcp(PORTS.control)}
-    rollouts = [naming.ROLLOUT] if own_pods(job.spec, naming.ROLLOUT) else []
-    hosts = [naming.ACTOR, *rollouts] if colocated_rollouts(job.spec) else rollouts
-    to_env = {"from": [_pods(job, *hosts), _actor_0(job)], "ports": _tcp(PORTS.rpc)}
-    dns, spec = _dns(config), job.spec
-    out_of_env = [dns, {"to": [_actor_0(job)], "ports": _tcp(PORTS.hub, PORTS.channel)}, *_given(spec.env.egress)]
-    between = [{"to": gang["from"]}, {"to": [_pods(job, naming.ENV)], "ports": _tcp(PORTS.rpc)}]
-    out = {
-        role: [dns, *between, *(_anywhere() if egress is None else _given(egress))]
-        for role, egress in ((naming.ACTOR, spec.actor.egress), (naming.ROLLOUT, spec.rollout.egress))
-    }
-    return [
-        _policy(job, "actor", _selector(job, naming.ACTOR), [gang, metrics], egress=out[naming.ACTOR], config=config),
-        _policy(job, "actor-0", _actor_0(job)["podSelector"], [from_env, from_operator], config=config),
-        _policy(
-            job, "rollout", _selector(job, naming.ROLLOUT), [gang, metrics], egress=out[naming.ROLLOUT], config=config
-        ),
-        _policy(job, "env", _selector(job, naming.ENV), [to_env, metrics], egress=out_of_env, config=config),
-    ]
+def build(job: RLJob, *, config: OperatorConfig, groups: Mapping[str, Group] | None = None) -> list[dict[str, Any]]:
+    """Return the policies of a job, in the order of its groups; that of the runner's pod follows that of its group."""
+    peers = _Peers(job, groups_of(job.spec) if groups is None else groups)
+    policies = []
+    for group in peers.groups.values():
+        ingress = [*peers.ingress(group), _metrics(config)]
+        egress = [_dns(config), *peers.egress(group)]
+        policies.append(_policy(job, group.name, _selector(job, group.name), ingress, egress=egress, config=config))
+        if group.name == CONTROL_GROUP:
+            runner = [*peers.ingress_of_runner(), {"from": [_operator(config)], "ports": _tcp(PORTS.control)}]
+            selector = _runner_pod(job)["podSelector"]
+            policies.append(_policy(job, f"{group.name}-0", selector, runner, config=config))
+    return policies
+
+
+class _Peers:
+    """Which groups of a job may connect to which others."""
+
+    def __init__(self, job: RLJob, groups: Mapping[str, Group]) -> None:
+        self.groups = groups
+        self._job = job
+        self._trusted = [group.name for group in groups.values() if _is_trusted(group)]
+        self._isolated = [group.name for group in groups.values() if not _is_trusted(group)]
+
+    def ingress(self, group: Group) -> list[Rule]:
+        """Return the rules by which other groups, and the runner, reach the pods of a group."""
+        if _is_trusted(group):
+            callers = [name for name in self._isolated if name in group.callers]
+            calls = [{"from": [_pods(self._job, *callers)], "ports": _tcp(PORTS.rpc)}] if callers else []
+            return [{"from": [_pods(self._job, *self._trusted)]}, *calls]
+        hosts = self._hosts_of_callers(group)
+        callers_pods = [_pods(self._job, *hosts)] if hosts else []
+        return [{"from": [*callers_pods, _runner_pod(self._job)], "ports": _tcp(PORTS.rpc)}]
+
+    def ingress_of_runner(self) -> list[Rule]:
+        """Return the rule by which isolated groups reach the hub and the channel server."""
+        if not self._isolated:
+            return []
+        return [{"from": [_pods(self._job, *self._isolated)], "ports": _tcp(PORTS.hub, PORTS.channel)}]
+
+    def egress(self, group: Group) -> list[Rule]:
+        """Return the rules by which the pods of a group reach other groups and the addresses that the group names."""
+        called = [name for name, other in self.groups.items() if self._may_call(group, other)]
+        calls = [{"to": [_pods(self._job, *called)], "ports": _tcp(PORTS.rpc)}] if called else []
+        given = getattr(group.spec, "egress", None)
+        if _is_trusted(group):
+            outside = _anywhere() if given is None else _given(given)
+            return [{"to": [_pods(self._job, *self._trusted)]}, *calls, *outside]
+        runner = {"to": [_runner_pod(self._job)], "ports": _tcp(PORTS.hub, PORTS.channel)}
+        return [runner, *calls, *_given(given or [])]
+
+    def _may_call(self, group: Group, other: Group) -> bool:
+        """Return whether a group needs a rule of its own to call another; trusted groups reach each other anyway."""
+        if _is_trusted(group) and _is_trusted(other):
+            return False
+        return group.name in other.callers or (group.name == CONTROL_GROUP and not _is_trusted(other))
+
+    def _hosts_of_callers(self, group: Group) -> list[str]:
+        """Return the groups in whose pods callers of a group run: a colocated group runs in pods of the control group."""
+        own = {name: own_pods(self._job.spec, name, self.groups) for name in self.groups if name in group.callers}
+        inside = any(indices.start for indices in own.values())
+        return [name for name in self.groups if own.get(name) or (inside and name == CONTROL_GROUP)]
+
+
+def _is_trusted(group: Group) -> bool:
+    """Return whether the members of a group hold the weights of the policy."""
+    return not group.elastic or group.pulls_weights
 
 
 def _policy(
@@ -66,7 +116,7 @@ def _policy(
     egress: list[Rule] | None = None,
     config: OperatorConfig,
 ) -> dict[str, Any]:
-    """Return one policy; `egress` None says nothing of the way out, which the role's own policy does."""
+    """Return one policy. With `egress` None it leaves the egress of its pods to the policy of their group."""
     spec: dict[str, Any] = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
     if egress is not None:
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
@@ -82,7 +132,7 @@ def _policy(
 
 
 def _dns(config: OperatorConfig) -> Rule:
-    """Return the way to the cluster's DNS, and to no other pod that listens on its ports."""
+    """Return the rule for the DNS of the cluster, which permits no other pod that listens on the same ports."""
     pods = {
         "namespaceSelector": {"matchLabels": dict(config.dns_namespace_labels)},
         "podSelector": {"matchLabels": dict(config.dns_pod_labels)},
@@ -92,12 +142,12 @@ def _dns(config: OperatorConfig) -> Rule:
 
 
 def _given(egress: Sequence[EgressRule]) -> list[Rule]:
-    """Return the destinations that a role names."""
+    """Return the rules for the destinations that a job names."""
     return [{"to": [_block(rule.cidr)], "ports": _tcp(*rule.ports) or _ANY_TCP} for rule in egress]
 
 
 def _anywhere() -> list[Rule]:
-    """Return the way to all pods and all addresses but those that clouds hand out credentials at."""
+    """Return the rule for all pods and all addresses, except those at which clouds serve credentials."""
     return [{"to": [{"namespaceSelector": {}}, *map(_block, ANYWHERE)]}]
 
 
@@ -121,24 +171,25 @@ def _operator(config: OperatorConfig) -> dict[str, Any]:
     }
 
 
-def _selector(job: RLJob, *roles: str) -> dict[str, Any]:
-    """Return a selector of the job's pods of some roles."""
+def _selector(job: RLJob, *groups: str) -> dict[str, Any]:
+    """Return a selector of the pods of some groups of a job."""
     name, _, uid = meta.identity(job)
     labels = naming.job_labels(name, uid)
-    if len(roles) == 1:
-        return {"matchLabels": {**labels, naming.LABEL_ROLE: roles[0]}}
+    if len(groups) == 1:
+        return {"matchLabels": {**labels, naming.LABEL_ROLE: groups[0]}}
     return {
         "matchLabels": labels,
-        "matchExpressions": [{"key": naming.LABEL_ROLE, "operator": "In", "values": list(roles)}],
+        "matchExpressions": [{"key": naming.LABEL_ROLE, "operator": "In", "values": list(groups)}],
     }
 
 
-def _pods(job: RLJob, *roles: str) -> dict[str, Any]:
-    return {"podSelector": _selector(job, *roles)}
+def _pods(job: RLJob, *groups: str) -> dict[str, Any]:
+    return {"podSelector": _selector(job, *groups)}
 
 
-def _actor_0(job: RLJob) -> dict[str, Any]:
-    labels = _selector(job, naming.ACTOR)["matchLabels"]
+def _runner_pod(job: RLJob) -> dict[str, Any]:
+    """Return the peer that is the pod of the runner and the channel server."""
+    labels = _selector(job, CONTROL_GROUP)["matchLabels"]
     return {"podSelector": {"matchLabels": {**labels, naming.LABEL_INDEX: "0"}}}
 
 

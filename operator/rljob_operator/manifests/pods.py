@@ -1,4 +1,4 @@
-"""Pods of the launch plan. What a role may choose of a pod is rl_core.api.pods; everything else is fixed here."""
+"""Pods of the launch plan. `rl_core.api.pods` has the fields of a pod that a job may set; this module sets all others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_core.api.job import RLJob
 from rl_core.api.roles import FabricRoleSpec, RoleSpec
+from rl_core.plan.groups import Group, groups_of
 from rl_core.plan.launch import PodPlan
 from rljob_operator import naming
 from rljob_operator.manifests import claims, containers, disruption, gang, meta, volumes
@@ -18,32 +19,42 @@ DEAD_NODE_SECONDS = 30
 DEAD_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-def build(job: RLJob, pod_plan: PodPlan, *, config: OperatorConfig) -> dict[str, Any]:
-    """Return the pod of `pod_plan`. Raises ImageMissing when nobody names an image."""
-    spec = containers.role_spec(job, pod_plan.role)
+def build(
+    job: RLJob, pod_plan: PodPlan, *, config: OperatorConfig, groups: Mapping[str, Group] | None = None
+) -> dict[str, Any]:
+    """Return the pod of `pod_plan`. Raises ImageMissing when neither the job nor the operator names an image."""
+    groups = groups_of(job.spec) if groups is None else groups
+    group = groups[pod_plan.role]
+    by_container = [(container, groups[container.image_role]) for container in pod_plan.containers]
     body: dict[str, Any] = {
         **_fixed(job, pod_plan),
-        **_chosen(job, pod_plan, spec),
-        "initContainers": _init_containers(job, pod_plan, config=config),
-        "containers": [containers.main(job, pod_plan, container, config=config) for container in pod_plan.containers],
-        "volumes": volumes.build(job, pod_plan),
-        "resourceClaims": claims.of_pod(job, pod_plan),
+        **_chosen(job, pod_plan, group.spec),
+        "initContainers": [
+            containers.init(job, owner, init, config=config)
+            for _, owner in by_container
+            for init in owner.spec.init_containers
+        ],
+        "containers": [
+            containers.main(job, pod_plan, container, config=config, group=owner) for container, owner in by_container
+        ],
+        "volumes": volumes.build(job, pod_plan, groups),
+        "resourceClaims": claims.of_pod(job, pod_plan, groups),
     }
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": _metadata(job, pod_plan, spec, config=config),
+        "metadata": _metadata(job, pod_plan, group, config=config),
         "spec": {key: value for key, value in body.items() if value not in ([], {}, None)},
     }
-    return _merged(pod, gang.manifests(job, config=config).pod_fields.get(pod_plan.role, {}))
+    return _merged(pod, gang.manifests(job, config=config, groups=groups).pod_fields.get(pod_plan.role, {}))
 
 
-def _metadata(job: RLJob, plan: PodPlan, spec: RoleSpec, *, config: OperatorConfig) -> dict[str, Any]:
+def _metadata(job: RLJob, plan: PodPlan, group: Group, *, config: OperatorConfig) -> dict[str, Any]:
     found = meta.metadata(job, plan.name, component=plan.role, version=config.version)
     epoch = plan.containers[0].processes[0].env["RLJOB_EPOCH"]
-    queued, counted = gang.kueue_group(job, plan.role, epoch)
+    queued, counted = gang.kueue_group(job, group, epoch)
     found["labels"] = {
-        **spec.labels,
+        **group.spec.labels,
         **queued,
         **found["labels"],
         naming.LABEL_ROLE: plan.role,
@@ -51,10 +62,10 @@ def _metadata(job: RLJob, plan: PodPlan, spec: RoleSpec, *, config: OperatorConf
         naming.LABEL_EPOCH: epoch,
     }
     found["annotations"] = {
-        **disruption.keep_away(job, plan.role),
-        **spec.annotations,
+        **disruption.keep_away(job, group),
+        **group.spec.annotations,
         **counted,
-        naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, plan.role, config=config),
+        naming.ANNOTATION_TEMPLATE_HASH: template_hash(job, group, config=config),
     }
     return found
 
@@ -118,14 +129,6 @@ def _spread(job: RLJob, plan: PodPlan, spec: RoleSpec) -> list[dict[str, Any]]:
     name, _, uid = meta.identity(job)
     own = {"matchLabels": {**naming.job_labels(name, uid), naming.LABEL_ROLE: plan.role}}
     return [{"labelSelector": own, **meta.api(one)} for one in spec.topology_spread_constraints]
-
-
-def _init_containers(job: RLJob, plan: PodPlan, *, config: OperatorConfig) -> list[dict[str, Any]]:
-    return [
-        containers.init(job, container.image_role, one, config=config)
-        for container in plan.containers
-        for one in containers.role_spec(job, container.image_role).init_containers
-    ]
 
 
 def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

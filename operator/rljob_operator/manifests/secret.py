@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable
 from typing import Any
 
 from rl_core.api.job import RLJob
 from rl_core.plan import keys
+from rl_core.plan.groups import BUILT_IN
 from rl_core.plan.launch import PodPlan
 from rljob_operator import naming
 from rljob_operator.manifests import meta
 from rljob_operator.model import Object
 
 
-def build(job: RLJob | Object, *, master: bytes) -> dict[str, Any]:
-    """Return the Secret. Immutable: nobody can swap a key under running pods."""
+def build(job: RLJob | Object, *, master: bytes, groups: Iterable[str] = BUILT_IN) -> dict[str, Any]:
+    """Return the Secret of a job, with a key pair for each of `groups`. It is immutable, so that nobody changes the keys of running pods."""
     name, _, uid = meta.identity(job)
-    data = {file: base64.b64encode(text.encode()).decode() for file, text in keys.key_files(master, uid).items()}
+    data = {
+        file: base64.b64encode(text.encode()).decode() for file, text in keys.key_files(master, uid, groups).items()
+    }
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -27,8 +31,8 @@ def build(job: RLJob | Object, *, master: bytes) -> dict[str, Any]:
     }
 
 
-def files_of(pod: PodPlan) -> tuple[list[str], list[str]]:
-    """Return (secret files, public files) that a pod sees: the secret halves of its own processes' roles, the token beside the runner."""
+def files_of(pod: PodPlan, groups: Iterable[str] = BUILT_IN) -> tuple[list[str], list[str]]:
+    """Return (secret files, public files) of a pod: the secret keys of its own processes and, beside the runner, the control token."""
     roles = {process.env["RLJOB_ROLE"] for container in pod.containers for process in container.processes}
     token = [keys.TOKEN_FILE] if "runner" in roles else []
-    return [f"{role}.secret" for role in sorted(roles)] + token, [f"{role}.public" for role in keys.key_names()]
+    return [f"{role}.secret" for role in sorted(roles)] + token, [f"{role}.public" for role in keys.key_names(groups)]

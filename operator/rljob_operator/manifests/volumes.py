@@ -1,16 +1,17 @@
 """Volumes of a pod and where its containers see them.
 
-Ours begin with `rljob-`. Actor pods alone see the ConfigMap and an output folder; each pod sees the secret halves of its own roles.
+Ours begin with `rljob-`. Only the pods of the control group mount the ConfigMap and an output folder. Each pod mounts the secret
+keys of its own processes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_core.api.job import RLJob
-from rl_core.api.roles import RoleSpec
 from rl_core.api.volumes import VolumeMount
+from rl_core.plan.groups import CONTROL_GROUP, Group
 from rl_core.plan.launch import CONFIG_PATH, CURVE_PATH, PodPlan
 from rljob_operator import naming
 from rljob_operator.manifests import meta, secret
@@ -38,56 +39,52 @@ def output(job: RLJob) -> str:
     return f"{path.rstrip('/')}/{naming.output_folder(name, uid)}"
 
 
-def build(job: RLJob, pod: PodPlan) -> list[dict[str, Any]]:
-    """Return the volumes of a pod: the user's of its roles, then ours."""
-    roles = tuple(container.image_role for container in pod.containers)
-    users = {volume["name"]: volume for role in roles for volume in map(meta.api, _spec(job, role).volumes)}
-    return [*users.values(), *_ours(job, pod, roles)]
+def build(job: RLJob, pod: PodPlan, groups: Mapping[str, Group]) -> list[dict[str, Any]]:
+    """Return the volumes of a pod: those of the user for the groups of its containers, then those of the operator."""
+    present = [groups[container.image_role] for container in pod.containers]
+    users = {volume["name"]: volume for group in present for volume in map(meta.api, group.spec.volumes)}
+    return [*users.values(), *_ours(job, pod, present, groups)]
 
 
-def mounts(job: RLJob, pod: PodPlan, role: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
+def mounts(job: RLJob, group: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
     """Return the mounts of a supervisor's container. Where the user mounts a volume on /tmp, /dev/shm or the output, ours stays away."""
     ours = [_mount(KEYS, CURVE_PATH, read_only=True), _mount(TMP_VOLUME, TMP), _mount(SHM, SHM_PATH), *_code(job)]
-    if role == "actor":
+    if group == CONTROL_GROUP:
         ours.append({**_mount(CONFIG, CONFIG_PATH, read_only=True), "subPath": CONFIG_KEY})
         if job.spec.checkpoint.path is None:
             ours.append(_mount(OUTPUT, LOCAL_OUTPUT))
     return _merged(users, ours)
 
 
-def init_mounts(job: RLJob, role: str, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
+def init_mounts(job: RLJob, users: Sequence[VolumeMount]) -> list[dict[str, Any]]:
     """Return the mounts of an init container: no keys."""
     return _merged(users, [_mount(TMP_VOLUME, TMP), *_code(job)])
 
 
-def _ours(job: RLJob, pod: PodPlan, roles: tuple[str, ...]) -> list[dict[str, Any]]:
+def _ours(job: RLJob, pod: PodPlan, present: Sequence[Group], groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     name, _, uid = meta.identity(job)
-    private, public = secret.files_of(pod)
+    private, public = secret.files_of(pod, groups)
     sources = [
         {"secret": {"name": naming.secret(name, uid), "items": _items(private, PRIVATE) + _items(public, PUBLIC)}}
     ]
     found: list[dict[str, Any]] = [
         {"name": KEYS, "projected": {"defaultMode": PRIVATE, "sources": sources}},
         {"name": TMP_VOLUME, "emptyDir": {}},
-        {"name": SHM, "emptyDir": {"medium": "Memory", **_shm_limit(job, roles)}},
+        {"name": SHM, "emptyDir": {"medium": "Memory", **_shm_limit(present)}},
     ]
     if job.spec.code is not None:
         found.append({"name": CODE_VOLUME, "configMap": {"name": job.spec.code.config_map}})
-    if "actor" in roles:
+    if any(group.name == CONTROL_GROUP for group in present):
         found.append({"name": CONFIG, "configMap": {"name": naming.config_map(name)}})
         if job.spec.checkpoint.path is None:
             found.append({"name": OUTPUT, "emptyDir": {}})
     return found
 
 
-def _shm_limit(job: RLJob, roles: tuple[str, ...]) -> dict[str, str]:
-    """Return the size limit of /dev/shm that the job asks for; without one only the memory of the pod limits it."""
-    given = [size for role in roles if (size := _spec(job, role).shm_size) is not None]
+def _shm_limit(present: Sequence[Group]) -> dict[str, str]:
+    """Return the size limit of /dev/shm that the job sets. Without one, only the memory of the pod limits it."""
+    given = [size for group in present if (size := group.spec.shm_size) is not None]
     return {"sizeLimit": str(given[0])} if given else {}
-
-
-def _spec(job: RLJob, role: str) -> RoleSpec:
-    return {"actor": job.spec.actor, "rollout": job.spec.rollout, "env": job.spec.env}[role]
 
 
 def _items(files: Sequence[str], mode: int) -> list[dict[str, Any]]:

@@ -37,9 +37,9 @@ def ended(view: JobView) -> PodMoves:
     going: list[PodView] = []
     staying: list[PodView] = []
     for pod in view.pods.values():
-        if policy == "DeletePods" or (policy == "KeepActor" and pod.role != "actor" and not has_ended(pod)):
+        if policy == "DeletePods" or (policy == "KeepActor" and not view.is_gang(pod.role) and not has_ended(pod)):
             going.append(pod)
-        elif pod.role == "actor" and is_active(pod):
+        elif view.is_gang(pod.role) and is_active(pod):
             (going if overstayed else staying).append(pod)
     moves = _delete(view, going)
     again = [*moves.again, *([STOP_SECONDS - since] if staying else []), *([ttl] if ttl is not None else [])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rl_core.plan.failure_rules import SHORTAGE
-from rl_core.plan.slots import colocated_rollouts
+from rl_core.plan.groups import ROLLOUT
 from rljob_operator.reconcile import pod_lists, storage
 from rljob_operator.reconcile.conditions import TYPES, Fact
 from rljob_operator.reconcile.failures import Act, stall_words
@@ -40,8 +40,8 @@ def phase_of(view: JobView, decision: Decision) -> str:
     before = view.record.phase if view.record.epoch == decision.record.epoch else ""
     if decision.record.begun:
         return "Running"
-    bound = sum(1 for pod in view.pods_of("actor") if pod.scheduled and is_active(pod))
-    if bound >= view.desired("actor"):
+    bound = sum(1 for pod in view.pods_of(*view.gangs) if pod.scheduled and is_active(pod))
+    if bound >= view.desired(*view.gangs):
         return "Starting"
     return "Restarting" if before == "Restarting" else "Pending"
 
@@ -186,8 +186,8 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
 
 
 def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
-    gang, report = [pod for pod in view.pods_of("actor") if is_active(pod)], view.report
-    whole = len(gang) >= view.desired("actor")
+    gang, report = [pod for pod in view.pods_of(*view.gangs) if is_active(pod)], view.report
+    whole = len(gang) >= view.desired(*view.gangs)
     if whole and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
         return Fact(status="True", reason="RanksReady")
     _, reason, message = view.record.condition("Ready")
@@ -285,7 +285,7 @@ def rollout_role(view: JobView) -> Mapping[str, object]:
     """Return what the runner tells of the rollouts as a whole; empty when it tells nothing."""
     roles = view.report.raw.get("roles") if view.report is not None else None
     for role in roles if isinstance(roles, list) else []:
-        if isinstance(role, Mapping) and role.get("name") == "rollout":
+        if isinstance(role, Mapping) and role.get("name") == ROLLOUT:
             return role
     return {}
 
@@ -306,27 +306,26 @@ def _refused_change(view: JobView) -> Fact | None:
 
 
 def _degraded(view: JobView, decision: Decision) -> Fact:
-    gang = set(view.wanted("actor"))
-    elastic = [name for name in pod_lists.absent_pods(view) if name not in gang]
-    held = pod_lists.backing_off(view, decision.record, elastic)
+    gang = set(view.wanted(*view.gangs))
+    absent = [name for name in pod_lists.absent_pods(view) if name not in gang]
+    held = pod_lists.backing_off(view, decision.record, absent)
     if held:
         return _backing_off("True", held)
     if phase_of(view, decision) != "Running":
         return Fact(status="False", reason="NotRunning")
-    short = {role: (view.desired(role), pod_lists.ready_pods(view, role)) for role in ("rollout", "env")}
+    short = {group: (view.desired(group), pod_lists.ready_pods(view, group)) for group in view.elastic}
     if all(ready >= desired for desired, ready in short.values()):
         refused = _refused_change(view)
         return refused if refused is not None else Fact(status="False", reason="AllRolesReady")
     text = ", ".join(
-        f"{ready} of {desired} {role} pods are ready" for role, (desired, ready) in short.items() if ready < desired
+        f"{ready} of {desired} {group} pods are ready" for group, (desired, ready) in short.items() if ready < desired
     )
-    needed = view.spec.rollout.min_replicas - colocated_rollouts(view.spec)
-    if short["rollout"][1] < min(needed, short["rollout"][0]):
-        return Fact(
-            status="True",
-            reason="BelowMinimum",
-            message=f"{text}; the run waits for minReplicas {view.spec.rollout.min_replicas}",
-        )
+    for group, (desired, ready) in short.items():
+        minimum = view.groups[group].min_replicas
+        if ready < min(minimum - view.indices(group).start, desired):
+            return Fact(
+                status="True", reason="BelowMinimum", message=f"{text}; the run waits for minReplicas {minimum}"
+            )
     words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
     ended = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)
     status, reason, message = view.record.condition("Degraded")

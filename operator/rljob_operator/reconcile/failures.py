@@ -6,6 +6,7 @@ record keeps its uid until the pod is gone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -70,7 +71,7 @@ def judge(view: JobView) -> Verdict:
     for pod in _newly_ended(view):
         finding, record = _judge_pod(view, pod, record)
         findings.append(finding)
-    findings += _vanished_actors(view)
+    findings += _vanished_gangs(view)
     record = _count_vanished(view, record)
     record, stalled = _judge_stall(view, record)
     findings += stalled + _judge_numbers(view)
@@ -110,12 +111,12 @@ def decisive(pod: PodView) -> ContainerEnd | None:
 def _newly_ended(view: JobView) -> list[PodView]:
     """Return wanted pods that ended or are being deleted by others, and were not judged before."""
     record, found = view.record, []
-    for role in ("actor", "rollout", "env"):
-        mark = record.role(role).restart_time
-        for pod in view.pods_of(role):
+    for group in view.groups:
+        mark = record.role(group).restart_time
+        for pod in view.pods_of(group):
             judged = (e := record.pod_failures.get(pod.name)) is not None and e.uid == pod.uid
-            ours = role != "actor" and (
-                pod.index not in view.indices(role)
+            ours = not view.is_gang(group) and (
+                pod.index not in view.indices(group)
                 or pod.name in record.draining
                 or (mark is not None and pod.created <= mark)
             )
@@ -127,15 +128,15 @@ def _newly_ended(view: JobView) -> list[PodView]:
 def _judge_pod(view: JobView, pod: PodView, record: Record) -> tuple[Finding, Record]:
     end = decisive(pod)
     code = end.exit_code if end is not None else None
-    if pod.role == "actor" and code == 0 and not pod.deleting:
+    if view.is_gang(pod.role) and code == 0 and not pod.deleting:
         return Finding(act=Act.NOTHING, reason="", message=""), record  # its part is done; the runner's end decides
-    ruling = rules.rule_on(_pod_end(pod, end), view.spec.failure_policy.rules)
+    ruling = rules.rule_on(_pod_end(pod, end), view.spec.failure_policy.rules, view.groups)
     text = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
     if ruling.action == "FailJob":
         reason = rules.FATAL_CODES.get(code or 0, "PodFailed") if ruling.rule is None else "FailurePolicyRule"
         return Finding(act=Act.FAIL, reason=reason, message=text), _noted(view, pod, record, ruling)
     reason = _reason(pod, end)
-    if pod.role == "actor":
+    if view.is_gang(pod.role):
         return Finding(act=Act.RESTART_JOB, reason=reason, message=text, counted=ruling.counted), record
     act = {"RestartRole": Act.RESTART_ROLE, "RestartJob": Act.RESTART_JOB}.get(ruling.action, Act.REPLACE_PODS)
     noted = _noted(view, pod, record, ruling)
@@ -191,26 +192,27 @@ def _forgotten(view: JobView, name: str, ends: Ends) -> bool:
     return gone and view.now - last > rules.ENDS_WINDOW + ends.backoff
 
 
-def _vanished_actors(view: JobView) -> list[Finding]:
-    """Actor pods that were there and are gone, unseen: the gang lost a rank."""
-    there, before = view.pods_of("actor"), view.record.role("actor").active
-    if view.epoch != view.record.epoch or len(there) >= min(before, view.desired("actor")):
-        return []
-    present = {pod.name for pod in there}
-    missing = ", ".join(name for name in view.wanted("actor") if name not in present)
-    text = f"actor pods are gone: {missing}"
-    return [Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)]
+def _vanished_gangs(view: JobView) -> Iterator[Finding]:
+    """Yield a finding for each gang that lost pods whose end nobody observed."""
+    for group in view.gangs if view.epoch == view.record.epoch else ():
+        there, before = view.pods_of(group), view.record.role(group).active
+        if len(there) >= min(before, view.desired(group)):
+            continue
+        present = {pod.name for pod in there}
+        missing = ", ".join(name for name in view.wanted(group) if name not in present)
+        text = f"{group} pods are gone: {missing}"
+        yield Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)
 
 
 def _count_vanished(view: JobView, record: Record) -> Record:
     """Raise the attempt of a role whose pods are gone unseen, so that replacements have a higher incarnation."""
-    for role in ("rollout", "env"):
-        known = record.role(role)
-        counted = known.restarts - view.record.role(role).restarts
-        inside = len(view.hosts(role)) - len(view.pods_of(role))
-        lost = min(known.active - inside, view.desired(role)) - len(view.pods_of(role))
+    for group in view.elastic:
+        known = record.role(group)
+        counted = known.restarts - view.record.role(group).restarts
+        inside = len(view.hosts(group)) - len(view.pods_of(group))
+        lost = min(known.active - inside, view.desired(group)) - len(view.pods_of(group))
         if lost > 0 and not counted:
-            record = replace(record, roles={**record.roles, role: replace(known, restarts=known.restarts + 1)})
+            record = replace(record, roles={**record.roles, group: replace(known, restarts=known.restarts + 1)})
     return record
 
 
@@ -223,7 +225,7 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
     acts = record.pod_failures.get(STALL) or Ends()
     acted_at = acts.times[-1] if acts.times else None
     reason = str(report.stall.get("reason") or "")
-    wanted, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times))
+    wanted, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times), groups=view.groups)
     if wanted == "Ignore" or not rules.stall_is_due(silent, at=report.at, acted_at=acted_at):
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 from rl_core.api.defaults import Defaults
 from rl_core.api.job import RLJob, RLJobSpec
-from rl_core.api.roles import RoleSpec
-from rl_core.plan.slots import colocated_rollouts, own_pods
+from rl_core.plan.groups import CONTROL_GROUP, Group, groups_of
+from rl_core.plan.slots import own_pods
 from rljob_operator import naming
 from rljob_operator.model import Object, Observed, OperatorConfig, PodView
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import report as reports
 from rljob_operator.reconcile.record import Record
 from rljob_operator.reconcile.report import Report, whole
-
-ROLES = ("actor", "rollout", "env")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +33,14 @@ class JobView:
     config: OperatorConfig
     pods: Mapping[str, PodView]
     """Our pods, by name."""
-    by_role: Mapping[str, tuple[PodView, ...]]
-    """Our pods by role and index; of the actor those of this epoch only."""
+    groups: Mapping[str, Group]
+    """The groups of the job, by name."""
+    by_group: Mapping[str, tuple[PodView, ...]]
+    """Pods of the job by group and index; for a gang, only those of the current epoch."""
     old_gang: tuple[PodView, ...]
-    """Our actor pods of other epochs, by index."""
+    """Pods of gangs of other epochs, by index."""
     names: Mapping[str, tuple[str, ...]]
-    """Names of the pods that are wanted while the job runs, by role and index."""
+    """Names of the pods that are wanted while the job runs, by group and index."""
     earlier: tuple[str, ...]
     """Names of pods of an earlier job of this name."""
     strangers: tuple[str, ...]
@@ -75,46 +75,64 @@ class JobView:
 
     @property
     def first_actor(self) -> PodView | None:
-        """The pod of the runner, of this epoch."""
-        pod = self.pods.get(naming.pod(self.name, "actor", 0))
+        """The pod of the runner, if it is of the current epoch."""
+        pod = self.pods.get(naming.runner_pod(self.name))
         return pod if pod is not None and pod.epoch == self.epoch else None
 
-    def role(self, role: str) -> RoleSpec:
-        """Return the spec of a role."""
-        return {"actor": self.spec.actor, "rollout": self.spec.rollout, "env": self.spec.env}[role]
+    @property
+    def gangs(self) -> tuple[str, ...]:
+        """Names of the groups whose members restart together."""
+        return tuple(name for name, group in self.groups.items() if not group.elastic)
 
-    def hosts(self, role: str) -> tuple[PodView, ...]:
-        """Return our pods that run processes of `role`, by index; of the actor those of this epoch only."""
-        inside = colocated_rollouts(self.spec) if role == "rollout" else 0
-        return (*self.by_role["actor"][:inside], *self.by_role[role])
+    @property
+    def elastic(self) -> tuple[str, ...]:
+        """Names of the groups whose members are replaced one by one."""
+        return tuple(name for name, group in self.groups.items() if group.elastic)
 
-    def indices(self, role: str) -> range:
-        """Return the indices of the pods of a role that are wanted while the job runs."""
-        return own_pods(self.spec, role)
+    def is_gang(self, group: str) -> bool:
+        """Return whether `group` is a gang of this job."""
+        return group in self.groups and not self.groups[group].elastic
 
-    def desired(self, role: str) -> int:
-        """Return how many pods of a role are wanted while the job runs."""
-        return len(self.names[role])
+    def hosts(self, group: str) -> tuple[PodView, ...]:
+        """Return the pods that run processes of `group`, by index: those of the control group that have some inside, then its own."""
+        inside = self.indices(group).start
+        return (*self.by_group[CONTROL_GROUP][:inside], *self.by_group[group])
 
-    def wanted(self, role: str) -> tuple[str, ...]:
-        """Return the names of the pods of a role that are wanted while the job runs, by index."""
-        return self.names[role]
+    def indices(self, group: str) -> range:
+        """Return the indices of the pods of a group that are wanted while the job runs."""
+        return own_pods(self.spec, group, self.groups)
 
-    def pods_of(self, role: str) -> tuple[PodView, ...]:
-        """Return our pods of a role, by index; of the actor those of this epoch only."""
-        return self.by_role[role]
+    def desired(self, *groups: str) -> int:
+        """Return how many pods of some groups are wanted while the job runs."""
+        return sum(len(self.names[group]) for group in groups)
+
+    def wanted(self, *groups: str) -> tuple[str, ...]:
+        """Return the names of the pods of some groups that are wanted while the job runs, by group and index."""
+        return tuple(name for group in groups for name in self.names[group])
+
+    def pods_of(self, *groups: str) -> tuple[PodView, ...]:
+        """Return the pods of some groups by group and index; for a gang, only those of the current epoch."""
+        return tuple(pod for group in groups for pod in self.by_group[group])
 
 
 def build(
-    job: RLJob, raw: Object, observed: Observed, now: float, *, defaults: Defaults, config: OperatorConfig
+    job: RLJob,
+    raw: Object,
+    observed: Observed,
+    now: float,
+    *,
+    defaults: Defaults,
+    config: OperatorConfig,
+    groups: Mapping[str, Group] | None = None,
 ) -> JobView:
-    """Sort what is there."""
+    """Return the view of a job at time `now`, seconds since 1970. `groups` None: those that the spec describes."""
+    groups = groups_of(job.spec) if groups is None else groups
     uid = job.metadata.uid
     record = records.read(raw.get("status"))
     pods = {pod.name: pod for pod in observed.pods if pod.job_uid == uid}
     epoch = max([record.epoch, *(pod.epoch for pod in pods.values())])
     ordered = sorted(pods.values(), key=lambda pod: (pod.index, pod.name))
-    first = pods.get(naming.pod(job.metadata.name, "actor", 0))
+    first = pods.get(naming.runner_pod(job.metadata.name))
     first = first if first is not None and first.epoch == epoch else None
     report = (reports.from_end(first, epoch=epoch, at=now) if first is not None and has_ended(first) else None) or (
         reports.from_progress(observed.progress, first, epoch=epoch)
@@ -128,9 +146,18 @@ def build(
         now=now,
         config=config,
         pods=pods,
-        by_role={r: tuple(p for p in ordered if p.role == r and (r != "actor" or p.epoch == epoch)) for r in ROLES},
-        old_gang=tuple(p for p in ordered if p.role == "actor" and p.epoch != epoch),
-        names={r: tuple(naming.pod(job.metadata.name, r, i) for i in own_pods(job.spec, r)) for r in ROLES},
+        groups=groups,
+        by_group={
+            name: tuple(pod for pod in ordered if pod.role == name and (group.elastic or pod.epoch == epoch))
+            for name, group in groups.items()
+        },
+        old_gang=tuple(
+            pod for pod in ordered if pod.role in groups and not groups[pod.role].elastic and pod.epoch != epoch
+        ),
+        names={
+            name: tuple(naming.pod(job.metadata.name, name, index) for index in own_pods(job.spec, name, groups))
+            for name in groups
+        },
         earlier=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
         strangers=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
         epoch=epoch,

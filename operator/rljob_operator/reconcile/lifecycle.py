@@ -9,7 +9,6 @@ an operator that dies in between, at any point, finds in the status what it was 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -17,7 +16,7 @@ from typing import Literal
 from rl_core.plan.failure_rules import Ends, after_end
 from rljob_operator.reconcile import deadlines, failures
 from rljob_operator.reconcile.failures import Act, Finding
-from rljob_operator.reconcile.job_view import ROLES, JobView, has_ended, is_active
+from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.record import GANG, Record, RoleRecord, Suspension
 from rljob_operator.reconcile.report import whole
 
@@ -107,12 +106,12 @@ def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
         text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
         return replace(_end(view, record, "Failed", "MaxRestartsExceeded", text), findings=decision.findings)
     record = failures.charged(view, record, restarts=1) if finding.counted else record
-    gang, actor = after_end(record.pod_failures.get(GANG) or Ends(), view.now), record.role("actor")
-    actor = replace(actor, restarts=actor.restarts + 1, failed=actor.failed + _num_failed(view))
+    gang = after_end(record.pod_failures.get(GANG) or Ends(), view.now)
+    roles = {group: _restarted(view, record, group) for group in view.gangs}
     record = replace(
         record,
         total_restarts=record.total_restarts + 1,
-        roles={**record.roles, "actor": actor},
+        roles={**record.roles, **roles},
         pod_failures={**record.pod_failures, GANG: gang},
     )
     how = f"restart {record.restarts} of {limit}" if finding.counted else "restart, not counted"
@@ -126,8 +125,11 @@ def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
     )
 
 
-def _num_failed(view: JobView) -> int:
-    return sum(1 for pod in view.pods_of("actor") if has_ended(pod) and not pod.disrupted)
+def _restarted(view: JobView, record: Record, group: str) -> RoleRecord:
+    """Return the counters of a gang after one more restart."""
+    known = record.role(group)
+    failed = sum(1 for pod in view.pods_of(group) if has_ended(pod) and not pod.disrupted)
+    return replace(known, restarts=known.restarts + 1, failed=known.failed + failed)
 
 
 def _next_epoch(view: JobView, record: Record) -> Record:
@@ -194,14 +196,14 @@ def _resume(view: JobView, suspension: Suspension) -> Decision:
     epoch = max(view.epoch, record.epoch) + 1
     return Decision(
         stage=Stage.RESTART,
-        record=replace(record, epoch=epoch, roles=_all_idle(record.roles.items())),
+        record=replace(record, epoch=epoch, roles=_all_idle(view, record)),
         reason="Resumed",
         message=f"resumed under epoch {epoch}",
     )
 
 
-def _all_idle(roles: Iterable[tuple[str, RoleRecord]]) -> dict[str, RoleRecord]:
-    return {name: replace(role, active=0) for name, role in roles if name in ROLES}
+def _all_idle(view: JobView, record: Record) -> dict[str, RoleRecord]:
+    return {name: replace(role, active=0) for name, role in record.roles.items() if name in view.groups}
 
 
 def _end(view: JobView, record: Record, outcome: Outcome, reason: str, message: str) -> Decision:

@@ -17,6 +17,7 @@ from rl_core.api import defaults as kept_defaults
 from rl_core.api.defaults import Defaults
 from rl_core.api.errors import ConfigError
 from rl_core.api.job import API_VERSION, RLJob
+from rl_core.plan.groups import Group
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests, naming
 from rljob_operator.model import Deletion, Object, OperatorConfig
@@ -90,7 +91,7 @@ def _shortened(text: str) -> str:
 
 
 def missing_objects(
-    job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob
+    job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[Object, ...]:
     """Return the support objects (Service, ConfigMap, policies, claim templates, gang) that `present` lacks or holds otherwise.
 
@@ -98,17 +99,17 @@ def missing_objects(
     """
     held = {(o.get("kind"), _meta(o).get("name")): o for o in present}
     uid = job.metadata.uid
-    if all(_holds(held.get((kind, name)), digest, uid) for kind, name, digest in _digests(job, config, known)):
+    if all(_holds(held.get((kind, name)), digest, uid) for kind, name, digest in _digests(job, config, known, groups)):
         return ()
-    wanted = manifests.support.build(job, defaults=known.defaults, config=config)
+    wanted = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
     return tuple(o for o in wanted if not _holds(held.get((o["kind"], _meta(o)["name"])), _digest(o), uid))
 
 
 def old_templates(
-    job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob
+    job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[Deletion, ...]:
     """Return the deletions of our ResourceClaimTemplates in `present` that the job as it is makes no more."""
-    wanted = {name for kind, name, _ in _digests(job, config, known) if kind == CLAIM_TEMPLATE}
+    wanted = {name for kind, name, _ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
     ours = (o for o in present if o.get("kind") == CLAIM_TEMPLATE and _owned(o, job.metadata.uid))
     return tuple(
         Deletion(kind=CLAIM_TEMPLATE, name=str(_meta(o)["name"]), uid=str(_meta(o)["uid"]))
@@ -117,9 +118,11 @@ def old_templates(
     )
 
 
-def _digests(job: RLJob, config: OperatorConfig, known: ParsedJob) -> tuple[tuple[str, str, str], ...]:
+def _digests(
+    job: RLJob, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
+) -> tuple[tuple[str, str, str], ...]:
     if known.config != config:
-        objects = manifests.support.build(job, defaults=known.defaults, config=config)
+        objects = manifests.support.build(job, defaults=known.defaults, config=config, groups=groups)
         known.digests = tuple((o["kind"], o["metadata"]["name"], _digest(o)) for o in objects)
         known.config = config
     return known.digests

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rl_core.plan.failure_rules import Ends
 from rljob_operator.model import PodView
-from rljob_operator.reconcile.job_view import ROLES, JobView, is_active
+from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.record import GANG, Record
 
 NAMED = 5
@@ -14,24 +14,24 @@ NAMED = 5
 
 
 def wanted_pods(view: JobView) -> list[PodView]:
-    """Return the wanted pods that are there to stay, by role and index; of the actor those of this epoch."""
-    return [pod for role in ROLES for pod in view.pods_of(role) if pod.index in view.indices(role) and is_active(pod)]
+    """Return the wanted pods that are there to stay, by group and index; for a gang, only those of the current epoch."""
+    return [pod for pod in view.pods_of(*view.groups) if pod.index in view.indices(pod.role) and is_active(pod)]
 
 
 def absent_pods(view: JobView) -> list[str]:
     """Return the names of the other wanted pods."""
     present = {pod.name for pod in wanted_pods(view)}
-    return [name for role in ROLES for name in view.wanted(role) if name not in present]
+    return [name for name in view.wanted(*view.groups) if name not in present]
 
 
-def ready_pods(view: JobView, role: str) -> int:
-    """Return how many wanted pods of a role serve."""
-    return sum(1 for pod in wanted_pods(view) if pod.role == role and pod.ready)
+def ready_pods(view: JobView, group: str) -> int:
+    """Return how many wanted pods of a group are ready."""
+    return sum(1 for pod in wanted_pods(view) if pod.role == group and pod.ready)
 
 
 def backing_off(view: JobView, record: Record, absent: Iterable[str]) -> list[str]:
     """Return those of the `absent` pods whose back-off is not over."""
-    gang = set(view.wanted("actor"))
+    gang = set(view.wanted(*view.gangs))
     return [
         name
         for name in absent

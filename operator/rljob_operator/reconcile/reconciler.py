@@ -8,11 +8,12 @@ gives Accepted=False and no moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.api import document
-from rl_core.api.job import MANAGER
+from rl_core.api.job import MANAGER, RLJobSpec
+from rl_core.plan.groups import Group, groups_of
 from rl_core.plan.launch import build_launch_plan
 from rljob_operator import manifests
 from rljob_operator.model import ControlCall, Deletion, Object, Observed, OperatorConfig, Plan
@@ -37,6 +38,8 @@ from rljob_operator.reconcile.parsing import ParsedJob
 from rljob_operator.reconcile.scaling import PodMoves
 from rljob_operator.reconcile.storage import Obstacle
 
+Groups = Callable[[RLJobSpec], Mapping[str, Group]]
+"""Returns the groups of a job by name."""
 OBSTACLE_SECONDS = 15.0
 """Seconds until a job that waits for a name or a claim is looked at again: those are not watched."""
 EARLIER_SECONDS = 2.0
@@ -44,11 +47,17 @@ EARLIER_SECONDS = 2.0
 
 
 def reconcile(
-    job: Object, observed: Observed, now: float, *, config: OperatorConfig, known: ParsedJob | None = None
+    job: Object,
+    observed: Observed,
+    now: float,
+    *,
+    config: OperatorConfig,
+    known: ParsedJob | None = None,
+    groups: Groups = groups_of,
 ) -> Plan:
     """Return what to do now for `job`, the API object; `now` in seconds since 1970.
 
-    `known` makes the next look at the same job quicker (parsing.ParsedJob); None = each look parses anew.
+    `known` caches the parsed spec between calls for the same job (None: the spec is parsed anew). `groups` describes the groups of a job.
     """
     meta, spec = _mapping(job.get("metadata")), _mapping(job.get("spec"))
     if meta.get("deletionTimestamp") is not None or spec.get("managedBy") not in (None, MANAGER):
@@ -57,7 +66,10 @@ def reconcile(
     parsed = parsing.parse(job, observed.defaults, known)
     if isinstance(parsed, str):
         return _refuse(job, parsed, now)
-    return _plan(job_view.build(parsed, job, observed, now, defaults=known.defaults, config=config), known)
+    return _plan(
+        job_view.build(parsed, job, observed, now, defaults=known.defaults, config=config, groups=groups(parsed.spec)),
+        known,
+    )
 
 
 def _plan(view: JobView, known: ParsedJob) -> Plan:
@@ -100,7 +112,7 @@ def _support(view: JobView, decision: Decision, obstacle: Obstacle | None, known
     """Return the Service, ConfigMap and the like to write; they stay while the job exists, so that what runs keeps its name and fence."""
     if decision.stage is not Stage.RUN or obstacle is not None or view.earlier:
         return ()
-    return parsing.missing_objects(view.job, view.observed.objects, config=view.config, known=known)
+    return parsing.missing_objects(view.job, view.observed.objects, config=view.config, known=known, groups=view.groups)
 
 
 def _old_templates(
@@ -110,7 +122,7 @@ def _old_templates(
     unbound = any(not pod.scheduled for pod in view.pods.values())
     if decision.stage is not Stage.RUN or obstacle is not None or view.earlier or unbound:
         return ()
-    return parsing.old_templates(view.job, view.observed.objects, config=view.config, known=known)
+    return parsing.old_templates(view.job, view.observed.objects, config=view.config, known=known, groups=view.groups)
 
 
 def _build(view: JobView, decision: Decision, wanted: tuple[tuple[str, int], ...]) -> tuple[Object, ...]:
@@ -124,10 +136,11 @@ def _build(view: JobView, decision: Decision, wanted: tuple[tuple[str, int], ...
         namespace=meta.namespace or "default",
         uid=meta.uid or "",
         epoch=record.epoch,
-        attempts={role: record.role(role).restarts for role in scaling.ELASTIC},
+        attempts={group: record.role(group).restarts for group in view.elastic},
+        groups=view.groups,
     )
     pods = {(pod.role, pod.index): pod for pod in plan.pods}
-    return tuple(manifests.pods.build(view.job, pods[key], config=view.config) for key in wanted)
+    return tuple(manifests.pods.build(view.job, pods[key], config=view.config, groups=view.groups) for key in wanted)
 
 
 def _control(view: JobView, decision: Decision) -> tuple[ControlCall, ...]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.plan.failure_rules import Ends
+from rl_core.plan.groups import CONTROL_GROUP
 from rljob_operator.model import Object
 from rljob_operator.times import to_seconds, to_text
 
 TERMINAL = frozenset({"Succeeded", "Failed"})
-GANG, STALL = "actor", "stall"
-"""Names in `ends` that are no pods: restarts of the gang, acts on stalls."""
+GANG, STALL = CONTROL_GROUP, "stall"
+"""Keys of `pod_failures` that are not pods: restarts of the gangs, and actions on stalls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

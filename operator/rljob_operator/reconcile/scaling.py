@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rl_core.plan.failure_rules import Ends
+from rl_core.plan.groups import CONTROL_GROUP
 from rljob_operator.model import ControlCall, Deletion, PodView
-from rljob_operator.reconcile.job_view import ROLES, JobView, has_ended, is_active
+from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.record import GANG, Record
 from rljob_operator.reconcile.report import Report
 
@@ -21,7 +22,6 @@ STUCK_SECONDS = 15.0
 """Seconds after its deletion deadline until a pod on a dead node is deleted by force."""
 DRAIN_MARGIN = 10.0
 """Seconds beyond runtime.drainSeconds until a draining pod is deleted anyway."""
-ELASTIC = ("rollout", "env")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class PodMoves:
 
     delete: tuple[Deletion, ...] = ()
     create: tuple[tuple[str, int], ...] = ()
-    """(role, index) of pods to make."""
+    """(group, index) of the pods to create."""
     calls: tuple[ControlCall, ...] = ()
     draining: Mapping[str, float]
     """Pods asked to finish, and since when."""
@@ -74,18 +74,18 @@ def _teardown(view: JobView) -> list[Deletion]:
     """End the gangs of older epochs: a whole one by its runner first, which saves; a broken one at once."""
     old = view.old_gang
     alive = [pod for pod in old if not pod.deleting]
-    first = next((pod for pod in old if pod.index == 0), None)
+    first = next((pod for pod in old if pod.role == CONTROL_GROUP and pod.index == 0), None)
     if first is None or any(has_ended(pod) for pod in old):
         return [removal(pod, grace=None if has_ended(pod) else GANG_GRACE) for pod in alive]
     return [] if first.deleting else [removal(first)]
 
 
 def _used_up(view: JobView, record: Record) -> list[Deletion]:
-    """Delete rollout and env pods that ended, or that a restart of their role replaces."""
+    """Return deletions of the pods of elastic groups that ended, or that a restart of their group replaces."""
     found = []
-    for role in ELASTIC:
-        mark = record.role(role).restart_time
-        for pod in view.pods_of(role):
+    for group in view.elastic:
+        mark = record.role(group).restart_time
+        for pod in view.pods_of(group):
             if not pod.deleting and (has_ended(pod) or (mark is not None and pod.created <= mark)):
                 found.append(removal(pod))
     return found
@@ -94,15 +94,15 @@ def _used_up(view: JobView, record: Record) -> list[Deletion]:
 def _missing(view: JobView, record: Record) -> tuple[list[tuple[str, int]], list[float]]:
     """Return the wanted pods whose names are free and whose back-off is over, and the waits of the others."""
     create, waits = [], []
-    for role in ROLES:
-        for index, name in zip(view.indices(role), view.wanted(role), strict=True):
+    for group in view.groups:
+        for index, name in zip(view.indices(group), view.wanted(group), strict=True):
             if name in view.pods:
                 continue
-            ends = record.pod_failures.get(GANG if role == "actor" else name) or Ends()
+            ends = record.pod_failures.get(GANG if view.is_gang(group) else name) or Ends()
             if view.now < ends.retry_at:
                 waits.append(ends.retry_at - view.now)
             else:
-                create.append((role, index))
+                create.append((group, index))
     return create, waits
 
 
@@ -113,7 +113,7 @@ def _drain(view: JobView, record: Record) -> PodMoves:
     after the pod was asked, does. A pod once asked goes even if it is wanted again: its processes take no more work. Its entry stays
     until its name is free.
     """
-    leaving = [pod for role in ELASTIC for pod in view.pods_of(role) if _leaves(view, record, pod)]
+    leaving = [pod for pod in view.pods_of(*view.elastic) if _leaves(view, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
     report, first = answering(view), view.first_actor
     patience = view.spec.runtime.drain_seconds + DRAIN_MARGIN

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl_core.plan.groups import ACTOR, ENV, ROLLOUT
 from rljob_operator import naming
 from rljob_operator.model import Object
 from rljob_operator.reconcile import condition_facts, conditions, deadlines
 from rljob_operator.reconcile.conditions import Fact
-from rljob_operator.reconcile.job_view import ROLES, JobView, is_active
+from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.record import Record, draining_status, pod_failures_status, suspension_status
 from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, MOST, Report, finite, whole
@@ -60,6 +61,8 @@ METRICS = (
     "time/step",
 )
 """What answers "is it well" in `kubectl describe`; the runner has all the others (`/status`, metrics.jsonl, the trackers)."""
+COLUMNS = {"rollouts": ROLLOUT, "actors": ACTOR, "envs": ENV}
+"""Columns of `kubectl get` that count the ready pods of a group."""
 SHARES = {
     "rollout/busy_share": "busy",
     "rollout/starved_share": "starved",
@@ -263,23 +266,24 @@ def _first_step(view: JobView, step: Any) -> float | None:
 
 
 def _pods(view: JobView, record: Record) -> dict[str, Any]:
-    roles = [_role(view, record, role) for role in ROLES]
+    roles = [_role(view, record, role) for role in view.groups]
+    scaled = next(role for role in roles if role["name"] == ROLLOUT)
     return {
         "roles": roles,
         "rollout": {
-            "replicas": roles[1]["active"],
-            "readyReplicas": roles[1]["ready"],
-            "selector": naming.role_selector(view.name, "rollout"),
+            "replicas": scaled["active"],
+            "readyReplicas": scaled["ready"],
+            "selector": naming.group_selector(view.name, ROLLOUT),
         },
     }
 
 
-def _role(view: JobView, record: Record, role: str) -> dict[str, Any]:
-    known = record.role(role)
-    pods = [p for p in view.hosts(role) if is_active(p) and (p.role != "actor" or p.epoch == record.epoch)]
+def _role(view: JobView, record: Record, group: str) -> dict[str, Any]:
+    known = record.role(group)
+    pods = [p for p in view.hosts(group) if is_active(p) and (not view.is_gang(p.role) or p.epoch == record.epoch)]
     status: dict[str, Any] = {
-        "name": role,
-        "desired": view.indices(role).stop,
+        "name": group,
+        "desired": view.indices(group).stop,
         "ready": sum(1 for pod in pods if pod.ready),
         "active": len(pods),
         "failed": known.failed,
@@ -287,7 +291,7 @@ def _role(view: JobView, record: Record, role: str) -> dict[str, Any]:
     }
     if known.restart_time is not None:
         status["restartTime"] = _time(known.restart_time)
-    return status | (_versions(view) if role == "rollout" else {})
+    return status | (_versions(view) if view.groups[group].pulls_weights else {})
 
 
 def _versions(view: JobView) -> dict[str, int]:
@@ -300,7 +304,7 @@ def _versions(view: JobView) -> dict[str, int]:
 
 def _role_columns(roles: list[dict[str, Any]]) -> dict[str, str]:
     counts = {role["name"]: f"{role['ready']}/{role['desired']}" for role in roles}
-    return {"rollouts": counts["rollout"], "actors": counts["actor"], "envs": counts["env"]}
+    return {column: counts[group] for column, group in COLUMNS.items()}
 
 
 def _time(at: float | None) -> str | None:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from posixpath import normpath
 
 from rl_core.api.roles import RoleSpec
+from rl_core.plan.groups import Group
 from rljob_operator.manifests import containers, gang
 from rljob_operator.manifests.containers import image_of
 from rljob_operator.model import Object
-from rljob_operator.reconcile.job_view import ROLES, JobView
+from rljob_operator.reconcile.job_view import JobView
 
 HOSTNAME = "kubernetes.io/hostname"
 SHARED = {"ReadWriteMany"}
@@ -38,7 +39,7 @@ def obstacle(view: JobView) -> Obstacle | None:
                 f"got {view.config.namespace}; make the job in another"
             ),
         )
-    wanted = {name for role in ROLES for name in view.wanted(role)}
+    wanted = set(view.wanted(*view.groups))
     name_conflicts = {*view.observed.name_conflicts, *(f"Pod/{name}" for name in view.strangers if name in wanted)}
     if name_conflicts:
         names = ", ".join(sorted(name_conflicts))
@@ -46,25 +47,28 @@ def obstacle(view: JobView) -> Obstacle | None:
             reason="NameConflict",
             message=f"{names} must be free or the job's own, got an object of someone else; delete it or rename the job",
         )
-    for role in containers.roles(view.job):
-        if image_of(view.job, role, config=view.config) is None:
+    for group in containers.groups_with_containers(view.job, view.groups):
+        if image_of(group, config=view.config) is None:
             return Obstacle(
                 reason="ImageMissing",
-                message=f"{role}.image must name an image, as the operator has none for the role, got none; set {role}.image",
+                message=f"{group.name}.image must name an image, as the operator has none for the group, got none; set {group.name}.image",
             )
     if words := gang.unavailable(view.job, view.config.gang_api):
         return Obstacle(reason="GangUnavailable", message=words)
     if (away := _source_away(view)) is not None:
         return away
-    for role in ROLES:
-        for name, read_only in _claims(view.role(role)):
+    for group in view.groups.values():
+        for name, read_only in _claims(group.spec):
             found = view.observed.claims.get(name)
             if found is None:
                 return Obstacle(
                     reason="VolumeClaimNotFound",
-                    message=f'PersistentVolumeClaim "{name}" of {role}.volumes must exist in the namespace, got none; create it or correct claimName',
+                    message=(
+                        f'PersistentVolumeClaim "{name}" of {group.name}.volumes must exist in the namespace, got none; '
+                        "create it or correct claimName"
+                    ),
                 )
-            problem = _unshared(view, role, name, found, read_only=read_only)
+            problem = _unshared(view, group, name, found, read_only=read_only)
             if problem is not None:
                 return problem
     return None
@@ -110,26 +114,26 @@ def _claims(spec: RoleSpec) -> Iterator[tuple[str, bool]]:
             yield claim.claim_name, claim.read_only or all(mount.read_only for mount in mounts)
 
 
-def _unshared(view: JobView, role: str, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
+def _unshared(view: JobView, group: Group, name: str, claim: Object, *, read_only: bool) -> Obstacle | None:
     spec = claim.get("spec")
     modes = spec.get("accessModes") if isinstance(spec, Mapping) else None
-    pods = view.indices(role).stop
+    pods = view.indices(group.name).stop
     if pods < 2 or not isinstance(modes, list) or not modes:
         return None
-    held = "ReadWriteOncePod" not in modes and _on_one_node(view.role(role))
+    held = "ReadWriteOncePod" not in modes and _on_one_node(group.spec)
     if held or not set(map(str, modes)).isdisjoint(SHARED_READING if read_only else SHARED):
         return None
     return Obstacle(
         reason="VolumeNotShared",
         message=(
-            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, as {pods} {role} pods mount it, got '
-            f"{', '.join(map(str, modes))}; use one {role} pod, hold them on one node by nodeSelector {HOSTNAME}, or take another claim"
+            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, as {pods} {group.name} pods mount it, got '
+            f"{', '.join(map(str, modes))}; use one {group.name} pod, hold them on one node by nodeSelector {HOSTNAME}, or take another claim"
         ),
     )
 
 
 def _on_one_node(spec: RoleSpec) -> bool:
-    """Return whether a node selector or a required pod affinity keeps all pods of the role on one node."""
+    """Return whether a node selector or a required pod affinity keeps all pods of the group on one node."""
     if HOSTNAME in spec.node_selector:
         return True
     affinity = spec.affinity.pod_affinity if spec.affinity is not None else None

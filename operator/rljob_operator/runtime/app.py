@@ -236,7 +236,7 @@ class Operator:
             job = self.cache.job(key)
             if job is None or phase_of(job) in ("Succeeded", "Failed", "Suspended"):
                 continue
-            first = self.cache.entry(kinds.POD, key, naming.pod(key.name, naming.ACTOR, 0))
+            first = self.cache.entry(kinds.POD, key, naming.runner_pod(key.name))
             if first is not None and is_runner(first.value, job_uid=job["metadata"]["uid"]):
                 yield Target(
                     key=key,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from rl_core.api.defaults import Defaults
+from rl_core.plan.groups import BUILT_IN
 from rljob_operator import kinds
 from rljob_operator.errors import NotFound
 from rljob_operator.model import Object, Observed, OperatorConfig, Plan, Progress
@@ -37,7 +38,6 @@ WRITES_PER_SECOND = 10.0
 """Progress writes of all jobs together, at most."""
 COUNT_SECONDS = 5.0
 
-ROLES = ("actor", "rollout", "env")
 END_PHASES = ("Succeeded", "Failed")
 FRESH_READ_PHASES = (*END_PHASES, "Restarting", "Suspended")
 """Phases that are not entered on the word of the cache alone."""
@@ -233,7 +233,7 @@ def epoch_of(job: Object) -> int:
 
 
 def claim_names(job: Object) -> list[str]:
-    """Return the names of the PersistentVolumeClaims that the roles' volumes mount."""
+    """Return the names of the PersistentVolumeClaims that the volumes of the groups mount."""
     spec = job.get("spec") or {}
-    volumes = [volume for role in ROLES for volume in (spec.get(role) or {}).get("volumes") or []]
+    volumes = [volume for group in BUILT_IN for volume in (spec.get(group) or {}).get("volumes") or []]
     return sorted({claim["claimName"] for volume in volumes if (claim := volume.get("persistentVolumeClaim"))})

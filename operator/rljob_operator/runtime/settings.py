@@ -8,7 +8,7 @@ by hand needs none of them.
 | NAMESPACE | rljob-system | where the Lease and the master key's Secret live |
 | WATCH_NAMESPACES | empty | comma list of namespaces to serve; empty = all |
 | IDENTITY | host name and a random suffix | holder written into the Lease |
-| IMAGE_ACTOR, IMAGE_ROLLOUT, IMAGE_ENV | empty | image of a role where the job names none |
+| IMAGE_ACTOR, IMAGE_ROLLOUT, IMAGE_ENV | empty | image of a group where the job names none |
 | IMAGE_PULL_POLICY | empty | pull policy where the job names none |
 | METRICS_NAMESPACE_LABELS | rljob.dev/metrics=true | label of namespaces whose pods may scrape the jobs, `key=value` comma list |
 | DNS_NAMESPACE_LABELS | kubernetes.io/metadata.name=kube-system | label of the namespace of the cluster's DNS, `key=value` comma list |
@@ -39,10 +39,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from rl_core.plan.groups import BUILT_IN
 from rljob_operator.model import OperatorConfig
 
 PREFIX = "RLJOB_OPERATOR_"
-ROLES = ("actor", "rollout", "env")
 NONE = "none"
 """Stands for an empty list, since an empty variable stands for the default."""
 
@@ -115,7 +115,7 @@ def _config(reader: _Reader) -> OperatorConfig:
     defaults = OperatorConfig()
     return OperatorConfig(
         namespace=reader.text("NAMESPACE", defaults.namespace),
-        images={role: image for role in ROLES if (image := reader.text(f"IMAGE_{role.upper()}", ""))},
+        images={group: image for group in BUILT_IN if (image := reader.text(f"IMAGE_{group.upper()}", ""))},
         image_pull_policy=reader.text("IMAGE_PULL_POLICY", "") or None,
         metrics_namespace_labels=reader.pairs("METRICS_NAMESPACE_LABELS", defaults.metrics_namespace_labels),
         dns_namespace_labels=reader.pairs("DNS_NAMESPACE_LABELS", defaults.dns_namespace_labels),

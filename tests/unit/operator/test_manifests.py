@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rl_core.api.pods import PodSpec
 from rl_core.plan import keys
+from rl_core.plan.groups import groups_of
 from rl_core.plan.launch import PodPlan
 from rljob_operator import manifests, naming
 from rljob_operator.manifests import claims, containers
@@ -407,7 +408,7 @@ def test_images_come_from_the_job_then_the_operator_and_their_lack_is_told():
         role: (c := pod["spec"]["containers"][0])["image"] + " " + c["imagePullPolicy"] for role, pod in pods.items()
     }
     assert chosen == {"actor": "a Always", "rollout": "mine Always"}
-    assert containers.image_of(job, "env", config=config) is None
+    assert containers.image_of(groups_of(job.spec)["env"], config=config) is None
     with pytest.raises(containers.ImageMissing, match=r"env\.image must name an image"):
         make_pods(job, config=config)
 
@@ -445,11 +446,11 @@ def test_the_secret_comes_back_byte_equal_and_is_another_for_another_job():
 
 @pytest.mark.parametrize("role", ROLES)
 def test_the_template_hash_covers_each_setting_of_its_role_but_counts(role):
-    before = {r: manifests.template_hash(make_job(), r, config=CONFIG) for r in ROLES}
+    before = {r: manifests.template_hash(make_job(), groups_of(make_job().spec)[r], config=CONFIG) for r in ROLES}
     for field, spec in PodSpec.model_fields.items():
         alias = spec.alias or field
         job = make_job(**{role: {alias: FULL_POD[alias]} | needed(alias)})
-        after = {r: manifests.template_hash(job, r, config=CONFIG) for r in ROLES}
+        after = {r: manifests.template_hash(job, groups_of(job.spec)[r], config=CONFIG) for r in ROLES}
         assert {r for r in ROLES if after[r] != before[r]} == {role}, alias
 
 
@@ -466,8 +467,8 @@ def test_the_template_hash_covers_each_setting_of_its_role_but_counts(role):
 )
 def test_the_template_hash_leaves_counts_and_live_settings_out(job):
     for role in ROLES:
-        assert manifests.template_hash(job, role, config=CONFIG) == manifests.template_hash(
-            make_job(), role, config=CONFIG
+        assert manifests.template_hash(job, groups_of(job.spec)[role], config=CONFIG) == manifests.template_hash(
+            make_job(), groups_of(make_job().spec)[role], config=CONFIG
         )
 
 
@@ -480,9 +481,9 @@ def test_the_template_hash_knows_the_image_but_neither_epoch_nor_operator_versio
         for name, pod in make_pods(job, config=config, epoch=epoch).items()
         if name == "sums-actor-0"
     }
-    assert hashes == {manifests.template_hash(job, "actor", config=CONFIG)}
+    assert hashes == {manifests.template_hash(job, groups_of(job.spec)["actor"], config=CONFIG)}
     other = OperatorConfig(images={**CONFIG.images, "actor": "newer"})
-    assert manifests.template_hash(job, "actor", config=other) not in hashes
+    assert manifests.template_hash(job, groups_of(job.spec)["actor"], config=other) not in hashes
 
 
 def test_kueue_admits_the_actors_pods_of_an_epoch_as_one_group():
