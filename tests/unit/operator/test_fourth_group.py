@@ -1,17 +1,16 @@
 """A job with a group besides actor, rollout and env: manifests and decisions follow from its description alone."""
 
-from manifest_samples import CONFIG, MASTER, make_job
-from network_policies import Endpoint, allows
-from simulator import CONFIG as IMAGES
-from simulator import START, World
-from simulator import make_job as simulated_job
-
 from rl_core.api.roles import RoleSpec
 from rl_core.plan.groups import ENV, ROLLOUT, Group, Lifecycle, groups_of
 from rl_core.plan.launch import Ports, build_launch_plan
 from rljob_operator import manifests, naming
 from rljob_operator.model import Observed
 from rljob_operator.reconcile import pod_views, reconcile
+from tests.unit.operator.manifest_samples import CONFIG, MASTER, make_job
+from tests.unit.operator.network_policies import Endpoint, allows
+from tests.unit.operator.simulator import CONFIG as IMAGES
+from tests.unit.operator.simulator import START, World
+from tests.unit.operator.simulator import make_job as simulated_job
 
 JUDGE = "judge"
 SPEC = RoleSpec.model_validate(
