@@ -131,7 +131,7 @@ async def test_scaling_by_the_scale_subresource(jobs: Jobs, start, kubelet) -> N
     await scale(3)
     await jobs.wait_pods(*rest, *(f"job-rollout-{index}" for index in range(3)))
     shown = await jobs.api.read(kinds.RLJOB, jobs.namespace, "job/scale")
-    assert shown["status"]["selector"] == naming.role_selector("job", "rollout")
+    assert shown["status"]["selector"] == naming.group_selector("job", "rollout")
 
 
 async def test_a_job_made_anew_at_once_has_its_own_pods(jobs: Jobs, start, kubelet) -> None:
