@@ -1,16 +1,26 @@
-"""What control costs the runner: processor time and bytes, with synthetic members and no sockets.
+"""What control costs the runner: processor time and bytes, with synthetic members and no sockets. Prints JSON.
 
-    python benchmarks/control_cost.py [--rollouts 64 256 512 1000]
+    python benchmarks/control_cost.py [--rollouts 64 256 512 1000] [--sizes 64x512 256x1024 1000x4096] [--steps N]
+
+step: leasing, finishing and acknowledging the groups of one training step by the real dispatcher and ledger, on policy and one version
+ahead; every rollout keeps a poll open as a real one does. `limit_seconds` is the same traffic through plain deques and dicts.
 
 sync: one weight sync over all rollouts. Each rollout reports `updating`, the new version and `serving`, as real ones do; then each member
 sends one more heartbeat. Counted are the heartbeats' processing, and the views that answer them, encoded as they travel.
 """
 
 import argparse
+import json
+import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rl_core.api.algorithm import AlgorithmSpec
+from rl_core.messages.groups import GroupEntry, PromptLease
 from rl_core.messages.members import (
     WIRE_VERSION,
     Heartbeat,
@@ -21,11 +31,17 @@ from rl_core.messages.members import (
     MemberView,
 )
 from rl_core.plan.groups import ACTOR, BUILT_IN, ENV, ROLLOUT
+from rl_core.runner.admission import Bounded, OnPolicy
+from rl_core.runner.dispatcher import Dispatcher
+from rl_core.runner.ledger import PromptLedger
+from rl_core.runner.step_groups import StepGroups
+from rl_core.runner.training_account import TrainingAccount
+from rl_core.runner.workload import Workload
 from rl_core.transports import frames
 from rl_core.workers.hub import visible_groups
 from rl_core.workers.membership import Membership
 
-ACTORS, ENVS = 8, 16
+ACTORS, ENVS, DATA_RANKS = 8, 16, 4
 
 
 @dataclass(slots=True)
@@ -113,17 +129,127 @@ def sync_cost(rollouts: int, *, syncs: int = 3) -> Cost:
     return cost
 
 
-def main(sizes: Sequence[int]) -> None:
-    """Print the costs for each number of rollouts."""
-    for size in sizes:
-        cost = sync_cost(size)
-        print(
-            f"sync: {size} rollouts: {cost.processor_seconds:.3f} s of processor time, {cost.bytes / 1e6:.2f} MB, "
-            f"{cost.messages} heartbeats"
+class Rollout:
+    """A synthetic rollout: it polls for as many groups as it has room for, and finishes them one after another."""
+
+    def __init__(self, number: int, room: int, dispatcher: Dispatcher) -> None:
+        self.name, self.room, self.dispatcher = f"rollout:{number}", room, dispatcher
+        self.held: deque[PromptLease] = deque()
+        self.version = 0
+        self.polls = False
+        self.on_cancel = None
+
+    def reply(self, leases: list[PromptLease]) -> bool:
+        """Receive the answer to the poll, as `rpc.IncomingCall` does."""
+        self.polls = False
+        self.held.extend(leases)
+        return True
+
+    def poll(self) -> None:
+        """Poll for what there is room for, unless a poll is open."""
+        want = self.room - len(self.held)
+        if want > 0 and not self.polls:
+            self.polls = True
+            self.dispatcher.lease_groups(self, self.name, (0, 0), want, 20.0, self.version)
+
+    def finish(self) -> None:
+        """Finish the group that is held longest."""
+        lease = self.held.popleft()
+        entry = GroupEntry(
+            group_id=lease.group_id,
+            token=lease.token,
+            v_min=lease.policy_version,
+            v_max=lease.policy_version,
+            rewards=(0.0, 1.0),
+            tokens=8,
+            informative=True,
         )
+        self.dispatcher.finish(self.name, (0, 0), entry)
+
+
+def step_seconds(rollouts: int, groups: int, steps: int, *, staleness: int) -> dict:
+    """Return the processor time of a step; with `staleness` 0 on policy, else generation runs ahead of training."""
+    spec = AlgorithmSpec(prompts_per_step=groups, group_size=2, max_staleness=staleness)
+    ledger = PromptLedger(range(1_000_000), seed=0, shuffle=False, lease_seconds=120.0, max_attempts=1000)
+    admission = Bounded(staleness, groups) if staleness else OnPolicy()
+    account, workload = TrainingAccount(ledger, spec, admission, data_ranks=DATA_RANKS), Workload()
+    dispatcher = Dispatcher(
+        account,
+        workload,
+        is_live=lambda name, incarnation: True,
+        is_short=lambda: False,
+        move_records=lambda moves: None,
+        fail=lambda error: None,
+    )
+    loop = StepGroups(dispatcher, workload)
+    members = [Rollout(number, -(-groups // rollouts), dispatcher) for number in range(rollouts)]
+    seconds = []
+    for step in range(1, steps + 1):
+        began = time.thread_time()
+        for member in members:
+            member.version = step - 1
+        dispatcher.serves([(member.name, (0, 0)) for member in members], step - 1)
+        loop.open(step, step - 1)
+        while not account.step_complete:
+            for member in members:
+                member.poll()
+                if member.held and not account.step_complete:
+                    member.finish()
+        dispatcher.tick()
+        loop.cancel_rest()
+        loop.close()
+        if len(loop.acknowledge(step)) != groups:
+            raise RuntimeError(f"step {step} must train {groups} groups; this is a bug")
+        seconds.append(time.thread_time() - began)
+    median, limit = statistics.median(seconds[1:]), limit_seconds(rollouts, groups)
+    return {
+        "step_seconds": round(median, 4),
+        "per_group_us": round(1e6 * median / groups, 1),
+        "limit_seconds": round(limit, 4),
+    }
+
+
+def limit_seconds(rollouts: int, groups: int) -> float:
+    """Return the processor time of the same traffic through plain deques and dicts."""
+    pending, held = deque(range(groups)), [deque() for _ in range(rollouts)]
+    owner, trained = {}, {}
+    began = time.thread_time()
+    while pending or any(held):
+        for number, mine in enumerate(held):
+            if pending:
+                group = pending.popleft()
+                owner[group] = number
+                mine.append(group)
+            if mine:
+                group = mine.popleft()
+                if owner[group] == number:
+                    trained[group] = True
+    return time.thread_time() - began
+
+
+def main(rollouts: Sequence[int], sizes: Sequence[str], steps: int) -> None:
+    """Print the costs of each size."""
+    report: dict[str, Any] = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    for size in sizes:
+        members, groups = map(int, size.split("x"))
+        for name, staleness in (("on policy", 0), ("asynchronous", 1)):
+            report[f"step, {size}, {name}"] = step_seconds(members, groups, steps, staleness=staleness)
+    for count in rollouts:
+        cost = sync_cost(count)
+        report[f"sync, {count}"] = {
+            "processor_seconds": round(cost.processor_seconds, 4),
+            "megabytes": round(cost.bytes / 1e6, 2),
+            "heartbeats": cost.messages,
+        }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, nargs="+", default=[64, 256, 512, 1000])
-    main(parser.parse_args().rollouts)
+    parser.add_argument("--rollouts", type=int, nargs="*", default=[64, 256, 512, 1000], help="sizes of a sync")
+    parser.add_argument(
+        "--sizes", nargs="*", default=["64x512", "256x1024", "1000x4096"], help="ROLLOUTSxGROUPS of a step"
+    )
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    main(options.rollouts, options.sizes, options.steps)

@@ -28,15 +28,16 @@ SIZE = "nothing"
 MESSAGES = (
     "lease_groups: its answer brings the prompts",
     "step_rows: rows to the environment, and its answer",
-    "trajectories: the record to the channel, and on to the data rank",
-    "admit: the entries to the runner, and its answer",
+    "trajectories: the record to the channel, and its answer",
+    "finish: the entry to the runner",
+    "move: the key to the channel, and the record on to the data rank",
     "recv_batch: its answer",
     "run_training: the call, and its answer",
     "sync_model_to_rollout: the call, and its answer",
     "weights_offer: the offer, and APPLIED",
     "weights_commit: the commit, and ACK",
 )
-NUM_MESSAGES = 16
+NUM_MESSAGES = 17
 ECHO = """
 import sys, zmq
 socket = zmq.Context().socket(zmq.ROUTER)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rl_core.actors.backend import TrainBackend
-from rl_core.actors.intake import GroupIntake, group_entry, rollout_metrics
+from rl_core.actors.intake import receive_groups, rollout_metrics
 from rl_core.actors.manager import validated
 from rl_core.actors.publishing import open_publisher
 from rl_core.actors.rows import Columns, StepRows
@@ -33,6 +33,8 @@ from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJobSpec
 from rl_core.api.records import PromptGroupRecord
 from rl_core.batching.collate import TrainingBatch
+from rl_core.channel.backend import DEFAULT_KEY
+from rl_core.messages.groups import rank_key
 from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.workers.worker import Worker
 
@@ -79,35 +81,25 @@ class Actor(Worker, ABC):
     async def recv_batch(
         self, input_channel: Any, groups: int | None = None, step: int | None = None, seconds: float | None = None
     ) -> dict[str, float]:
-        """Take admitted groups from the channel until this rank holds `groups` (None: promptsPerStep / data ranks); return `rollout/*`.
+        """Take this rank's records of `step` from the channel and hold them as its groups; return `rollout/*`.
 
-        The runner admits each group before it counts; its EndOfStep of `step` ends the wait early. Not collective; a rank that
-        receives nothing, because another of its replica does, returns at once.
-        `seconds` bounds it (None: deadlines.rollout). Raises DeadlineExceeded naming how many are missing.
+        The runner moves the records of admitted groups to this rank's key and closes the key of a step that it cuts. `step` None: the
+        records are those under the channel's default key. `groups`: records to take, None = promptsPerStep / data ranks. `seconds`
+        bounds the wait, None = deadlines.rollout; DeadlineExceeded says how many are missing. Not collective; a rank that receives
+        nothing, because another of its replica does, returns at once.
         """
         if not self.ranks.receives:
             return {}
-        intake = GroupIntake(
-            input_channel,
-            admit=self._admit,
-            progress=lambda: self.record_progress("groups"),
-            wanted=self.cfg.algorithm.prompts_per_step // self.ranks.data_size if groups is None else groups,
-            step=step,
-            limit=self.cfg.runtime.deadlines.rollout if seconds is None else seconds,
-        )
         with self.waiting("trajectories", "rollout"):
-            records = await intake.receive()
+            records = await receive_groups(
+                input_channel,
+                wanted=self.cfg.algorithm.prompts_per_step // self.ranks.data_size if groups is None else groups,
+                limit=self.cfg.runtime.deadlines.rollout if seconds is None else seconds,
+                key=DEFAULT_KEY if step is None else rank_key(step, self.ranks.data_rank),
+                progress=lambda: self.record_progress("groups"),
+            )
         await asyncio.to_thread(self.load_batch, records)
         return rollout_metrics(records)
-
-    async def _admit(self, records: list[PromptGroupRecord]) -> list[bool | None]:
-        """Return the runner's answers; outside a job nobody refuses."""
-        if self.stand_alone:
-            return [True] * len(records)
-        sampling = self.cfg.algorithm.dynamic_sampling
-        min_std = sampling.min_std if sampling.enabled else None
-        entries = [group_entry(record, min_std=min_std, rank=self.ranks.data_rank) for record in records]
-        return list(await self.hub_call("admit", entries))
 
     def load_batch(self, records: Iterable[PromptGroupRecord]) -> None:
         """Set the groups that this rank trains in the next step; their order does not matter. Not collective."""

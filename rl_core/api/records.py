@@ -101,10 +101,8 @@ class GroupTimes:
     """Rollout: when it received the lease."""
     sent: float = 0.0
     """Rollout: when the record was complete and sent."""
-    arrived: float = 0.0
-    """Data rank: when it received the record."""
-    asked: float = 0.0
-    """Data rank: it asked for admission."""
+    stored: float = 0.0
+    """Rollout: when the channel had accepted the record."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """By generation index: lowest and highest policy version of the sample's tokens."""
 
@@ -124,7 +122,7 @@ class PromptGroupRecord:
     rollout_metrics: dict[str, Any] = field(default_factory=dict)
     group_id: str = ""
     lease_token: str = ""
-    """Token of the ledger's lease; the runner admits the first record of the current one."""
+    """Token of the ledger's lease, under which the record is stored; only the current lease of a group counts."""
     attempt: int = 1
     start_version: int = 0
     """Policy version when generation began."""

@@ -58,4 +58,4 @@ class Backend(Protocol):
         """Return items to the head that no user received. The memory of `loaded` ones goes back with their arrays."""
 
     def control(self, verb: str, *args: Any) -> "concurrent.futures.Future[Any]":
-        """depth(key), full(key), stats(), register(), done(), close(key, error)."""
+        """depth(key), full(key), stats(), move(moves), register(), done(), close(key, error)."""

@@ -11,7 +11,7 @@ RuntimeError on an event-loop thread; their `_async` twins are coroutines. Handl
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_core.api.errors import ConfigError
@@ -206,6 +206,14 @@ class Channel:
         self._backend.confirm([delivery.token for delivery in deliveries])
         return items
 
+    def move(self, moves: Sequence[tuple[Key, Key | None]]) -> "Future[None]":
+        """Append the stored items of each (source key, target key) to the target; delete them where the target is None.
+
+        Returns a future that is done when the server has done so. A source key without items is passed over, so a call that is repeated
+        changes nothing more. In a job only the runner may call it.
+        """
+        return self._backend.control("move", list(moves))
+
     # --- looking and ending ---
 
     def qsize(self, key: Key = DEFAULT_KEY) -> int:
@@ -245,6 +253,10 @@ class Channel:
     def close(self, key: Key | None = None, error: BaseException | None = None) -> None:
         """Refuse later puts; stored items are still delivered, then gets raise `error` or ChannelClosed. Idempotent."""
         self._control("close", key, error)
+
+    def close_key(self, key: Key) -> "Future[None]":
+        """Begin to close one key, as `close` does; the future is done when it is closed."""
+        return self._backend.control("close", key, None)
 
     def _control(self, verb: str, *args: Any) -> Any:
         return wait_sync(lambda: self._backend.control(verb, *args), f"Channel.{verb}")

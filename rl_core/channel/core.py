@@ -8,7 +8,7 @@ that holds nothing is forgotten, so that no verb but `close` and `client_lost` w
 
 import itertools
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -141,6 +141,29 @@ class ChannelCore:
         """Return items to the head that their consumer does not want. Tokens that are out of date mean nothing."""
         keys = [self._return(token) for token in tokens if token in self._out]
         self._pump_freed(now, *keys)
+
+    def move(self, now: float, moves: Iterable[tuple[Key, Key | None]]) -> None:
+        """Append the stored items of each (source, target) to the target key, in their order; delete them where the target is None.
+
+        A source without items is passed over.
+        """
+        for source, target in moves:
+            queue = self._keys.get(source)
+            if queue is None or source == target:
+                continue
+            items, queue.items = queue.items, deque()
+            for item in items:
+                if target is None:
+                    self.bytes -= item.nbytes
+                    self._on_drop(item.payload)
+                else:
+                    item.key = target
+            if target is None:
+                self._pump_freed(now, source)
+            else:
+                self._queue(target).items.extend(items)
+                self._pump(now, source, queue)
+                self._pump(now, target, self._queue(target))
 
     # --- clients and the end ---
 

@@ -150,6 +150,8 @@ class LocalBackend:
             return core.is_full(args[0])
         if verb == "stats":
             return core.stats(now)
+        if verb == "move":
+            return core.move(now, *args)
         if verb == "register":
             number = next(self._numbers)
             core.register_producer(self._client, number)

@@ -46,11 +46,11 @@ _ELASTIC_METHODS = frozenset(
 )
 _ACTOR_METHODS = _ELASTIC_METHODS | {"register", "done"}
 ALLOWED_METHODS = {
-    "runner": _ACTOR_METHODS | {"close", "server_stats"},
+    "runner": _ACTOR_METHODS | {"close", "move", "server_stats"},
     "actor": _ACTOR_METHODS,
     **dict.fromkeys(("rollout", "env"), _ELASTIC_METHODS),
 }
-"""Who comes and goes is no producer that a channel waits for, and the runner alone closes channels."""
+"""Who comes and goes is no producer that a channel waits for, and the runner alone closes channels, moves and deletes stored items."""
 _RECENT = 1_024
 
 
@@ -378,6 +378,10 @@ class ChannelServer:
 
     def _give_back(self, call: IncomingCall, channel: str, tokens: list[str]) -> None:
         self._core(channel).give_back(self._clock(), tokens)
+        call.reply(None)
+
+    def _move(self, call: IncomingCall, channel: str, moves: list[tuple[Key, Key | None]]) -> None:
+        self._core(channel).move(self._clock(), moves)
         call.reply(None)
 
     # --- looking, ending, members ---

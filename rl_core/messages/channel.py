@@ -5,6 +5,7 @@ user -> server   put(channel, key, weight, parts, timeout, nowait)
 user -> server   reserve(channel, key, sizes of the parts, timeout, nowait) -> Room, then hand_over(ticket, weight, parts) or abort(ticket)
 user -> server   take(channel, key, timeout, nowait, target, most, allow_oversize, receipts) -> [[token, parts]]
 user -> server   confirm(receipts), give_back(channel, tokens)         receipts: tokens of received items by channel
+user -> server   move(channel, [(source key, target key | None)])
 user -> server   depth(channel, key), full(channel, key), stats(channel) -> ChannelStats, server_stats() -> ServerStats
 user -> server   register(channel, registration), done(channel, registration), close(channel, key, PackedError | None)
 """

@@ -1,12 +1,12 @@
-"""A prompt group between the runner's ledger, the rollouts and the data ranks.
+"""A prompt group on its way between the runner's ledger, the rollouts and the data ranks.
 
-rollout -> runner   lease_groups(want, seconds, version) -> [PromptLease]     renew(tokens) -> [stale tokens]
-rollout -> runner   give_back(token, reason, message)
-rollout -> actor    PromptGroupRecord on the channel `trajectories`
-rollout -> runner   delivered(token): the record is there; asynchronous runs only, in which it may wait longer than its lease runs
-rollout -> runner   ValidationScores on the channel `validation`
-actor   -> runner   admit([GroupEntry]) -> [bool | None]; None: in a later step, asynchronous runs only
-runner  -> actor    EndOfStep on `trajectories`: no more groups come for a step that was cut
+rollout -> runner    lease_groups(want, seconds, version) -> [PromptLease]     renew(tokens) -> [tokens that are no current leases]
+rollout -> channel   PromptGroupRecord on the channel `trajectories`, under its lease token as key
+rollout -> runner    finish(GroupEntry): the record is stored; the runner decides at once what becomes of the group
+rollout -> runner    give_back(token, reason, message): the group cannot be finished
+runner  -> channel   moves the record of an admitted group to the key of a data rank, discards that of a refused one
+channel -> data rank the records under `rank_key(step, rank)`; the runner closes the key of a step that became smaller than planned
+rollout -> runner    ValidationScores on the channel `validation`
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ from rl_core.messages.registry import record
 
 LeaseMode = Literal["train", "validate"]
 RequeueReason = Literal["worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"]
-"""Why a group goes back: its worker or the machinery failed, time ran out, the sample failed, its version or epoch is of the past."""
+"""Why a group is generated again: its worker or the machinery failed, time ran out, the sample failed, its version or epoch is too old."""
 
 
 @record
@@ -46,10 +46,11 @@ class PromptLease:
 
 @record
 class GroupEntry:
-    """What the runner needs to know of a finished group to admit it to the open step."""
+    """What the runner needs to know of a finished group to decide whether it trains."""
 
     group_id: str
     token: str
+    """Token of its lease, under which the record is stored."""
     v_min: int
     """Lowest policy version of its tokens."""
     v_max: int
@@ -60,8 +61,6 @@ class GroupEntry:
     """Trainable tokens."""
     informative: bool
     """Whether its rewards differ enough to teach (dynamic sampling)."""
-    rank: int
-    """Data rank that holds it."""
     times: GroupTimes | None = None
     """None where nobody noted them."""
 
@@ -80,13 +79,6 @@ class ValidationScores:
 
 
 @record
-class EndOfStep:
-    """No more groups come for training step `step`: it was cut to those that were admitted."""
-
-    step: int
-
-
-@record
 class ProbeAnswer:
     """How a rollout went on with the fixed prompt of the content check."""
 
@@ -96,3 +88,8 @@ class ProbeAnswer:
     """Log-probability of each, at the training temperature."""
     version: int
     """Policy version that generated them; -1 when the rollout serves none."""
+
+
+def rank_key(step: int, rank: int) -> str:
+    """Return the key of the channel `trajectories` under which data rank `rank` finds its records of `step`."""
+    return f"step {step} rank {rank}"

@@ -39,10 +39,10 @@ from rl_core.rollouts.meter import EngineMeter
 from rl_core.rollouts.model_files import max_positions
 from rl_core.rollouts.padded import BatchedDataDict, GenerationInterface
 from rl_core.rollouts.pausing_target import Pause, pausing
-from rl_core.rollouts.recovery import Recovery
+from rl_core.rollouts.recovery import EngineRecovery
 from rl_core.rollouts.residency import EngineResidency
+from rl_core.rollouts.rollout_loop import RolloutLoop
 from rl_core.rollouts.sampling import sample_seed
-from rl_core.rollouts.serving import PromptServer
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
 from rl_core.workers.worker import Worker
@@ -98,8 +98,8 @@ class _Parts:
     environment: RemoteEnvironment
     groups: GroupMaker
     receiver: WeightReceiver
-    server: PromptServer
-    recovery: Recovery
+    loop: RolloutLoop
+    recovery: EngineRecovery
     residency: EngineResidency
 
 
@@ -147,20 +147,21 @@ class RolloutWorkerBase(Worker):
         )
         groups = GroupMaker(spec, Tokenizer.from_files(self.files), engine, environment)
         self.report_metrics(lambda: meter.read() | groups.metrics())
-        server = PromptServer(
+        sampling = spec.algorithm.dynamic_sampling
+        loop = RolloutLoop(
             self._make_group,
             HubLeases(self.hub_call),
             row_limit=self._row_limit,
             group_rows=spec.algorithm.group_size,
             version=lambda: engine.policy_version,
             waiting=self.waiting,
-            records_wait=spec.algorithm.max_staleness > 0 or spec.rollout.oversample > 1,
+            min_std=sampling.min_std if sampling.enabled else None,
         )
         receiver = WeightReceiver(
             spec,
             self.identity,
             self.epoch,
-            pausing(engine.weight_target, self._pause(engine, server)),
+            pausing(engine.weight_target, self._pause(engine, loop)),
             keys=self.keys,
             device=self.device,
             device_uuid=next(iter(self.worker_info.device_uuids), None),
@@ -168,20 +169,20 @@ class RolloutWorkerBase(Worker):
             host=self.worker_info.node_ip,
         )
         receiver.warm_up()
-        recovery = Recovery(receiver, server, starting=self._on_engine_lost)
+        recovery = EngineRecovery(receiver, loop, starting=self._on_engine_lost)
         engine.watch(recovery.lost, recovery.back)
-        residency = EngineResidency(engine.residency, server)
-        self._parts = _Parts(engine, environment, groups, receiver, server, recovery, residency)
+        residency = EngineResidency(engine.residency, loop)
+        self._parts = _Parts(engine, environment, groups, receiver, loop, recovery, residency)
         # These objects live as long as the process, and a garbage collection over them takes longer than a decode step.
         gc.freeze()
 
-    def _pause(self, engine: Engine, server: PromptServer) -> Pause:
+    def _pause(self, engine: Engine, loop: RolloutLoop) -> Pause:
         """Return how the worker pauses before weights change: as `weights.onUpdate` says, groups in flight end or are interrupted."""
         if self.spec.weights.on_update == "wait":
-            return lambda deadline: server.pause(deadline * PAUSE_SHARE)
+            return lambda deadline: loop.pause(deadline * PAUSE_SHARE)
 
         async def interrupt(deadline: float) -> None:
-            server.close()
+            loop.close()
             await engine.pause(keep_cache=self.spec.weights.on_update == "keep_kv")
 
         return interrupt
@@ -196,14 +197,14 @@ class RolloutWorkerBase(Worker):
     async def start_rollout(self, trajectories: Channel, validation: Channel) -> None:
         """Start to lease prompt groups from the runner and to deliver to these channels; returns at once."""
         parts = self._built()
-        parts.server.start(trajectories, validation)
+        parts.loop.start(trajectories, validation)
         # Reported again, because the hub has forgotten the version of a member that lost its connection and came back.
         if parts.receiver.state is ReceiverState.SERVING:
             self._on_weights(parts.receiver.state, *parts.receiver.current())
 
     async def drop_groups(self, tokens: list[str]) -> None:
         """Stop the groups of these leases, which the runner has revoked."""
-        self._built().server.drop(tokens)
+        self._built().loop.drop(tokens)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class RolloutWorkerBase(Worker):
             return  # the engine is not built: nothing is on the device
         await built.residency.move_to(parts, token)
         if built.residency.complete and built.receiver.state is ReceiverState.SERVING:
-            built.server.open()
+            built.loop.open()
 
     async def probe(self, prompt_ids: list[int], max_new_tokens: int) -> ProbeAnswer:
         """Return a continuation of a fixed prompt, for the content check after a weight sync.
@@ -253,22 +254,22 @@ class RolloutWorkerBase(Worker):
     async def on_new_epoch(self, epoch: int) -> None:
         """Drop all work of older epochs; the weights have no version until those of the new publisher are verified."""
         if self._parts is not None:
-            await self._parts.server.stop()
+            await self._parts.loop.stop()
             self._parts.receiver.set_epoch(epoch)
             self._parts.residency.reset_token()
 
     async def drain(self) -> None:
         """Lease no more groups and finish those in flight; groups that do not end in time are returned."""
         if self._parts is not None:
-            await self._parts.server.pause(self.spec.runtime.drain_seconds * PAUSE_SHARE)
-            await self._parts.server.stop()
+            await self._parts.loop.pause(self.spec.runtime.drain_seconds * PAUSE_SHARE)
+            await self._parts.loop.stop()
 
     async def close(self) -> None:
         """Stop serving and release the engine; idempotent."""
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.recovery.close()
-            await parts.server.stop()
+            await parts.loop.stop()
             await parts.receiver.close()
             parts.environment.close()
             await asyncio.to_thread(parts.engine.close)
@@ -283,8 +284,8 @@ class RolloutWorkerBase(Worker):
             "weights": (parts.receiver.state if parts is not None else ReceiverState.UNVERSIONED).value,
             "weights_proof": parts.engine.weights_proof if parts is not None else "",
             "engines_lost": parts.recovery.losses if parts is not None else 0,
-            "groups_in_flight": parts.server.groups_in_flight if parts is not None else 0,
-            "groups_done": parts.server.groups_done if parts is not None else 0,
+            "groups_in_flight": parts.loop.groups_in_flight if parts is not None else 0,
+            "groups_done": parts.loop.groups_done if parts is not None else 0,
         }
 
     # --- inside ----------------------------------------------------------------------------------------------------
@@ -297,9 +298,9 @@ class RolloutWorkerBase(Worker):
         self.set_policy_version(version if version >= 0 else None, digest or None, proof)
         self.set_state(MemberState.SERVING if serving else MemberState.UPDATING)
         if serving and parts.residency.complete:
-            parts.server.open()
+            parts.loop.open()
         else:
-            parts.server.close()
+            parts.loop.close()
 
     def _on_engine_lost(self, losses: int) -> None:
         self.record_metric("rollout/engines_lost_total", losses)

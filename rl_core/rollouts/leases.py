@@ -1,6 +1,6 @@
-"""The runner's ledger as a rollout sees it: the port `LeaseSource`, its way over the hub, and the renewal of what is held.
+"""The leases of a rollout: the calls by which it gets, renews and ends them, and the renewal of those that it holds.
 
-The ledger is the only one that knows who holds which group. A lease that nobody renews ends by itself.
+The runner's ledger alone knows which rollout holds which group. A lease that is not renewed ends by itself.
 """
 
 from __future__ import annotations
@@ -8,73 +8,53 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rl_core.api.errors import RLJobError
-from rl_core.messages.groups import PromptLease, RequeueReason
+from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason
 
 logger = logging.getLogger(__name__)
 ANSWER_MARGIN_S = 10.0
-"""Seconds beyond those that the runner may hold a poll, after which its answer counts as lost."""
+"""Seconds after the end of a poll after which its answer counts as lost."""
 RENEWALS_PER_LEASE = 3
 RETRY_SECONDS = 1.0
 """Pause before a renewal that failed is tried again."""
 
 
-class LeaseSource(Protocol):
-    """Where prompt groups come from and go back to. Implemented by `HubLeases`; all raise RLJobError."""
-
-    async def lease_groups(self, want: int, seconds: float, version: int) -> Sequence[PromptLease]:
-        """Return at most `want` groups for weights of `version`: early with what there is, none after `seconds`."""
-        ...
-
-    async def renew(self, tokens: Sequence[str]) -> Sequence[str]:
-        """Let the leases of `tokens` run anew; return those that are no longer current."""
-        ...
-
-    async def delivered(self, token: str) -> None:
-        """Tell that the record of a lease is with the data ranks; nobody has to renew it any more."""
-        ...
-
-    async def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
-        """Return a lease; a token that is no longer current is ignored."""
-        ...
-
-
 class HubLeases:
-    """The `LeaseSource` of a run: calls of the runner's hub."""
+    """The lease calls of the runner's hub. All of them raise RLJobError when the runner does not answer."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         """`call` is `Worker.hub_call`."""
         self._call = call
 
     async def lease_groups(self, want: int, seconds: float, version: int) -> Sequence[PromptLease]:
-        """Ask for groups; see `LeaseSource`."""
-        found: Sequence[PromptLease] = await self._call(
+        """Return at most `want` groups for weights of `version`, as soon as there are any; none after `seconds`."""
+        leases: Sequence[PromptLease] = await self._call(
             "lease_groups", want, seconds, version, timeout=seconds + ANSWER_MARGIN_S
         )
-        return found
+        return leases
 
     async def renew(self, tokens: Sequence[str]) -> Sequence[str]:
-        """Renew leases; see `LeaseSource`."""
+        """Let the leases of `tokens` run anew; return those that are no longer current."""
         stale: Sequence[str] = await self._call("renew", list(tokens))
         return stale
 
-    async def delivered(self, token: str) -> None:
-        """Tell of a record; see `LeaseSource`."""
-        await self._call("delivered", token)
+    async def finish(self, entry: GroupEntry) -> None:
+        """Report a group whose record is stored; may be repeated. Nobody has to renew its lease any more."""
+        await self._call("finish", entry)
 
     async def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
-        """Return a lease; see `LeaseSource`."""
+        """Return a lease; a token that is no longer current is ignored."""
         await self._call("give_back", token, reason, message)
 
 
 class Renewal:
-    """Keeps the leases that are held alive. Touched on one event loop only."""
+    """Renews the leases that the rollout holds. Used on one event loop only."""
 
-    def __init__(self, source: LeaseSource, lost: Callable[[str], None]) -> None:
-        """`lost(token)` hears that the runner counts a held lease no longer: somebody else may have its group."""
-        self._source = source
+    def __init__(self, leases: HubLeases, lost: Callable[[str], None]) -> None:
+        """`lost(token)` is called when the runner no longer counts a held lease: another rollout may have its group."""
+        self._leases = leases
         self._lost = lost
         self._seconds: dict[str, float] = {}
         """Held tokens and how long each lease runs."""
@@ -89,11 +69,11 @@ class Renewal:
             self._task = asyncio.ensure_future(self._run())
 
     def drop(self, token: str) -> None:
-        """Renew `token` no more."""
+        """Stop renewing `token`."""
         self._seconds.pop(token, None)
 
     def close(self) -> None:
-        """Renew nothing more."""
+        """Stop renewing all leases."""
         self._seconds.clear()
         if self._task is not None:
             self._task.cancel()
@@ -112,7 +92,7 @@ class Renewal:
         if not self._seconds:
             return True
         try:
-            stale = await self._source.renew(list(self._seconds))
+            stale = await self._leases.renew(list(self._seconds))
         except RLJobError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)

@@ -1,6 +1,7 @@
-"""What a rollout worker does when its engine is lost while the worker lives on: nothing is served until weights are proven anew.
+"""Recovery of a rollout worker whose engine is lost while the worker itself lives on.
 
-lost -> weights forgotten, gate closed, groups in flight given back, no receiver of versions -> another engine is up -> pull, verify -> gate open
+engine lost -> forget the weights, close the gate, give back groups in flight, receive no versions
+new engine  -> pull the committed weights, verify them, open the gate
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rl_core.api.errors import RLJobError, exit_code
-from rl_core.rollouts.serving import PromptServer
+from rl_core.rollouts.rollout_loop import RolloutLoop
 from rl_core.weights.receiver import WeightReceiver
 from rl_core.weights.receiver_state import ReceiverState
 
@@ -21,15 +22,15 @@ PAUSE_S = 1.0
 """Seconds before a pull that failed is tried again."""
 
 
-class Recovery:
-    """Watches one engine. Before the worker has joined there is nothing to recover: the runner has the join tried again."""
+class EngineRecovery:
+    """Recovers from losses of one engine. Before the worker has joined it does nothing, because the runner repeats the join."""
 
-    def __init__(self, receiver: WeightReceiver, server: PromptServer, *, starting: Callable[[int], None]) -> None:
-        """`receiver` and `server` are those of the worker; both live on its event loop.
+    def __init__(self, receiver: WeightReceiver, loop: RolloutLoop, *, starting: Callable[[int], None]) -> None:
+        """`receiver` and `loop` are those of the worker; both live on its event loop.
 
-        `starting(losses)` tells the hub that an engine starts: a version that comes meanwhile is not to wait for it.
+        `starting(losses)` reports to the hub that an engine starts, so that no version waits for it meanwhile.
         """
-        self._receiver, self._server, self._starting = receiver, server, starting
+        self._receiver, self._rollout_loop, self._starting = receiver, loop, starting
         self._publisher = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -37,25 +38,25 @@ class Recovery:
         """Engines lost so far."""
 
     def joined(self, publisher: str) -> None:
-        """Take the committed weights from `publisher` from now on. On the worker's event loop."""
+        """Pull the weights for a new engine from `publisher` from now on. Called on the worker's event loop."""
         self._publisher, self._loop = publisher, asyncio.get_running_loop()
 
     def lost(self, reason: str) -> None:
-        """Serve nothing any more. From any thread."""
+        """Stop serving, because the engine is lost. From any thread."""
         self.losses += 1
         self._start(self._forget())
 
     def back(self, error: RLJobError | None) -> None:
-        """Load the weights into the new engine; end the process where there will be none. From any thread."""
+        """Load the weights into the new engine; end the process when `error` says that there will be none. From any thread."""
         if error is not None:
-            # Not an exception: nobody waits here who could take it. The supervisor has the process started again, or the pod replaced.
+            # An exception would reach nobody. The supervisor restarts the process, or the operator replaces the pod.
             logger.error("this process ends, its engine cannot be had: %s", error)
             logging.shutdown()
             os._exit(exit_code(error))
         self._start(self._load())
 
     def close(self) -> None:
-        """Recover nothing any more. On the worker's event loop."""
+        """Stop recovering. Called on the worker's event loop."""
         self._loop = None
         if self._task is not None:
             self._task.cancel()
@@ -72,13 +73,13 @@ class Recovery:
             self._task.cancel()
         self._receiver.forget()
         self._starting(self.losses)
-        await self._server.pause(0)
+        await self._rollout_loop.pause(0)
 
     async def _load(self) -> None:
         self._task = asyncio.ensure_future(self._pull())
 
     async def _pull(self) -> None:
-        # The publisher may offer a version of its own meanwhile, which ends a pull and serves as well.
+        # The publisher may offer a newer version meanwhile. That ends the pull, and the worker serves the newer version.
         while self._receiver.state is not ReceiverState.SERVING:
             try:
                 version, _ = await self._receiver.pull(self._publisher)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import get_args
 
 from rl_core.rollouts.engine import Part, Residency
-from rl_core.rollouts.serving import PromptServer
+from rl_core.rollouts.rollout_loop import RolloutLoop
 
 ALL_PARTS: frozenset[Part] = frozenset(get_args(Part))
 
@@ -15,9 +15,9 @@ ALL_PARTS: frozenset[Part] = frozenset(get_args(Part))
 class EngineResidency:
     """Moves the parts of one engine; at first all are on the device. Used on the worker's event loop."""
 
-    def __init__(self, residency: Residency, server: PromptServer) -> None:
-        """Move parts with `residency`; `server` returns the groups in flight before a part is offloaded."""
-        self._residency, self._server = residency, server
+    def __init__(self, residency: Residency, loop: RolloutLoop) -> None:
+        """Move parts with `residency`; `loop` returns the groups in flight before a part is offloaded."""
+        self._residency, self._loop = residency, loop
         self._token = -1
         """Newest token of the device lease under which parts were moved."""
         self._lock = asyncio.Lock()
@@ -44,7 +44,7 @@ class EngineResidency:
                 return
             self._token = token
             if wanted != ALL_PARTS:
-                await self._server.pause(0.0)
+                await self._loop.pause(0.0)
                 self.parts = wanted
                 await asyncio.to_thread(self._residency.offload, sorted(ALL_PARTS - wanted))
             await asyncio.to_thread(self._residency.onload, sorted(wanted))

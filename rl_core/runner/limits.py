@@ -1,4 +1,4 @@
-"""How long a sequence may get: the job's bound within the model's."""
+"""The longest sequence of a job: its own limit, within those of the model and of a micro-batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from rl_core.plan.model_facts import LENGTH_NAMES
 
 
 def sequence_limit(spec: RLJobSpec, model_config: Mapping[str, Any]) -> int:
-    """Return the longest prompt + completion in tokens. Raises ConfigError when it is unknown or does not fit the model or micro-batch."""
+    """Return the most tokens of a prompt and its completion. Raises ConfigError when neither job nor model gives a limit, or it does not fit."""
     limit = spec.rollout.max_sequence_length
     name = next((name for name in LENGTH_NAMES if model_config.get(name)), LENGTH_NAMES[0])
     model_limit = int(model_config.get(name) or 0)

@@ -1,4 +1,4 @@
-"""The order in which a ledger gives its prompts out: a permutation per pass over the data set, seeded by (seed, data epoch)."""
+"""The order in which a ledger leases its prompts: one permutation per pass over the data set, seeded by (seed, data epoch)."""
 
 import random
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ class Dataset(Protocol):
 
 
 class PromptOrder:
-    """Positions without end, from 0, over a data set of `size` prompts."""
+    """An endless sequence of positions, from 0, over a data set of `size` prompts."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool, prefix: str = "") -> None:
-        """`prefix` begins every group id; without `shuffle` each pass is in the order of the data set."""
+        """`prefix` begins every group id. Without `shuffle` each pass follows the order of the data set."""
         self._size, self._seed, self._shuffle, self._prefix = size, seed, shuffle, prefix
         self._permutation: tuple[int, list[int]] = (-1, [])
 
@@ -38,7 +38,7 @@ class PromptOrder:
         return f"{self._prefix}{position // self._size}-{self.index_at(position)}"
 
     def position(self, group_id: str, *, end: int) -> int | None:
-        """Return the position below `end` of a group id, None for another text. Walks its data epoch."""
+        """Return the position below `end` of a group id, None for any other text. Takes time proportional to the size of the data set."""
         data_epoch, _, _ = group_id.removeprefix(self._prefix).partition("-")
         if not data_epoch.isdecimal():
             return None

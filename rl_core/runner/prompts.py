@@ -7,7 +7,10 @@ from rl_core.channel import Channel
 from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.history import LedgerFile
 from rl_core.runner.ledger import HeldGroup
+from rl_core.runner.record_mover import RecordMover
+from rl_core.runner.step_groups import StepGroups
 from rl_core.runner.validation import Validation
+from rl_core.runner.workload import Workload
 
 MOST_GROUPS = 256
 """Number of groups that `/status` shows, the first ones in the ledger's order."""
@@ -19,6 +22,12 @@ class Prompts:
 
     dispatcher: Dispatcher
     """Leases prompt groups to rollouts and accounts for them."""
+    steps: StepGroups
+    """The same groups as the training loop uses them, step by step."""
+    workload: Workload
+    """Who works and who waits."""
+    mover: RecordMover
+    """Moves records to the data ranks."""
     trajectories: Channel
     """PromptGroupRecords on their way from the rollouts to the data ranks."""
     ledger_file: LedgerFile
@@ -30,8 +39,8 @@ class Prompts:
 
     def status(self) -> dict[str, Any]:
         """Return `ledger` and `workload` of `/status`."""
-        groups = [_group(held) for held in self.dispatcher.held()[:MOST_GROUPS]]
-        return {"ledger": {**self.dispatcher.metrics(), "groups": groups}, "workload": self.dispatcher.workload()}
+        groups = [_group(held) for held in self.steps.held()[:MOST_GROUPS]]
+        return {"ledger": {**self.steps.metrics(), "groups": groups}, "workload": self.workload.snapshot()}
 
 
 def _group(held: HeldGroup) -> dict[str, Any]:

@@ -13,16 +13,17 @@ from rl_core.observability.statistics import aggregate_rollout_metrics
 from rl_core.plan.groups import ACTOR
 from rl_core.plan.slots import device_count
 from rl_core.runner.device_schedule import DeviceSchedule
+from rl_core.runner.dispatcher import serve_leases
 from rl_core.runner.program import Program
 from rl_core.runner.prompts import Prompts
 from rl_core.runner.run import Run
 from rl_core.runner.saving import Saving
 from rl_core.runner.startup import Startup
 from rl_core.runner.status import Phase
+from rl_core.runner.step_state import StepState, reward_metrics
 from rl_core.runner.stopping import Stopped
 from rl_core.runner.sync import WeightSync
-from rl_core.runner.text import build_text_program, serve_groups
-from rl_core.runner.training_account import StepState, reward_metrics
+from rl_core.runner.text import build_text_program
 from rl_core.workers.group import WorkerGroupFuncResult
 
 UNBOUNDED_S = 30 * 86400.0
@@ -48,15 +49,15 @@ class ReasoningRunner(Program):
         super().__init__(run, saving)
         self.actor = run.groups[ACTOR]
         self.startup, self.schedule, self.sync, self.prompts = startup, schedule, sync, prompts
-        self.dispatcher = prompts.dispatcher
-        saving.register("ledger", prompts.dispatcher)
+        self.steps, self.workload = prompts.steps, prompts.workload
+        saving.register("ledger", prompts.steps)
 
     @classmethod
     def build(cls, run: Run) -> Self:
         """Return the program for the prompts, the groups and the placement of the job; the hub serves its calls."""
         program, hub = build_text_program(cls, run), run.cluster.hub
         hub.listen(joined=program.sync.members.joined, lost=program.sync.members.lost)
-        serve_groups(hub, program.dispatcher)
+        serve_leases(hub, program.prompts.dispatcher)
         return program
 
     def start(self) -> None:
@@ -78,16 +79,16 @@ class ReasoningRunner(Program):
         """One step: generate -> admit -> train -> acknowledge -> publish -> validate, log, checkpoint."""
         report = self.report
         report.begin_step()
-        self.dispatcher.begin_usage()
+        self.workload.begin_step()
         with report.measure("step"):
             self.startup.await_rollouts(at=self.handle_requests)
             received = self.generate()
             trained = self.train()
             taken = self.acknowledge()
             self.publish()
-        usage = self.dispatcher.usage()
+        usage = self.workload.of_step().metrics()
         report.timers.seconds["time/reward"] = received.get("rollout/env_seconds_per_sample/mean", 0.0)
-        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.dispatcher.metrics() | usage
+        metrics = reward_metrics(list(taken.admitted.values())) | received | trained | self.steps.metrics() | usage
         self.board.step_took(report.seconds("step"))
         self.check_metrics(metrics)
         spec = self.applied.spec
@@ -111,7 +112,7 @@ class ReasoningRunner(Program):
         per_rank = spec.algorithm.prompts_per_step // spec.actor.data_parallel
         limit = spec.runtime.deadlines.rollout
         seconds = UNBOUNDED_S if self.run.roster.patient else limit
-        waiting = self.dispatcher.trainer_waits()
+        waiting = self.workload.trainer_waits()
         with self.board.during(Phase.GENERATING), self.schedule.generating(), self.report.measure("rollout"), waiting:
             receiving = self.actor.within(seconds).recv_batch(self.prompts.trajectories, per_rank, step, seconds)
             self.open_step()
@@ -125,12 +126,12 @@ class ReasoningRunner(Program):
     def cancel_rest(self) -> None:
         """Have the rollouts drop groups beyond those of the step. A rollout that misses the call drops them when it renews its leases."""
         seconds = self.applied.spec.runtime.deadlines.rpc
-        for name, tokens in self.dispatcher.cancel_rest().items():
+        for name, tokens in self.steps.cancel_rest().items():
             self.run.cluster.submit(name, "drop_groups", (tokens,), {}, timeout=seconds)
 
     def open_step(self) -> None:
         """Lease the prompts of the next step out. Then begin the content check that is due: engines would otherwise answer it first."""
-        self.dispatcher.open(self.progress.step + 1, self.progress.version)
+        self.steps.open(self.progress.step + 1, self.progress.version)
         if self.sync.check is not None:
             self.sync.check.begin()
 
@@ -192,18 +193,18 @@ class ReasoningRunner(Program):
     def acknowledge(self) -> StepState:
         """Write the step's groups to the ledger file as trained; from here on the step is final."""
         with self.board.during(Phase.TRAINING):  # a stop waits until the ledger is written
-            taken = self.dispatcher.close()
+            taken = self.steps.close()
             lines = [
                 {
                     "step": taken.step,
                     "group_id": group.group_id,
-                    "prompt_index": self.dispatcher.prompt(group.prompt_index)["idx"],
+                    "prompt_index": self.steps.prompt(group.prompt_index)["idx"],
                     "attempt": group.attempt,
                     "epoch": self.run.epoch,
                     "policy_version_min": taken.admitted[group.group_id].v_min,
                     "policy_version_max": taken.admitted[group.group_id].v_max,
                 }
-                for group in self.dispatcher.acknowledge(taken.step)
+                for group in self.steps.acknowledge(taken.step)
             ]
             self.prompts.ledger_file.write(lines)
             self.progress.step, self.progress.version = taken.step, taken.version + 1
@@ -262,11 +263,11 @@ class ReasoningRunner(Program):
     # --- what the runner process calls -------------------------------------------------------------------------------
 
     def apply(self, spec: RLJobSpec, before: RLJobSpec) -> None:
-        """Apply another learning rate, number of steps or algorithm to the actors and the dispatcher."""
+        """Apply another learning rate, number of steps or algorithm to the actors and to the groups given out."""
         rate, steps = spec.actor.optimizer.learning_rate, spec.algorithm.steps
         if (rate, steps) != (before.actor.optimizer.learning_rate, before.algorithm.steps):
             self.stops.wait(self.actor.set_schedule(rate, steps), spec.runtime.deadlines.rpc)
-        self.dispatcher.adopt(spec.algorithm)
+        self.steps.adopt(spec.algorithm)
 
     def finish(self, *, resumable: bool) -> None:
         """Save what the run came to, after the content check of the last version."""
@@ -280,7 +281,7 @@ class ReasoningRunner(Program):
 
     def periodic_tasks(self) -> tuple[Callable[[], None], ...]:
         """Return the expiry of leases."""
-        return (self.dispatcher.tick,)
+        return (self.prompts.dispatcher.tick, self.prompts.mover.retry)
 
     def close(self) -> None:
         """Stop the joins and the content check, and close the ledger file."""

@@ -10,8 +10,8 @@ from typing import Any
 from rl_core.observability.trackers import Trackers
 from rl_core.runner.progress import Progress
 from rl_core.runner.status import StatusBoard
+from rl_core.runner.step_state import GroupSpan
 from rl_core.runner.trace import Span, Trace
-from rl_core.runner.training_account import GroupSpan
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from rl_core.api.errors import DeadlineExceeded
 from rl_core.messages.weights import PublishReport, ReceiverAddress
 from rl_core.runner.changes import AppliedSpec
 from rl_core.runner.content_check import ContentCheck
-from rl_core.runner.dispatcher import Dispatcher
 from rl_core.runner.handover import VersionHandover
 from rl_core.runner.members import Members
 from rl_core.runner.roster import Identity, Roster
+from rl_core.runner.workload import Workload
 from rl_core.workers.group import Cluster, WorkerGroup, WorkerGroupFuncResult
 from rl_core.workers.member import Member
 
@@ -34,12 +34,12 @@ class WeightSync:
         members: Members,
         versions: VersionHandover,
         roster: Roster,
-        dispatcher: Dispatcher,
+        workload: Workload,
         check: ContentCheck | None,
     ) -> None:
         """`check`: None for a program without a prompt that both sides can score."""
         self._applied, self._cluster, self._actor = applied, cluster, actor
-        self._versions, self._roster, self._dispatcher = versions, roster, dispatcher
+        self._versions, self._roster, self._workload = versions, roster, workload
         self.members, self.check = members, check
         self.digest = ""
         """Digest of the manifest of the version published last."""
@@ -57,7 +57,7 @@ class WeightSync:
         """
         if self.check is not None:
             self.check.confirm()
-        with self._versions.publishing(version), self._dispatcher.weights_travel():
+        with self._versions.publishing(version), self._workload.weights_travel():
             processes, report = self._send(version)
             acked = [process for process in processes if process[0] in report.acked]
             self._roster.acknowledged(version, acked)

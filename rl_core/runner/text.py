@@ -1,6 +1,7 @@
 """Builds the programs that train on text: prompts, ledger, dispatcher, weight sync, content check, validation.
 
 data, ledger, Admission -> TrainingAccount -> Dispatcher        who holds which group
+                           StepGroups                           the groups of a step, for the loop
 Members -> WeightSync -> ContentCheck                           who serves which version
 Saving, Startup
 """
@@ -8,17 +9,14 @@ Saving, Startup
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rl_core.api.errors import ConfigError
 from rl_core.api.job import RLJob
 from rl_core.api.records import DatumSpec
 from rl_core.channel import Channel
 from rl_core.data.dataset import PromptDataset, load_prompts
 from rl_core.data.tokenizer import Tokenizer
-from rl_core.messages.groups import EndOfStep
 from rl_core.messages.members import Incarnation, MemberState
-from rl_core.messages.rpc import Caller
 from rl_core.plan.groups import ACTOR, ENV, ROLLOUT, TRAJECTORIES, VALIDATION
 from rl_core.runner.admission import Admission, Bounded, OnPolicy
 from rl_core.runner.changes import for_elastic_roles
@@ -31,15 +29,16 @@ from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.limits import sequence_limit
 from rl_core.runner.members import Members
 from rl_core.runner.prompts import Prompts
+from rl_core.runner.record_mover import RecordMover
 from rl_core.runner.run import Run
 from rl_core.runner.saving import Saving
 from rl_core.runner.startup import Startup
+from rl_core.runner.step_groups import StepGroups
 from rl_core.runner.sync import WeightSync
 from rl_core.runner.time_sharing import build_device_schedule
-from rl_core.runner.training_account import TrainingAccount
+from rl_core.runner.training_account import RecordMoves, TrainingAccount
 from rl_core.runner.validation import Validation
-from rl_core.transports.rpc import IncomingCall, current_caller, inline
-from rl_core.workers.hub import Hub
+from rl_core.runner.workload import Workload
 
 P = TypeVar("P")
 logger = logging.getLogger(__name__)
@@ -95,7 +94,8 @@ def assemble(
     `results` brings the scores of validation. `probe_prompt`: token ids for the content check, None = no check.
     """
     spec, actor = run.job.spec, run.groups[ACTOR]
-    dispatcher = build_dispatcher(run, ledger, admission, trajectories)
+    workload, mover = Workload(), RecordMover(trajectories)
+    dispatcher = build_dispatcher(run, ledger, admission, workload=workload, move_records=mover.add)
     schedule = build_device_schedule(spec, cluster=run.cluster, actor=actor)
     versions = VersionHandover(dispatcher.serves)
     strategies = build_strategies(
@@ -121,7 +121,7 @@ def assemble(
         members=members,
         versions=versions,
         roster=run.roster,
-        dispatcher=dispatcher,
+        workload=workload,
         check=check,
     )
     saving = Saving.of(run, schedule=schedule, group=actor, weights_digest=lambda: sync.digest)
@@ -137,18 +137,28 @@ def assemble(
     )
     prompts = Prompts(
         dispatcher=dispatcher,
+        steps=StepGroups(dispatcher, workload),
+        workload=workload,
+        mover=mover,
         trajectories=trajectories,
         ledger_file=LedgerFile(run.output / "ledger.jsonl", attempt=saving.with_retries),
         validation=None
         if validation is None
-        else Validation(spec, validation, desk=dispatcher, results=results, attempts=ATTEMPTS),
+        else Validation(spec, validation, dispatcher=dispatcher, results=results, attempts=ATTEMPTS),
         dropped_overlong=dropped_overlong,
     )
     return program(run, saving, startup=startup, schedule=schedule, sync=sync, prompts=prompts)
 
 
-def build_dispatcher(run: Run, ledger: PromptLedger, admission: Admission, trajectories: Channel) -> Dispatcher:
-    """Return the dispatcher of the prompts of `ledger`; finished groups travel on `trajectories`."""
+def build_dispatcher(
+    run: Run,
+    ledger: PromptLedger,
+    admission: Admission,
+    *,
+    workload: Workload,
+    move_records: Callable[[RecordMoves], None],
+) -> Dispatcher:
+    """Return the dispatcher of the prompts of `ledger`; `move_records` changes the keys of records on the channel."""
     spec, hub = run.job.spec, run.cluster.hub
 
     def is_live(name: str, incarnation: Incarnation) -> bool:
@@ -160,18 +170,14 @@ def build_dispatcher(run: Run, ledger: PromptLedger, admission: Admission, traje
             and member.state not in (MemberState.DRAINING, MemberState.SUSPECT)  # who is silent gets no new work
         )
 
-    def end_step(step: int) -> None:
-        for _ in range(spec.actor.data_parallel):
-            trajectories.put(EndOfStep(step=step))
-
-    account = TrainingAccount(
-        ledger,
-        spec.algorithm,
-        admission,
-        data_ranks=spec.actor.data_parallel,
-        lease_seconds=spec.runtime.lease_seconds,
+    return Dispatcher(
+        TrainingAccount(ledger, spec.algorithm, admission, data_ranks=spec.actor.data_parallel),
+        workload,
+        is_live=is_live,
+        is_short=run.roster.short,
+        move_records=move_records,
+        fail=run.stops.fail,
     )
-    return Dispatcher(account, is_live=is_live, is_short=run.roster.short, end_step=end_step, fail=run.stops.fail)
 
 
 def launch_groups(run: Run, *, max_seq_len: int) -> None:
@@ -181,36 +187,6 @@ def launch_groups(run: Run, *, max_seq_len: int) -> None:
     run.launch(ACTOR, spec)
     run.launch(ROLLOUT, stable, {"max_seq_len": max_seq_len})
     run.launch(ENV, stable.env)
-
-
-def serve_groups(hub: Hub, dispatcher: Dispatcher) -> None:
-    """Serve the dispatcher on the hub: to rollouts lease, renew, delivered and give back; to data ranks admission."""
-
-    def lease_groups(call: IncomingCall, want: int, seconds: float, version: int) -> None:
-        dispatcher.lease_groups(call, *_process(call.caller), want, seconds, version)
-
-    async def renew(tokens: list[str]) -> list[str]:
-        return dispatcher.renew(*_process(current_caller()), tokens)
-
-    def deliver(call: IncomingCall, token: str) -> None:
-        dispatcher.delivered(token)
-        call.reply(None)
-
-    calls: dict[str, Callable[..., Any]] = {
-        "lease_groups": inline(lease_groups),
-        "renew": renew,
-        "delivered": inline(deliver),
-        "give_back": dispatcher.give_back,
-    }
-    hub.add_handlers(calls, role=ROLLOUT)
-    hub.add_handlers({"admit": dispatcher.admit}, role=ACTOR)
-
-
-def _process(caller: Caller | None) -> tuple[str, Incarnation]:
-    """Return the member name and incarnation of a caller. Raises ConfigError for an anonymous one, which can hold no lease."""
-    if caller is None:
-        raise ConfigError("only a member of the job can hold leases, got an anonymous caller; connect with an identity")
-    return caller.name, caller.incarnation
 
 
 def load_data(job: RLJob, tokenizer: Tokenizer, limit: int) -> tuple[PromptDataset, PromptDataset | None]:

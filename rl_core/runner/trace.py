@@ -5,8 +5,7 @@
     actor           |              0-7: put, admit, hold, score, train       |   one group per slot, an arrow from its rollout
 
 Every time is the runner's monotonic clock; no other host's clock is compared with it. A rollout's times count from the moment in which
-its lease came, which is put where the runner gave it out; a data rank's count back from the moment in which the runner decided. So a
-rollout's spans lie early, and a rank's late, by the time of one message.
+its lease came, which is put where the runner gave it out. So a rollout's spans lie early by the time of one message.
 """
 
 import concurrent.futures
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_core.observability.traces import Events, Rows, TraceFolder
-from rl_core.runner.training_account import GroupSpan
+from rl_core.runner.step_state import GroupSpan
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 4
@@ -102,8 +101,8 @@ class Trace:
         given = times.given + zero
         shift = given - times.began
         sent = max(times.sent + shift, given)
-        decided = max(group.decided + zero, sent)
-        arrived = min(max(decided - (times.asked - times.arrived), sent), decided)
+        stored = max(times.stored + shift, sent)
+        decided = max(group.decided + zero, stored)
         first: tuple[int, int] | None = None
         for index, sample in enumerate(times.samples):
             versions = times.versions[index] if index < len(times.versions) else ()
@@ -118,7 +117,7 @@ class Trace:
                 events.span(row, name, at, ended)
                 at = ended
             events.span(row, "siblings", at, sent)
-        parts = [("put", sent, arrived), ("admit", arrived, decided)]
+        parts = [("put", sent, stored), ("admit", stored, decided)]
         if group.trains and trained:
             begins = min(part.began for part in trained.values()) + zero
             parts.append(("hold", decided, begins))

@@ -1,123 +1,73 @@
-"""What one training step asks of the ledger, what it has taken, and what a dropped group means for it.
+"""The account of the training steps: what the open step leases, what becomes of each finished group, what a dropped group means.
 
-Its only caller is the dispatcher, which serialises calls. Nothing here blocks or talks to another process: what others must hear
-(a failure of the run, the end of a step that was cut) waits until the dispatcher takes it.
+A finished group is decided once, when its rollout reports it: admitted to the open step, deferred, or refused. A deferred group is
+looked at again when a step opens or an older group ends.
+
+The dispatcher is the only caller and serialises the calls. Nothing here blocks or calls another process: record moves and a failure of
+the run are kept until the dispatcher takes them.
 """
 
+import heapq
+import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from rl_core.api.algorithm import AlgorithmSpec
 from rl_core.api.errors import DataError, InfrastructureError, RLJobError, SamplingExhausted
-from rl_core.api.records import GroupTimes
-from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason
-from rl_core.runner.admission import Admission, Standing
-from rl_core.runner.ledger import Drop, GroupState, PromptLedger
+from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, rank_key
+from rl_core.runner.admission import Admission, StepCapacity, Verdict
+from rl_core.runner.group_table import Group, GroupState
+from rl_core.runner.ledger import Drop, PromptLedger, group_of
+from rl_core.runner.step_state import GroupSpan, StepState, TrainedGroup
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupSpan:
-    """A group that a step decided about, for the trace."""
-
-    group_id: str
-    rank: int
-    """Data rank that asked."""
-    trains: bool
-    decided: float
-    """Runner's clock: when it was admitted or refused."""
-    times: GroupTimes
-
-
 @dataclass(slots=True)
-class StepState:
-    """What one step has asked for and taken."""
+class RecordMoves:
+    """What is to happen to records on the channel, in this order."""
 
-    step: int
-    version: int
-    target: int
-    """Groups to train; falls when onDrop is shrink."""
-    issued: int = 0
-    dropped: int = 0
-    """Dropped groups that the step does without."""
-    admitted: dict[str, GroupEntry] = field(default_factory=dict)
-    """Entries of the admitted groups by group id."""
-    filtered: int = 0
-    surplus: int = 0
-    """Finished groups that came when the step had all it wanted."""
-    stale: int = 0
-    cancelled: int = 0
-    """Groups that were out when the step had its own; their prompts are the first of the next step."""
-    put_off: GroupEntry | None = None
-    """The group that waits for older ones that still run, while one does."""
-    put_off_at: float | None = None
-    """When the trainer began to wait for them, as `tick` saw it."""
-    ended: bool = False
-    """Whether the data ranks were told that no more groups come."""
-    spans: list[GroupSpan] = field(default_factory=list)
-    """Groups that were admitted or refused, in that order."""
+    moves: list[tuple[str, str | None]] = field(default_factory=list)
+    """(lease token, key of a data rank) for admitted groups, (lease token, None) for records that nobody will train."""
+    closed: list[str] = field(default_factory=list)
+    """Keys of data ranks that receive no more groups, because their step is smaller than planned."""
 
-    @property
-    def complete(self) -> bool:
-        """Return whether the step holds its groups."""
-        return len(self.admitted) >= self.target
-
-    def sampling_metrics(self, prompts_per_step: int) -> dict[str, float]:
-        """Return the metrics of dynamic sampling: generation batches asked for, and what became of their groups."""
-        rewards = reward_metrics(list(self.admitted.values()))
-        found = {"batches": self.issued / prompts_per_step, "kept_groups": len(self.admitted)}
-        found |= {"dropped_groups": self.filtered, "surplus_groups": self.surplus}
-        metrics = {f"dynamic_sampling/{name}": float(value) for name, value in found.items()}
-        return metrics | ({"filtered_reward": rewards["reward/mean"]} if rewards else {})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedGroup:
-    """One group of a step that is acknowledged."""
-
-    group_id: str
-    prompt_index: int
-    """Index in the data set."""
-    attempt: int
+    def __bool__(self) -> bool:
+        return bool(self.moves or self.closed)
 
 
 class TrainingAccount:
     """The ledger of training prompts and the step that is open over it."""
 
     def __init__(
-        self,
-        ledger: PromptLedger,
-        algorithm: AlgorithmSpec,
-        admission: Admission,
-        *,
-        data_ranks: int,
-        lease_seconds: float,
+        self, ledger: PromptLedger, algorithm: AlgorithmSpec, admission: Admission, *, data_ranks: int
     ) -> None:
         """`data_ranks`: a step that shrinks is cut to a multiple of it."""
         self.ledger = ledger
-        self._algorithm, self._admission = algorithm, admission
-        self._data_ranks, self._lease_seconds = data_ranks, lease_seconds
+        self._algorithm, self._admission, self._data_ranks = algorithm, admission, data_ranks
         self._step: StepState | None = None
+        self._deferred: list[tuple[int, int, int, GroupEntry]] = []
+        """Heap of the finished groups that wait: (lowest version of the tokens, position, a running number, entry). A group that is taken
+        back meanwhile stays in it until it comes to the front."""
+        self._numbers = itertools.count()
+        self._moves = RecordMoves()
         self.failure: RLJobError | None = None
         """What ends the run; nothing is given out any more."""
-        self._ended_step: int | None = None
 
     # --- the step, for the loop ------------------------------------------------------------------------------------
 
     def open(self, step: int, version: int) -> None:
-        """Begin `step` at policy `version`: its groups may be given out from here on."""
-        self._step = StepState(step=step, version=version, target=self._algorithm.prompts_per_step)
+        """Begin `step` at policy `version`: its groups may be leased from here on."""
+        self._step = StepState(
+            step=step, version=version, target=self._algorithm.prompts_per_step, rank_sizes=[0] * self._data_ranks
+        )
 
     def adopt(self, algorithm: AlgorithmSpec) -> None:
-        """Go by the admission of another spec of the running job."""
+        """Apply the admission of another spec of the running job."""
         self._admission.adopt(algorithm)
 
     def close(self) -> StepState:
-        """End the step: nothing more is admitted to it. Returns what was."""
+        """End the step and return it: nothing more is admitted to it."""
         if self._step is None:
             raise RuntimeError("no step is open; this is a bug of the runner")
         state, self._step = self._step, None
@@ -125,50 +75,55 @@ class TrainingAccount:
 
     def acknowledge(self, step: int) -> list[TrainedGroup]:
         """Mark the groups of `step` as trained; return them in ledger order."""
-        facts = {group_id: self.ledger.describe(group_id) for group_id in self.ledger.outstanding()}
         return [
-            TrainedGroup(group_id=group_id, prompt_index=facts[group_id][0], attempt=facts[group_id][1])
-            for group_id in self.ledger.acknowledge(step)
+            TrainedGroup(group_id=group.group_id, prompt_index=group.index, attempt=group.leases)
+            for group in self.ledger.acknowledge(step)
         ]
 
-    def take_ended_step(self) -> int | None:
-        """Return the step of which the data ranks must hear that no more groups come, once."""
-        ended, self._ended_step = self._ended_step, None
-        return ended
+    def cancel_rest(self) -> list[tuple[str, str]]:
+        """Take back the groups that are still out of a step that has all its groups, as if they had not been given out.
 
-    # --- giving out ------------------------------------------------------------------------------------------------
+        Returns (owner, token) of those that are being generated. Does nothing where groups run ahead for later steps.
+        """
+        state = self._step
+        if state is None or not state.complete or self._admission.runs_ahead:
+            return []
+        running = []
+        for group in self.ledger.groups_out():
+            if group.state is GroupState.LEASED:
+                running.append((group.owner, group.token))
+            else:
+                state.surplus += 1
+            self._moves.moves.append((group.token, None))
+            self.ledger.undo(group.token)
+            state.cancelled += 1
+        return running
+
+    def take_moves(self) -> RecordMoves:
+        """Return what is to happen to records since the last call."""
+        moves, self._moves = self._moves, RecordMoves()
+        return moves
+
+    # --- leases ----------------------------------------------------------------------------------------------------
 
     def lease(self, want: int, owner: str, *, served: int, now: float = 0.0) -> list[PromptLease]:
         """Return up to `want` groups for the rollout `owner`, which serves version `served`; `now` is the runner's clock, for the trace."""
         state = self._step
-        if state is None or self.failure is not None:
+        count = min(want, self.room(served))
+        if state is None or count < 1:
             return []
-        room = self._admission.room(self._standing(state), served=served)
-        leases = self.ledger.lease(max(min(want, room), 0), owner, policy_version=served)
+        leases = self.ledger.lease(count, owner, policy_version=served)
         state.issued += len(leases)
-        return [
-            PromptLease(
-                mode="train",
-                group_id=lease.group_id,
-                token=lease.token,
-                sample=lease.sample,
-                num_generations=self._algorithm.group_size,
-                attempt=lease.seed_attempt,
-                policy_version=lease.policy_version,
-                temperature=None,
-                lease_seconds=self._lease_seconds,
-                given=now,
-                order=lease.order,
-            )
-            for lease in leases
-        ]
+        size = self._algorithm.group_size
+        return [lease.message("train", num_generations=size, given=now) for lease in leases]
 
-    def backlog(self) -> int:
-        """Return how many more groups a rollout that serves the step's version could be given."""
+    def room(self, served: int | None = None) -> int:
+        """Return how many more groups a rollout could be given that serves version `served` (None: that of the open step)."""
         state = self._step
         if state is None or self.failure is not None:
             return 0
-        return max(self._admission.room(self._standing(state), served=state.version), 0)
+        room = self._admission.room(self._capacity(state), served=state.version if served is None else served)
+        return max(room, 0)
 
     def undo(self, lease: PromptLease) -> None:
         """Take back a lease that did not reach its owner."""
@@ -176,116 +131,158 @@ class TrainingAccount:
         if self._step is not None:
             self._step.issued -= 1
 
-    def _standing(self, state: StepState) -> Standing:
-        admitted, out = len(state.admitted), self.ledger.out()
-        return Standing(version=state.version, target=state.target, admitted=admitted, out=out)
+    def _capacity(self, state: StepState) -> StepCapacity:
+        return StepCapacity(
+            version=state.version, target=state.target, admitted=len(state.admitted), out=self.ledger.out()
+        )
 
-    # --- taking in -------------------------------------------------------------------------------------------------
+    # --- finished groups -------------------------------------------------------------------------------------------
 
-    def admit(self, entry: GroupEntry, *, now: float = 0.0) -> bool | None:
-        """Return whether a finished group trains in the open step; None = in a later one, as long as it is kept.
+    def finish(self, entry: GroupEntry, owner: str, *, now: float = 0.0) -> Verdict:
+        """Decide about a group that `owner` has finished and whose record is stored under its lease token.
 
-        Refused: an old token, a version the policy does not let train, surplus, a group without differing rewards under dynamic sampling.
-        `now` is the runner's clock, for the trace.
+        Refuses a token that is not a current lease of `owner`, versions that the admission policy does not let train, and groups without
+        differing rewards under dynamic sampling. A call that is repeated for the same token changes nothing. `now` is the runner's clock.
         """
-        state, trains = self._step, self._admit(entry)
-        if state is not None and trains is not None and entry.times is not None:
-            span = GroupSpan(group_id=entry.group_id, rank=entry.rank, trains=trains, decided=now, times=entry.times)
-            state.spans.append(span)
-        return trains
+        group = self.ledger.current(entry.token)
+        if group is not None and group.owner == owner and group.state is not GroupState.LEASED:
+            return Verdict.ADMIT if group.state is GroupState.CONSUMED else Verdict.DEFER
+        if group is None or group.owner != owner:
+            if self._step is not None and self._step.complete:
+                self._step.surplus += 1
+            self.ledger.counts["late"] += 1
+            self._moves.moves.append((entry.token, None))
+            return Verdict.REFUSE
+        self.ledger.finish(entry.token, version=entry.v_min)
+        verdict = self._decide(group, entry, now)
+        if verdict is Verdict.DEFER:
+            heapq.heappush(self._deferred, (entry.v_min, group.position, next(self._numbers), entry))
+        return verdict
 
-    def _admit(self, entry: GroupEntry) -> bool | None:
+    def _decide(self, group: Group, entry: GroupEntry, now: float) -> Verdict:
+        """Decide about a generated group, and carry the decision out unless it is deferred."""
         state = self._step
-        if self._admission.waits and not self.ledger.awaits(entry.token):
-            return self.ledger.complete(entry.token, entry)  # refused and counted, in whichever step it comes
         if state is None or state.complete:
-            return None if self._admission.waits else self._surplus(entry)
-        trains = self._admission.may_train(entry, self._standing_without(entry, state))
-        if trains is None:
-            state.put_off = entry
-            return None
-        if not trains:
+            return Verdict.DEFER
+        num_ahead = self.ledger.num_ahead(group)
+        verdict = self._admission.decide(entry, self._capacity(state), num_ahead=num_ahead)
+        if verdict is Verdict.DEFER:
+            return verdict
+        rank = None
+        if verdict is Verdict.REFUSE:
             state.stale += 1
             versions = f"versions {entry.v_min}..{entry.v_max}, the step trains {state.version}"
             logger.warning("group %s: %s", entry.group_id, versions)
-            self.give_back(entry.token, "stale", versions)
-            return False
-        if not self.ledger.complete(entry.token, entry):
-            return False
-        if self._algorithm.dynamic_sampling.enabled and not entry.informative:
+            self._requeue(group, "stale", versions)
+        elif self._algorithm.dynamic_sampling.enabled and not entry.informative:
             state.filtered += 1
             self.ledger.discard([entry.group_id], "filtered")
-            return False
-        self.ledger.consume([entry.group_id], state.step)
-        state.admitted[entry.group_id] = entry
-        state.put_off = state.put_off_at = None
-        return True
+            self._moves.moves.append((entry.token, None))
+            verdict = Verdict.REFUSE
+        else:
+            rank = state.assign(group.position)
+            self.ledger.consume([entry.group_id], state.step)
+            state.admitted[entry.group_id] = entry
+            state.waiting_since = None
+            self._moves.moves.append((entry.token, rank_key(state.step, rank)))
+        if entry.times is not None:
+            trains = verdict is Verdict.ADMIT
+            span = GroupSpan(group_id=entry.group_id, rank=rank, trains=trains, decided=now, times=entry.times)
+            state.spans.append(span)
+        return verdict
 
-    def _standing_without(self, entry: GroupEntry, state: StepState) -> Standing:
-        standing = self._standing(state)
-        if not self._admission.waits:
-            return standing
-        version = self.ledger.version(entry.group_id)
-        left = {**standing.out, version: standing.out[version] - 1}
-        return replace(standing, out=left, ahead=self.ledger.ahead(entry.group_id))
+    def _front(self) -> tuple[Group, GroupEntry] | None:
+        """Return the deferred group that is decided first; None when no group is deferred."""
+        while self._deferred:
+            entry = self._deferred[0][-1]
+            group = self.ledger.current(entry.token)
+            if group is not None and group.state is GroupState.GENERATED:
+                return group, entry
+            heapq.heappop(self._deferred)  # given back or cancelled meanwhile
+        return None
 
-    def _surplus(self, entry: GroupEntry) -> bool:
-        """Refuse a group that came when the step had all it wanted; of a step that was cut it is for a later one."""
-        if self._step is not None:
-            self._step.surplus += 1
-        if self.ledger.outstanding().get(entry.group_id) is GroupState.LEASED:
-            self.give_back(entry.token, "stale", "the step has its groups")
-        return False
+    def _decide_deferred(self, now: float) -> None:
+        """Decide about deferred groups as far as the open step allows. While the first of them waits, so do all others."""
+        while (front := self._front()) is not None:
+            if self._decide(*front, now) is Verdict.DEFER:
+                return
+            heapq.heappop(self._deferred)
 
-    def cancel_rest(self) -> list[tuple[str, str]]:
-        """Take back what is still out of a step that has its groups, as if it had not been given out: (owner, token) of what is generated.
+    # --- groups that are generated again ---------------------------------------------------------------------------
 
-        Nothing where groups run ahead for later steps.
+    def give_back(self, token: str, owner: str, reason: RequeueReason, message: str, *, counted: bool = True) -> None:
+        """Take back a group that `owner` cannot finish: pending again, or dropped when its attempts are used up.
+
+        `counted` False uses up none. Does nothing for a group that is finished or that somebody else holds.
         """
-        state = self._step
-        if state is None or not state.complete or self._admission.runs_ahead:
-            return []
-        left_over = self.ledger.left_over()
-        for _, token in left_over:
-            self.ledger.undo(token)
-        state.cancelled += len(left_over)
-        return [(owner, token) for owner, token in left_over if owner]
-
-    def give_back(self, token: str, reason: RequeueReason, message: str) -> None:
-        """Take back a group: pending again, or dropped when its attempts are used up."""
-        group_id = token.split(".", 2)[-1]
-        if self.ledger.outstanding().get(group_id) is GroupState.CONSUMED:
-            logger.info("group %s given back (%s) after its record was admitted: nothing to do", group_id, reason)
+        group = self.ledger.current(token)
+        if group is None or group.owner != owner or group.state is not GroupState.LEASED:
+            logger.info(
+                "group %s given back (%s) by %s, which does not hold it: nothing to do", group_of(token), reason, owner
+            )
             return
-        try:
-            self.ledger.requeue(token, reason, message)
-        except (KeyError, ValueError) as error:  # a token of an earlier run, or a record that arrived meanwhile
-            logger.warning("group %s is not given out again: %s", group_id, error)
+        logger.warning("group %s given back (%s): %s", group.group_id, reason, message)
+        self._requeue(group, reason, message, counted=counted)
 
-    def tick(self, now: float) -> None:
-        """Make groups again for which the trainer has waited longer than algorithm.stragglerSeconds: the oldest, until a younger one may train."""
+    def _requeue(self, group: Group, reason: RequeueReason, message: str, *, counted: bool = True) -> None:
+        self._moves.moves.append((group.token, None))
+        self.ledger.requeue(group.token, reason, message, counted=counted)
+
+    def owner_lost(self, owner: str, message: str) -> list[str]:
+        """Take back what a lost process held; return the tokens of its leases."""
+        tokens = self.ledger.requeue_owner(owner, "worker_lost", message)
+        self._moves.moves += [(token, None) for token in tokens]
+        return tokens
+
+    @property
+    def step_complete(self) -> bool:
+        """Whether the open step has all its groups; False while none is open."""
+        return self._step is not None and self._step.complete
+
+    @property
+    def num_deferred(self) -> int:
+        """Number of finished groups that wait for a step."""
+        return self.ledger.num_in(GroupState.GENERATED)
+
+    def expire(self) -> list[str]:
+        """Take back groups whose leases were not renewed; return the tokens of the leases."""
+        tokens = self.ledger.expire()
+        self._moves.moves += [(token, None) for token in tokens]
+        return tokens
+
+    def requeue_stragglers(self, now: float) -> None:
+        """Requeue groups for which the trainer has waited longer than algorithm.stragglerSeconds: the oldest, until a younger one may train."""
         state, limit = self._step, self._algorithm.straggler_seconds
-        if limit is None or state is None or (young := state.put_off) is None or not self.ledger.awaits(young.token):
+        if limit is None or state is None or state.complete or (front := self._front()) is None:
             return
-        if state.put_off_at is None:
-            state.put_off_at = now
-        if now - state.put_off_at <= limit:
+        if state.waiting_since is None:
+            state.waiting_since = now
+        if now - state.waiting_since <= limit:
             return
-        for group_id, token in self.ledger.running():
-            if self._admission.may_train(young, self._standing_without(young, state)) is not None:
+        group, entry = front
+        for straggler in self.ledger.running():
+            num_ahead = self.ledger.num_ahead(group)
+            if self._admission.decide(entry, self._capacity(state), num_ahead=num_ahead) is not Verdict.DEFER:
                 break
-            logger.warning("group %s: the trainer has waited more than %s s for it; it is made again", group_id, limit)
+            logger.warning(
+                "group %s: the trainer has waited more than %s s for it; it is generated again",
+                straggler.group_id,
+                limit,
+            )
             state.stale += 1
-            self.give_back(token, "stale", f"the trainer waited more than algorithm.stragglerSeconds {limit:g} for it")
+            self._requeue(
+                straggler, "stale", f"the trainer waited more than algorithm.stragglerSeconds {limit:g} for it"
+            )
 
-    # --- what follows from it --------------------------------------------------------------------------------------
+    # --- what follows from a change --------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Account for what was dropped and filtered, whichever call brought it about. The dispatcher calls it after each."""
+    def settle(self, now: float = 0.0) -> None:
+        """Account for what was dropped and filtered, and decide about deferred groups. The dispatcher calls it after each change."""
         for drop in self.ledger.take_drops():
             self._dropped(drop)
+        self._decide_deferred(now)
         self._check_rounds()
-        self._end_if_cut()
+        self._close_if_cut()
 
     def _dropped(self, drop: Drop) -> None:
         """Count a drop against the budgets; shrink the step when the job says so."""
@@ -311,7 +308,7 @@ class TrainingAccount:
             self._shrink(self._step)
 
     def _shrink(self, state: StepState) -> None:
-        """Do without the dropped group, else leave it to the next prompt."""
+        """Train the step without the dropped group where the job's limits allow it; otherwise the next prompt replaces the group."""
         left = self._algorithm.prompts_per_step - state.dropped - 1
         smaller = left // self._data_ranks * self._data_ranks
         floor = self._algorithm.min_batch_fraction * self._algorithm.prompts_per_step
@@ -319,16 +316,17 @@ class TrainingAccount:
             logger.warning("step %s stays at %s groups: minBatchFraction forbids %s", state.step, state.target, smaller)
             return
         if smaller < len(state.admitted):
-            return  # data ranks cannot give back a group: the dropped one is replaced
+            return  # a data rank cannot give back a group, so the dropped one is replaced
         state.dropped += 1
         state.target = min(state.target, smaller)
 
-    def _end_if_cut(self) -> None:
-        """Note that the data ranks must hear of a cut step that has its groups: each waits for its share of the whole step."""
+    def _close_if_cut(self) -> None:
+        """Close the data ranks' keys of a cut step that has its groups: each rank waits for its share of the whole step."""
         state = self._step
         if state is None or state.ended or not state.complete or state.target == self._algorithm.prompts_per_step:
             return
-        state.ended, self._ended_step = True, state.step
+        state.ended = True
+        self._moves.closed += [rank_key(state.step, rank) for rank in range(self._data_ranks)]
 
     def _check_rounds(self) -> None:
         """Fail the run when dynamic sampling needs more groups for the step than its rounds allow."""
@@ -348,17 +346,3 @@ class TrainingAccount:
     def _fail(self, error: RLJobError) -> None:
         if self.failure is None:
             self.failure = error
-
-
-def reward_metrics(entries: Sequence[GroupEntry]) -> dict[str, float]:
-    """Return `reward/{mean,std,min,max}` over the finite raw rewards of admitted groups, float64."""
-    rewards = np.asarray([reward for entry in entries for reward in entry.rewards], dtype=np.float64)
-    rewards = rewards[np.isfinite(rewards)]
-    if not rewards.size:
-        return {}
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-    }

@@ -1,4 +1,4 @@
-"""Who works and who waits: how long each rollout held groups, or could hold none, and how long the trainer had none to train.
+"""Measures who works and who waits: how long each rollout held groups or could get none, and how long the trainer waited for groups.
 
     a rollout is busy      while it holds a group, of training or of validation
                  starved   while it holds none, its question for groups is open, and no weights travel: no lease is admissible
@@ -7,11 +7,14 @@
     queue of the rollouts  groups that may be given out and that no rollout takes
     queue of the actor     finished groups that wait for the trainer
 
-The dispatcher tells of each lease, end and question, under its lock. Nothing here decides anything.
+The dispatcher reports each lease, each end of one and each poll; the loop reports its own waits. Nothing here decides anything.
 """
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,10 +70,10 @@ class Usage:
 
     def mean(self, part: int) -> float:
         """Return the seconds busy (0) or starved (1) of a rollout on average."""
-        return sum(one[part] for one in self.rollouts.values()) / max(len(self.rollouts), 1)
+        return sum(seconds[part] for seconds in self.rollouts.values()) / max(len(self.rollouts), 1)
 
     def metrics(self) -> dict[str, float]:
-        """Return what a step's line in metrics.jsonl tells of it."""
+        """Return the metrics that a step's line in metrics.jsonl has of it."""
         return {
             "rollout/starved_seconds": self.mean(1),
             "actor/starved_seconds": self.trainer_starved,
@@ -80,17 +83,19 @@ class Usage:
 
 
 class Workload:
-    """Sums of the present rollouts, of the trainer and of the two queues. The caller serialises calls."""
+    """Sums of the present rollouts, of the trainer and of the two queues. Any thread may call it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
+        """Guards everything below."""
         self._rollouts: dict[Identity, _Rollout] = {}
-        self._asking: set[Identity] = set()
         self._holder: dict[str, Identity] = {}
-        self._delivered: set[str] = set()
+        """Rollout that generates, by lease token."""
         self._weights_travel = False
         self._trainer_waits = False
-        self._backlog = 0
+        self._backlog = self._ready = 0
+        """Groups in the queue of the rollouts and in that of the actor."""
         self._since = clock()
         """Up to when the sums below are counted."""
         self._trainer = self._backlog_sum = self._ready_sum = 0.0
@@ -102,93 +107,119 @@ class Workload:
 
     def begun(self, rollout: Identity, token: str) -> None:
         """Note that a rollout was given a lease."""
-        self._settled(rollout).tokens.add(token)
-        self._holder[token] = rollout
+        with self._lock:
+            self._settled(rollout).tokens.add(token)
+            self._holder[token] = rollout
 
     def ended(self, token: str) -> None:
-        """Note that nobody generates this lease's group; nothing to do for one that nobody held."""
+        """Note that nobody generates the group of this lease; without effect for a lease that nobody held."""
+        with self._lock:
+            self._end(token)
+
+    def finished(self, token: str) -> None:
+        """Note that a rollout has finished the group of this lease."""
+        with self._lock:
+            if (holder := self._holder.get(token)) is not None:
+                self._rollouts[holder].groups += 1
+                self._end(token)
+
+    def _end(self, token: str) -> None:
         holder = self._holder.pop(token, None)
         if holder is not None:
             self._settled(holder).tokens.discard(token)
 
-    def came(self, token: str, *, waits: bool) -> None:
-        """Note that a finished group is with the trainer's side; `waits`: it is not taken yet."""
-        self._count()
-        if (holder := self._holder.get(token)) is not None:
-            self._rollouts[holder].groups += 1
-        self.ended(token)
-        if waits:
-            self._delivered.add(token)
-        else:
-            self._delivered.discard(token)
-
-    def expired(self, group_ids: Collection[str]) -> None:
-        """Note that the leases of these groups ran out."""
-        for token in [token for token in self._holder if token.split(".", 2)[-1] in group_ids]:
-            self.ended(token)
-
     # --- rollouts, trainer, queues ---------------------------------------------------------------------------------
 
-    def asking(self, rollouts: Iterable[Identity], *, backlog: int) -> None:
-        """Note whose question for groups is open, and how many groups could be given out beyond them."""
-        asking = set(rollouts)
-        for rollout in asking ^ self._asking:
-            if rollout in asking or rollout in self._rollouts:
-                self._settled(rollout).asks = rollout in asking
-        self._asking = asking
-        if backlog != self._backlog:
-            self._count()
-            self._backlog = backlog
+    def asks(self, rollout: Identity, asks: bool) -> None:
+        """Note whether a poll of a live rollout for groups is open."""
+        with self._lock:
+            known = self._rollouts.get(rollout)
+            if (known.asks if known is not None else False) != asks:
+                self._settled(rollout).asks = asks
+
+    def queues(self, *, backlog: int, ready: int) -> None:
+        """Note how many groups could be leased and are not, and how many finished groups wait for the trainer."""
+        with self._lock:
+            if (backlog, ready) != (self._backlog, self._ready):
+                self._count()
+                self._backlog, self._ready = backlog, ready
 
     def gone(self, rollout: Identity) -> None:
         """Forget a rollout that is lost or leaves; the window begins anew, as its numbers are those of another size."""
-        found = self._rollouts.pop(rollout, None)
-        self._asking.discard(rollout)
-        if found is not None:
-            for token in found.tokens:
+        with self._lock:
+            self._forget(rollout)
+
+    def _forget(self, rollout: Identity) -> None:
+        known = self._rollouts.pop(rollout, None)
+        if known is not None:
+            for token in known.tokens:
                 del self._holder[token]
             self._marks.clear()
 
-    def weights_travel(self, travel: bool) -> None:
-        """Note that a version is on its way to the rollouts: whoever waits meanwhile waits for that."""
-        for rollout in self._rollouts:
-            self._settled(rollout)
-        self._weights_travel = travel
+    @contextmanager
+    def weights_travel(self) -> Iterator[None]:
+        """Count no wait in the block as one for groups: a version is on its way, and who waits then waits for it."""
+        self._set_weights_travel(True)
+        try:
+            yield
+        finally:
+            self._set_weights_travel(False)
 
-    def trainer_waits(self, waits: bool) -> None:
-        """Note whether the trainer waits for groups."""
-        self._count()
-        self._trainer_waits = waits
+    def _set_weights_travel(self, travel: bool) -> None:
+        with self._lock:
+            for rollout in self._rollouts:
+                self._settled(rollout)
+            self._weights_travel = travel
 
-    # --- what came of it -------------------------------------------------------------------------------------------
+    @contextmanager
+    def trainer_waits(self) -> Iterator[None]:
+        """Count the block as the trainer's wait for groups."""
+        self._set_trainer_waits(True)
+        try:
+            yield
+        finally:
+            self._set_trainer_waits(False)
+
+    def _set_trainer_waits(self, waits: bool) -> None:
+        with self._lock:
+            self._count()
+            self._trainer_waits = waits
+
+    # --- reports ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Count a step from here; the window begins with the first."""
-        if self._step is None:
-            self._marks.clear()
-        self._step = self._mark()
+        with self._lock:
+            if self._step is None:
+                self._marks.clear()
+            self._step = self._mark()
 
     def of_step(self) -> Usage:
         """Return what happened since the step began."""
-        if self._step is None:
-            raise RuntimeError("no step has begun; this is a bug of the runner")
-        usage = self._since_mark(self._step)
-        self._step_seconds = usage.seconds
-        return usage
+        with self._lock:
+            if self._step is None:
+                raise RuntimeError("no step has begun; this is a bug of the runner")
+            usage = self._since_mark(self._step)
+            self._step_seconds = usage.seconds
+            return usage
 
     def tick(self, is_live: Callable[[str, tuple[int, int]], bool]) -> None:
-        """Forget rollouts that are to get no work, and let the window move on. Once a second."""
-        for rollout in [one for one in self._rollouts if not is_live(*one)]:
-            self.gone(rollout)
-        now, marks, window = self._clock(), self._marks, self._window()
-        if not marks or now - marks[-1].at >= window / MARKS_IN_WINDOW:
-            marks.append(self._mark())
-        while len(marks) > 1 and now - marks[1].at >= window:
-            marks.popleft()
+        """Forget rollouts that are not live, and move the window on. Called once a second."""
+        with self._lock:
+            for rollout in [rollout for rollout in self._rollouts if not is_live(*rollout)]:
+                self._forget(rollout)
+            now, marks, window = self._clock(), self._marks, self._window()
+            if not marks or now - marks[-1].at >= window / MARKS_IN_WINDOW:
+                marks.append(self._mark())
+            while len(marks) > 1 and now - marks[1].at >= window:
+                marks.popleft()
 
     def snapshot(self) -> dict[str, Any]:
         """Return `/status.workload`: shares of the window's seconds, and the queues' mean lengths in it."""
-        usage = self._since_mark(self._marks[0] if self._marks else self._mark())
+        with self._lock:
+            usage = self._since_mark(self._marks[0] if self._marks else self._mark())
+            groups = {rollout: self._rollouts[rollout].groups for rollout in usage.rollouts}
+            full = usage.seconds >= self._window()
         seconds = max(usage.seconds, 1e-9)
 
         def share(value: float) -> float:
@@ -196,19 +227,14 @@ class Workload:
 
         return {
             "seconds": round(usage.seconds, 1),
-            "full": usage.seconds >= self._window(),
+            "full": full,
             "busy": share(usage.mean(0)),
             "starved": share(usage.mean(1)),
             "actorStarved": share(usage.trainer_starved),
             "rolloutQueue": round(usage.rollout_queue, 2),
             "actorQueue": round(usage.actor_queue, 2),
             "rollouts": [
-                {
-                    "name": rollout[0],
-                    "busy": share(busy),
-                    "starved": share(starved),
-                    "groups": self._rollouts[rollout].groups,
-                }
+                {"name": rollout[0], "busy": share(busy), "starved": share(starved), "groups": groups[rollout]}
                 for rollout, (busy, starved) in sorted(usage.rollouts.items(), key=_rank)
             ],
         }
@@ -221,16 +247,16 @@ class Workload:
     def _settled(self, rollout: Identity) -> _Rollout:
         """Return a rollout with its seconds counted up to now, before its state changes."""
         now = self._clock()
-        if rollout not in self._rollouts:
-            self._rollouts[rollout] = _Rollout(since=now)
+        known = self._rollouts.get(rollout)
+        if known is None:
+            known = self._rollouts[rollout] = _Rollout(since=now)
             self._marks.clear()
-        found = self._rollouts[rollout]
-        if found.tokens:
-            found.busy += now - found.since
-        elif found.asks and not self._weights_travel:
-            found.starved += now - found.since
-        found.since = now
-        return found
+        if known.tokens:
+            known.busy += now - known.since
+        elif known.asks and not self._weights_travel:
+            known.starved += now - known.since
+        known.since = now
+        return known
 
     def _count(self) -> None:
         """Count the trainer's seconds and the queues up to now, before one changes."""
@@ -238,14 +264,14 @@ class Workload:
         seconds, self._since = now - self._since, now
         self._trainer += seconds if self._trainer_waits else 0.0
         self._backlog_sum += seconds * self._backlog
-        self._ready_sum += seconds * len(self._delivered)
+        self._ready_sum += seconds * self._ready
 
     def _mark(self) -> _Mark:
         self._count()
-        found = {rollout: self._settled(rollout) for rollout in self._rollouts}
+        settled = {rollout: self._settled(rollout) for rollout in self._rollouts}
         return _Mark(
             at=self._clock(),
-            rollouts={rollout: (one.busy, one.starved) for rollout, one in found.items()},
+            rollouts={rollout: (sums.busy, sums.starved) for rollout, sums in settled.items()},
             trainer=self._trainer,
             backlog=self._backlog_sum,
             ready=self._ready_sum,
@@ -263,7 +289,7 @@ class Workload:
             rollouts=rollouts,
             trainer_starved=now.trainer - then.trainer,
             rollout_queue=(now.backlog - then.backlog) / seconds if seconds else float(self._backlog),
-            actor_queue=(now.ready - then.ready) / seconds if seconds else float(len(self._delivered)),
+            actor_queue=(now.ready - then.ready) / seconds if seconds else float(self._ready),
         )
 
 

@@ -91,6 +91,10 @@ def trainer_logprobs(model, prompt, ids, temperature=1.0):
     return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
 
 
+ADMITTED = "admitted"
+"""Key of the records that the runner's part admitted."""
+
+
 class EnvPod:
     """Answers `step_rows` as an env worker does: reward = share of the letter a; told texts fail."""
 
@@ -126,12 +130,17 @@ class Ledger:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.pending, self.polls, self.given_back = [], [], []
+        self.pending, self.polls, self.given_back, self.finished = [], [], [], []
         self.served = -1
         """Version that the worker acknowledged last: a question that is older is answered for it."""
         self.server = RpcServer(
             "tcp://127.0.0.1:0",
-            {"lease_groups": self.lease_groups, "renew": lambda tokens: [], "give_back": self.give_back},
+            {
+                "lease_groups": self.lease_groups,
+                "renew": lambda tokens: [],
+                "finish": self.finish,
+                "give_back": self.give_back,
+            },
         ).start()
 
     @inline
@@ -160,6 +169,11 @@ class Ledger:
                 self.pending = [one for one in self.pending if one not in found]
                 self.polls.clear()
                 call.reply(found)
+
+    def finish(self, entry):
+        """Admit a finished group: its record goes where `records` finds it."""
+        self.finished.append(entry)
+        self.trajectories.move([(entry.token, ADMITTED)]).result()
 
     def give_back(self, token, reason, message):
         self.given_back.append((token, reason, message))
@@ -200,6 +214,7 @@ class World:
         self.server = RpcServer("tcp://127.0.0.1:0", handlers).start()
         self.publisher = WeightPublisher(self.spec, 0)
         self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
+        self.ledger.trajectories = self.trajectories
         self.show_env(True)
 
     def show_env(self, there: bool):
@@ -264,7 +279,7 @@ class World:
 
 
 def records(world: World, count: int):
-    return [world.trajectories.get(timeout=120) for _ in range(count)]
+    return [world.trajectories.get(key=ADMITTED, timeout=120) for _ in range(count)]
 
 
 def wait_for(condition, seconds: float = 120.0):

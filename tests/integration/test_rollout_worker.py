@@ -105,7 +105,7 @@ def test_a_data_failure_is_given_back_with_its_reason_and_leaves_no_record(world
     wait_for(lambda: len(world.ledger.given_back) == 2)
     for index, (token, reason, message) in enumerate(sorted(world.ledger.given_back)):
         assert (token, reason) == (f"token-{index}", "data") and "told to fail" in message
-    assert world.trajectories.qsize() == world.validation.qsize() == 0
+    assert world.trajectories.stats().depth == world.validation.qsize() == 0
 
 
 def test_validation_is_scored_apart_from_training(world):
@@ -115,7 +115,7 @@ def test_validation_is_scored_apart_from_training(world):
     answer = world.validation.get(timeout=120)
     assert (answer.group_id, answer.token) == ("validate-3", "token-3")
     assert len(answer.rewards) == len(answer.lengths) == len(answer.truncated) == 1
-    assert world.trajectories.qsize() == 0
+    assert world.trajectories.stats().depth == 0
 
 
 def test_an_update_waits_for_groups_in_flight_and_later_prompts_wait_for_it(world):
@@ -149,7 +149,7 @@ def test_a_new_epoch_drops_work_and_serves_nothing_until_weights_are_proven_agai
     world.on_loop(world.worker.on_new_epoch(1))
     world.env.hold.set_result(None)
     assert world.worker.status()["weights"] == "unversioned" and world.worker.status()["groups_in_flight"] == 0
-    assert world.trajectories.qsize() == 0
+    assert world.trajectories.stats().depth == 0
     wait_for(lambda: world.ledger.given_back)
     assert world.ledger.given_back[0][:2] == ("token-0", "stale")
 
@@ -158,11 +158,11 @@ def test_draining_finishes_what_is_in_flight_and_leases_nothing_more(world):
     world.start()
     world.publish(1, seed=1)
     world.put(0)
-    wait_for(lambda: world.worker.status()["groups_in_flight"] or world.trajectories.qsize())
+    wait_for(lambda: world.worker.status()["groups_in_flight"] or world.trajectories.stats().depth)
     world.on_loop(world.worker.drain())
     world.put(1)
     wait_for(lambda: world.ledger.given_back)  # what the poll of before brings
-    assert world.ledger.given_back[0][:2] == ("token-1", "stale") and world.trajectories.qsize() == 1
+    assert world.ledger.given_back[0][:2] == ("token-1", "stale") and world.trajectories.stats().depth == 1
 
 
 def test_groups_wait_for_an_env_worker_to_appear(world):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rl_core.actors.fsdp.actor import FSDPActor
-from rl_core.actors.intake import group_entry
 from rl_core.api.errors import ConfigError, DataError, DeadlineExceeded
 from rl_core.api.records import Completion
-from rl_core.messages.groups import EndOfStep
+from rl_core.channel import Channel
+from rl_core.messages.groups import rank_key
 from tests import actor_samples
 from tests.unit.actors.actor_steps import gradients, sums, train
 
@@ -357,90 +357,60 @@ def test_only_the_role_actor_is_known(make_spec):
         FSDPActor(make_spec(), role="critic")
 
 
-class Shelf:
-    """A channel that holds a list and is empty afterwards."""
-
-    def __init__(self, items):
-        self.items = list(items)
-
-    async def get_some_async(self, most, timeout):
-        if not self.items:
-            raise DeadlineExceeded("channel trajectories: nothing arrived")
-        found, self.items = self.items[:most], self.items[most:]
-        return found
-
-    async def put_async(self, item):
-        self.items.append(item)
-
-
-class GuardedActor(FSDPActor):
-    """An actor whose runner refuses the groups in `refused`."""
-
-    refused: frozenset = frozenset()
-    stand_alone = False
-
-    async def hub_call(self, method, /, *args, timeout=None):
-        assert method == "admit"
-        (entries,) = args
-        self.admitted = [*getattr(self, "admitted", []), *entries]
-        return [entry.group_id not in self.refused for entry in entries]
+@pytest.fixture
+def actor(make_spec):
+    made = FSDPActor(make_spec())
+    made.init_worker()
+    return made
 
 
 @pytest.fixture
-def guarded(make_spec):
-    actor = GuardedActor(make_spec())
-    actor.init_worker()
-    return actor
+def channel():
+    return Channel.create("trajectories", local=True)
 
 
-async def test_refused_groups_are_replaced_by_the_next_and_never_train(guarded):
-    guarded.refused = frozenset({"0-1"})
+KEY = rank_key(5, 0)
+
+
+async def put(channel, *records, key=KEY):
+    for record in records:
+        await channel.put_async(record, key=key)
+
+
+async def test_a_rank_holds_the_groups_that_the_runner_moved_to_its_key_of_the_step(actor, channel):
     records = [actor_samples.make_record(group) for group in range(4)]
     records[0].rollout_metrics = {"turns/mean": 2.0, "turns/max": 3, "name": "x", "turns/histogram": [1]}
     records[2].rollout_metrics = {"turns/mean": 4.0, "turns/max": 2, "total_turns": 3}
     records[3].rollout_metrics = {"total_turns": 2, "total_reward/mean": 0.0, "total_reward/histogram": []}
-    metrics = await guarded.recv_batch(Shelf([EndOfStep(step=4), *records]), 3, 5)
-    assert guarded.engine.prepared.batch.group_texts == ["0-0", "0-2", "0-3"]
-    assert [entry.group_id for entry in guarded.admitted] == ["0-0", "0-1", "0-2", "0-3"]
+    await put(channel, records[1], key=rank_key(4, 0))
+    await put(channel, records[3], records[0], records[2])
+    metrics = await actor.recv_batch(channel, 3, 5)
+    assert sorted(actor.engine.prepared.batch.group_texts) == ["0-0", "0-2", "0-3"]
     assert metrics == {"rollout/turns/mean": 3.0, "rollout/turns/max": 3.0, "rollout/total_turns": 5.0}
 
 
-async def test_outside_a_job_every_group_is_taken(make_spec):
-    actor = FSDPActor(make_spec())
-    actor.init_worker()
-    await actor.recv_batch(Shelf([actor_samples.make_record(group) for group in range(3)]), 2)
+async def test_outside_a_job_groups_come_under_the_default_key(actor, channel):
+    for group in range(3):
+        await channel.put_async(actor_samples.make_record(group))
+    await actor.recv_batch(channel, 2)
     assert actor.engine.prepared.batch.group_texts == ["0-0", "0-1"]
 
 
-async def test_the_end_of_the_step_leaves_what_is_held(guarded):
-    records = [actor_samples.make_record(group) for group in range(2)]
-    await guarded.recv_batch(Shelf([records[0], EndOfStep(step=5), records[1]]), 3, 5)
-    assert guarded.engine.prepared.batch.group_texts == ["0-0"]
+async def test_a_step_that_is_cut_leaves_what_is_held(actor, channel):
+    await put(channel, actor_samples.make_record(0))
+    channel.close_key(KEY).result()
+    await actor.recv_batch(channel, 3, 5)
+    assert actor.engine.prepared.batch.group_texts == ["0-0"]
 
 
-async def test_a_rank_left_without_groups_still_trains_along(guarded):
-    await guarded.recv_batch(Shelf([EndOfStep(step=5)]), 3, 5)
-    metrics = await asyncio.to_thread(lambda: (guarded.compute_advantages_and_returns(), guarded.run_training(5))[1])
+async def test_a_rank_left_without_groups_still_trains_along(actor, channel):
+    channel.close_key(KEY).result()
+    await actor.recv_batch(channel, 3, 5)
+    metrics = await asyncio.to_thread(lambda: (actor.compute_advantages_and_returns(), actor.run_training(5))[1])
     assert metrics["actor/empty_steps"] == 1
 
 
-async def test_missing_groups_are_counted_in_the_error(guarded):
+async def test_missing_groups_are_counted_in_the_error(actor, channel):
+    await put(channel, actor_samples.make_record(0))
     with pytest.raises(DeadlineExceeded, match=r"must get 3 groups within deadlines\.rollout .* got 1"):
-        await guarded.recv_batch(Shelf([actor_samples.make_record(0)]), 3, 5)
-
-
-def test_an_entry_tells_the_runner_what_admission_needs():
-    record = actor_samples.make_record(3)
-    for index, completion in enumerate(record.completions):
-        completion.policy_versions = (5, 5 + index)
-    entry = group_entry(record, min_std=0.0, rank=1)
-    assert (entry.group_id, entry.token, entry.rank) == ("0-3", "token-3", 1)
-    assert (entry.v_min, entry.v_max) == (5, 8)
-    assert entry.tokens == sum(len(c.message_log[-1]["token_ids"]) for c in record.completions)
-    assert math.isnan(entry.rewards[0]) and entry.informative is (len(set(entry.rewards[1:])) > 1)
-    for completion in record.completions:
-        completion.reward = 1.0
-    assert group_entry(record, min_std=0.0, rank=1).informative is False
-    record.completions[0].reward = 0.0  # its finish reason is an error: no training row comes of it
-    assert group_entry(record, min_std=0.0, rank=1).informative is False
-    assert group_entry(record, min_std=None, rank=1).informative is True
+        await actor.recv_batch(channel, 3, 5, 0.05)

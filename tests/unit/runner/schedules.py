@@ -1,19 +1,19 @@
-"""A run of the asynchronous program in simulated time: the real account, ledger and admission; rollouts, data ranks and trainer as events.
+"""A run of the asynchronous program in simulated time: the real account, ledger and admission; rollouts, channel and trainer as events.
 
-    fill: lease -> finish: record on the channel -> receive: admit or put off -> trained -> published: next step, fill
+    fill: lease -> store the record -> finish: decided by the account -> records moved to the ranks -> trained -> published: next step, fill
 
-Rollouts may die, miss a version or lose their word of a delivered record. Used by the unit tests and by benchmarks/asynchronous.py.
+Rollouts may die, also between storing a record and reporting it, and may miss a version. Used by the unit tests and by
+benchmarks/asynchronous.py.
 """
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
 from rl_core.api.algorithm import AlgorithmSpec
-from rl_core.messages.groups import GroupEntry, PromptLease
+from rl_core.messages.groups import GroupEntry, PromptLease, rank_key
 from rl_core.runner.admission import Bounded, OnPolicy
 from rl_core.runner.ledger import PromptLedger
 from rl_core.runner.training_account import TrainingAccount
@@ -37,14 +37,6 @@ class Rollout:
         return f"{self.name}.{self.life}"
 
 
-@dataclass
-class Rank:
-    """One data rank: how many groups it holds and what the runner put off."""
-
-    admitted: int = 0
-    later: list[tuple[PromptLease, int]] = field(default_factory=list)
-
-
 class Schedule:
     """One run. `trained` maps each trained group to its age; `finished` tells whether every step was trained."""
 
@@ -66,7 +58,8 @@ class Schedule:
     ) -> None:
         """`seconds()`: of a group. `drain`: a version waits for the groups in flight (weights.onUpdate wait), else they go on under it.
 
-        `faults`: chance that a finished group is followed by the death of a rollout, that a rollout misses a version, that a word is lost.
+        `faults`: chance that a rollout dies before it reports a stored record, that a finished group is followed by the death of a rollout,
+        that a rollout misses a version.
         """
         self.now, self.rng, self.faults = 0.0, rng, faults
         spec = AlgorithmSpec(prompts_per_step=prompts, group_size=2, max_staleness=staleness)
@@ -79,13 +72,14 @@ class Schedule:
             clock=lambda: self.now,
         )
         admission = Bounded(staleness, prompts) if staleness else OnPolicy()
-        self.account = TrainingAccount(self.ledger, spec, admission, data_ranks=ranks, lease_seconds=LEASE_SECONDS)
+        self.account = TrainingAccount(self.ledger, spec, admission, data_ranks=ranks)
         self.staleness, self.prompts, self.steps = staleness, prompts, steps
         self.rollouts = [Rollout(f"r{number}", slots) for number in range(rollouts)]
-        self.ranks = [Rank() for _ in range(ranks)]
+        self.num_ranks = ranks
         self.seconds, self.train_seconds = seconds, train_seconds
         self.publish_seconds, self.drain = publish_seconds, drain
-        self.channel: deque[tuple[PromptLease, int]] = deque()
+        self.channel: dict[str, list[tuple[PromptLease, int]]] = {}
+        """Records (lease, version of the oldest token) by key."""
         self.version, self.step, self.phase = 0, 1, "receiving"
         self.trained: dict[str, int] = {}
         self.stale = 0
@@ -106,8 +100,7 @@ class Schedule:
             else:  # all that is left to happen is that a lease ends
                 self.now += LEASE_SECONDS + 1
                 quiet += 1
-            self.ledger.expire()
-            self.account.settle()
+            self.account.expire()
             self._go_on()
         return self
 
@@ -141,9 +134,15 @@ class Schedule:
             return  # of a life before
         self.generated += 1
         self.rollout_busy += seconds
-        self.channel.append((lease, lease.policy_version))
-        if not self._faulty():
-            self.ledger.deliver(token)
+        self.channel[token] = [(lease, lease.policy_version)]
+        if self._faulty():
+            self._die(rollout)
+            return
+        entry = GroupEntry(
+            group_id=lease.group_id, token=token, v_min=lease.policy_version, v_max=self.version, rewards=(0.0, 1.0), tokens=1,
+            informative=True,
+        )  # fmt: skip
+        self.account.finish(entry, rollout.owner, now=self.now)
         if self._faulty():
             self._die(self.rng.choice(self.rollouts))
 
@@ -151,8 +150,8 @@ class Schedule:
         if not rollout.alive:
             return
         rollout.alive = False
-        rollout.running.clear()
-        self.ledger.requeue_owner(rollout.owner, "worker_lost")
+        rollout.running.clear()  # what it generates is lost; its records are not
+        self.account.owner_lost(rollout.owner, "died")
         self._at(self.rng.random() * 20, lambda: self._returns(rollout))
 
     def _returns(self, rollout: Rollout) -> None:
@@ -164,41 +163,30 @@ class Schedule:
         if self.phase == "draining" and not any(rollout.running for rollout in self.rollouts):
             self._publish()
         self._fill()
+        self.account.settle(self.now)
+        self._move_records()
         if self.phase == "receiving":
             self._receive()
 
-    def _receive(self) -> None:
-        share = self.prompts // len(self.ranks)
-        for rank in self.ranks:  # what was put off first, the oldest first, for no more places than there are
-            rank.later.sort(key=lambda item: item[1])
-            asked, rank.later = rank.later[: share - rank.admitted], rank.later[share - rank.admitted :]
-            for item in asked:
-                self._ask(rank, item)
-        while self.channel and (open_ranks := [rank for rank in self.ranks if rank.admitted < share]):
-            self._ask(self.rng.choice(open_ranks), self.channel.popleft())
-        for rank in self.ranks:
-            if rank.admitted == share:
-                self.channel.extend(rank.later)
-                rank.later = []
-        if all(rank.admitted == share for rank in self.ranks):
-            self.phase = "training"
-            seconds = self.train_seconds()
-            self.trainer_busy += seconds
-            self._at(seconds, self._train_ends)
+    def _move_records(self) -> None:
+        for token, target in self.account.take_moves().moves:
+            records = self.channel.pop(token, [])
+            if target is not None:
+                assert len(records) == 1, "the record of an admitted group is stored, once"
+                self.channel.setdefault(target, []).extend(records)
 
-    def _ask(self, rank: Rank, item: tuple[PromptLease, int]) -> None:
-        lease, v_min = item
-        entry = GroupEntry(
-            group_id=lease.group_id, token=lease.token, v_min=v_min, v_max=self.version, rewards=(0.0, 1.0), tokens=1,
-            informative=True, rank=0,
-        )  # fmt: skip
-        verdict = self.account.admit(entry)
-        if verdict:
-            rank.admitted += 1
+    def _receive(self) -> None:
+        share = self.prompts // self.num_ranks
+        keys = [rank_key(self.step, rank) for rank in range(self.num_ranks)]
+        if any(len(self.channel.get(key, [])) < share for key in keys):
+            return
+        for lease, v_min in [record for key in keys for record in self.channel.pop(key)]:
             assert lease.group_id not in self.trained, "trained twice"
             self.trained[lease.group_id] = self.version - v_min
-        elif verdict is None:
-            rank.later.append(item)
+        self.phase = "training"
+        seconds = self.train_seconds()
+        self.trainer_busy += seconds
+        self._at(seconds, self._train_ends)
 
     def _train_ends(self) -> None:
         self.stale += self.account.close().stale
@@ -214,8 +202,6 @@ class Schedule:
 
     def _published(self) -> None:
         self.version, self.step, self.phase = self.version + 1, self.step + 1, "receiving"
-        for rank in self.ranks:
-            rank.admitted = 0
         for rollout in self.rollouts:
             if rollout.alive and not self._faulty():
                 rollout.version = self.version

@@ -1,12 +1,12 @@
 """Bounded asynchronous: who may run ahead, whose turn it is to train, and that nothing finished is made twice."""
 
+import dataclasses
 from random import Random
 
 import pytest
 
-from rl_core.runner.admission import Bounded, OnPolicy, Standing
-from rl_core.runner.asynchronous import admissible, select_groups
-from tests.unit.runner.account import Account
+from rl_core.runner.admission import Bounded, OnPolicy, StepCapacity
+from tests.unit.runner.account import ADMIT, DEFER, REFUSE, Account
 from tests.unit.runner.schedules import Schedule
 
 
@@ -15,16 +15,16 @@ def bounded(staleness=2, prompts=2, **options):
 
 
 def train(h, step, version, leases):
-    """Admit `leases`, end the step, and open the next one for weights of `version` + 1."""
-    assert h.admit(*leases, version=version) == [True] * len(leases)
-    h.dispatcher.close()
-    h.dispatcher.acknowledge(step)
-    h.dispatcher.open(step + 1, version + 1)
+    """Finish `leases`, end the step, and open the next one for weights of `version` + 1."""
+    assert h.finish(*leases, version=version) == [ADMIT] * len(leases)
+    h.steps.close()
+    h.steps.acknowledge(step)
+    h.steps.open(step + 1, version + 1)
 
 
 def test_groups_of_the_next_steps_are_given_out_as_far_as_the_bound_allows():
     h = bounded(staleness=2, prompts=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     first = h.lease()
     assert len(first) == 6 and h.poll().waits
     train(h, 1, 0, first[:2])
@@ -33,16 +33,16 @@ def test_groups_of_the_next_steps_are_given_out_as_far_as_the_bound_allows():
 
 def test_while_weights_travel_nobody_is_given_groups_that_would_be_a_version_older():
     h = bounded()
-    h.dispatcher.open(1, 0)
-    assert h.admit(*h.lease()[:2]) == [True] * 2
-    h.dispatcher.close()
-    h.dispatcher.acknowledge(1)
+    h.steps.open(1, 0)
+    assert h.finish(*h.lease()[:2]) == [ADMIT] * 2
+    h.steps.close()
+    h.steps.acknowledge(1)
     assert h.poll().waits
 
 
 def test_a_rollout_that_serves_older_weights_gets_what_can_still_train_in_time():
     h = bounded(staleness=2, prompts=2)
-    h.dispatcher.open(4, 3)
+    h.steps.open(4, 3)
     assert h.poll(version=0).waits
     assert len(h.lease(version=1)) == 2, "due in the open step, which has two places"
     assert len(h.lease(version=2, who="rollout:1")) == 2
@@ -51,157 +51,186 @@ def test_a_rollout_that_serves_older_weights_gets_what_can_still_train_in_time()
 
 def test_a_young_group_waits_where_it_would_take_the_place_of_one_that_still_runs():
     h = bounded(staleness=1, prompts=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
     train(h, 1, 0, leases[:2])
     young = h.lease(version=1)
-    assert h.admit(*young, version=1) == [None, None], "both places are for the groups of version 0"
-    assert h.admit(leases[2], version=0) == [True]
-    assert h.admit(*young, version=1) == [None, None]
-    assert h.admit(leases[3], version=0) == [True]
-    assert h.dispatcher.close().stale == 0
+    assert h.finish(*young, version=1) == [DEFER, DEFER], "both places are for the groups of version 0"
+    assert h.finish(leases[2], version=0) == [ADMIT]
+    assert [h.state_of(lease) for lease in young] == [DEFER, DEFER]
+    assert h.finish(leases[3], version=0) == [ADMIT]
+    assert h.steps.close().stale == 0
+    h.steps.acknowledge(2)
+    h.steps.open(3, 2)
+    assert [h.state_of(lease) for lease in young] == [ADMIT, ADMIT], "a step that opens decides about what waits"
 
 
 def test_groups_wait_for_older_ones_that_are_due_together_in_a_later_step():
-    """Two groups of version 0 run, and one step alone is left for them after this one."""
-    assert select_groups(
-        {"young": 1}, {"a": 0, "b": 0}, version=1, prompts_per_step=1, max_staleness=2
-    ) == []  # fmt: skip
+    """Two groups of version 0 are generated, and after the open step only one step is left for them."""
     policy = Bounded(2, 1)
     h = bounded(staleness=2, prompts=1)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     first = h.lease()
     train(h, 1, 0, first[:1])
     young = h.lease(version=1)
-    assert len(first) == 3 and h.admit(*young, version=1) == [None]
-    standing = Standing(version=1, target=1, admitted=0, out={0: 2})
-    assert policy.room(standing, served=1) == 1 and policy.room(standing, served=0) == 0
+    assert len(first) == 3 and h.finish(*young, version=1) == [DEFER]
+    capacity = StepCapacity(version=1, target=1, admitted=0, out={0: 2})
+    assert policy.room(capacity, served=1) == 1 and policy.room(capacity, served=0) == 0
 
 
-def test_a_place_that_nobody_older_needs_any_more_is_given_away():
+@pytest.mark.parametrize("how", ["given back", "its rollout is lost", "its lease runs out"])
+def test_a_place_that_nobody_older_needs_any_more_is_given_away_at_once(how):
     h = bounded(staleness=1, prompts=1)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     first = h.lease()
     train(h, 1, 0, first[:1])
-    young = h.lease(version=1)
-    assert h.admit(*young, version=1) == [None]
-    h.give_back(first[1], "infrastructure")
-    assert h.admit(*young, version=1) == [True]
+    young = h.lease(version=1, who="rollout:1")
+    assert h.finish(*young, version=1) == [DEFER]
+    if how == "given back":
+        h.give_back(first[1], "infrastructure")
+    elif how == "its rollout is lost":
+        h.dispatcher.owner_lost("rollout:0", (0, 0))
+    else:
+        for _ in range(61):
+            h.clock.now += 1.0
+            h.dispatcher.tick()
+    assert h.state_of(young[0]) is ADMIT
 
 
-def test_older_groups_that_the_trainer_waited_for_too_long_are_made_again_until_a_younger_one_may_train():
+def test_a_finished_group_counts_for_the_version_of_its_oldest_token_not_for_that_of_its_lease():
+    """Under weights.onUpdate continue, tokens may all be younger than the lease: such a group is due later."""
+    h = bounded(staleness=1, prompts=1)
+    h.steps.open(1, 0)
+    first = h.lease()
+    train(h, 1, 0, first[:1])
+    young = h.lease(version=1, who="rollout:1")
+    assert h.finish(first[1], version=1) == [ADMIT], "no group is due in this step"
+    assert h.finish(*young, version=1) == [DEFER] and h.steps.close().complete
+
+
+def test_older_groups_that_the_trainer_waited_for_too_long_are_generated_again_until_a_younger_one_may_train():
     h = bounded(staleness=1, prompts=2, stragglerSeconds=10)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     first = h.lease()
     train(h, 1, 0, first[:2])
     young = h.lease(version=1, who="rollout:1")
-    assert h.admit(young[0], version=1) == [None]
+    assert h.finish(*young, version=1) == [DEFER, DEFER]
     h.dispatcher.tick()
     h.clock.now = 10
     h.dispatcher.tick()
-    assert h.admit(young[0], version=1) == [None] and not h.ledger.counts["requeued"]
+    assert h.state_of(young[0]) is DEFER and not h.ledger.counts["requeued"]
     h.clock.now = 11
     h.dispatcher.tick()
     assert h.ledger.counts["requeued"] == 1, "one place was needed"
-    assert h.admit(*young, version=1) == [True, None]
+    assert [h.state_of(lease) for lease in young] == [ADMIT, DEFER]
     (again,) = h.lease(version=1)
     assert again.group_id == first[2].group_id and again.attempt == 1, "the same prompt with the same seeds"
-    assert h.dispatcher.close().stale == 1
+    assert h.steps.close().stale == 1
 
 
 def test_beyond_the_bound_a_group_is_made_again_and_counted():
     h = bounded(staleness=1, prompts=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    h.dispatcher.close()
-    h.dispatcher.open(3, 2)
-    assert h.admit(leases[0], version=0) == [False]
+    h.steps.close()
+    h.steps.open(3, 2)
+    assert h.finish(leases[0], version=0) == [REFUSE]
     assert leases[0].group_id in [lease.group_id for lease in h.lease(version=2)]
-    assert h.dispatcher.close().stale == 1 and h.ledger.counts["requeued"] == 1
+    assert h.steps.close().stale == 1 and h.ledger.counts["requeued"] == 1
 
 
 def test_a_group_with_one_token_beyond_the_bound_does_not_train():
     h = bounded(staleness=1, prompts=2)
-    h.dispatcher.open(3, 2)
+    h.steps.open(3, 2)
     (lease, *_) = h.lease(version=2)
-    entry = h.entry(lease, version=2)
-    object.__setattr__(entry, "v_min", 0)
-    assert h.dispatcher.admit([entry]) == [False]
+    entry = dataclasses.replace(h.entry(lease, version=2), v_min=0)
+    h.dispatcher.finish("rollout:0", (0, 0), entry)
+    assert h.state_of(lease) is REFUSE
 
 
 def test_what_comes_between_two_steps_waits_for_the_next():
     h = bounded(staleness=1, prompts=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    h.admit(*leases[:2])
-    assert h.admit(leases[2]) == [None], "the step has its groups"
-    h.dispatcher.close()
-    assert h.admit(leases[2]) == [None], "no step is open"
-    h.dispatcher.acknowledge(1)
-    h.dispatcher.open(2, 1)
-    assert h.admit(*leases[2:]) == [True] * 2
+    h.finish(*leases[:2])
+    assert h.finish(leases[2]) == [DEFER], "the step has its groups"
+    h.steps.close()
+    assert h.finish(leases[3]) == [DEFER], "no step is open"
+    h.steps.acknowledge(1)
+    h.steps.open(2, 1)
+    assert [h.state_of(lease) for lease in leases[2:]] == [ADMIT] * 2
 
 
-def test_a_record_on_its_way_counts_however_long_it_waits_and_whatever_becomes_of_its_rollout():
-    h = bounded(lease_seconds=60)
-    h.dispatcher.open(1, 0)
-    delivered, running = h.lease(2)
-    h.dispatcher.delivered(delivered.token)
+def test_a_finished_group_counts_however_long_it_waits_and_whatever_becomes_of_its_rollout():
+    h = bounded(staleness=1, prompts=1, lease_seconds=60)
+    h.steps.open(1, 0)
+    running, finished = h.lease(2)
+    h.steps.close()
+    h.steps.open(1, 0)
+    assert h.finish(finished) == [ADMIT]
+    h.steps.close()
+    h.steps.acknowledge(1)
+    h.steps.open(2, 1)
     h.clock.now = 61
     h.dispatcher.tick()
     h.dispatcher.owner_lost("rollout:0", (0, 0))
-    again = h.lease(who="rollout:1")
+    again = h.lease(who="rollout:1", version=1)
     assert running.group_id in [lease.group_id for lease in again]
-    assert delivered.group_id not in [lease.group_id for lease in again]
-    assert h.admit(delivered) == [True] and h.admit(delivered, running) == [False, False]
+    assert finished.group_id not in [lease.group_id for lease in again]
+    assert h.finish(running, version=0) == [REFUSE], "its lease ended"
 
 
-def test_only_the_record_of_the_current_lease_is_kept_for_a_later_step():
+def test_a_rollout_that_dies_between_storing_a_record_and_reporting_it_leaves_no_record():
     h = bounded(staleness=1, prompts=1)
-    h.dispatcher.open(1, 0)
-    _, other = h.lease()
+    h.steps.open(1, 0)
+    stored, _ = h.lease()
     h.dispatcher.owner_lost("rollout:0", (0, 0))
+    assert h.state_of(stored) is REFUSE, "the record under its token is deleted"
     again = h.lease(who="rollout:1")
-    assert h.admit(other) == [False] and h.admit(again[0]) == [True] and h.admit(again[1]) == [None]
-    assert h.ledger.counts["late"] == 1
+    assert again[0].group_id == stored.group_id and h.finish(again[0]) == [ADMIT]
+
+
+def test_a_report_that_is_repeated_changes_nothing():
+    h = bounded(staleness=1, prompts=1)
+    h.steps.open(1, 0)
+    first, second = h.lease()
+    assert h.finish(first, second, first, second) == [ADMIT, DEFER, ADMIT, DEFER]
+    assert len(h.moves) == 1 and len(h.steps.close().admitted) == 1
+
+
+def test_a_group_is_finished_by_the_process_that_holds_its_lease_only():
+    h = bounded(staleness=1, prompts=1)
+    h.steps.open(1, 0)
+    lease, _ = h.lease()
+    h.dispatcher.finish("rollout:1", (0, 0), h.entry(lease))
+    h.dispatcher.finish("rollout:0", (0, 1), h.entry(lease))
+    assert h.steps.close().admitted == {}
 
 
 def test_dynamic_sampling_fails_when_its_rounds_are_used_up_though_groups_run_ahead():
     h = bounded(staleness=2, prompts=2, dynamicSampling={"enabled": True}, maxGenerationBatches=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    h.admit(*leases[:2], informative=False)
+    h.finish(*leases[:2], informative=False)
     assert not h.failures
-    h.admit(leases[2], informative=False)
+    h.finish(leases[2], informative=False)
     assert "maxGenerationBatches allows 2 rounds" in str(h.failures[0])
 
 
 def test_a_changed_bound_holds_from_the_next_question_on():
     h = bounded(staleness=1, prompts=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     assert len(h.lease()) == 4
     waiting = h.poll(who="rollout:1")
-    h.dispatcher.adopt(Account(maxStaleness=3, promptsPerStep=2).dispatcher._account._algorithm)
+    h.steps.adopt(Account(maxStaleness=3, promptsPerStep=2).training._algorithm)
     assert len(waiting.leases) == 4
 
 
 def test_a_bound_of_zero_is_another_policy():
     with pytest.raises(ValueError, match="max_staleness must be at least 1, got 0; use OnPolicy for 0"):
         Bounded(0, 4)
-    standing = Standing(version=3, target=4, admitted=1, out={3: 2})
-    assert OnPolicy().room(standing, served=3) == 1 and OnPolicy().room(standing, served=2) == 0
-
-
-def test_places_are_those_of_the_steps_up_to_the_bound():
-    assert [admissible(out, prompts_per_step=4, max_staleness=2) for out in (0, 11, 12, 20)] == [12, 1, 0, 0]
-
-
-def test_the_oldest_are_selected_and_what_is_beyond_the_bound_is_not_waited_for():
-    finished = {"old": 3, "b": 4, "a": 4, "young": 5}
-    chosen = select_groups(finished, {}, version=5, prompts_per_step=2, max_staleness=1)
-    assert chosen == ["a", "b"]
-    assert select_groups({"a": 5}, {}, version=5, prompts_per_step=2, max_staleness=1) == []
-    assert select_groups({"a": 4, "b": 4}, {"c": 2}, version=5, prompts_per_step=2, max_staleness=1) == ["a", "b"]
+    capacity = StepCapacity(version=3, target=4, admitted=1, out={3: 2})
+    assert OnPolicy().room(capacity, served=3) == 1 and OnPolicy().room(capacity, served=2) == 0
 
 
 def random_schedule(number):
@@ -231,8 +260,10 @@ def test_no_token_is_older_than_the_bound_in_10000_random_schedules_with_deaths(
         assert schedule.finished, f"schedule {number} stands still in step {schedule.step}"
         assert max(schedule.trained.values()) <= schedule.staleness, f"schedule {number}"
         if not schedule.faults:
-            made = schedule.generated - len(schedule.channel) - sum(len(rank.later) for rank in schedule.ranks)
+            made = schedule.generated - len(schedule.channel)
             assert schedule.stale == 0 and made == len(schedule.trained), f"schedule {number} made groups twice"
+        current = {group.token for group in schedule.ledger.groups_out()}
+        assert schedule.channel.keys() <= current, f"schedule {number} leaves records that nobody trains"
 
 
 def test_long_samples_train_as_often_as_short_ones():

@@ -1,51 +1,52 @@
 """The one account of a group: who gets it, what is admitted, what is replaced, when the run ends."""
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.api.errors import DataError, InfrastructureError, SamplingExhausted
-from rl_core.api.settings import ValidationSpec
-from rl_core.messages.groups import GroupEntry, ValidationScores
-from rl_core.runner.training_account import reward_metrics
-from rl_core.runner.validation import ValidationRound
-from tests.unit.runner.account import Account
+from rl_core.messages.groups import GroupEntry, rank_key
+from rl_core.runner.step_state import reward_metrics
+from tests.unit.runner.account import ADMIT, DEFER, REFUSE, Account
 
 
 def test_a_step_gives_out_its_prompts_with_the_version_and_admits_each_once():
     h = Account()
-    h.dispatcher.open(1, 7)
+    h.steps.open(1, 7)
     leases = h.lease(version=7)
     assert [(lease.policy_version, lease.num_generations, lease.temperature) for lease in leases] == [(7, 2, None)] * 4
-    assert h.admit(*leases, version=7) == [True] * 4
-    assert h.admit(leases[0], version=7) == [False]
-    assert len(h.dispatcher.close().admitted) == 4
-    assert [group.prompt_index for group in h.dispatcher.acknowledge(1)] == [0, 1, 2, 3]
+    assert h.finish(*leases, version=7) == [ADMIT] * 4
+    h.finish(leases[0], version=7)
+    assert len(h.moves) == 4
+    assert len(h.steps.close().admitted) == 4
+    assert [group.prompt_index for group in h.steps.acknowledge(1)] == [0, 1, 2, 3]
 
 
 def test_whoever_waits_is_answered_when_the_step_opens_and_gets_what_it_has_room_for():
     h = Account()
     first, second = h.poll(3), h.poll(3, who="rollout:1")
     assert first.waits and second.waits
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     assert [len(first.leases), len(second.leases)] == [3, 1]
 
 
 def test_a_rollout_that_serves_another_version_waits_and_its_acknowledgement_answers_it():
     h = Account()
     poll = h.poll(version=0)
-    h.dispatcher.open(1, 1)
+    h.steps.open(1, 1)
     assert poll.waits
-    h.dispatcher.close()
+    h.steps.close()
     h.dispatcher.serves([("rollout:0", (0, 0))], 1)
-    h.dispatcher.open(2, 1)
+    h.steps.open(2, 1)
     assert len(poll.leases) == 4
 
 
 def test_an_acknowledgement_says_nothing_of_the_next_process_under_that_name():
     h = Account()
     h.dispatcher.serves([("rollout:0", (0, 0))], 1)
-    h.dispatcher.open(1, 1)
+    h.steps.open(1, 1)
     assert h.poll(version=-1, incarnation=(0, 1)).waits
 
 
@@ -59,7 +60,7 @@ def test_a_poll_is_answered_with_nothing_when_its_time_is_up_and_forgotten_when_
     h.clock.now = 20.0
     h.dispatcher.tick()
     assert poll.leases == []
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     assert left.waits and h.ledger.outstanding() == {}
 
 
@@ -73,13 +74,13 @@ def test_a_member_that_is_gone_or_leaves_gets_nothing():
     h = Account()
     h.gone.add(("rollout:0", (0, 0)))
     poll = h.poll()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     assert poll.waits and h.ledger.outstanding() == {}
 
 
 def test_a_lost_member_s_groups_are_given_out_again_at_once_with_the_same_sample_and_seed():
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     held, idle = h.lease(), h.poll(who="rollout:1")
     h.dispatcher.owner_lost("rollout:0", (0, 0))
     again = idle.leases
@@ -87,20 +88,20 @@ def test_a_lost_member_s_groups_are_given_out_again_at_once_with_the_same_sample
         (lease.group_id, lease.sample, lease.attempt) for lease in held
     ]
     assert not {lease.token for lease in again} & {lease.token for lease in held}
-    assert h.admit(*held) == [False] * 4 and h.admit(*again) == [True] * 4
+    assert h.finish(*held) == [REFUSE] * 4 and h.finish(*again) == [ADMIT] * 4
 
 
 def test_the_loss_of_an_earlier_process_takes_nothing_from_its_successor():
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease(incarnation=(0, 1))
     h.dispatcher.owner_lost("rollout:0", (0, 0))
-    assert h.admit(*leases) == [True] * 4
+    assert h.finish(*leases) == [ADMIT] * 4
 
 
 def test_a_lease_that_is_renewed_runs_on_and_one_that_is_not_goes_to_another():
     h = Account(lease_seconds=60.0)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     first, second = h.lease(2), h.lease(2, who="rollout:1")
     for second_of_run in range(1, 91):
         h.clock.now = float(second_of_run)
@@ -116,24 +117,24 @@ def test_a_lease_that_is_renewed_runs_on_and_one_that_is_not_goes_to_another():
 
 def test_nobody_renews_the_lease_of_another():
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     (lease, *_) = h.lease()
     assert h.dispatcher.renew("rollout:1", (0, 0), [lease.token, "x.1.0-1"]) == [lease.token, "x.1.0-1"]
 
 
 def test_a_runner_that_stood_still_takes_no_lease_for_overdue():
     h = Account(lease_seconds=60.0)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
     h.dispatcher.tick()
     h.clock.now = 100.0
     h.dispatcher.tick()
-    assert h.admit(*leases) == [True] * 4
+    assert h.finish(*leases) == [ADMIT] * 4
 
 
 def test_leases_larger_than_one_message_are_taken_back_and_given_out_in_smaller_answers():
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     too_large = h.poll(travels=lambda leases: len(leases) < 3)
     assert len(too_large.leases) == 4 and h.ledger.metrics()["ledger/leased"] == 0
     assert [len(h.lease()), len(h.lease())] == [2, 2] and not h.failures
@@ -141,17 +142,17 @@ def test_leases_larger_than_one_message_are_taken_back_and_given_out_in_smaller_
 
 def test_a_single_prompt_larger_than_a_message_ends_the_run():
     h = Account(promptsPerStep=1)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     h.poll(travels=lambda leases: False)
     assert isinstance(h.failures[0], DataError) and "group 0-0" in str(h.failures[0])
 
 
 def test_who_holds_what_since_when_is_shown():
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     (lease,) = h.lease(1)
     h.clock.now = 3.0
-    (held,) = h.dispatcher.held()
+    (held,) = h.steps.held()
     assert (held.group_id, held.state.value, held.owner, held.seconds, held.attempt) == (
         lease.group_id, "leased", "rollout:0 (0.0)", 3.0, 1,
     )  # fmt: skip
@@ -162,36 +163,36 @@ def test_who_holds_what_since_when_is_shown():
 
 def test_a_record_of_another_version_is_given_out_again_not_trained():
     h = Account()
-    h.dispatcher.open(1, 3)
+    h.steps.open(1, 3)
     leases = h.lease(version=3)
-    assert h.admit(leases[1], version=2) == [False]
+    assert h.finish(leases[1], version=2) == [REFUSE]
     (again,) = h.lease(version=3)
     assert again.group_id == leases[1].group_id
-    assert h.admit(again, version=3) == [True]
+    assert h.finish(again, version=3) == [ADMIT]
 
 
 @pytest.mark.parametrize("reason", ["worker_lost", "infrastructure", "data"])
 def test_giving_back_a_group_whose_record_was_admitted_changes_nothing(reason):
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    assert h.admit(*leases) == [True] * 4
+    assert h.finish(*leases) == [ADMIT] * 4
     h.give_back(leases[0], reason, "a second delivery failed")
     assert h.poll().waits and not h.failures
-    h.dispatcher.close()
-    assert len(h.dispatcher.acknowledge(1)) == 4
+    h.steps.close()
+    assert len(h.steps.acknowledge(1)) == 4
 
 
 def test_uninformative_groups_are_replaced_by_new_prompts():
     h = Account(dynamicSampling={"enabled": True})
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    assert h.admit(leases[0], informative=False) == [False]
+    assert h.finish(leases[0], informative=False) == [REFUSE]
     (fresh,) = h.lease()
     assert fresh.group_id == "0-4"
-    assert h.admit(*leases[1:], fresh) == [True] * 4
-    assert h.admit(leases[0]) == [False]
-    assert h.dispatcher.close().sampling_metrics(4) == {
+    assert h.finish(*leases[1:], fresh) == [ADMIT] * 4
+    assert h.finish(leases[0]) == [REFUSE]
+    assert h.steps.close().sampling_metrics(4) == {
         "dynamic_sampling/batches": 5 / 4,
         "dynamic_sampling/kept_groups": 4.0,
         "dynamic_sampling/dropped_groups": 1.0,
@@ -202,29 +203,54 @@ def test_uninformative_groups_are_replaced_by_new_prompts():
 
 def test_dynamic_sampling_ends_the_run_when_its_rounds_are_used_up():
     h = Account(dynamicSampling={"enabled": True}, maxGenerationBatches=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     for _ in range(2):
         assert not h.failures
-        h.admit(*h.lease(), informative=False)
+        h.finish(*h.lease(), informative=False)
     assert isinstance(h.failures[0], SamplingExhausted)
     assert "0 of 4 informative groups in step 1" in str(h.failures[0])
     assert h.poll().waits
 
 
-def test_a_late_record_after_the_step_closed_is_refused_and_its_group_comes_again():
+def test_a_group_finished_after_its_step_closed_is_refused_by_the_next_and_comes_again():
     h = Account()
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    h.dispatcher.close()
-    assert h.admit(leases[0]) == [False]
-    assert h.ledger.metrics()["ledger/pending"] == 1
+    h.steps.close()
+    assert h.finish(leases[0]) == [DEFER]
+    h.steps.open(2, 1)
+    assert h.state_of(leases[0]) is REFUSE and h.ledger.metrics()["ledger/pending"] == 1
 
 
 def test_an_unknown_token_of_an_earlier_run_is_ignored():
     h = Account()
-    h.dispatcher.open(1, 0)
-    h.dispatcher.give_back("other.1.0-0", "data", "x")
+    h.steps.open(1, 0)
+    h.dispatcher.give_back("rollout:0", (0, 0), "other.1.0-0", "data", "x")
     assert not h.failures
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_arrival_decides_neither_which_groups_train_nor_on_which_data_rank(seed):
+    h = Account(promptsPerStep=8, data_ranks=4)
+    h.steps.open(1, 0)
+    leases = h.lease(5) + h.lease(3, who="rollout:1")
+    h.finish(*Random(seed).sample(leases, 8))
+    ranks = h.ranks(1)
+    tokens = [lease.token for lease in leases]
+    assert {rank: sorted(map(tokens.index, found)) for rank, found in ranks.items()} == {
+        rank: [rank, rank + 4] for rank in range(4)
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_data_ranks_hold_equally_many_groups_whatever_is_filtered(seed):
+    rng = Random(seed)
+    h = Account(promptsPerStep=8, data_ranks=4, dynamicSampling={"enabled": True}, maxGenerationBatches=99)
+    h.steps.open(1, 0)
+    while not h.training.step_complete:
+        for lease in rng.sample(leases := h.lease(), len(leases)):
+            h.finish(lease, informative=rng.random() < 0.5)
+    assert [len(tokens) for _, tokens in sorted(h.ranks(1).items())] == [2] * 4
 
 
 # --- what is dropped -----------------------------------------------------------------------------------------------------
@@ -232,7 +258,7 @@ def test_an_unknown_token_of_an_earlier_run_is_ignored():
 
 def test_the_first_drop_ends_the_run_with_the_cause_by_default():
     h = Account(attempts=1)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     h.give_back(h.lease()[0], "data", "reward f returned NaN")
     assert isinstance(h.failures[0], DataError)
     assert "reward f returned NaN" in str(h.failures[0]) and "maxDroppedGroups" in str(h.failures[0])
@@ -240,25 +266,26 @@ def test_the_first_drop_ends_the_run_with_the_cause_by_default():
 
 def test_an_infrastructure_drop_is_not_a_data_error():
     h = Account(attempts=1)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     h.give_back(h.lease()[0], "infrastructure", "engine gone")
     assert isinstance(h.failures[0], InfrastructureError)
 
 
-def test_what_a_cluster_s_shortage_caused_is_not_the_group_s_fault():
+def test_what_a_cluster_s_shortage_caused_is_not_the_group_s_fault(caplog):
     h = Account(attempts={"infrastructure": 1, "deadline": 1, "worker_lost": 1, "data": 1, "stale": 1, "epoch": 1000})
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     h.short = True
     for _ in range(50):
         h.give_back(h.lease(1)[0], "infrastructure", "no environment")
     assert not h.failures
+    assert "given back (infrastructure): no environment" in caplog.text, "the log has the true reason"
 
 
 @pytest.mark.parametrize("how", ["lost", "expired"])
 def test_a_group_dropped_by_losses_or_by_expired_leases_spends_the_drop_budget(how):
     """Two expiries with two attempts dropped four groups and ended nothing."""
     h = Account(attempts=2, lease_seconds=60.0)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     for _ in range(2):
         assert not h.failures
         h.lease()
@@ -273,7 +300,7 @@ def test_a_group_dropped_by_losses_or_by_expired_leases_spends_the_drop_budget(h
 
 def test_losses_of_a_group_count_in_a_row_only():
     h = Account(attempts={"worker_lost": 2, "data": 9, "infrastructure": 9, "deadline": 9, "stale": 9, "epoch": 9})
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     for _ in range(4):
         h.lease(1)
         h.dispatcher.owner_lost("rollout:0", (0, 0))
@@ -283,150 +310,85 @@ def test_losses_of_a_group_count_in_a_row_only():
 
 def test_a_dropped_group_within_budget_is_replaced_by_the_next_prompt():
     h = Account(attempts=1, maxDroppedGroups=1)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     h.give_back(h.lease()[0], "data", "bad row")
     assert not h.failures and [lease.group_id for lease in h.lease()] == ["0-4"]
 
 
 def test_a_group_given_back_within_its_attempts_is_given_out_again_with_another_seed():
     h = Account(attempts=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
     h.give_back(leases[2], "deadline", "slow")
     (again,) = h.lease()
     assert again.group_id == leases[2].group_id and again.attempt == 2
 
 
+def keys(step, h):
+    """Return the keys of all data ranks: closed, they end the wait of a rank for its share of the whole step."""
+    return [rank_key(step, rank) for rank in range(h.data_ranks)]
+
+
 @pytest.mark.parametrize(("ranks", "target"), [(1, 3), (2, 2)])
 def test_shrink_cuts_the_step_to_a_multiple_of_the_data_ranks(ranks, target):
     h = Account(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.5, data_ranks=ranks)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    h.admit(*leases[:target])
+    h.finish(*leases[:target])
     h.give_back(leases[3], "data", "bad row")
-    assert h.ended == [1]
-    assert len(h.dispatcher.close().admitted) == target
+    assert h.closed == keys(1, h)
+    assert len(h.steps.close().admitted) == target
 
 
 def test_a_step_cut_before_its_groups_are_there_ends_when_they_are():
     h = Account(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.5)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
     h.give_back(leases[3], "data", "bad row")
-    assert h.admit(*leases[:2]) == [True] * 2 and h.ended == []
-    assert h.admit(leases[2]) == [True] and h.ended == [1], "the rank waits for a fourth group that nobody generates"
+    assert h.finish(*leases[:2]) == [ADMIT] * 2 and h.closed == []
+    assert h.finish(leases[2]) == [ADMIT] and h.closed == keys(1, h), (
+        "the rank waits for a fourth group that nobody generates"
+    )
 
 
 def test_a_drop_after_more_groups_than_a_cut_step_may_have_is_replaced():
     h = Account(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
-    h.admit(*leases[:3])
+    h.finish(*leases[:3])
     h.give_back(leases[3], "data", "bad row")
-    assert h.ended == [] and h.admit(*h.lease()) == [True]
-    assert len(h.dispatcher.close().admitted) == 4
+    assert h.closed == [] and h.finish(*h.lease()) == [ADMIT]
+    assert len(h.steps.close().admitted) == 4
 
 
 def test_the_group_a_cut_leaves_over_is_trained_in_a_later_step():
     h = Account(attempts=2, maxDroppedGroups=9, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
     h.give_back(leases[3], "data", "bad row")
     h.give_back(*h.lease(), "data", "bad row")
-    assert h.admit(*leases[:3]) == [True, True, False] and h.ended == [1]
-    h.dispatcher.close()
-    h.dispatcher.acknowledge(1)
-    h.dispatcher.open(2, 1)
+    assert h.finish(*leases[:3]) == [ADMIT, ADMIT, DEFER] and h.closed == keys(1, h)
+    h.steps.cancel_rest()
+    assert h.state_of(leases[2]) is REFUSE and h.steps.close().surplus == 1
+    h.steps.acknowledge(1)
+    h.steps.open(2, 1)
     assert "0-2" in [lease.group_id for lease in h.lease(version=1)]
 
 
 def test_a_cut_that_left_one_over_takes_the_next_drop_from_it():
     h = Account(attempts=1, promptsPerStep=8, maxDroppedGroups=9, onDrop="shrink", minBatchFraction=0.5, data_ranks=2)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     leases = h.lease()
     h.give_back(leases[7], "data", "bad row")
     h.give_back(leases[6], "data", "bad row")
-    assert h.admit(*leases[:6]) == [True] * 6 and h.ended == [1] and h.poll().waits
+    assert h.finish(*leases[:6]) == [ADMIT] * 6 and h.closed == keys(1, h) and h.poll().waits
 
 
 def test_a_step_below_the_minimum_fraction_is_not_shrunk_but_refilled():
     h = Account(attempts=1, maxDroppedGroups=1, onDrop="shrink", minBatchFraction=0.9)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     h.give_back(h.lease()[3], "data", "bad row")
-    assert h.ended == [] and len(h.lease()) == 1
-
-
-# --- validation ----------------------------------------------------------------------------------------------------------
-
-
-def scores(lease, *rewards):
-    lengths, truncated = (4,) * len(rewards), (False,) * len(rewards)
-    return ValidationScores(
-        group_id=lease.group_id, token=lease.token, rewards=rewards, lengths=lengths, truncated=truncated
-    )
-
-
-def open_round(h, size=3, *, number=1, version=0, **settings):
-    budgets = dict.fromkeys(("worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"), 1) | {
-        "worker_lost": 2
-    }
-    spec = ValidationSpec.model_validate(settings)
-    prompts = [{"idx": number} for number in range(size)]
-    validation = ValidationRound(number, version, prompts, spec, attempts=budgets, lease_seconds=60.0, clock=h.clock)
-    h.dispatcher.open_validation(validation)
-    return validation
-
-
-def test_validation_is_given_out_by_the_same_call_each_prompt_once_with_its_settings():
-    h = Account()
-    poll = h.poll(2)
-    validation = open_round(h, version=0, temperature=0, samplesPerPrompt=1)
-    leases = [*poll.leases, *h.lease()]
-    assert [(lease.mode, lease.sample["idx"], lease.temperature) for lease in leases] == [
-        ("validate", number, 0) for number in range(3)
-    ]
-    for lease in leases:
-        h.dispatcher.take_scores(scores(lease, 1.0))
-    assert len(validation.scores) == 3 and h.poll().waits
-
-
-def test_a_prompt_of_a_lost_rollout_is_measured_by_another_and_counts_once():
-    h = Account()
-    validation = open_round(h, 1)
-    (old,) = h.lease()
-    h.dispatcher.owner_lost("rollout:0", (0, 0))
-    (new,) = h.lease(who="rollout:1")
-    h.dispatcher.take_scores(scores(old, 0.0))
-    h.dispatcher.take_scores(scores(new, 1.0))
-    assert [one.rewards for one in validation.scores.values()] == [(1.0,)] and validation.failures == {}
-
-
-def test_a_prompt_that_no_rollout_survives_or_can_score_is_an_error_and_not_a_wrong_answer():
-    h = Account()
-    validation = open_round(h, 2)
-    first, _ = h.lease()
-    h.dispatcher.give_back(first.token, "data", "reward raised")
-    h.dispatcher.owner_lost("rollout:0", (0, 0))
-    h.lease()
-    h.dispatcher.owner_lost("rollout:0", (0, 0))
-    assert validation.failures == {"val1-0-0": "reward raised", "val1-0-1": "rollout:0 (0.0) was lost"}
-    assert validation.scores == {} and not h.failures
-
-
-def test_scores_of_a_round_that_was_left_are_not_counted_in_the_next():
-    h = Account()
-    open_round(h, 1)
-    (stale,) = h.lease()
-    h.dispatcher.close_validation()
-    validation = open_round(h, 1, number=2)
-    h.dispatcher.take_scores(scores(stale, 1.0))
-    assert validation.scores == {}
-
-
-def test_a_rollout_of_other_weights_measures_nothing():
-    h = Account()
-    open_round(h, 1, version=3)
-    assert h.poll(version=2).waits
+    assert h.closed == [] and len(h.lease()) == 1
 
 
 # --- properties ----------------------------------------------------------------------------------------------------------
@@ -439,7 +401,7 @@ def test_a_rollout_of_other_weights_measures_nothing():
 def test_whatever_rollouts_do_a_step_trains_each_group_once_and_none_is_forgotten(moves):
     """Two rollouts lease, die, answer late or twice; the step still ends with its groups, each trained once."""
     h = Account(attempts=1000, promptsPerStep=6)
-    h.dispatcher.open(1, 0)
+    h.steps.open(1, 0)
     held, incarnations, dead = {0: [], 1: [], 2: []}, [0, 0, 0], []
     for move, who in moves:
         name = {"who": f"rollout:{who}", "incarnation": (0, incarnations[who])}
@@ -453,24 +415,22 @@ def test_whatever_rollouts_do_a_step_trains_each_group_once_and_none_is_forgotte
             dead += held[who]
             held[who], incarnations[who] = [], incarnations[who] + 1
         elif move == "late" and dead:
-            assert h.admit(dead[who % len(dead)]) == [False]
+            assert h.finish(dead[who % len(dead)]) == [REFUSE]
         elif move == "finish" and held[who]:
-            assert h.admit(held[who].pop()) == [True]
+            assert h.finish(held[who].pop()) == [ADMIT]
         elif move == "stale" and held[who]:
             h.give_back(held[who].pop(), "stale")
     for who in range(3):
-        h.admit(*held[who])
-    h.admit(*h.lease(incarnation=(9, 9))) if len(h.ledger.held()) < 6 else None
-    taken = h.dispatcher.close()
+        h.finish(*held[who])
+    h.finish(*h.lease(incarnation=(9, 9))) if len(h.ledger.held()) < 6 else None
+    taken = h.steps.close()
     assert sorted(taken.admitted) == [f"0-{number}" for number in range(6)]
-    assert len(h.dispatcher.acknowledge(1)) == 6 and not h.failures
+    assert len(h.steps.acknowledge(1)) == 6 and not h.failures
 
 
 def test_reward_metrics_leave_out_what_is_not_finite():
     def entry(*rewards):
-        return GroupEntry(
-            group_id="g", token="t", v_min=0, v_max=0, rewards=rewards, tokens=1, informative=True, rank=0
-        )
+        return GroupEntry(group_id="g", token="t", v_min=0, v_max=0, rewards=rewards, tokens=1, informative=True)
 
     metrics = reward_metrics([entry(1.0, float("nan")), entry(0.0, 0.5)])
     assert metrics["reward/mean"] == 0.5 and metrics["reward/max"] == 1.0

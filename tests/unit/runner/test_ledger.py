@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from rl_core.api.errors import ConfigError
-from rl_core.runner.ledger import GroupState, PromptLedger
+from rl_core.runner.group_table import GroupState
+from rl_core.runner.ledger import PromptLedger
 
 
 class FakeClock:
@@ -33,7 +34,7 @@ def make(size=10, *, seed=0, shuffle=True, attempts=3, clock=None, lease_seconds
 
 def train(ledger, leases, step):
     for lease in leases:
-        assert ledger.complete(lease.token, object())
+        assert ledger.finish(lease.token)
     ledger.consume([lease.group_id for lease in leases], step)
     return ledger.acknowledge(step)
 
@@ -61,14 +62,14 @@ def test_requeued_groups_come_before_new_ones_in_ledger_order():
     assert [(lease.sample, lease.attempt) for lease in again] == [(0, 2), (2, 2), (3, 1)]
 
 
-def test_only_the_first_record_of_the_current_token_is_taken():
+def test_only_the_current_lease_finishes_a_group_and_once():
     ledger = make()
     old = ledger.lease(1, "a")[0]
     ledger.requeue(old.token, "worker_lost")
     new = ledger.lease(1, "b")[0]
-    assert not ledger.complete(old.token, "late")
-    assert ledger.complete(new.token, "first")
-    assert not ledger.complete(new.token, "second")
+    assert not ledger.finish(old.token)
+    assert ledger.finish(new.token)
+    assert not ledger.finish(new.token)
     assert ledger.counts["late"] == 2
 
 
@@ -79,16 +80,17 @@ def test_a_record_from_before_a_resume_is_late_although_its_group_is_out_again()
     after.load_state_dict(before.state_dict())
     new = after.lease(3, "b")
     assert [lease.group_id for lease in new] == [lease.group_id for lease in old]
-    assert not any(after.complete(lease.token, "of the run before") for lease in old)
+    assert not any(after.finish(lease.token) for lease in old)
     assert after.metrics()["ledger/late_total"] == 3
-    assert all(after.complete(lease.token, "record") for lease in new)
+    assert all(after.finish(lease.token) for lease in new)
 
 
 def test_a_long_run_leaves_nothing_behind_in_the_ledger():
     ledger = make()
 
     def held():
-        return sum(len(value) for value in vars(ledger).values() if isinstance(value, dict | list | set))
+        parts = [*vars(ledger).values(), *vars(ledger._table).values()]
+        return sum(len(value) for value in parts if isinstance(value, dict | list | set))
 
     sizes = []
     for step in range(1, 200):
@@ -105,7 +107,7 @@ def test_a_token_that_was_never_given_out_is_unknown(token):
     run = ledger.lease(1, "a")[0].token.partition(".")[0]
     with pytest.raises(KeyError, match="never given out"):
         ledger.requeue(token.format(run=run), "worker_lost")
-    assert not ledger.complete(token.format(run=run), "record") and ledger.counts["late"] == 1
+    assert not ledger.finish(token.format(run=run)) and ledger.counts["late"] == 1
 
 
 def test_a_negative_number_of_groups_is_refused_and_none_gives_none():
@@ -124,10 +126,10 @@ def test_a_token_is_requeued_exactly_once():
     assert ledger.counts["requeued"] == 1
 
 
-def test_losing_the_worker_after_its_record_arrived_loses_nothing():
+def test_losing_the_worker_after_it_finished_the_group_loses_nothing():
     ledger = make()
     lease = ledger.lease(1, "a")[0]
-    ledger.complete(lease.token, "record")
+    ledger.finish(lease.token)
     assert not ledger.requeue(lease.token, "worker_lost")
     assert ledger.outstanding() == {lease.group_id: GroupState.GENERATED}
     ledger.consume([lease.group_id], 1)
@@ -139,7 +141,7 @@ def test_losing_the_worker_after_its_record_arrived_loses_nothing():
 def test_a_generated_record_that_is_too_old_is_generated_again(reason):
     ledger = make()
     lease = ledger.lease(1, "a")[0]
-    ledger.complete(lease.token, "record")
+    ledger.finish(lease.token)
     assert ledger.requeue(lease.token, reason)
     assert ledger.lease(1, "a")[0].group_id == lease.group_id
 
@@ -172,8 +174,8 @@ def test_an_overdue_lease_expires_and_its_late_record_is_refused():
     clock.now = 9.9
     assert ledger.expire() == []
     clock.now = 10.0
-    assert ledger.expire() == [lease.group_id]
-    assert not ledger.complete(lease.token, "late")
+    assert ledger.expire() == [lease.token]
+    assert not ledger.finish(lease.token)
 
 
 def test_acknowledging_a_step_twice_raises():
@@ -192,7 +194,7 @@ def test_wrong_states_name_group_and_state():
         ledger.consume(["9-9"], 1)
     with pytest.raises(KeyError):
         ledger.requeue("nonsense", "data")
-    ledger.complete(lease.token, "record")
+    ledger.finish(lease.token)
     with pytest.raises(ValueError, match=f"group {lease.group_id} must be leased .* for data, got state generated"):
         ledger.requeue(lease.token, "data")
     with pytest.raises(ValueError, match="reason must be one of"):
@@ -266,7 +268,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(lease=leases)
     def complete(self, lease):
-        self.ledger.complete(lease.token, "r")
+        self.ledger.finish(lease.token)
 
     @rule(lease=leases, reason=st.sampled_from(["worker_lost", "data", "stale"]))
     def requeue(self, lease, reason):
@@ -277,7 +279,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.requeue(lease.token, reason)
 
     def _is_current(self, lease):
-        return self.ledger.describe(lease.group_id)[1] == lease.attempt
+        return self.ledger.current(lease.token) is not None
 
     @rule()
     def time_passes(self):

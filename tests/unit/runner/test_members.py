@@ -153,7 +153,7 @@ def test_what_another_process_would_fail_at_too_ends_the_run():
 
 def test_a_lost_rollout_frees_the_sync_and_its_groups_are_given_out_again():
     run = Run(Cluster())
-    run.account.dispatcher.open(1, 0)
+    run.account.steps.open(1, 0)
     held = run.account.lease()
     run.members.lost(member(state=MemberState.LOST), "no heartbeat")
     assert [lease.group_id for lease in run.account.lease(who="rollout:1")] == [lease.group_id for lease in held]

@@ -37,7 +37,7 @@ class Run:
 def test_leases_that_are_not_renewed_are_given_out_again():
     run = Run()
     run.stalls = iter([None] * 3)
-    run.account.dispatcher.open(1, 0)
+    run.account.steps.open(1, 0)
     held = run.account.lease()
     run.account.clock.now = 2.0
     run.tasks.run(Rounds(1))

@@ -55,7 +55,7 @@ class Result:
 
 
 class Actors:
-    """Stands in for the actor group. A data rank asks for admission of whatever `leases` the dispatcher gives out."""
+    """Stands in for the actor group. A step's groups are finished while the data ranks receive."""
 
     def __init__(self, run, *, ranks):
         self.run, self.ranks, self.phases, self.trained = run, ranks, {}, []
@@ -128,11 +128,11 @@ class Job:
             trajectories=Channel.create("trajectories", local=True),
             results=Channel.create("validation", local=True),
         )
-        self.dispatcher = self.program.dispatcher
+        self.dispatcher = self.program.prompts.dispatcher
         self.runner = Runner(self.state, self.program)
 
     def generate(self):
-        """Lease what the step wants and have it admitted, as rollouts and data ranks do."""
+        """Lease what the step wants and report it as finished, as rollouts do."""
         leases = []
         poll = SimpleNamespace(on_cancel=None, reply=lambda value: leases.extend(value) or True)
         version = self.state.progress.version
@@ -140,11 +140,12 @@ class Job:
         entries = [
             GroupEntry(
                 group_id=lease.group_id, token=lease.token, v_min=version, v_max=version, rewards=(0.0, 1.0), tokens=4,
-                informative=True, rank=0,
+                informative=True,
             )
             for lease in leases
         ]  # fmt: skip
-        assert all(self.dispatcher.admit(entries))
+        for entry in entries:
+            self.dispatcher.finish("rollout:0", (0, 0), entry)
 
     def ledger_lines(self):
         import json
@@ -205,7 +206,7 @@ def test_a_step_that_was_cancelled_is_left_and_its_groups_are_not_acknowledged(r
     run.while_training = stop
     summary = run.runner.execute()
     assert (summary.status, summary.step) == ("Interrupted", 0)
-    assert run.ledger_lines() == [] and run.dispatcher.metrics()["ledger/acknowledged"] == 0
+    assert run.ledger_lines() == [] and run.program.steps.metrics()["ledger/acknowledged"] == 0
 
 
 RULES = {

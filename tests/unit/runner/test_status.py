@@ -6,11 +6,13 @@ import pytest
 
 from rl_core.api.job import RLJobSpec
 from rl_core.messages.members import DeclaredWait, MemberState
-from rl_core.runner.ledger import GroupState, HeldGroup
+from rl_core.runner.group_table import GroupState
+from rl_core.runner.ledger import HeldGroup
 from rl_core.runner.prompts import MOST_GROUPS, Prompts
 from rl_core.runner.roster import Roster
 from rl_core.runner.stall import explain
 from rl_core.runner.status import Phase, StatusBoard
+from rl_core.runner.workload import Workload
 
 SOON = {"stall": {"seconds": 10.0}}
 
@@ -181,8 +183,10 @@ def test_who_holds_which_group_since_when_is_shown_beside_the_numbers_of_the_led
     held = HeldGroup(group_id="0-7", state=GroupState.LEASED, owner="rollout:1 (0.0)", seconds=12.34, attempt=2)
     taken = HeldGroup(group_id="0-8", state=GroupState.CONSUMED, owner="", seconds=1.0, attempt=1)
     held_groups = [held, taken]
-    dispatcher = SimpleNamespace(metrics=lambda: {"ledger/leased": 1.0}, held=lambda: held_groups, workload=dict)
-    prompts = Prompts(dispatcher=dispatcher, trajectories=None, ledger_file=None)
+    steps = SimpleNamespace(metrics=lambda: {"ledger/leased": 1.0}, held=lambda: held_groups)
+    prompts = Prompts(
+        dispatcher=None, steps=steps, workload=Workload(), mover=None, trajectories=None, ledger_file=None
+    )
     ledger = prompts.status()["ledger"]
     assert ledger["ledger/leased"] == 1.0
     assert ledger["groups"] == [

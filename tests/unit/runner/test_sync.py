@@ -1,7 +1,6 @@
 """A sync and its content check: who serves a version is known, and weights that score a prompt differently end the run."""
 
 from concurrent.futures import Future
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from rl_core.runner.device_schedule import DisaggregatedSchedule
 from rl_core.runner.handover import VersionHandover
 from rl_core.runner.roster import Roster
 from rl_core.runner.sync import WeightSync
+from rl_core.runner.workload import Workload
 
 
 class FakeResult:
@@ -108,7 +108,7 @@ class Run:
             members=SimpleNamespace(rejoin=self.rejoined.extend),
             versions=self.versions,
             roster=self.roster,
-            dispatcher=SimpleNamespace(weights_travel=nullcontext),
+            workload=Workload(),
             check=self.check,
         )
 

@@ -5,18 +5,18 @@ from itertools import pairwise
 
 from rl_core.api.records import GroupTimes
 from rl_core.observability.traces import TraceFolder
+from rl_core.runner.step_state import GroupSpan
 from rl_core.runner.trace import Span, Trace
-from rl_core.runner.training_account import GroupSpan
 
 PARTS = [Span("step", 100.0, 108.0), Span("rollout", 100.0, 104.0), Span("inference", 104.0, 105.0), Span("train", 105.0, 107.0), Span("sync", 107.0, 108.0)]  # fmt: skip
 
 
-def group(group_id="0-7", *, rollout_clock=0.0, rank_clock=0.0, trains=True):
-    """A group of two samples given out at 100.5 of the runner's clock; its rollout and data rank have clocks of their own."""
+def group(group_id="0-7", *, rollout_clock=0.0, trains=True):
+    """A group of two samples given out at 100.5 of the runner's clock; its rollout has a clock of its own."""
     at = rollout_clock
     samples = [[at + 0.1, at + 1.0, at + 1.2, at + 2.0, at + 2.1], [at + 0.1, at + 2.5, at + 2.6]]
     times = GroupTimes(
-        samples=samples, rollout="rollout:0", given=100.5, began=at, sent=at + 2.75, arrived=rank_clock + 3.0, asked=rank_clock + 3.25,
+        samples=samples, rollout="rollout:0", given=100.5, began=at, sent=at + 2.75, stored=at + 3.0,
         versions=[(3, 4), (4, 4)],
     )  # fmt: skip
     return GroupSpan(group_id=group_id, rank=0, trains=trains, decided=103.75, times=times)
@@ -58,13 +58,13 @@ def test_a_sample_has_its_turns_then_the_wait_for_its_siblings_and_a_group_its_w
 
 def test_clocks_that_differ_by_days_between_hosts_move_nothing(tmp_path):
     same, apart = tmp_path / "same", tmp_path / "apart"
-    assert written(same, group()) == written(apart, group(rollout_clock=-262_144.0, rank_clock=524_288.0))
+    assert written(same, group()) == written(apart, group(rollout_clock=-262_144.0))
 
 
 def test_spans_never_go_back_where_messages_took_time(tmp_path):
-    """The rollout's times lie early by the way of the lease, the rank's late by that of its question: what would overlap is cut."""
+    """The rollout's times lie early by the time of the lease's message; what would overlap is cut."""
     late = group()
-    late.times.arrived, late.times.asked = 1.0, 2.5  # it would have come before it was sent
+    late.times.stored = 1.0  # it would have been stored before it was sent
     chain = row_of(written(tmp_path, late), "0-7")[1:]
     assert all(before[2] == after[1] for before, after in pairwise(chain)) and all(b <= e for _, b, e in chain)
 

@@ -53,7 +53,7 @@ class Run:
         self.account, self.results = Account(), Channel.create("validation", local=True)
         budgets = dict.fromkeys(("worker_lost", "infrastructure", "deadline", "data", "stale", "epoch"), 1)
         self.validation = Validation(
-            spec, samples, desk=self.account.dispatcher, results=self.results, attempts=budgets
+            spec, samples, dispatcher=self.account.dispatcher, results=self.results, attempts=budgets
         )
 
     def answers(self, version, reward):

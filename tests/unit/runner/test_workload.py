@@ -4,9 +4,9 @@ import pytest
 
 from rl_core.api.settings import ValidationSpec
 from rl_core.messages.groups import ValidationScores
-from rl_core.runner.validation import ValidationRound
+from rl_core.runner.validation_round import ValidationRound
 from rl_core.runner.workload import SHORTEST_WINDOW, STEPS_IN_WINDOW
-from tests.unit.runner.account import BUDGETS, Account
+from tests.unit.runner.account import ADMIT, BUDGETS, DEFER, Account
 
 
 class Step:
@@ -14,101 +14,94 @@ class Step:
 
     def __init__(self, **options):
         self.account = Account(**options)
-        self.dispatcher, self.clock = self.account.dispatcher, self.account.clock
-        self.dispatcher.begin_usage()
+        self.dispatcher, self.steps = self.account.dispatcher, self.account.steps
+        self.workload, self.clock = self.account.workload, self.account.clock
+        self.workload.begin_step()
 
     def at(self, now):
         self.clock.now = float(now)
 
     def rollouts(self):
-        return {one["name"]: (one["busy"], one["starved"]) for one in self.dispatcher.workload()["rollouts"]}
+        return {one["name"]: (one["busy"], one["starved"]) for one in self.workload.snapshot()["rollouts"]}
 
 
 def test_on_policy_rollouts_starve_while_the_trainer_trains_and_it_while_they_generate():
     s = Step()
     idle = s.account.poll()  # from 0 on, nothing is open
     s.at(1)
-    with s.dispatcher.trainer_waits():
-        s.dispatcher.open(1, 0)
+    with s.workload.trainer_waits():
+        s.steps.open(1, 0)
         s.at(5)
-        assert s.account.admit(*idle.leases) == [True] * 4
+        assert s.account.finish(*idle.leases) == [ADMIT] * 4
     s.account.poll()
     s.at(8)
-    found = s.dispatcher.usage()
+    found = s.workload.of_step().metrics()
     assert found["rollout/starved_seconds"] == 1.0 + 3.0 and found["actor/starved_seconds"] == 4.0
 
 
 def test_starved_seconds_are_those_of_a_rollout_on_average():
     s = Step()
-    s.dispatcher.open(1, 0)
+    s.steps.open(1, 0)
     s.account.lease(4)  # it takes the whole step
     s.account.poll(who="rollout:1")
     s.at(10)
-    assert s.dispatcher.usage()["rollout/starved_seconds"] == 5.0
+    assert s.workload.of_step().metrics()["rollout/starved_seconds"] == 5.0
 
 
 def test_a_rollout_that_waits_for_weights_does_not_starve():
     s = Step()
     s.account.poll()
     s.at(2)
-    with s.dispatcher.weights_travel():
+    with s.workload.weights_travel():
         s.at(9)
     s.at(10)
-    assert s.dispatcher.usage()["rollout/starved_seconds"] == 3.0
+    assert s.workload.of_step().metrics()["rollout/starved_seconds"] == 3.0
 
 
 def test_a_rollout_with_room_that_works_is_busy():
     s = Step(promptsPerStep=1)
-    s.dispatcher.open(1, 0)
+    s.steps.open(1, 0)
     s.account.lease(1)
     assert s.account.poll().waits
     s.at(4)
     s.dispatcher.tick()
     s.at(8)
-    assert s.dispatcher.usage()["rollout/starved_seconds"] == 0.0 and s.rollouts() == {"rollout:0": (1.0, 0.0)}
+    assert s.workload.of_step().metrics()["rollout/starved_seconds"] == 0.0 and s.rollouts() == {
+        "rollout:0": (1.0, 0.0)
+    }
 
 
 def test_what_no_rollout_takes_waits_in_their_queue():
     s = Step(promptsPerStep=4)
-    s.dispatcher.open(1, 0)
+    s.steps.open(1, 0)
     leases = s.account.lease(1)
     s.at(6)
-    s.account.admit(*leases)
+    s.account.finish(*leases)
     s.account.lease(3)
     s.at(8)
-    found = s.dispatcher.usage()
+    found = s.workload.of_step().metrics()
     assert found["rollout/queue_depth"] == pytest.approx(3 * 6 / 8) and found["actor/queue_depth"] == 0.0
 
 
-def test_delivered_groups_wait_in_the_trainers_queue_until_they_are_admitted_or_refused():
+def test_deferred_groups_wait_in_the_trainers_queue_until_they_are_admitted():
     s = Step(promptsPerStep=1, maxStaleness=1)
-    s.dispatcher.open(1, 0)
+    s.steps.open(1, 0)
     first, second = s.account.lease(2)
     s.at(2)
-    for lease in (first, second):
-        s.dispatcher.delivered(lease.token)
-    s.at(4)
-    assert s.account.admit(first, version=0) == [True]
-    assert s.account.admit(second, version=0) == [None], "it is for the next step"
-    assert [one["groups"] for one in s.dispatcher.workload()["rollouts"]] == [2]
+    assert s.account.finish(first, second, version=0) == [ADMIT, DEFER], "the second is for the next step"
+    assert [one["groups"] for one in s.workload.snapshot()["rollouts"]] == [2]
+    s.at(6)
+    s.steps.close()
+    s.steps.acknowledge(1)
+    s.steps.open(2, 1)
     s.at(8)
-    assert s.dispatcher.usage()["actor/queue_depth"] == pytest.approx((2 * 2 + 1 * 4) / 8)
-
-
-def test_a_record_that_was_admitted_before_its_rollout_told_of_it_waits_no_more():
-    s = Step(promptsPerStep=2, maxStaleness=1)
-    s.dispatcher.open(1, 0)
-    (lease, *_) = s.account.lease(1)
-    s.account.admit(lease)
-    s.dispatcher.delivered(lease.token)
-    s.at(5)
-    assert s.dispatcher.usage()["actor/queue_depth"] == 0.0
+    assert s.workload.of_step().metrics()["actor/queue_depth"] == pytest.approx(1 * 4 / 8)
 
 
 @pytest.mark.parametrize("how", ["given back", "not renewed", "refused", "disowned"])
 def test_a_rollout_is_busy_no_longer_than_it_holds_the_lease(how):
     s = Step(promptsPerStep=1, lease_seconds=20.0)
-    s.dispatcher.open(1, 0)
+    s.steps.open(1, 0)
     (lease,) = s.account.lease(1)
     for second in range(20):
         s.at(second)
@@ -119,9 +112,9 @@ def test_a_rollout_is_busy_no_longer_than_it_holds_the_lease(how):
     elif how == "not renewed":
         s.dispatcher.tick()
     elif how == "refused":
-        s.account.admit(lease, version=7)
+        s.account.finish(lease, version=7)
     else:
-        s.dispatcher.give_back(lease.token, "stale", "the trainer's own doing")
+        s.dispatcher.give_back("rollout:0", (0, 0), lease.token, "stale", "the trainer's own doing")
         s.dispatcher.renew("rollout:0", (0, 0), [lease.token])
     s.at(40)
     assert s.rollouts() == {"rollout:0": (0.5, 0.0)}
@@ -149,10 +142,10 @@ def test_the_window_forgets_what_is_older_than_it():
     s.account.poll(seconds=1e9)
     for second in range(1, 400):
         if second == 100:
-            s.dispatcher.open(1, 0)  # busy from here on
+            s.steps.open(1, 0)  # busy from here on
         s.at(second)
         s.dispatcher.tick()
-    shown = s.dispatcher.workload()
+    shown = s.workload.snapshot()
     assert shown["full"] and shown["seconds"] < 2 * SHORTEST_WINDOW
     assert (shown["busy"], shown["starved"]) == (1.0, 0.0)
 
@@ -162,12 +155,12 @@ def test_a_long_step_makes_the_window_long_so_that_it_holds_both_parts_of_severa
     s.account.poll(seconds=1e9)
     s.at(SHORTEST_WINDOW)
     s.dispatcher.tick()
-    assert s.dispatcher.workload()["full"] is False, "it began with the tick"
-    s.dispatcher.usage()
+    assert s.workload.snapshot()["full"] is False, "it began with the tick"
+    s.workload.of_step().metrics()
     s.at(2 * SHORTEST_WINDOW)
-    assert s.dispatcher.workload()["full"] is False
+    assert s.workload.snapshot()["full"] is False
     s.at((1 + STEPS_IN_WINDOW) * SHORTEST_WINDOW)
-    assert s.dispatcher.workload()["full"] is True
+    assert s.workload.snapshot()["full"] is True
 
 
 @pytest.mark.parametrize("how", ["joins", "is lost", "drains"])
@@ -178,7 +171,7 @@ def test_the_window_begins_anew_when_a_rollout_comes_or_goes(how):
     for second in range(100):
         s.at(second)
         s.dispatcher.tick()
-    assert s.dispatcher.workload()["full"] is True
+    assert s.workload.snapshot()["full"] is True
     if how == "joins":
         s.account.poll(who="rollout:2")
     elif how == "is lost":
@@ -186,5 +179,5 @@ def test_the_window_begins_anew_when_a_rollout_comes_or_goes(how):
     else:
         s.account.gone.add(("rollout:1", (0, 0)))
         s.dispatcher.tick()
-    shown = s.dispatcher.workload()
+    shown = s.workload.snapshot()
     assert shown["full"] is False and len(shown["rollouts"]) == (3 if how == "joins" else 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -10,8 +11,9 @@ from rl_core.api.errors import ConfigError, GenerationUnavailable, RolloutDataFa
 from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
 from rl_core.messages.groups import PromptLease, ValidationScores
-from rl_core.rollouts import serving
-from rl_core.rollouts.serving import POLL_SECONDS, PromptServer
+from rl_core.rollouts import rollout_loop
+from rl_core.rollouts.rollout_loop import POLL_SECONDS, RolloutLoop, group_entry
+from tests import actor_samples
 
 STOPPED = "the rollout stopped before the group ended"
 LATE = "its weights are not those that are served"
@@ -32,11 +34,11 @@ def lease(index, *, mode="train", version=1, rows=2, seconds=120.0):
 
 
 class FakeRunner:
-    """A `LeaseSource` that gives out what a test puts in; a poll waits until there is something, or the test ends it."""
+    """The lease calls over what a test puts in; a poll waits until there is something, or the test ends it."""
 
     def __init__(self):
         self.pending, self.polls, self.renewed, self.given_back, self.stale = [], [], [], [], set()
-        self.failure, self.told = None, []
+        self.failure, self.finished, self.unheard = None, [], 0
         self.refuses = False
         self.changed = asyncio.Condition()
 
@@ -56,10 +58,11 @@ class FakeRunner:
         found, self.pending = self.pending[:want], self.pending[want:]
         return [one for one in found if one is not None]
 
-    async def delivered(self, token):
-        self.told.append(token)
-        if self.failure is not None:
-            raise self.failure
+    async def finish(self, entry):
+        self.finished.append(entry)
+        if self.unheard:
+            self.unheard -= 1
+            raise WorkerLost("the runner does not answer")
 
     async def renew(self, tokens):
         self.renewed.append(list(tokens))
@@ -93,7 +96,7 @@ class Harness:
         self.runner = FakeRunner()
         self.waits, self.started, self.holds = [], [], {}
         self.version, self.limit, self.failure, self.now = 1, 100, None, 0.0
-        self.server = PromptServer(
+        self.loop = RolloutLoop(
             self.run,
             self.runner,
             row_limit=lambda: self.limit,
@@ -132,7 +135,11 @@ class Harness:
 
     @staticmethod
     async def depth(channel):
-        return await asyncio.to_thread(channel.qsize)
+        return (await asyncio.to_thread(channel.stats)).depth
+
+    async def record(self, index):
+        """Take the record of a group from the channel, where it is under its lease token."""
+        return await self.trajectories.get_async(key=f"t{index}", timeout=60)
 
     async def settle(self):
         for _ in range(20):
@@ -144,9 +151,9 @@ class Harness:
                 await asyncio.sleep(0.001)
 
     def start(self, *, gate=True):
-        self.server.start(self.trajectories, self.validation)
+        self.loop.start(self.trajectories, self.validation)
         if gate:
-            self.server.open()
+            self.loop.open()
 
     async def serving(self, *leases):
         self.start()
@@ -158,34 +165,58 @@ class Harness:
 async def harness():
     made = Harness()
     yield made
-    await made.server.stop()
+    await made.loop.stop()
     await made.runner.set(refuses=True)  # ends the polls that wait
     await made.settle()
 
 
 async def test_a_finished_group_is_put_with_the_token_of_its_lease(harness):
     await harness.serving(lease(0))
-    record = await harness.trajectories.get_async(timeout=60)
+    record = await harness.record(0)
     assert (record.group_id, record.lease_token) == ("g0", "t0")
     await harness.settle()
-    assert harness.server.groups_in_flight == 0 and harness.server.groups_done == 1
+    assert harness.loop.groups_in_flight == 0 and harness.loop.groups_done == 1
     assert harness.runner.given_back == []
 
 
-@pytest.mark.parametrize("records_wait", [False, True])
-async def test_the_runner_is_told_of_records_that_may_wait_longer_than_their_lease(harness, records_wait):
-    harness.server._records_wait = records_wait
+async def test_the_runner_hears_of_a_group_once_its_record_is_stored(harness):
     await harness.serving(lease(0), lease(1, mode="validate"))
-    assert harness.runner.told == (["t0"] if records_wait else [])
+    (entry,) = harness.runner.finished
+    assert (entry.group_id, entry.token) == ("g0", "t0")
+    assert await harness.depth(harness.trajectories) == 1
+
+
+async def test_a_finished_group_is_reported_until_the_runner_hears_of_it(harness):
+    harness.runner.unheard = 2
+    await harness.serving(lease(0))
+    await harness.until(lambda: len(harness.runner.finished) == 3)
+    await harness.until(lambda: harness.loop.groups_done == 1)
+    assert harness.runner.given_back == []
+
+
+async def test_a_group_whose_lease_is_lost_while_its_record_is_stored_is_still_reported(harness, monkeypatch):
+    """Otherwise nobody would delete the record: the runner deleted what was there when the lease ended."""
+    stored, put = asyncio.Event(), harness.trajectories.put_async
+
+    async def slow_put(record, key):
+        await stored.wait()
+        await put(record, key=key)
+
+    monkeypatch.setattr(harness.trajectories, "put_async", slow_put)
+    await harness.serving(lease(0))
+    harness.loop.drop(["t0"])
+    stored.set()
+    await harness.until(lambda: harness.runner.finished)
+    assert harness.runner.finished[0].token == "t0" and harness.runner.given_back == []
 
 
 async def test_a_closed_gate_asks_for_nothing_and_says_what_it_waits_for(harness):
     harness.start(gate=False)
     await harness.settle()
     assert harness.runner.polls == [] and harness.waits == [("weights", "actor")]
-    harness.server.open()
+    harness.loop.open()
     await harness.runner.put(lease(0))
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
+    assert (await harness.record(0)).group_id == "g0"
 
 
 async def test_one_poll_asks_for_all_that_fits_and_the_next_for_what_is_left(harness):
@@ -229,12 +260,12 @@ async def test_an_idle_rollout_asks_anew_for_all_that_fits_so_that_groups_start_
 
 
 async def test_groups_that_end_together_are_asked_for_by_one_question(harness, monkeypatch):
-    monkeypatch.setattr(serving, "GATHER_S", 0.3)
+    monkeypatch.setattr(rollout_loop, "GATHER_S", 0.3)
     harness.limit = 6
     harness.hold(0, 1, 2)
     await harness.serving(lease(0), lease(1), lease(2))
     harness.holds["g0"].set()
-    await harness.until(lambda: harness.server.groups_in_flight == 2)
+    await harness.until(lambda: harness.loop.groups_in_flight == 2)
     for name in ("g1", "g2"):
         harness.holds[name].set()
     await harness.until(lambda: len(harness.runner.polls) == 2)
@@ -252,7 +283,7 @@ async def test_leases_of_answers_that_crossed_all_begin_for_the_engine_queues_wh
 
 async def test_a_poll_is_not_cancelled_by_the_gate_and_what_it_brings_late_is_given_back(harness):
     await harness.serving()
-    harness.server.close()
+    harness.loop.close()
     await harness.runner.put(lease(0))
     await harness.settle()
     assert harness.started == [] and harness.runner.given_back == [("t0", "stale", LATE)]
@@ -260,9 +291,9 @@ async def test_a_poll_is_not_cancelled_by_the_gate_and_what_it_brings_late_is_gi
 
 async def test_a_question_outlives_a_sync_and_brings_the_groups_of_the_new_version(harness):
     await harness.serving()
-    harness.server.close()
+    harness.loop.close()
     harness.version = 2
-    harness.server.open()
+    harness.loop.open()
     await harness.runner.put(lease(0, version=2))
     await harness.settle()
     assert harness.runner.polls[0] == (50, 1) and harness.started == ["g0"] and harness.runner.given_back == []
@@ -288,7 +319,7 @@ async def test_a_runner_that_refuses_at_once_is_not_asked_again_and_again_but_so
     assert 1 <= len(harness.runner.polls) <= 10
     await harness.runner.set(refuses=False)
     await harness.runner.put(lease(0))
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
+    assert (await harness.record(0)).group_id == "g0"
 
 
 async def test_a_runner_out_of_reach_is_asked_until_it_is_back_and_reported_once(harness, caplog):
@@ -299,7 +330,7 @@ async def test_a_runner_out_of_reach_is_asked_until_it_is_back_and_reported_once
     assert caplog.text.count("the runner is gone") == 1
     await harness.runner.set(failure=None)
     await harness.runner.put(lease(0))
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g0"
+    assert (await harness.record(0)).group_id == "g0"
 
 
 @pytest.mark.parametrize("mode", ["train", "validate"])
@@ -318,7 +349,7 @@ async def test_a_failed_group_is_given_back_by_its_kind(harness, error, reason, 
     await harness.serving(lease(0, mode=mode))
     assert harness.runner.given_back == [("t0", reason, f"{type(error).__name__}: {error}")]
     assert await harness.depth(harness.trajectories) == await harness.depth(harness.validation) == 0
-    assert harness.server.groups_in_flight == 0
+    assert harness.loop.groups_in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -333,12 +364,12 @@ async def test_a_failed_group_is_given_back_by_its_kind(harness, error, reason, 
 async def test_a_record_that_does_not_arrive_is_given_back_with_whose_fault_it_is(
     harness, monkeypatch, error, reason, message
 ):
-    async def put(record):
+    async def put(record, key):
         raise error
 
     monkeypatch.setattr(harness.trajectories, "put_async", put)
     await harness.serving(lease(0))
-    assert harness.runner.given_back == [("t0", reason, message)] and harness.server.groups_done == 0
+    assert harness.runner.given_back == [("t0", reason, message)] and harness.loop.groups_done == 0
 
 
 async def test_validation_is_answered_with_scores(harness):
@@ -366,9 +397,9 @@ async def test_a_group_whose_lease_is_no_longer_current_is_dropped_without_an_an
     harness.hold(0, 1)
     harness.runner.stale = {"t0"}
     await harness.serving(lease(0, seconds=0.01), lease(1, seconds=0.01))
-    await harness.until(lambda: harness.server.groups_in_flight == 1)
+    await harness.until(lambda: harness.loop.groups_in_flight == 1)
     harness.holds["g1"].set()
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g1"
+    assert (await harness.record(1)).group_id == "g1"
     await harness.settle()
     assert harness.runner.given_back == [] and await harness.depth(harness.trajectories) == 0
 
@@ -383,18 +414,18 @@ async def test_renewals_go_on_after_the_runner_was_out_of_reach(harness, caplog)
         await harness.runner.set(failure=None)
         count = len(harness.runner.renewed)
         await harness.until(lambda: len(harness.runner.renewed) >= count + 2)
-    assert caplog.text.count("leases cannot be renewed") == 1 and harness.server.groups_in_flight == 1
+    assert caplog.text.count("leases cannot be renewed") == 1 and harness.loop.groups_in_flight == 1
 
 
 async def test_pausing_lets_groups_end(harness):
     harness.hold(0)
     await harness.serving(lease(0))
-    pausing = asyncio.ensure_future(harness.server.pause(60))
+    pausing = asyncio.ensure_future(harness.loop.pause(60))
     await harness.settle()
     assert not pausing.done()
     harness.holds["g0"].set()
     await pausing
-    assert await harness.depth(harness.trajectories) == 1 and harness.server.groups_in_flight == 0
+    assert await harness.depth(harness.trajectories) == 1 and harness.loop.groups_in_flight == 0
     assert harness.runner.given_back == []
 
 
@@ -402,19 +433,19 @@ async def test_pausing_lets_groups_end(harness):
 async def test_groups_that_cannot_end_are_given_back_as_stale(harness, how):
     harness.hold(0)
     await harness.serving(lease(0))
-    await (harness.server.pause(0.01) if how == "pause" else harness.server.stop())
+    await (harness.loop.pause(0.01) if how == "pause" else harness.loop.stop())
     assert harness.runner.given_back == [("t0", "stale", STOPPED)]
-    assert await harness.depth(harness.trajectories) == 0 and harness.server.groups_in_flight == 0
+    assert await harness.depth(harness.trajectories) == 0 and harness.loop.groups_in_flight == 0
 
 
 async def test_a_group_that_was_leased_in_the_moment_of_a_stop_is_given_back_too(harness):
     harness.start()
     await harness.until(lambda: harness.runner.polls)
-    stopped = asyncio.ensure_future(harness.until(lambda: harness.server.groups_in_flight))
+    stopped = asyncio.ensure_future(harness.until(lambda: harness.loop.groups_in_flight))
     await harness.runner.put(lease(0))
     harness.hold(0)
     await stopped
-    await harness.server.stop()
+    await harness.loop.stop()
     assert harness.runner.given_back == [("t0", "stale", STOPPED)]
 
 
@@ -422,19 +453,19 @@ async def test_a_stop_ends_though_nothing_can_be_given_back(harness):
     harness.hold(0)
     await harness.serving(lease(0))
     harness.runner.failure = WorkerLost("the runner is gone")
-    await harness.server.stop()
-    assert harness.server.groups_in_flight == 0
+    await harness.loop.stop()
+    assert harness.loop.groups_in_flight == 0
 
 
 async def test_starting_twice_keeps_one_loop_and_a_stopped_server_starts_again(harness):
     harness.start()
     await harness.serving(lease(0))
-    await harness.trajectories.get_async(timeout=60)
-    await harness.server.stop()
+    await harness.record(0)
+    await harness.loop.stop()
     await harness.runner.end_poll()  # the poll of before the stop
     await harness.settle()
     await harness.serving(lease(1))
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g1"
+    assert (await harness.record(1)).group_id == "g1"
     assert harness.started == ["g0", "g1"] and harness.runner.given_back == []
 
 
@@ -442,8 +473,25 @@ async def test_a_group_that_the_runner_cancelled_ends_at_once_without_an_answer_
     harness.limit = 4
     harness.hold(0, 1)
     await harness.serving(lease(0), lease(1))
-    harness.server.drop(["t0", "of a group that has ended"])
+    harness.loop.drop(["t0", "of a group that has ended"])
     await harness.runner.put(lease(2))
-    assert (await harness.trajectories.get_async(timeout=60)).group_id == "g2"
+    assert (await harness.record(2)).group_id == "g2"
     await harness.settle()
-    assert harness.runner.given_back == [] and harness.server.groups_in_flight == 1
+    assert harness.runner.given_back == [] and harness.loop.groups_in_flight == 1
+
+
+def test_an_entry_tells_the_runner_what_admission_needs():
+    record = actor_samples.make_record(3)
+    for index, completion in enumerate(record.completions):
+        completion.policy_versions = (5, 5 + index)
+    entry = group_entry(record, min_std=0.0)
+    assert (entry.group_id, entry.token) == ("0-3", "token-3")
+    assert (entry.v_min, entry.v_max) == (5, 8)
+    assert entry.tokens == sum(len(c.message_log[-1]["token_ids"]) for c in record.completions)
+    assert math.isnan(entry.rewards[0]) and entry.informative is (len(set(entry.rewards[1:])) > 1)
+    for completion in record.completions:
+        completion.reward = 1.0
+    assert group_entry(record, min_std=0.0).informative is False
+    record.completions[0].reward = 0.0  # its finish reason is an error: no training row comes of it
+    assert group_entry(record, min_std=0.0).informative is False
+    assert group_entry(record, min_std=None).informative is True

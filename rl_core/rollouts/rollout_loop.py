@@ -1,12 +1,13 @@
-"""The loop of a rollout worker: lease groups from the runner, run them, deliver records, give back what cannot be done.
+"""The loop of a rollout worker: it leases groups from the runner, generates them and reports what came of each.
 
-    runner --lease_groups--> run(lease) --record--> trajectories         (validation: scores --> validation)
-    runner <---delivered-------- the record is with the data ranks (asynchronous runs)
-    runner <---give_back-------- failed, or stopped before its end
+    runner    --lease_groups--> generate(lease)
+    rollout   --record--> channel `trajectories`, under the lease token       (validation: scores --> channel `validation`)
+    rollout   --finish(GroupEntry)--> runner      the record is stored
+    rollout   --give_back--> runner               the group failed, or was stopped before its end
 
-Groups are asked for only while the gate is open, which the worker does between COMMIT of a version and the next OFFER, and
-only as many as the engine has rows for: those that come together start together. Everything here runs on one event loop.
-Nothing is raised: a group ends as a record, as given back, or unanswered because the runner counts its lease no longer.
+Groups are leased only while the gate is open, which the worker opens when a version is committed and closes when the next one is
+offered, and only as many as the engine has rows for: groups that come together start together. Everything here runs on one event loop.
+Nothing is raised: a group ends as finished, as given back, or without a report because the runner no longer counts its lease.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from rl_core.algorithms.filtering import informative_groups
 from rl_core.api.errors import RLJobError, text_of
-from rl_core.api.records import PromptGroupRecord
-from rl_core.messages.groups import PromptLease, RequeueReason, ValidationScores
-from rl_core.rollouts.leases import LeaseSource, Renewal
+from rl_core.api.records import Completion, GroupTimes, PromptGroupRecord
+from rl_core.batching.collate import has_failed
+from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
+from rl_core.rollouts.leases import HubLeases, Renewal
 from rl_core.rollouts.retry import classify_failure
 
 if TYPE_CHECKING:
@@ -31,63 +36,64 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 20.0
-"""How long the runner may hold a question for groups that it cannot answer yet."""
+"""How long the runner may hold a poll for groups that it cannot answer yet."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-"""Pauses before asking again a runner that failed, or refused at once; each is twice as long as the one before."""
+"""Pauses before another call to a runner that failed, or that had no groups at once; each is twice as long as the one before."""
 GATHER_S = 0.005
-"""How long a question waits for further groups to end while some run: those that end together are asked for together."""
+"""How long a poll waits for further groups to end while some are being generated, so that one poll replaces those that end together."""
 RETURN_SECONDS = 1.0
 """How long a stop waits for groups to be given back; a lease that cannot be given back ends by itself."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """One leased group that runs."""
+    """One leased group that is being generated or reported."""
 
     lease: PromptLease
     task: asyncio.Task[None]
     current: bool = True
-    """Whether the runner still counts the lease; one that it does not is not given back."""
+    """Whether the runner still counts the lease; a group whose lease it does not count is not given back."""
+    reporting: bool = False
+    """Whether its record is being stored: from then on the runner must hear of it, or the record would stay on the channel."""
 
 
-class PromptServer:
-    """Serves prompt groups with `run`. STOPPED -> started (gate closed) -> serving <-> paused -> stopped."""
+class RolloutLoop:
+    """Generates prompt groups with `generate`. STOPPED -> started (gate closed) -> leasing <-> paused -> stopped."""
 
     def __init__(
         self,
-        run: Callable[[PromptLease], Awaitable[PromptGroupRecord]],
-        source: LeaseSource,
+        generate: Callable[[PromptLease], Awaitable[PromptGroupRecord]],
+        leases: HubLeases,
         *,
         row_limit: Callable[[], int],
         group_rows: int,
         version: Callable[[], int],
         waiting: Callable[[str, str], AbstractContextManager[None]],
-        records_wait: bool = False,
+        min_std: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`run` makes the record of a lease that `source` gave.
+        """`generate` makes the record of a lease that `leases` brought.
 
-        `row_limit` is the number of rows in flight at which leasing stops, `group_rows` what a group is expected to have;
-        `version` is that of the served weights; `waiting(what, on)` declares a wait. `records_wait`: a record may lie with the data
-        ranks for longer than its lease runs, so the runner is told of each.
+        `row_limit` is the number of rows in flight at which leasing stops, `group_rows` the expected rows of a group; `version` is that of
+        the served weights; `waiting(what, on)` declares a wait. `min_std`: see `group_entry`.
         """
-        self._run = run
-        self._source = source
+        self._generate = generate
+        self._leases = leases
         self._row_limit = row_limit
         self._group_rows = group_rows
         self._version = version
         self._waiting = waiting
-        self._records_wait = records_wait
+        self._min_std = min_std
         self._clock = clock
-        self._renewal = Renewal(source, self._disown)
+        self._renewal = Renewal(leases, self._disown)
         self._gate = asyncio.Event()
         self._changed = asyncio.Event()
         """Set when a group ends and when the gate moves."""
         self._rows = 0
         self._groups: dict[str, _Group] = {}
-        """Groups that run, by token."""
+        """Groups in flight, by token."""
         self._polls: set[asyncio.Task[bool]] = set()
-        """Questions whose answer may be on its way, that of a stopped loop included."""
+        """Polls whose answer may be on its way, that of a stopped loop included."""
         self._returns: set[asyncio.Task[None]] = set()
         self._loop_task: asyncio.Task[None] | None = None
         self._refusals = 0
@@ -98,11 +104,11 @@ class PromptServer:
 
     @property
     def groups_in_flight(self) -> int:
-        """Return the number of groups leased and not delivered."""
+        """Return the number of groups that are leased and not reported."""
         return len(self._groups)
 
     def start(self, trajectories: Channel, validation: Channel) -> None:
-        """Deliver to these channels from now on; while the gate is closed nothing is leased."""
+        """Start the loop; records and scores go to these channels. While the gate is closed nothing is leased."""
         if self._loop_task is None or self._loop_task.done():
             self._trajectories, self._validation = trajectories, validation
             self._loop_task = asyncio.ensure_future(self._serve())
@@ -115,15 +121,15 @@ class PromptServer:
             self._changed.set()
 
     def close(self) -> None:
-        """Lease no more groups; those in flight go on, and those that a late answer brings are given back."""
+        """Lease no more groups. Groups in flight continue; those that a late answer brings are given back."""
         if self._gate.is_set():
             self._gate.clear()
             self._changed.set()
 
     async def pause(self, seconds: float | None) -> None:
-        """Close, and wait until nothing is in flight; what has not ended after `seconds` is given back.
+        """Close, wait until no group is in flight, and give back the groups that have not ended after `seconds`.
 
-        None = wait without a bound; whoever awaits this sets one.
+        None waits without a bound; the caller sets one.
         """
         self.close()
         if self._groups:
@@ -134,7 +140,7 @@ class PromptServer:
             await self._give_all_back()
 
     async def stop(self) -> None:
-        """Give everything in flight back and end the loop."""
+        """Give all groups in flight back and end the loop."""
         self.close()
         if self._loop_task is not None:
             self._loop_task.cancel()
@@ -144,11 +150,11 @@ class PromptServer:
         self._renewal.close()
 
     def drop(self, tokens: Iterable[str]) -> None:
-        """End the groups of leases that the runner counts no longer; one that has ended is ignored."""
+        """Cancel the groups of leases that the runner no longer counts; groups that have ended are passed over."""
         for token in tokens:
             self._disown(token)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- leasing -----------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         while True:
@@ -162,7 +168,7 @@ class PromptServer:
             want = self._room()
             if not want:
                 await self._changed.wait()
-            elif not await self._ask(want):
+            elif not await self._lease(want):
                 pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._refusals)
                 self._refusals += 1
                 # Not wait_for: before Python 3.12 it swallows a cancellation that comes together with the event.
@@ -171,22 +177,22 @@ class PromptServer:
                         await self._changed.wait()
 
     def _room(self) -> int:
-        """Return the groups that fit beside those that run; one fits always where none runs."""
+        """Return how many groups fit beside those in flight; at least one where none is."""
         free = -(-(self._row_limit() - self._rows) // self._group_rows)
         return max(free, 0 if self._groups else 1)
 
-    async def _ask(self, want: int) -> bool:
-        """Ask once and wait for the answer; return whether to ask again without a pause.
+    async def _lease(self, want: int) -> bool:
+        """Poll once and wait for the answer; return whether to poll again without a pause.
 
-        The question stays open while the gate is closed: the runner knows which version this worker serves by its acknowledgement, so
-        the groups of the next version come as its answer. It is never cancelled: leases that are on their way would belong to nobody
-        until they end.
+        The poll stays open while the gate is closed: the runner learns from the acknowledgement of a version that this worker serves it,
+        and answers with groups of that version. A poll is never cancelled: leases on their way would belong to nobody until they end.
         """
         poll = self._start_poll(want)
         while not poll.done():
             self._changed.clear()
             if not self._groups and self._room() > want:
-                # Asked while groups ran, it would bring fewer than fit now; the runner answers it with nothing when a newer one comes.
+                # The poll was sent while groups were in flight and would bring fewer than fit now. The runner answers it with nothing when a
+                # newer one comes.
                 want = self._room()
                 poll = self._start_poll(want)
             change = asyncio.ensure_future(self._changed.wait())
@@ -210,21 +216,21 @@ class PromptServer:
         return self._waiting("prompts", "ledger") if self._gate.is_set() else self._waiting("weights", "actor")
 
     async def _poll(self, want: int) -> bool:
-        """Begin the groups that the runner gives; return False when it failed, or gave nothing sooner than it should."""
+        """Start the groups that the runner leases; return False when it failed, or had none long before the poll's time was up."""
         began = self._clock()
         try:
-            leases = await self._source.lease_groups(want, POLL_SECONDS, self._version())
+            leases = await self._leases.lease_groups(want, POLL_SECONDS, self._version())
         except RLJobError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                logger.warning("no group can be leased, asking again: %s", error)
+                logger.warning("no group can be leased, trying again: %s", error)
             return False
         self._complaint = ""
         begun = 0
         for lease in leases:
             if not self._gate.is_set() or lease.policy_version != self._version():
                 self._give_back(lease, "stale", "its weights are not those that are served")
-            else:  # also beyond the row limit, where the answers to an older and a newer question crossed: the engine queues it
+            else:  # also beyond the row limit, where the answers to an older and a newer poll crossed: the engine queues it
                 self._begin(lease)
                 begun += 1
         if begun or self._clock() - began >= POLL_SECONDS / 2:
@@ -252,15 +258,16 @@ class PromptServer:
     async def _serve_group(self, lease: PromptLease) -> None:
         began = self._clock()
         try:
-            record = await self._run(lease)
+            record = await self._generate(lease)
         except Exception as error:  # noqa: BLE001 - task boundary: whatever failed is reported, never trained on
             reason: RequeueReason = classify_failure(error).value
             self._give_back(lease, reason, f"{type(error).__name__}: {text_of(error)}")
             return
+        times, record.times = record.times, None
+        if times is not None:
+            times.given, times.began, times.sent = lease.given, began, self._clock()
         try:
-            if record.times is not None:
-                record.times.given, record.times.began, record.times.sent = lease.given, began, self._clock()
-            await self._deliver(lease, record)
+            await self._report(lease, record, times)
         except Exception as error:  # noqa: BLE001 - task boundary, as above
             # RLJobError: the channel's fault. Any other TypeError or ValueError: the record cannot be encoded, also not if made again.
             broken = isinstance(error, TypeError | ValueError) and not isinstance(error, RLJobError)
@@ -269,34 +276,46 @@ class PromptServer:
         else:
             self.groups_done += 1
 
-    async def _deliver(self, lease: PromptLease, record: PromptGroupRecord) -> None:
+    async def _report(self, lease: PromptLease, record: PromptGroupRecord, times: GroupTimes | None) -> None:
+        """Store the record of a group and inform the runner; or send the scores of a validation group."""
         if lease.mode == "validate":
             await self._validation.put_async(scores(lease, record))
-        else:
-            record.lease_token, record.order = lease.token, lease.order
-            await self._trajectories.put_async(record)
-            if self._records_wait:
-                await self._tell(lease)
+            return
+        self._groups[lease.token].reporting = True
+        record.lease_token, record.order = lease.token, lease.order
+        await self._trajectories.put_async(record, key=lease.token)
+        if times is not None:
+            times.stored = self._clock()
+        await self._finish(lease, group_entry(record, min_std=self._min_std, times=times))
 
-    async def _tell(self, lease: PromptLease) -> None:
-        """Tell the runner of a record that is delivered. Where it does not hear of it, the lease ends and the group is made again."""
-        try:
-            await self._source.delivered(lease.token)
-        except RLJobError as error:
-            logger.warning("group %s is delivered, but the runner does not know: %s", lease.group_id, error)
+    async def _finish(self, lease: PromptLease, entry: GroupEntry) -> None:
+        """Inform the runner that a record is stored. The call is repeated until the runner answers or the lease is lost."""
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._leases.finish(entry)
+            except RLJobError as error:
+                if not self._groups[lease.token].current:
+                    return
+                logger.warning(
+                    "group %s is finished, but the runner does not hear of it yet: %s", lease.group_id, error
+                )
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     def _disown(self, token: str) -> None:
-        """End a group whose lease the runner counts no longer: its record would be refused."""
+        """Cancel a group whose lease the runner no longer counts, unless its record is being stored: the runner then discards it."""
         group = self._groups.get(token)
         if group is not None:
             logger.info("group %s is dropped, its lease is no longer current", group.lease.group_id)
             group.current = False
-            group.task.cancel()
+            if not group.reporting:
+                group.task.cancel()
 
     # --- giving back -------------------------------------------------------------------------------------------------
 
     def _give_back(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
-        """Return a lease in the background, so that its rows are free at once."""
+        """Give a lease back in the background, so that its rows are free at once."""
         self._renewal.drop(lease.token)
         task = asyncio.ensure_future(self._return(lease, reason, message))
         self._returns.add(task)
@@ -304,7 +323,7 @@ class PromptServer:
 
     async def _return(self, lease: PromptLease, reason: RequeueReason, message: str) -> None:
         try:
-            await self._source.give_back(lease.token, reason, message)
+            await self._leases.give_back(lease.token, reason, message)
         except RLJobError as error:
             logger.warning("group %s cannot be given back, its lease ends by itself: %s", lease.group_id, error)
 
@@ -319,12 +338,46 @@ class PromptServer:
 
 
 def scores(lease: PromptLease, record: PromptGroupRecord) -> ValidationScores:
-    """Return what the runner gets for a validation group; the reward of a masked sample is None."""
+    """Return what the runner receives for a validation group; the reward of a masked sample is None."""
     completions = record.completions
     return ValidationScores(
         group_id=lease.group_id,
         token=lease.token,
-        rewards=tuple(None if math.isnan(one.reward) else one.reward for one in completions),
-        lengths=tuple(int(one.metrics["gen_tokens"]) for one in completions),
-        truncated=tuple(one.truncated for one in completions),
+        rewards=tuple(None if math.isnan(completion.reward) else completion.reward for completion in completions),
+        lengths=tuple(int(completion.metrics["gen_tokens"]) for completion in completions),
+        truncated=tuple(completion.truncated for completion in completions),
     )
+
+
+def group_entry(record: PromptGroupRecord, *, min_std: float | None, times: GroupTimes | None = None) -> GroupEntry:
+    """Return what the runner needs to decide about a finished group: versions, tokens, raw rewards, informative or not.
+
+    `min_std`: standard deviation of the rewards above which a group is informative; None: dynamic sampling is off and every group is.
+    """
+    completions = record.completions
+    versions = [version for completion in completions for version in completion.policy_versions]
+    if times is not None:
+        times.versions = [completion.policy_versions for completion in completions]
+    return GroupEntry(
+        group_id=record.group_id,
+        token=record.lease_token,
+        v_min=min(versions, default=record.start_version),
+        v_max=max(versions, default=record.end_version),
+        rewards=tuple(float(completion.reward) for completion in completions),
+        tokens=sum(_generated_tokens(completion) for completion in completions),
+        informative=min_std is None or _is_informative(record, min_std),
+        times=times,
+    )
+
+
+def _is_informative(record: PromptGroupRecord, min_std: float) -> bool:
+    rewards = torch.tensor([completion.reward for completion in record.completions], dtype=torch.float32)
+    may_train = [not has_failed(completion) and completion.loss_multiplier != 0 for completion in record.completions]
+    valid = torch.tensor(may_train) & rewards.isfinite()
+    groups = torch.zeros(len(rewards), dtype=torch.int64)
+    return bool(informative_groups(rewards, groups, valid=valid, min_std=min_std).any())
+
+
+def _generated_tokens(completion: Completion) -> int:
+    logprobs = [message.get("generation_logprobs") for message in completion.message_log]
+    return sum(len(part) for part in logprobs if part is not None)

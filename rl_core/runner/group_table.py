@@ -1,0 +1,200 @@
+"""The table of outstanding groups: every group of the ledger that has not ended, with its state and its lease.
+
+The table keeps the orders and counts that the ledger asks for up to date with each change of state, so that no question walks all
+groups. The ledger is its only caller.
+"""
+
+import bisect
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class GroupState(StrEnum):
+    """PENDING -> LEASED -> GENERATED -> CONSUMED -> ACKNOWLEDGED, or DROPPED, or DISCARDED.
+
+    GENERATED: the rollout has finished the group and its record is stored; no rollout has to answer for it any more.
+    CONSUMED: a training step has admitted it.
+    """
+
+    PENDING = "pending"
+    LEASED = "leased"
+    GENERATED = "generated"
+    CONSUMED = "consumed"
+    ACKNOWLEDGED = "acknowledged"
+    DROPPED = "dropped"
+    DISCARDED = "discarded"
+
+
+OUT = frozenset({GroupState.LEASED, GroupState.GENERATED})
+"""States of a group that is generated, or was generated and awaits its step."""
+OPEN = OUT | {GroupState.PENDING}
+"""States of a group that may still be trained and that no step has admitted."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One outstanding group."""
+
+    group_id: str
+    position: int
+    """Place in the ledger's order."""
+    index: int
+    """Index of its prompt in the data set."""
+    state: GroupState = GroupState.PENDING
+    since: float = 0.0
+    """When it came into this state."""
+    token: str = ""
+    """Token of its newest lease."""
+    owner: str = ""
+    """Process that holds the lease."""
+    version: int = 0
+    """Policy version of the lease; once it is generated, the lowest version of its tokens."""
+    expires: float = 0.0
+    leases: int = 0
+    """Leases so far."""
+    step: int = -1
+    """Training step that admitted it."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Failures by reason."""
+
+
+class GroupTable:
+    """Outstanding groups by id, by state, by owner, by expiry and in ledger order."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._groups: dict[str, Group] = {}
+        self._pending: list[tuple[int, str]] = []
+        """Heap of the pending groups: (position, group id)."""
+        self._open: list[int] = []
+        """Sorted positions of the groups in a state of `OPEN`."""
+        self._leased: OrderedDict[str, Group] = OrderedDict()
+        """Leased groups by group id, that whose lease ends first in front."""
+        self._of_owner: dict[str, dict[str, Group]] = {}
+        """Leased groups by owner and group id."""
+        self._of_step: dict[int, dict[str, Group]] = {}
+        """Consumed groups by training step and group id."""
+        self.counts: Counter[GroupState] = Counter()
+        """Outstanding groups by state."""
+        self.out: Counter[int] = Counter()
+        """Groups in a state of `OUT` by version."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def get(self, group_id: str) -> Group | None:
+        """Return an outstanding group, None for any other id."""
+        return self._groups.get(group_id)
+
+    def add(self, group: Group) -> None:
+        """Take in a new group, which is pending."""
+        self._groups[group.group_id] = group
+        self._enter(group)
+
+    def move(self, group: Group, state: GroupState) -> None:
+        """Change the state of a group."""
+        self._leave(group)
+        group.state, group.since = state, self._clock()
+        if state is GroupState.PENDING:
+            group.owner = ""
+        self._enter(group)
+
+    def remove(self, group: Group) -> None:
+        """Forget a group that has ended."""
+        self._leave(group)
+        del self._groups[group.group_id]
+
+    def set_version(self, group: Group, version: int) -> None:
+        """Count a group as one of `version` from now on."""
+        self._count_out(group, -1)
+        group.version = version
+        self._count_out(group, 1)
+
+    def pop_pending(self) -> Group | None:
+        """Return the first pending group in ledger order, which the caller leases at once; None when no group is pending."""
+        return self._groups[heapq.heappop(self._pending)[1]] if self._pending else None
+
+    def num_ahead(self, position: int) -> int:
+        """Return how many groups before `position` may still be trained and are not admitted."""
+        return bisect.bisect_left(self._open, position)
+
+    def held_by(self, owner: str) -> list[Group]:
+        """Return the groups that `owner` holds leases of."""
+        return list(self._of_owner.get(owner, {}).values())
+
+    def leased(self) -> list[Group]:
+        """Return all leased groups."""
+        return list(self._leased.values())
+
+    def consumed(self, step: int) -> list[Group]:
+        """Return the groups that `step` admitted, in ledger order."""
+        return sorted(self._of_step.get(step, {}).values(), key=lambda group: group.position)
+
+    def renew(self, group: Group, expires: float) -> None:
+        """Let the lease of a leased group end at `expires`, which is later than the end of all other leases."""
+        group.expires = expires
+        self._leased.move_to_end(group.group_id)
+
+    def extend_leases(self, seconds: float) -> None:
+        """Let every lease end `seconds` later."""
+        for group in self._leased.values():
+            group.expires += seconds
+
+    def expired(self, now: float) -> list[Group]:
+        """Return the groups whose leases have ended."""
+        found = []
+        for group in self._leased.values():
+            if group.expires > now:
+                break
+            found.append(group)
+        return found
+
+    def states(self) -> Mapping[str, GroupState]:
+        """Return the state of each outstanding group by id."""
+        return {group.group_id: group.state for group in self._groups.values()}
+
+    def _enter(self, group: Group) -> None:
+        state = group.state
+        self.counts[state] += 1
+        self._count_out(group, 1)
+        if state is GroupState.PENDING:
+            heapq.heappush(self._pending, (group.position, group.group_id))
+        elif state is GroupState.LEASED:
+            self._leased[group.group_id] = group
+            self._of_owner.setdefault(group.owner, {})[group.group_id] = group
+        elif state is GroupState.CONSUMED:
+            self._of_step.setdefault(group.step, {})[group.group_id] = group
+        if state in OPEN:
+            place = bisect.bisect_left(self._open, group.position)
+            if place == len(self._open) or self._open[place] != group.position:
+                self._open.insert(place, group.position)
+
+    def _leave(self, group: Group) -> None:
+        state = group.state
+        self.counts[state] -= 1
+        self._count_out(group, -1)
+        if state is GroupState.LEASED:
+            del self._leased[group.group_id]
+            held = self._of_owner[group.owner]
+            del held[group.group_id]
+            if not held:
+                del self._of_owner[group.owner]
+        elif state is GroupState.CONSUMED:
+            of_step = self._of_step[group.step]
+            del of_step[group.group_id]
+            if not of_step:
+                del self._of_step[group.step]
+        if state in OPEN:
+            del self._open[bisect.bisect_left(self._open, group.position)]
+
+    def _count_out(self, group: Group, change: int) -> None:
+        if group.state in OUT:
+            self.out[group.version] += change
+            if not self.out[group.version]:
+                del self.out[group.version]
