@@ -1,4 +1,4 @@
-"""Components of a job bound to strategies, from the `componentPlacement` map."""
+"""Components of a job and their placement strategies, from the `componentPlacement` map."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ _GROUP_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One component: what was written for it, and its strategy."""
+    """One component: its entry in the map, and its strategy."""
 
     name: str
     labels: tuple[str, ...]
@@ -137,7 +137,7 @@ class ComponentPlacement:
 
 
 class HybridComponentPlacement(ComponentPlacement):
-    """Components on any resources, without further rules."""
+    """Components on any resources, without rules about sharing."""
 
 
 def _strategy(labels: tuple[str, ...], units: Sequence[Unit], assigned: list[tuple[int, ...]]) -> PlacementStrategy:

@@ -1,4 +1,4 @@
-"""What there is to place on: nodes, groups of nodes, and the units (accelerator, other hardware, node) of a group."""
+"""The resources for placement: nodes, groups of nodes, and the units of a group (accelerators, other hardware, or nodes)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ NODE = "node"
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A slot that becomes pods, or a share of one machine."""
+    """A node: a pod, or a share of one machine."""
 
     rank: int
-    """Rank of the node; global accelerator ranks run over nodes in rank order."""
+    """Rank of the node; accelerators are numbered over the nodes in the order of their ranks."""
     accelerators: int
     """Number of accelerators."""
     accelerator_type: str | None = None
@@ -26,7 +26,7 @@ class NodeInfo:
     hardware: tuple[str, ...] = ()
     """Type name of each further unit of hardware, such as ("robot", "robot", "camera")."""
     first_accelerator: int = 0
-    """Number of its first accelerator: above 0 where the node is a share of one machine."""
+    """Number of its first accelerator on the machine; above 0 where the node is a share of a machine."""
 
     def __post_init__(self) -> None:
         if min(self.rank, self.accelerators, self.first_accelerator) < 0:
@@ -36,13 +36,13 @@ class NodeInfo:
 
     @property
     def accelerator_numbers(self) -> range:
-        """Return the numbers its accelerators have on their machine."""
+        """Return the numbers of its accelerators on their machine."""
         return range(self.first_accelerator, self.first_accelerator + self.accelerators)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """Nodes under a label, with what their workers need."""
+    """Nodes under a label, with the environment and the Python interpreter of their workers."""
 
     label: str
     """Unique; not `cluster` or `node`."""
@@ -55,7 +55,7 @@ class NodeGroup:
     hardware: str | None = None
     """Type of the units processes are placed on; None = accelerators, or nodes where there are none."""
     ignore_hardware: bool = False
-    """True: the units are nodes, although they have accelerators."""
+    """Whether the units are nodes even where these have accelerators."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.label, str) or self.label in (CLUSTER, NODE, "") or "," in self.label:
@@ -87,7 +87,7 @@ def _is_variable(item: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One thing a process can be placed on."""
+    """One accelerator, piece of other hardware, or node on which a process can be placed."""
 
     node: NodeInfo
     local_rank: int
@@ -99,7 +99,7 @@ class Unit:
 
     @property
     def identity(self) -> tuple[int, str, int]:
-        """Return what is equal for the same physical thing reached through different groups."""
+        """Return a key that is equal for the same physical unit in different groups."""
         return (self.node.rank, self.kind or NODE, self.local_rank)
 
 

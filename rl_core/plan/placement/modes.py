@@ -11,7 +11,7 @@ from rl_core.plan.placement.inventory import NODE, Inventory
 from rl_core.plan.placement.strategies import PackedPlacementStrategy
 
 _EXCLUSIVE = ("actor", "inference", "critic", "critic_inference", "rollout")
-"""Components that run the model; disaggregated gives each its own accelerators, in this order."""
+"""Components that run the model; the mode disaggregated gives each of them its own accelerators, in this order."""
 _DEDICATED = ("inference", "critic_inference")
 _SIZES = ("tensor", "pipeline", "context")
 
@@ -20,11 +20,11 @@ class PlacementMode(StrEnum):
     """How the model-parallel components share accelerators."""
 
     COLLOCATED = "colocated"
-    """Actor and rollout on the same ones, in turns."""
+    """Actor and rollout use the same accelerators, one after the other."""
     DISAGGREGATED = "disaggregated"
-    """Each on its own."""
+    """Each component has its own accelerators."""
     HYBRID = "hybrid"
-    """As written, without rules."""
+    """The placement as written, without rules about sharing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ModelParallelComponentPlacement(ComponentPlacement):
         return self._default_layout(len(self.inventory.units("cluster")))
 
     def _default_layout(self, total: int) -> dict[str, Any]:
-        """Return equal sets (colocated), or blocks side by side of about equal size with the rest for the rollout."""
+        """Return the same accelerators for all components (colocated), or consecutive blocks of about equal size, with the rest for the rollout."""
         aside: dict[str, Any] = {"env,reward": {"node_group": NODE, "placement": "all"}}
         if self._written is PlacementMode.COLLOCATED:
             return {"actor,rollout": "all"} | aside
@@ -171,7 +171,10 @@ class ModelParallelComponentPlacement(ComponentPlacement):
                 self._components[name] = _packed(component, per_process, stride, self.inventory)
 
     def _engine_shape(self) -> tuple[int, int]:
-        """Return the accelerators of one engine and their stride: colocated, each shares one with the actor rank that holds its slice."""
+        """Return the number of accelerators of one engine and their stride.
+
+        In the mode colocated each engine rank shares an accelerator with the actor rank that
+        holds the same slice of the model."""
         engine, actor = self._parallel["rollout"], self._parallel["actor"].tensor
         if self.mode is PlacementMode.COLLOCATED and engine.unit == engine.tensor and actor % engine.unit == 0:
             return engine.unit, actor // engine.unit

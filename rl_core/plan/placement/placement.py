@@ -33,17 +33,17 @@ class Placement:
     node_group_label: str
     """Group it was placed through."""
     isolate_accelerator: bool
-    """Whether it sees its own accelerators only."""
+    """Whether the process sees only its own accelerators."""
 
     @property
     def device_index(self) -> int:
-        """Number of its first accelerator as torch counts: it numbers what a process sees, an isolated one only its own."""
+        """Index of its first accelerator in torch, which numbers the accelerators that the process sees."""
         if self.isolate_accelerator:
             return 0
         return self.local_hardware_ranks[0] if self.local_hardware_ranks else self.local_rank
 
     def to_env(self) -> dict[str, str]:
-        """Return the identity variables of the process; CUDA_VISIBLE_DEVICES hides from it what is not its own."""
+        """Return the placement as environment variables; CUDA_VISIBLE_DEVICES hides the accelerators of other processes."""
         devices = ",".join(self.visible_accelerators)
         count = 1 if self.isolate_accelerator else len(self.visible_accelerators) or self.local_world_size
         return {

@@ -1,4 +1,4 @@
-"""Strategies: from resources to one Placement per process."""
+"""Placement strategies, which turn resources into one Placement per process."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,7 +21,7 @@ class PlacementStrategy(ABC):
 
 
 class FlexiblePlacementStrategy(PlacementStrategy):
-    """Processes with the resource ranks written for each; processes may share, one process's ranks are unique."""
+    """Each process has an explicit list of resource ranks. Processes may share resources; the ranks of one process are unique."""
 
     def __init__(self, hardware_ranks_list: Sequence[Sequence[int]], node_group_label: Labels = None) -> None:
         if not hardware_ranks_list or not all(hardware_ranks_list):
@@ -95,7 +95,7 @@ class PackedPlacementStrategy(PlacementStrategy):
 
 
 class NodePlacementStrategy(PlacementStrategy):
-    """One process per listed node rank (repeats put several on a node); each sees all accelerators of its node."""
+    """One process for each listed node rank; a rank that is listed again gets another process. Each sees all accelerators of its node."""
 
     def __init__(self, node_ranks: Sequence[int], node_group_label: Labels = None) -> None:
         if not node_ranks:
