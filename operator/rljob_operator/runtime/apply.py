@@ -1,10 +1,10 @@
-"""Carries out a Plan: the only place where a reconcile touches the cluster.
+"""Applies a Plan to the cluster. No other part of a reconcile writes to the API server.
 
-Order: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls, the number of rollouts. A status that
-meets a newer object ends the application, since the rest was decided on old facts. Events come right after the status that they tell of:
-once it is written no later look makes them again. Every answer goes into the cache at once, so that the next reconcile
-sees what this one did. Nothing here decides: a name that is taken or a create that is refused is noted in the job's memory, and
-`reconcile` makes words of it.
+The order is: status (the intent), events, deletions, supporting objects, the Secret, pods, control calls, the number of rollouts. When
+the status write meets a newer object, the application ends, because the rest of the plan was decided on outdated state. Events follow
+the status write directly, because no later reconcile produces them again. Every answer is put into the cache at once, so the next
+reconcile sees the effects of this one. This module decides nothing: it records name conflicts and refused creates in the memory of the
+job, and `reconcile` reports them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from rljob_operator.runtime.cache import Cache, JobKey
 from rljob_operator.runtime.cluster import Cluster
 from rljob_operator.runtime.fairness import FairSlots
 from rljob_operator.runtime.master_key import UnknownKey
-from rljob_operator.runtime.memory import BackOff, JobMemory
+from rljob_operator.runtime.memory import JobMemory, request_backoff
 
 logger = logging.getLogger(__name__)
 
 EARLIER_JOB_PAUSE = 1.0
-"""Seconds until we look again whether an earlier job's object has left its name."""
+"""Seconds between two checks whether the object of an earlier job with this name is deleted."""
 
 
 class Runner(Protocol):
     """Sends control calls to a job's runner; implemented by `progress.RunnerClient`."""
 
     async def call(self, job_uid: str, call: ControlCall) -> str:
-        """Send the call; return the words of a runner that refused it, else "". Never raises for a runner that does not answer."""
+        """Send the call; return the message of a runner that refused it, else "". A runner that does not answer raises nothing."""
 
 
 class Recorder(Protocol):
-    """Takes Kubernetes events; implemented by `events.EventRecorder`."""
+    """Records Kubernetes events; implemented by `events.EventRecorder`."""
 
     def record(self, job: Object, event: JobEvent) -> None:
         """Queue an event about the job; returns at once."""
@@ -52,17 +52,17 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
-    """How far an application came."""
+    """The result of an application."""
 
     again_after: float | None = None
-    """Seconds until the job should be looked at again because of it; 0 = at once."""
+    """Seconds until the job should be reconciled again because of it; 0 = at once, None = no need."""
     stale: bool = False
-    """Whether it ended at the status, because the job is newer than the cache knew."""
+    """Whether it ended at the status write, because the job is newer than the cached one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Application:
-    """One plan on its way: the job it was made for and what is remembered about it."""
+    """A plan with the job that it was made for and the memory of that job."""
 
     key: JobKey
     job: Object
@@ -102,7 +102,7 @@ class Applier:
         self._clock = clock
 
     async def apply(self, work: Application) -> Applied:
-        """Carry out the plan; raises ApiError for failures that pass, to be retried by the queue."""
+        """Apply the plan. Raises ApiError for transient failures, which the queue retries."""
         pauses: list[float] = []
         if work.plan.status is not None:
             written = await self._write_status(work, pauses)
@@ -122,7 +122,7 @@ class Applier:
         return Applied(again_after=min(pauses, default=None))
 
     async def _each(self, items: Iterable[Any], effect: Callable[[Any], Awaitable[Any]]) -> list[float]:
-        """Run an effect for all items at once; all are tried, then the first failure is raised. Returns the pauses they ask for."""
+        """Run `effect` for all items concurrently and return the pauses they ask for. All are tried before the first failure is raised."""
         results = await asyncio.gather(*(effect(item) for item in items), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -130,49 +130,52 @@ class Applier:
         return [result for result in results if isinstance(result, float)]
 
     async def _call(self, work: Application, call: ControlCall) -> float | None:
-        """Send a control call; note a changed spec that the runner refuses, and return 0 when that is news to tell of.
+        """Send a control call and record a changed spec that the runner refuses. Return 0 when the record changed, else None.
 
-        The first words about a spec are kept: a runner that words each refusal anew must not cause a write each time.
+        The first message about a generation is kept, so a runner whose messages vary does not cause a status write each time.
         """
-        words = await self._runner.call(work.uid, call)
+        message = await self._runner.call(work.uid, call)
         if call.method != "PUT /control":
             return None
         before, generation = work.memory.refused_change, call.body["generation"]
-        if words and before is not None and before[0] == generation:
+        if message and before is not None and before[0] == generation:
             return None
-        work.memory.refused_change = (generation, words) if words else None
+        work.memory.refused_change = (generation, message) if message else None
         return 0.0 if work.memory.refused_change != before else None
 
     async def _scale(self, work: Application, scale: Scale) -> float:
-        """Set the number of rollouts as `kubectl scale` does and tell of it; return the seconds until the next look.
+        """Set the number of rollouts through the scale subresource and record an event; return the seconds until the next reconcile.
 
-        The version that is known now is the one our own status write left. Where the spec was edited since the decision nothing is
-        written, and the API server refuses the same for an edit that we have not seen yet.
+        The cached resourceVersion is that of our own status write. Nothing is written when the spec was edited since the decision. The
+        API server refuses the write when there is an edit that the cache does not hold yet.
         """
         now, job = self._clock(), self._cache.job(work.key)
         if job is None or job["metadata"].get("generation") != scale.generation:
             return 0.0
-        if (pause := work.memory.scaling.left(now)) > 0:
+        if (pause := work.memory.scaling.remaining(now)) > 0:
             return pause
         meta = job["metadata"]
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "spec": {"replicas": scale.replicas}}
         try:
             await self._cluster.patch(kinds.RLJOB, work.key.namespace, work.key.name, body, subresource="scale")
-        except (Forbidden, Invalid) as error:  # rights of an earlier chart, a policy of the cluster, a bound of the job
-            pause = work.memory.scaling.failed(now)
-            words = f"{scale.event.message}; it was refused: {error.message}"
-            self._recorder.record(job, JobEvent(type="Warning", reason="AutoscaleRefused", message=words))
+        except (
+            Forbidden,
+            Invalid,
+        ) as error:  # missing rights (an earlier chart), a policy of the cluster, a bound of the job
+            pause = work.memory.scaling.step(now)
+            message = f"{scale.event.message}; it was refused: {error.message}"
+            self._recorder.record(job, JobEvent(type="Warning", reason="AutoscaleRefused", message=message))
             return pause
         except (Conflict, NotFound):
             pass
         else:
-            work.memory.scaling = BackOff()
+            work.memory.scaling = request_backoff()
             self._recorder.record(job, scale.event)
         await self._reread_job(work.key)
         return 0.0
 
     async def _write_status(self, work: Application, pauses: list[float]) -> bool:
-        """Write the status, unless it is progress whose time has not come; return False when the job is newer or gone."""
+        """Write the status, unless it holds only progress that is not due yet. Return False when the job is newer or deleted."""
         now = self._clock()
         if work.plan.progress_only:
             wait = work.memory.progress_written + work.progress_interval - now
@@ -208,25 +211,25 @@ class Applier:
                 self._cache.drop(kinds.RLJOB, job)
 
     async def _delete(self, work: Application, deletion: Deletion) -> float:
-        """Delete an object; gone already is as good.
+        """Delete an object. An object that does not exist counts as deleted.
 
-        Returns 0 when that changed what is there, since the job must be looked at without it, else the pause before the next try: a
-        finalizer may hold an object for ever.
+        Returns 0 when the deletion had an effect, because the job must be reconciled without the object. Returns the pause before the
+        next attempt otherwise, because a finalizer may hold the object for ever.
         """
         kind, now = kinds.by_name(deletion.kind), self._clock()
-        back_off = work.memory.delete_backoff.get(deletion.uid)
-        if back_off is not None and (pause := back_off.left(now)) > 0:
+        backoff = work.memory.delete_backoff.get(deletion.uid)
+        if backoff is not None and (pause := backoff.remaining(now)) > 0:
             return pause
         try:
             answer = await self._cluster.delete(
                 kind, work.key.namespace, deletion.name, uid=deletion.uid, grace_seconds=deletion.grace_seconds
             )
-        except (NotFound, Conflict):  # Conflict: the name has another uid, so ours is gone
+        except (NotFound, Conflict):  # Conflict: the name has another uid, so our object is gone
             gone = changed = True
         except Forbidden as error:
             if deletion.kind != kinds.CLAIM_TEMPLATE.kind:
                 raise
-            # A chart before this operator's gives no right to it; the template goes with the job.
+            # An earlier chart does not grant this right; the template is deleted together with the job.
             logger.warning("ResourceClaimTemplate %s was not deleted: %s", deletion.name, error.message)
             gone = changed = False
         else:
@@ -237,40 +240,40 @@ class Applier:
         if gone or changed:
             work.memory.delete_backoff.pop(deletion.uid, None)
             return 0.0
-        return work.memory.delete_backoff.setdefault(deletion.uid, BackOff()).failed(now)
+        return work.memory.delete_backoff.setdefault(deletion.uid, request_backoff()).step(now)
 
     async def _ensure(self, work: Application, obj: Object) -> float | None:
-        """Apply a supporting object; return a pause when an earlier job's or someone else's holds the name."""
+        """Apply a supporting object; return a pause when the name is taken by an earlier job or by somebody else."""
         kind = kinds.of(obj["apiVersion"], obj["kind"])
         name = obj["metadata"]["name"]
         label, manifest = f"{kind.kind}/{name}", manifest_hash(obj)
-        if (pause := work.memory.pause(label, now=self._clock(), manifest=manifest)) > 0:
+        if (pause := work.memory.refusal_pause(label, now=self._clock(), manifest=manifest)) > 0:
             return pause
         async with self._slots.hold(work.key):
             if self._cache.entry(kind, work.key, name) is None:
-                taken = await self._look_before(work, kind, name)
-                if taken is not None:
-                    return taken
+                pause_for_holder = await self._check_name(work, kind, name)
+                if pause_for_holder is not None:
+                    return pause_for_holder
             try:
                 answer = await self._cluster.apply(kind, work.key.namespace, name, obj)
             except (Forbidden, Invalid, NotFound) as error:
-                return self._refused(work, label, error, manifest=manifest)
+                return self._record_refusal(work, label, error, manifest=manifest)
         self._cache.put(kind, answer)
         work.memory.clear(label)
         return None
 
-    async def _look_before(self, work: Application, kind: Kind, name: str) -> float | None:
-        """Read who holds the name of an object the cache does not know; None = nobody, or we do."""
+    async def _check_name(self, work: Application, kind: Kind, name: str) -> float | None:
+        """Read the object that has a name which the cache does not hold; return None when the name is free or ours, else a pause."""
         try:
             holder = await self._cluster.read(kind, work.key.namespace, name)
         except NotFound:
             return None
-        return self._meet_holder(work, kind, holder)
+        return self._adopt_or_wait(work, kind, holder)
 
     async def _assert_secret(self, work: Application) -> None:
-        """Create the Secret before pods need it, and now and then; 409 means that it is there, since its name carries the uid."""
+        """Create the Secret before pods need it, and periodically. AlreadyExists means that it is ours, because its name has the uid."""
         now, memory = self._clock(), work.memory
-        if memory.secret_due is None:  # a new operator finds the jobs as they are: no burst of requests
+        if memory.secret_due is None:  # spreads the first checks of all jobs after a start of the operator
             memory.secret_due = now + random.uniform(0.1, 1.0) * self._secret_seconds
         if not work.plan.ensure_secret or (not work.plan.create and now < memory.secret_due):
             return
@@ -280,16 +283,16 @@ class Applier:
         except AlreadyExists:
             memory.clear(label)
         except (Forbidden, Invalid, UnknownKey) as error:
-            self._refused(work, label, error)
+            self._record_refusal(work, label, error)
         else:
             memory.clear(label)
         memory.secret_due = now + self._secret_seconds
 
-    async def _create(self, work: Application, pod: Mapping[str, Any]) -> float | None:
-        """Create a pod; return 0 when the job must be looked at with what came of it, else a pause or None."""
+    async def _create(self, work: Application, pod: Mapping[str, Any]) -> float:
+        """Create a pod; return 0 when the job must be reconciled with the result, else the pause before the next attempt."""
         name = pod["metadata"]["name"]
         label = f"Pod/{name}"
-        if (pause := work.memory.pause(label, now=self._clock())) > 0:
+        if (pause := work.memory.refusal_pause(label, now=self._clock())) > 0:
             return pause
         async with self._slots.hold(work.key):
             try:
@@ -297,47 +300,47 @@ class Applier:
             except AlreadyExists:
                 return await self._read_holder(work, kinds.POD, name)
             except (Forbidden, Invalid) as error:
-                return self._refused(work, label, error)
+                return self._record_refusal(work, label, error)
         self._cache.put(kinds.POD, answer)
         work.memory.clear(label)
         return 0.0
 
     async def _read_holder(self, work: Application, kind: Kind, name: str) -> float:
-        """Read who holds a name that met 409: ours is adopted by the look at it."""
+        """Read the object that has the name of a create that met AlreadyExists; our own is put into the cache. Return a pause."""
         try:
             holder = await self._cluster.read(kind, work.key.namespace, name)
         except NotFound:
             return 0.0
-        return self._meet_holder(work, kind, holder) or 0.0
+        return self._adopt_or_wait(work, kind, holder) or 0.0
 
-    def _meet_holder(self, work: Application, kind: Kind, holder: Mapping[str, Any]) -> float | None:
-        """Judge the object that holds a name we need: ours (None), an earlier job's or someone else's (a pause)."""
+    def _adopt_or_wait(self, work: Application, kind: Kind, holder: Mapping[str, Any]) -> float | None:
+        """Return None when the object that has a name we need is ours, a pause when it is an earlier job's or somebody else's."""
         meta = holder["metadata"]
         label = f"{kind.kind}/{meta['name']}"
         labels = meta.get("labels") or {}
         if labels.get(LABEL_JOB) != work.key.name or LABEL_JOB_UID not in labels:
-            news = label not in work.memory.name_conflicts
+            is_new = label not in work.memory.name_conflicts
             work.memory.name_conflicts.add(label)
-            return 0.0 if news else EARLIER_JOB_PAUSE
+            return 0.0 if is_new else EARLIER_JOB_PAUSE
         self._cache.put(kind, holder)
         work.memory.clear(label)
         return None if labels[LABEL_JOB_UID] == work.uid else EARLIER_JOB_PAUSE
 
-    def _refused(self, work: Application, label: str, error: ApiError, *, manifest: str = "") -> float:
-        """Note a refusal for `reconcile` to tell of; return 0 when it is news, else the pause before the next try."""
+    def _record_refusal(self, work: Application, label: str, error: ApiError, *, manifest: str = "") -> float:
+        """Record a refusal for `reconcile` to report; return 0 when it is the first, else the pause before the next attempt."""
         now = self._clock()
-        if work.memory.refuse(label, error.message, now=now, manifest=manifest):
+        if work.memory.record_refusal(label, error.message, now=now, manifest=manifest):
             logger.warning("%s was refused: %s", label, error.message)
             return 0.0
-        return work.memory.pause(label, now=now, manifest=manifest)
+        return work.memory.refusal_pause(label, now=now, manifest=manifest)
 
 
 def manifest_hash(obj: Mapping[str, Any]) -> str:
-    """Return the hash that tells a supporting object's content; empty for one without."""
+    """Return the manifest hash of a supporting object, which identifies its content; empty when it has none."""
     return str((obj["metadata"].get("annotations") or {}).get(ANNOTATION_MANIFEST_HASH, ""))
 
 
 def _is_gone(answer: Mapping[str, Any]) -> bool:
-    """Whether a deletion's answer says that nothing is left: no grace to wait for and no finalizer."""
+    """Return whether the answer to a deletion says that the object is gone: no grace period and no finalizer is left."""
     meta = answer.get("metadata") or {}
     return answer.get("kind") != "Status" and meta.get("deletionGracePeriodSeconds") == 0 and not meta.get("finalizers")

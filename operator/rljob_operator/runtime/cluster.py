@@ -1,9 +1,8 @@
-"""The one module that talks to the Kubernetes API: a thin port over `kubernetes.aio`.
+"""The client of the Kubernetes API, a thin port over `kubernetes.aio`. All requests for objects go through it but the watches of kopf.
 
-Objects go in and out as plain dictionaries, because the client's generated models cost more to build than the calls themselves. What
-the client leaves open is settled here: a short deadline for each call, Retry-After honoured, bounded retries of what is safe to
-repeat, and errors by meaning instead of by number. `Cluster` is what the rest of the operator sees; tests put fakes or fault
-injectors in its place.
+Objects are plain dictionaries, because the generated models of the client cost more to build than the calls themselves. This module adds
+a short timeout for each call, support for `Retry-After`, a bounded number of retries of transient failures, and exceptions by meaning
+instead of by status code. The rest of the operator depends on the protocol `Cluster`; tests replace it with fakes or fault injectors.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from urllib.parse import quote, urlencode
 import aiohttp
 from kubernetes.aio import client
 
-from rljob_operator.errors import ApiError, TooManyRequests, Unavailable, error_of
+from rljob_operator.errors import TooManyRequests, Unavailable, error_of
 from rljob_operator.kinds import Kind
 from rljob_operator.naming import FIELD_MANAGER
+from rljob_operator.runtime.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 TIMEOUT = aiohttp.ClientTimeout(total=30.0, sock_connect=10.0)
 ATTEMPTS = 5
-"""Tries of one call in all, when its failure is one that passes."""
+"""Attempts of one call in all, while its failures are transient."""
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 10.0
 PAGE = 500
@@ -42,33 +42,36 @@ Observer = Callable[[str, str, str, float], None]
 
 
 class Cluster(Protocol):
-    """What the operator needs of an API server; implemented by `ApiCluster` and by fault injectors in tests."""
+    """The calls to the API server that the operator needs; implemented by `ApiCluster` and by fault injectors in tests."""
 
     async def read(self, kind: Kind, namespace: str, name: str) -> Json:
         """Return one object; raises NotFound."""
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[Json]]:
-        """Yield the objects of a kind page by page; raises NotFound where the kind is not served."""
+        """Yield the objects of a kind page by page; raises NotFound when the kind is not served."""
         yield []
 
     async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Json:
         """Create an object and return it; raises AlreadyExists, Forbidden, Invalid."""
 
     async def apply(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
-        """Server-side apply with our field manager, by force, and return the object."""
+        """Apply an object server-side with our field manager, forcing conflicts, and return it."""
 
     async def patch(
         self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any], *, subresource: str | None = None
     ) -> Json:
-        """Merge-patch an object or its subresource; with metadata.resourceVersion in the body raises Conflict when it moved."""
+        """Merge-patch an object or its subresource and return the object.
+
+        Raises Conflict when the body has a metadata.resourceVersion that is not the current one.
+        """
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
-        """Update an object; raises Conflict when its resourceVersion moved."""
+        """Update an object and return it; raises Conflict when its resourceVersion is not the current one."""
 
     async def delete(
         self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> Json:
-        """Delete the object of that uid; raises NotFound when it is gone and Conflict when the name has another uid."""
+        """Delete the object with this uid; raises NotFound when it does not exist and Conflict when the name has another uid."""
 
 
 class ApiCluster:
@@ -78,7 +81,7 @@ class ApiCluster:
         self,
         api: client.ApiClient,
         *,
-        observe: Observer | None = None,  # None = nobody counts
+        observe: Observer | None = None,  # None = no metrics
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._api = api
@@ -90,7 +93,7 @@ class ApiCluster:
         return await self._call("GET", kind, kind.path(namespace, name))
 
     async def list(self, kind: Kind, namespace: str | None, *, selector: str = "") -> AsyncIterator[list[Json]]:
-        """See Cluster. A list that outlives its snapshot (410) raises Expired; begin anew."""
+        """See Cluster. Raises Expired (410) when the snapshot of the list is gone; the caller starts the list again."""
         more = ""
         while True:
             query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
@@ -98,7 +101,7 @@ class ApiCluster:
                 "GET", kind, kind.path(namespace), query=query | ({"continue": more} if more else {})
             )
             items: list[Json] = page["items"]
-            for item in items:  # lists leave both out of their items
+            for item in items:  # the items of a list carry neither
                 item.setdefault("apiVersion", kind.api_version)
                 item.setdefault("kind", kind.kind)
             yield items
@@ -107,7 +110,7 @@ class ApiCluster:
                 return
 
     async def create(self, kind: Kind, namespace: str, body: Mapping[str, Any]) -> Json:
-        """See Cluster. A create that timed out is not repeated blindly: its second try may meet 409, which callers read."""
+        """See Cluster. A create that timed out is repeated. It may have succeeded, so callers read the object on AlreadyExists."""
         return await self._call("POST", kind, kind.path(namespace), query={"fieldManager": FIELD_MANAGER}, body=body)
 
     async def apply(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
@@ -147,16 +150,17 @@ class ApiCluster:
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
     ) -> Json:
-        """Send one call, again while its failure is one that passes, and return the decoded answer."""
+        """Send one call and return the decoded answer. Transient failures are retried."""
         url = self._api.configuration.host + quote(path) + ("?" + urlencode(query) if query else "")
+        backoff = Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE, jitter=lambda: random.uniform(0.5, 1.0))
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._send(method, kind, url, body, content)
             except (Unavailable, TooManyRequests) as error:
                 if attempt == ATTEMPTS:
                     raise
-                pause = _pause(attempt, error)
-                logger.debug("%s %s failed (%s); again in %.2f s", method, path, error, pause)
+                pause = backoff.step(asyncio.get_running_loop().time(), at_least=error.retry_after or 0.0)
+                logger.debug("%s %s failed (%s); retrying in %.2f s", method, path, error, pause)
                 await self._sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
@@ -178,10 +182,3 @@ class ApiCluster:
         finally:
             if self._observe is not None:
                 self._observe(method, kind.plural, code, loop.time() - began)
-
-
-def _pause(attempt: int, error: ApiError) -> float:
-    """Seconds before the next try: what the server asks for, else doubling, with jitter so that callers spread."""
-    asked = error.retry_after
-    own = min(FIRST_PAUSE * 2.0 ** (attempt - 1), LONGEST_PAUSE) * random.uniform(0.5, 1.0)
-    return own if asked is None else min(max(asked, own), LONGEST_PAUSE)

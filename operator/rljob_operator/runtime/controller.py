@@ -1,8 +1,8 @@
-"""From a key of the queue to a settled job: observe, reconcile, apply.
+"""Handles the keys of the queue: observe, reconcile, apply.
 
-One call of `handle` is one level-triggered look at one job. It reads the cache only, with one exception: a plan that deletes, restarts
-or ends something is made a second time over a fresh read of the job and its pods, because a pod is never judged missing from the
-cache alone.
+One call of `handle` is one level-triggered reconcile of one job. It reads the cache only, with one exception. A plan that deletes,
+restarts or ends something is made a second time after the job and its pods were read from the API server, because the cache alone never
+decides that a pod is missing.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ logger = logging.getLogger(__name__)
 
 CLAIMS_SECONDS = 600.0
 MISSING_CLAIMS_SECONDS = 15.0
-"""How old a read of the job's volume claims may be, when all were there and when some were not."""
+"""Seconds between two reads of the volume claims of a job, when all of them exist and when some do not."""
 
 WRITES_PER_SECOND = 10.0
-"""Progress writes of all jobs together, at most."""
+"""Largest rate of progress writes of all jobs together."""
 COUNT_SECONDS = 5.0
+"""Seconds between two counts of the running jobs."""
 
 END_PHASES = ("Succeeded", "Failed")
 FRESH_READ_PHASES = (*END_PHASES, "Restarting", "Suspended")
-"""Phases that are not entered on the word of the cache alone."""
+"""Phases that a job enters only after its state was read from the API server."""
 
 
 class Reconcile(Protocol):
-    """The pure core; implemented by `reconcile.reconcile`."""
+    """The pure decision function; implemented by `reconcile.reconcile`."""
 
     def __call__(
         self, job: Object, observed: Observed, now: float, *, config: OperatorConfig, known: ParsedJob | None
     ) -> Plan:
-        """Return what to do now."""
+        """Return the plan for the job as observed."""
 
 
 class Controller:
-    """Looks at jobs, one at a time per key; holds what is remembered about each."""
+    """Reconciles jobs and holds the memory of each. The queue calls it for one key at a time."""
 
     def __init__(
         self,
@@ -80,18 +81,18 @@ class Controller:
         self._memories: dict[JobKey, JobMemory] = {}
 
     def set_progress(self, key: JobKey, uid: str, progress: Progress) -> None:
-        """Keep the runner's newest word for the job of that uid."""
+        """Store the newest progress report of the runner of the job with this uid."""
         memory = self._memories.get(key)
         if memory is not None and memory.uid == uid:
             memory.progress = progress
 
     def progress(self, key: JobKey) -> Progress | None:
-        """Return the runner's newest word."""
+        """Return the newest progress report of the runner, None before the first."""
         memory = self._memories.get(key)
         return memory.progress if memory is not None else None
 
     async def handle(self, key: JobKey) -> float | None:
-        """Bring one job a step further; return the seconds until it must be looked at again, None = when something changes."""
+        """Reconcile one job; return the seconds until it must be reconciled again, None = when something changes."""
         job = self._cache.job(key)
         if job is None:
             self._memories.pop(key, None)
@@ -102,16 +103,16 @@ class Controller:
     async def _handle(self, key: JobKey, job: Object) -> float | None:
         memory = self._memory_of(key, job)
         await self._refresh_claims(key, job, memory)
-        await self._recheck_foreign(key, memory)
+        await self._recheck_name_conflicts(key, memory)
         self._drop_settled_refusals(key, memory)
         kept = await self._kept_defaults.of(key, job)
         plan = self._plan(key, job, memory, kept)
         if needs_fresh_reads(job, plan, due=lambda uid: memory.deletion_is_due(uid, now=self._clock())):
             await self._refresh(key)
-            fresh = self._cache.job(key)
-            if fresh is None:
+            refreshed = self._cache.job(key)
+            if refreshed is None:
                 return None
-            job, memory = fresh, self._memory_of(key, fresh)
+            job, memory = refreshed, self._memory_of(key, refreshed)
             kept = await self._kept_defaults.of(key, job)
             plan = self._plan(key, job, memory, kept)
         wanted = {f"{obj['kind']}/{obj['metadata']['name']}": manifest_hash(obj) for obj in plan.ensure}
@@ -127,7 +128,7 @@ class Controller:
             pods=tuple(self._cache.children(kinds.POD, key)),
             objects=tuple(self._cache.support(key)),
             name_conflicts=tuple(sorted(memory.name_conflicts)),
-            refusals={label: refusal.words for label, refusal in sorted(memory.refusals.items())},
+            refusals={label: refusal.message for label, refusal in sorted(memory.refusals.items())},
             claims=dict(memory.claims),
             defaults=kept,
             progress=memory.progress,
@@ -143,7 +144,7 @@ class Controller:
         return memory
 
     def _progress_interval(self) -> float:
-        """Return the least seconds between two progress writes of one job; it grows with the jobs that have not ended."""
+        """Return the least seconds between two progress writes of one job. It grows with the number of jobs that have not ended."""
         now = self._clock()
         if now >= self._counted + COUNT_SECONDS:
             jobs = [job for key in self._cache.jobs() if (job := self._cache.job(key)) is not None]
@@ -152,7 +153,7 @@ class Controller:
         return max(self._progress_seconds, self._running / WRITES_PER_SECOND)
 
     def _drop_settled_refusals(self, key: JobKey, memory: JobMemory) -> None:
-        """Forget refused creates of objects that are there by now; that an older form of an object is there settles no refused apply."""
+        """Forget refused creates of objects that exist by now. A refused apply stays, because the object may exist in an older form."""
         for label, refusal in list(memory.refusals.items()):
             kind, _, name = label.partition("/")
             if not refusal.manifest and self._cache.holds(key, kind, name):
@@ -179,13 +180,13 @@ class Controller:
         self._cache.sweep(kinds.POD, alive=alive, began=began, within=lambda other: other == key)
 
     async def _refresh_claims(self, key: JobKey, job: Object, memory: JobMemory) -> None:
-        """Read the volume claims the job names, now and then: they are not watched."""
+        """Read the volume claims that the job names when they are due. They are not watched."""
         now = self._clock()
         if now < memory.claims_due or phase_of(job) in END_PHASES:
             return
         names = claim_names(job)
-        found = await asyncio.gather(*(self._read_claim(key, name) for name in names))
-        memory.claims = {name: claim for name, claim in zip(names, found, strict=True) if claim is not None}
+        claims = await asyncio.gather(*(self._read_claim(key, name) for name in names))
+        memory.claims = {name: claim for name, claim in zip(names, claims, strict=True) if claim is not None}
         memory.claims_due = now + (CLAIMS_SECONDS if len(memory.claims) == len(names) else MISSING_CLAIMS_SECONDS)
 
     async def _read_claim(self, key: JobKey, name: str) -> Mapping[str, Any] | None:
@@ -194,8 +195,8 @@ class Controller:
         except NotFound:
             return None
 
-    async def _recheck_foreign(self, key: JobKey, memory: JobMemory) -> None:
-        """Look again at names that others held, so that the job goes on when they are free."""
+    async def _recheck_name_conflicts(self, key: JobKey, memory: JobMemory) -> None:
+        """Read the objects of name conflicts again, so that the job continues when the names are free."""
         for label in list(memory.name_conflicts):
             kind, _, name = label.partition("/")
             try:
@@ -208,16 +209,16 @@ class Controller:
 
 
 def needs_fresh_reads(job: Object, plan: Plan, *, due: Callable[[str], bool] = lambda uid: True) -> bool:
-    """Whether the plan deletes, restarts or ends something now, and so must rest on fresh facts.
+    """Return whether the plan deletes, restarts or ends something now, and so must be made from state read from the API server.
 
-    `due`: whether a deletion, by its object's uid, will be tried; one that waits for its next try asks nothing of the API server.
+    `due` says for the uid of an object whether its deletion will be attempted now. A deletion in back-off sends no request.
     """
     if any(due(deletion.uid) for deletion in plan.delete):
         return True
     if plan.status is None:
         return False
     phase, epoch = plan.status.get("phase"), int(plan.status.get("epoch") or 0)
-    if epoch_of(job) and epoch != epoch_of(job):  # from none to the first nothing ends
+    if epoch_of(job) and epoch != epoch_of(job):  # the first epoch ends nothing
         return True
     return phase in FRESH_READ_PHASES and phase != phase_of(job)
 

@@ -1,4 +1,4 @@
-"""What the operator keeps in mind about a job between two reconciles, and can lose without harm."""
+"""The state that the operator keeps in memory about a job between two reconciles. Losing it does no harm."""
 
 from __future__ import annotations
 
@@ -8,86 +8,76 @@ from typing import Any
 
 from rljob_operator.model import Progress
 from rljob_operator.reconcile.parsing import ParsedJob
+from rljob_operator.runtime.backoff import Backoff
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
-"""Seconds between tries of a request that was refused or changed nothing; doubling."""
+"""Seconds between attempts of a request that was refused or had no effect."""
 
 
-@dataclass(slots=True)
-class BackOff:
-    """When something that did not help may be tried again."""
-
-    tries: int = 0
-    next_try: float = 0.0
-    """Seconds since 1970."""
-
-    def failed(self, now: float) -> float:
-        """Count a try that did not help; return the seconds until the next."""
-        pause = min(FIRST_PAUSE * 2.0 ** min(self.tries, 20), LONGEST_PAUSE)
-        self.tries, self.next_try = self.tries + 1, now + pause
-        return pause
-
-    def left(self, now: float) -> float:
-        """Return the seconds until the next try; 0 when its time has come."""
-        return max(self.next_try - now, 0.0)
+def request_backoff() -> Backoff:
+    """Return the back-off of a request that was refused or had no effect."""
+    return Backoff(first=FIRST_PAUSE, longest=LONGEST_PAUSE)
 
 
 @dataclass(slots=True)
 class Refusal:
-    """A create or an apply that was refused and has not succeeded since."""
+    """A create or an apply that the API server refused and that has not succeeded since."""
 
-    words: str
-    """The API server's."""
+    message: str
+    """The message of the API server."""
     manifest: str = ""
-    """Manifest hash of what was refused; empty for a pod or a Secret, whose presence alone settles it."""
-    back_off: BackOff = field(default_factory=BackOff)
+    """Manifest hash of the refused object. Empty for a pod or a Secret, for which it is enough that the object exists."""
+    backoff: Backoff = field(default_factory=request_backoff)
 
 
 @dataclass(slots=True)
 class JobMemory:
-    """One job's memory; made anew when a job of the same name has another uid."""
+    """The state of one job. A job of the same name with another uid gets a new one."""
 
     uid: str
     parsed: ParsedJob = field(default_factory=ParsedJob)
-    """The job's spec as the last look understood it."""
+    """The spec of the job as the last reconcile parsed it."""
     progress: Progress | None = None
     refusals: dict[str, Refusal] = field(default_factory=dict)
-    """By `Kind/name`."""
+    """Refused objects by `Kind/name`."""
     refused_change: tuple[int, str] | None = None
-    """(generation, the runner's words) of a changed spec that the runner refused."""
-    delete_backoff: dict[str, BackOff] = field(default_factory=dict)
-    """By uid: deletions that were accepted and changed nothing, as a finalizer holds the object."""
-    scaling: BackOff = field(default_factory=BackOff)
-    """Writes of spec.rollout.replicas that were refused."""
+    """(generation, message of the runner) of a changed spec that the runner refused."""
+    delete_backoff: dict[str, Backoff] = field(default_factory=dict)
+    """By uid: deletions that were accepted and had no effect, because a finalizer holds the object."""
+    scaling: Backoff = field(default_factory=request_backoff)
+    """Refused writes of spec.rollout.replicas."""
     name_conflicts: set[str] = field(default_factory=set)
-    """`Kind/name` of names held by others."""
+    """`Kind/name` of names that are taken by objects of somebody else."""
     progress_written: float = 0.0
-    """When a progress-only status was last written, seconds since 1970."""
+    """Time of the last progress-only status write, seconds since 1970."""
     secret_due: float | None = None
-    """When the Secret's presence is to be asserted again though no pod is created; None = not decided yet."""
+    """Time of the next check that the Secret exists, for a job that creates no pod; None = not scheduled yet."""
     claims: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The volume claims last read, by name."""
     claims_due: float = 0.0
-    """When they are to be read again."""
+    """Time of the next read of the volume claims."""
 
-    def refuse(self, label: str, words: str, *, now: float, manifest: str = "") -> bool:
-        """Note that an object was refused, and set the time of its next try; return whether it is the first refusal of this object."""
+    def record_refusal(self, label: str, message: str, *, now: float, manifest: str = "") -> bool:
+        """Record that an object was refused and schedule the next attempt. Return whether it is the first refusal of this object."""
         known = self.refusals.get(label)
-        news = known is None or known.manifest != manifest
-        refusal = Refusal(words, manifest) if known is None or news else known
-        refusal.words = words
-        refusal.back_off.failed(now)
+        is_new = known is None or known.manifest != manifest
+        refusal = Refusal(message, manifest) if known is None or is_new else known
+        refusal.message = message
+        refusal.backoff.step(now)
         self.refusals[label] = refusal
-        return news
+        return is_new
 
-    def pause(self, label: str, *, now: float, manifest: str = "") -> float:
-        """Return the seconds until a refused object may be tried again; 0 when it may, or when another one is wanted by now."""
+    def refusal_pause(self, label: str, *, now: float, manifest: str = "") -> float:
+        """Return the seconds until a refused object may be sent again.
+
+        The result is 0 when the next attempt is due, and when the wanted manifest is no longer the refused one.
+        """
         refusal = self.refusals.get(label)
-        return refusal.back_off.left(now) if refusal is not None and refusal.manifest == manifest else 0.0
+        return refusal.backoff.remaining(now) if refusal is not None and refusal.manifest == manifest else 0.0
 
     def forget_refused_applies(self, wanted: Mapping[str, str]) -> bool:
-        """Forget refused applies that are not `wanted` (label -> manifest hash) any more; return whether there were any."""
+        """Forget refused applies that are not `wanted` (label -> manifest hash) any more. Return whether there were any."""
         settled = [
             label
             for label, refusal in self.refusals.items()
@@ -98,11 +88,11 @@ class JobMemory:
         return bool(settled)
 
     def deletion_is_due(self, uid: str, *, now: float) -> bool:
-        """Return whether a deletion may be tried: it has not been in vain, or its pause is over."""
-        back_off = self.delete_backoff.get(uid)
-        return back_off is None or back_off.left(now) == 0
+        """Return whether the object may be deleted now: no earlier deletion was without effect, or its pause is over."""
+        backoff = self.delete_backoff.get(uid)
+        return backoff is None or backoff.remaining(now) == 0
 
     def clear(self, label: str) -> None:
-        """Forget what stood in the way of a name."""
+        """Forget the refusal and the name conflict of an object."""
         self.refusals.pop(label, None)
         self.name_conflicts.discard(label)

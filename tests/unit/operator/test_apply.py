@@ -207,7 +207,7 @@ async def test_a_refused_create_is_told_at_once_and_tried_again_ever_later(bench
     words = 'pods "x-env-0" is forbidden: exceeded quota'
     bench.cluster.fail("create", "x-env-0", *[Forbidden(words)] * 3)
     assert (await bench.apply(create=(pod("x-env-0"),))).again_after == 0.0
-    assert {label: refusal.words for label, refusal in bench.memory.refusals.items()} == {"Pod/x-env-0": words}
+    assert {label: refusal.message for label, refusal in bench.memory.refusals.items()} == {"Pod/x-env-0": words}
     pauses = []
     for _ in range(2):
         pause = (await bench.apply(create=(pod("x-env-0"),))).again_after

@@ -114,7 +114,7 @@ def test_deletions_restarts_and_ends_need_fresh_facts(status, plan, expected):
 
 async def test_what_stood_in_the_way_is_shown_to_the_next_look(bench):
     def refuse(work):
-        work.memory.refuse("Pod/x-env-0", "exceeded quota", now=1000.0)
+        work.memory.record_refusal("Pod/x-env-0", "exceeded quota", now=1000.0)
         return Applied(again_after=0.0)
 
     bench.applier.effect = refuse
@@ -125,7 +125,7 @@ async def test_what_stood_in_the_way_is_shown_to_the_next_look(bench):
 
 async def test_a_refusal_is_forgotten_when_the_object_is_there(bench):
     bench.applier.effect = lambda work: (
-        (work.memory.refuse("Pod/x-env-0", "quota", now=1000.0) and Applied()) or Applied()
+        (work.memory.record_refusal("Pod/x-env-0", "quota", now=1000.0) and Applied()) or Applied()
     )
     await bench.controller.handle(KEY)
     bench.cache.put(kinds.POD, bench.pod("x-env-0"))
@@ -140,7 +140,7 @@ def service(text, manifest):
 
 async def test_a_refused_apply_is_not_forgotten_because_the_older_form_is_there(bench):
     def refuse(work):
-        work.memory.refuse("Service/x", "field is immutable", now=1000.0, manifest="2")
+        work.memory.record_refusal("Service/x", "field is immutable", now=1000.0, manifest="2")
         return Applied()
 
     bench.cache.put(kinds.SERVICE, bench.cluster.put(kinds.SERVICE, "ns", service("old", "1")))
@@ -149,13 +149,13 @@ async def test_a_refused_apply_is_not_forgotten_because_the_older_form_is_there(
     await bench.controller.handle(KEY)
     await bench.controller.handle(KEY)
     assert bench.seen[-1][1].refusals == {"Service/x": "field is immutable"}
-    assert bench.applier.works[-1].memory.pause("Service/x", now=1000.5, manifest="2") > 0
+    assert bench.applier.works[-1].memory.refusal_pause("Service/x", now=1000.5, manifest="2") > 0
 
 
 async def test_a_refused_apply_is_forgotten_when_it_is_wanted_no_more(bench):
     def refuse_the_first(work):
         if work.plan.ensure:
-            work.memory.refuse("Service/x", "field is immutable", now=1000.0, manifest="2")
+            work.memory.record_refusal("Service/x", "field is immutable", now=1000.0, manifest="2")
         return Applied()
 
     bench.cache.put(kinds.SERVICE, bench.cluster.put(kinds.SERVICE, "ns", service("old", "1")))
@@ -180,7 +180,7 @@ async def test_names_of_others_are_read_again_until_they_are_free(bench):
 
 async def test_nothing_is_remembered_of_a_forerunner(bench):
     bench.applier.effect = lambda work: (
-        (work.memory.refuse("Pod/x-env-0", "quota", now=1000.0) and Applied()) or Applied()
+        (work.memory.record_refusal("Pod/x-env-0", "quota", now=1000.0) and Applied()) or Applied()
     )
     await bench.controller.handle(KEY)
     bench.place(uid="job-uid-2")
