@@ -128,7 +128,7 @@ class RestartPolicy:
 
     def _restart_job(self, reason: str, *, counted: bool = True) -> Decision:
         if counted and self._budget.restarts >= self._spec.max_restarts:
-            text = f"{reason}; all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used up"
+            text = f"{reason}; all {self._spec.max_restarts} restarts of failurePolicy.maxRestarts are used"
             return Decision(action=Action.FAIL, code=ExitCode.INFRASTRUCTURE, reason=text)
         if counted:
             self._charge(restarts=1)

@@ -32,7 +32,7 @@ def by_device_plugin(spec: RoleSpec, pod: PodPlan) -> bool:
     asked = bool(spec.gpus) and spec.gpu_allocation == "devicePlugin"
     if asked and pod.claim is not None and pod.claim.shared and len(pod.containers) > 1:
         raise ValueError(
-            f"pod {pod.name} must share its accelerators by gpuAllocation dra, got devicePlugin; use dra, or one container for both"
+            f"pod {pod.name} must share its accelerators by gpuAllocation dra, got devicePlugin; use dra, or one container for both groups"
         )
     return asked
 

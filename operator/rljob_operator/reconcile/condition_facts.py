@@ -24,7 +24,7 @@ IMAGE_ERRORS = (
     "SignatureValidationFailed",
 )
 NOT_DURABLE = (
-    "checkpoints are not kept: checkpoint.path is on no volume of a claim, so a restart of the actor begins anew"
+    "checkpoints are not durable: checkpoint.path is not on a PersistentVolumeClaim, so a restart of the actor loses all progress"
 )
 
 
@@ -151,7 +151,7 @@ def _failed(view: JobView, decision: Decision) -> Fact:
         return Fact(status="False", reason=decision.reason, message=decision.message)
     role = next((finding for finding in decision.findings if finding.act is Act.RESTART_ROLE), None)
     if role is not None and decision.stage is Stage.RUN:
-        return Fact(status="False", reason=role.reason, message=f"all {role.role} pods are replaced: {role.message}")
+        return Fact(status="False", reason=role.reason, message=f"all {role.role} pods are being replaced: {role.message}")
     status, reason, message = view.record.condition("Failed")
     return (
         Fact(status="False", reason=reason, message=message)
@@ -180,7 +180,7 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
     unbound = [pod.name for pod in pod_lists.wanted_pods(view) if not pod.scheduled]
     if missing or unbound:
         return Fact(
-            status="False", reason="PodsPending", message=f"not bound yet: {pod_lists.listed([*missing, *unbound])}"
+            status="False", reason="PodsPending", message=f"not bound to a node yet: {pod_lists.listed([*missing, *unbound])}"
         )
     return Fact(status="True", reason="PodsScheduled")
 
@@ -207,11 +207,11 @@ def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, schedul
     if not whole or not all(pod.scheduled for pod in gang):
         return Fact(status="False", reason="WaitingForPods")
     if preparing := pod_lists.grouped(
-        (f"init container {pod.preparing} runs", pod.name) for pod in gang if pod.preparing
+        (f"init container {pod.preparing} is running", pod.name) for pod in gang if pod.preparing
     ):
         return Fact(status="False", reason="Preparing", message=preparing)
     missing = pod_lists.listed(sorted(pod for _, pod in report.missing)) if report is not None else ""
-    return Fact(status="False", reason="WaitingForRanks", message=f"the runner waits for {missing}" if missing else "")
+    return Fact(status="False", reason="WaitingForRanks", message=f"the runner is waiting for {missing}" if missing else "")
 
 
 def _progressing(view: JobView, decision: Decision) -> Fact:
@@ -219,7 +219,7 @@ def _progressing(view: JobView, decision: Decision) -> Fact:
     if unreachable(view):
         status, reason, message = view.record.condition("Progressing")
         if reason != "RunnerUnreachable":  # said once: the words of later tries differ
-            message = f"the runner does not answer: {progress.error if progress is not None else ''}"
+            message = f"the runner is unreachable: {progress.error if progress is not None else ''}"
         return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
         status, reason, message = view.record.condition("Progressing")
@@ -276,7 +276,7 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
         return Fact(
             status="False",
             reason="RolloutsBehind",
-            message=f"a rollout is more than algorithm.maxStaleness {bound} versions behind",
+            message=f"the weights of a rollout are more than algorithm.maxStaleness {bound} versions old",
         )
     return Fact(status="True", reason="InSync")
 
@@ -291,7 +291,7 @@ def rollout_role(view: JobView) -> Mapping[str, object]:
 
 
 def _backing_off(status: str, held: list[str]) -> Fact:
-    words = f"replacements wait after repeated ends: {pod_lists.listed(held)}"
+    words = f"replacements are delayed after repeated failures: {pod_lists.listed(held)}"
     return Fact(status=status, reason="RestartBackOff", message=words)
 
 
@@ -302,7 +302,7 @@ def _refused_change(view: JobView) -> Fact | None:
         return None
     if report is not None and (report.applied_generation or 0) >= view.generation:
         return None
-    return Fact(status="True", reason="ChangeRefused", message=f"the runner refused the changed spec: {refused[1]}")
+    return Fact(status="True", reason="ChangeRefused", message=f"the runner rejected the changed spec: {refused[1]}")
 
 
 def _degraded(view: JobView, decision: Decision) -> Fact:
@@ -324,7 +324,7 @@ def _degraded(view: JobView, decision: Decision) -> Fact:
         minimum = view.groups[group].min_replicas
         if ready < min(minimum - view.indices(group).start, desired):
             return Fact(
-                status="True", reason="BelowMinimum", message=f"{text}; the run waits for minReplicas {minimum}"
+                status="True", reason="BelowMinimum", message=f"{text}; the run waits until minReplicas {minimum} are ready"
             )
     words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
     ended = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)

@@ -16,23 +16,23 @@ LONGEST_EVENT = 1000
 """Characters of an event; the API server takes 1024."""
 
 EVENTS: Mapping[str, str] = {
-    "Starting": "all pods of the actor are bound",
-    "Running": "the runner's loop runs",
-    "Restarting": "the actor's gang is replaced under a new epoch; the message says why",
-    "Resumed": "a suspended job goes on under a new epoch",
-    "Suspending": "the runner saves, then all pods are deleted",
-    "Suspended": "no pods are left",
-    "Succeeded": "all steps were done",
-    "Failed": "the job has failed; the message says why",
-    "CheckpointsNotDurable": "checkpoint.path is on no volume of a claim: a restart of the actor begins anew",
-    "DefaultsLost": "the ConfigMap with the defaults that the job was accepted under is gone or was edited",
+    "Starting": "all pods of the actor are bound to nodes",
+    "Running": "the training loop is running",
+    "Restarting": "the actor's gang is being replaced under a new epoch; the message gives the cause",
+    "Resumed": "a suspended job resumes under a new epoch",
+    "Suspending": "the runner saves a checkpoint, then all pods are deleted",
+    "Suspended": "all pods are deleted",
+    "Succeeded": "all training steps are finished",
+    "Failed": "the job failed; the message gives the cause",
+    "CheckpointsNotDurable": "checkpoint.path is not on a PersistentVolumeClaim: a restart of the actor loses all progress",
+    "DefaultsLost": "the ConfigMap with the defaults that the job was accepted under is missing or was edited",
     "Draining": "surplus pods finish their work before they are deleted",
-    "Autoscaled": "rollout.autoscale set another number of rollouts; the message holds the numbers",
-    "AutoscaleRefused": "the API server refused it; the message holds its words",
-    "PodReplaced": "a rollout or env pod ended and is replaced; the message holds its last words",
-    "RoleRestarted": "all pods of a role are replaced; the message says why",
+    "Autoscaled": "rollout.autoscale changed the number of rollouts; the message has the numbers",
+    "AutoscaleRefused": "the API server rejected a change by rollout.autoscale; the message quotes it",
+    "PodReplaced": "a rollout or env pod ended and is being replaced; the message has its last log lines",
+    "RoleRestarted": "all pods of a role are being replaced; the message gives the cause",
 }
-"""Reasons of events besides those of conditions, which become events when they turn to the bad. docs/operations.md lists both."""
+"""Reasons of events, besides the reasons of conditions that turn unhealthy. docs/operations.md lists both."""
 
 _EVENT_STATUS = {
     "Accepted": ("False", ()),
@@ -83,8 +83,8 @@ def _schema(record: Record, status: Object) -> Iterator[JobEvent]:
     if before and now != before:
         yield _warning(
             "DefaultsLost",
-            f"the job's ConfigMap must keep the defaults of schema {before}, under which it was accepted, got none; it is resolved by "
-            f"those of schema {now}: compare `kubectl get configmap` with what the job needs and write into the spec what differs",
+            f"the job's ConfigMap must have the defaults of schema {before}, under which the job was accepted, got none; the operator uses the "
+            f"defaults of schema {now} instead: compare them in the ConfigMap with what the job needs, and set what differs in the spec",
         )
 
 
@@ -130,7 +130,7 @@ def _draining(record: Record, status: Object) -> Iterator[JobEvent]:
     listed: Any = status.get("draining") or []
     new = [entry["pod"] for entry in listed if entry["pod"] not in record.draining]
     if new:
-        yield _normal("Draining", f"{', '.join(new)} finish their work before they are deleted")
+        yield _normal("Draining", f"{', '.join(new)} will finish their work before they are deleted")
 
 
 def _warning(reason: str, message: str) -> JobEvent:

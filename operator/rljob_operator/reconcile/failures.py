@@ -90,7 +90,7 @@ def describe(pod: PodView) -> str:
     """Return how a pod ended, in words: code, reason, the supervisor's reason, the last log lines."""
     end = decisive(pod)
     if pod.deleting and not has_ended(pod):
-        return f"pod {pod.name} is being deleted" + (f" ({pod.disrupted})" if pod.disrupted else " by someone else")
+        return f"pod {pod.name} is being deleted" + (f" ({pod.disrupted})" if pod.disrupted else " by another client")
     if end is None:
         why = ": ".join(part for part in (pod.disrupted or pod.reason, pod.message) if part)
         return f"pod {pod.name} ended" + (f" ({why})" if why else "")
@@ -98,7 +98,7 @@ def describe(pod: PodView) -> str:
     code = f"{end.exit_code} ({end.reason})" if end.reason not in ("", "Error", "Completed") else str(end.exit_code)
     word = last_word(end)
     text = ": ".join(part for part in (word.reason, word.tail[-TAIL:].strip()) if part)
-    cause = pod.disrupted or ("deleted by someone else" if pod.deleted_alive else pod.reason)
+    cause = pod.disrupted or ("deleted by another client" if pod.deleted_alive else pod.reason)
     why = f" ({cause})" if cause else ""
     return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {text}" if text else "")
 
@@ -200,7 +200,7 @@ def _vanished_gangs(view: JobView) -> Iterator[Finding]:
             continue
         present = {pod.name for pod in there}
         missing = ", ".join(name for name in view.wanted(group) if name not in present)
-        text = f"{group} pods are gone: {missing}"
+        text = f"{group} pods do not exist any more: {missing}"
         yield Finding(act=Act.RESTART_JOB, reason="PodDeleted", message=text, counted=False)
 
 
@@ -231,7 +231,7 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
     if act is Act.RESTART_ROLE and not view.wanted(role):
         act = Act.RESTART_JOB  # its processes are in the actor's pods
-    message = f"no progress for longer than failurePolicy.stall allows: {stall_words(report.stall)}"
+    message = f"no progress within the timeout of failurePolicy.stall: {stall_words(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
     return charged(view, record, stall_actions=1), [finding]
 

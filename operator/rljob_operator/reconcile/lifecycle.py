@@ -65,7 +65,7 @@ def decide(view: JobView) -> Decision:
         return Decision(stage=Stage.ENDED, record=record)
     suspension = record.suspension
     if failures.completed(view) and suspension is None:
-        return _end(view, record, "Succeeded", "TrainingFinished", "actor-0 ended with code 0")
+        return _end(view, record, "Succeeded", "TrainingFinished", "actor-0 exited with code 0")
     if view.spec.suspend:
         since = suspension.since if suspension is not None else view.now
         return _suspend(view, record, Suspension(since=since, done=suspension is not None and suspension.done))
@@ -103,7 +103,7 @@ def _act_on(view: JobView, decision: Decision, finding: Finding) -> Decision:
 def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
     record, limit = decision.record, view.spec.failure_policy.max_restarts
     if finding.counted and record.restarts >= limit:
-        text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used up"
+        text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used"
         return replace(_end(view, record, "Failed", "MaxRestartsExceeded", text), findings=decision.findings)
     record = failures.charged(view, record, restarts=1) if finding.counted else record
     gang = after_end(record.pod_failures.get(GANG) or Ends(), view.now)
@@ -198,7 +198,7 @@ def _resume(view: JobView, suspension: Suspension) -> Decision:
         stage=Stage.RESTART,
         record=replace(record, epoch=epoch, roles=_all_idle(view, record)),
         reason="Resumed",
-        message=f"resumed under epoch {epoch}",
+        message=f"resumes under epoch {epoch}",
     )
 
 

@@ -59,10 +59,10 @@ class Suspension:
         """Return why, and what to do, for people; empty for the user's suspend."""
         if not self.rule:
             return ""
-        step = "" if self.last_good_step is None else f"; the last good checkpoint is of step {self.last_good_step}"
+        step = "" if self.last_good_step is None else f"; the last good checkpoint is at step {self.last_good_step}"
         return (
-            f"paused by failurePolicy: {self.message}{step}; to go on from there set suspend to true and, once that is done, to false "
-            "(rljob resume does both)"
+            f"paused by failurePolicy: {self.message}{step}; to resume from it, set suspend to true, wait until the job is suspended, and set "
+            "suspend to false (rljob resume does both)"
         )
 
 

@@ -35,8 +35,8 @@ def obstacle(view: JobView) -> Obstacle | None:
         return Obstacle(
             reason="NamespaceNotServed",
             message=(
-                "the job's namespace must not be that of the operator and its master key, "
-                f"got {view.config.namespace}; make the job in another"
+                "metadata.namespace must not be the namespace of the operator and its master key, "
+                f"got {view.config.namespace}; create the job in another namespace"
             ),
         )
     wanted = set(view.wanted(*view.groups))
@@ -45,13 +45,13 @@ def obstacle(view: JobView) -> Obstacle | None:
         names = ", ".join(sorted(name_conflicts))
         return Obstacle(
             reason="NameConflict",
-            message=f"{names} must be free or the job's own, got an object of someone else; delete it or rename the job",
+            message=f"{names} must not exist or must be owned by the job, got an object of another owner; delete it or rename the job",
         )
     for group in containers.groups_with_containers(view.job, view.groups):
         if image_of(group, config=view.config) is None:
             return Obstacle(
                 reason="ImageMissing",
-                message=f"{group.name}.image must name an image, as the operator has none for the group, got none; set {group.name}.image",
+                message=f"{group.name}.image must name an image, because the operator has no default for the group, got none; set {group.name}.image",
             )
     if words := gang.unavailable(view.job, view.config.gang_api):
         return Obstacle(reason="GangUnavailable", message=words)
@@ -100,8 +100,8 @@ def _source_away(view: JobView) -> Obstacle | None:
     return Obstacle(
         reason="CheckpointNotMounted",
         message=(
-            f"{field} must lie below a volume mount of the actor to begin from another run there, got {given} and mounts "
-            f"{', '.join(mounts) or 'none'}; mount the claim of that run in the actor and name its folder there"
+            f"{field} must be below a volume mount of the actor, got {given} and mounts {', '.join(mounts) or 'none'}; mount the claim of the run "
+            "to resume from in the actor, and give its path there"
         ),
     )
 
@@ -126,8 +126,8 @@ def _unshared(view: JobView, group: Group, name: str, claim: Object, *, read_onl
     return Obstacle(
         reason="VolumeNotShared",
         message=(
-            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, as {pods} {group.name} pods mount it, got '
-            f"{', '.join(map(str, modes))}; use one {group.name} pod, hold them on one node by nodeSelector {HOSTNAME}, or take another claim"
+            f'PersistentVolumeClaim "{name}" must be ReadWriteMany, because {pods} {group.name} pods mount it, got '
+            f"{', '.join(map(str, modes))}; use one {group.name} pod, a nodeSelector {HOSTNAME}, or another claim"
         ),
     )
 

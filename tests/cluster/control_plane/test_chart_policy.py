@@ -181,7 +181,10 @@ def test_no_job_is_taken_beside_the_master_key(control_plane, users):
     objects = [obj for obj in yaml.safe_load_all(text) if obj and obj["kind"] in KINDS]
     control_plane.apply(*objects)
     try:
-        words = "metadata.namespace must not be that of the operator and its master key, got policy-defaults; make the job in another"
+        words = (
+            "metadata.namespace must not be the namespace of the operator and its master key, got policy-defaults; "
+            "create the job in another namespace"
+        )
         eventually(lambda: words in users["defaults"].tries())
         assert users["strict"].tries() == ""
     finally:

@@ -35,7 +35,7 @@ async def test_a_paused_job_names_its_last_good_step_and_only_resume_ends_the_pa
         status = (await jobs.get())["status"]
         assert status["phase"] == "Suspended" and not await jobs.pods()
         assert (status["halt"]["rule"], status["halt"]["lastGoodStep"]) == ("KlBlowUp", 4)
-        assert "the last good checkpoint is of step 4" in (await jobs.condition("Suspended"))[2]
+        assert "the last good checkpoint is at step 4" in (await jobs.condition("Suspended"))[2]
 
         runner.status |= {"streaks": {}, "epoch": 2}
         done = await asyncio.to_thread(

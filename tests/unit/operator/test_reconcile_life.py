@@ -440,7 +440,7 @@ def test_an_init_container_that_runs_is_named() -> None:
     ]
     plan = reconcile({**job, "status": first.status}, pod_views.observe(pods=pods), START + 1, config=CONFIG)
     ready = next(c for c in plan.status["conditions"] if c["type"] == "Ready")
-    assert ready["reason"] == "Preparing" and "init container fetch runs" in ready["message"]
+    assert ready["reason"] == "Preparing" and "init container fetch is running" in ready["message"]
     assert plan.status["columns"]["reason"] == "Preparing"
 
 

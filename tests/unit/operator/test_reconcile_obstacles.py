@@ -149,7 +149,7 @@ def test_an_image_that_nobody_names_is_told() -> None:
 def test_checkpoints_that_do_not_outlive_the_pod_are_told_once() -> None:
     world = World(make_job())
     assert [event.reason for event in world.reconcile().events] == ["CheckpointsNotDurable"]
-    assert "checkpoints are not kept" in world.condition("Accepted")["message"]
+    assert "checkpoints are not durable" in world.condition("Accepted")["message"]
     kept = World(make_job(actor=CLAIMED, checkpoint={"path": "/data/checkpoints"}), claims={"shared": {"spec": {}}})
     assert not kept.reconcile().events and not kept.condition("Accepted")["message"]
 
@@ -201,13 +201,13 @@ def test_an_image_that_cannot_be_pulled_is_told_in_the_kubelets_words() -> None:
     [
         ({"path": "/data/runs", "resumeFrom": {"job": "a"}}, None),
         ({"resumeFrom": {"path": "/data/runs/a-12345678"}}, None),
-        ({"resumeFrom": {"job": "a"}}, "checkpoint.path must lie below a volume mount of the actor"),
+        ({"resumeFrom": {"job": "a"}}, "checkpoint.path must be below a volume mount of the actor"),
         (
             {"path": "/gone", "resumeFrom": {"job": "a"}},
-            "checkpoint.path must lie below .* got /gone and mounts /data;",
+            "checkpoint.path must be below .* got /gone and mounts /data;",
         ),
-        ({"resumeFrom": {"path": "/data/../etc"}}, "resumeFrom.path must lie below .* got /data/../etc"),
-        ({"resumeFrom": {"path": "data/a"}}, "resumeFrom.path must lie below .* got data/a"),
+        ({"resumeFrom": {"path": "/data/../etc"}}, "resumeFrom.path must be below .* got /data/../etc"),
+        ({"resumeFrom": {"path": "data/a"}}, "resumeFrom.path must be below .* got data/a"),
     ],
     ids=["job", "path", "no folder", "folder elsewhere", "dots", "relative"],
 )

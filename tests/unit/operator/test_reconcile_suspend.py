@@ -114,7 +114,7 @@ def test_a_paused_job_keeps_its_last_good_checkpoint_and_names_it_in_a_field_of_
         True,
     )
     assert (told["status"], told["reason"]) == ("True", "Paused")
-    words = f"the last good checkpoint is of step {good}; to go on from there"
+    words = f"the last good checkpoint is at step {good}; to resume from it"
     assert "approx_kl above" in told["message"] and words in told["message"] and "rljob resume" in told["message"]
 
 
