@@ -129,7 +129,10 @@ def unavailable(job: RLJob, api: str | None) -> str:
         return f"scheduling.queue {scheduling.queue} needs the API {VOLCANO}, got {api or 'none'}; install Volcano, or remove scheduling.queue"
     if scheduling.gang == "required" and api is None:
         known = ", ".join(PREFERENCE)
-        return f"scheduling.gang required needs one of the APIs {known}, got none; serve one of them and restart the operator, or set scheduling.gang to auto"
+        return (
+            f"scheduling.gang required needs one of the APIs {known}, got none; "
+            "serve one of them and restart the operator, or set scheduling.gang to auto"
+        )
     return ""
 
 
