@@ -23,9 +23,7 @@ IMAGE_ERRORS = (
     "RegistryUnavailable",
     "SignatureValidationFailed",
 )
-NOT_DURABLE = (
-    "checkpoints are not durable: checkpoint.path is not on a PersistentVolumeClaim, so a restart of the actor loses all progress"
-)
+NOT_DURABLE = "checkpoints are not durable: checkpoint.path is not on a PersistentVolumeClaim, so a restart of the actor loses all progress"
 
 
 def phase_of(view: JobView, decision: Decision) -> str:
@@ -151,7 +149,9 @@ def _failed(view: JobView, decision: Decision) -> Fact:
         return Fact(status="False", reason=decision.reason, message=decision.message)
     role = next((finding for finding in decision.findings if finding.act is Act.RESTART_ROLE), None)
     if role is not None and decision.stage is Stage.RUN:
-        return Fact(status="False", reason=role.reason, message=f"all {role.role} pods are being replaced: {role.message}")
+        return Fact(
+            status="False", reason=role.reason, message=f"all {role.role} pods are being replaced: {role.message}"
+        )
     status, reason, message = view.record.condition("Failed")
     return (
         Fact(status="False", reason=reason, message=message)
@@ -180,7 +180,9 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
     unbound = [pod.name for pod in pod_lists.wanted_pods(view) if not pod.scheduled]
     if missing or unbound:
         return Fact(
-            status="False", reason="PodsPending", message=f"not bound to a node yet: {pod_lists.listed([*missing, *unbound])}"
+            status="False",
+            reason="PodsPending",
+            message=f"not bound to a node yet: {pod_lists.listed([*missing, *unbound])}",
         )
     return Fact(status="True", reason="PodsScheduled")
 
@@ -211,7 +213,9 @@ def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, schedul
     ):
         return Fact(status="False", reason="Preparing", message=preparing)
     missing = pod_lists.listed(sorted(pod for _, pod in report.missing)) if report is not None else ""
-    return Fact(status="False", reason="WaitingForRanks", message=f"the runner is waiting for {missing}" if missing else "")
+    return Fact(
+        status="False", reason="WaitingForRanks", message=f"the runner is waiting for {missing}" if missing else ""
+    )
 
 
 def _progressing(view: JobView, decision: Decision) -> Fact:
@@ -324,7 +328,9 @@ def _degraded(view: JobView, decision: Decision) -> Fact:
         minimum = view.groups[group].min_replicas
         if ready < min(minimum - view.indices(group).start, desired):
             return Fact(
-                status="True", reason="BelowMinimum", message=f"{text}; the run waits until minReplicas {minimum} are ready"
+                status="True",
+                reason="BelowMinimum",
+                message=f"{text}; the run waits until minReplicas {minimum} are ready",
             )
     words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
     ended = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)
