@@ -52,8 +52,9 @@ def follow_workload(control: Control, config: Path, status: Mapping[str, Any]) -
     spec = json.loads(config.read_text())["spec"]
     if spec[ROLLOUT].get("autoscale") is None:  # the usual case; validating the spec each second costs time
         return ""
-    rollout = RLJobSpec.model_validate(spec).rollout
-    verdict = autoscale.decide(rollout, shares)
+    job = RLJobSpec.model_validate(spec)
+    rollout = job.rollout
+    verdict = autoscale.decide(rollout, shares, on_policy=not job.algorithm.max_staleness)
     if verdict is None or rollouts_wanted(status) != rollout.replicas:
         return ""
     try:

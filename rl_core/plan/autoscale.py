@@ -4,6 +4,9 @@
     Rollouts are idle                    Fewer: as many as would be idle for targetIdle of the time, at least half as many.
     Otherwise                            The number stays.
 
+On policy nothing can be generated while the trainer trains, whatever the number of rollouts. That idle time therefore never decreases
+the number: only idle time within generation does. It still bounds an increase, because a step cannot become shorter than its training.
+
 The runner starts a new measurement when a rollout joins or leaves, so that each decision rests on a full window with the present number.
 A decrease never goes so far that an increase would follow, and HYSTERESIS keeps noise from changing the number.
 """
@@ -31,8 +34,17 @@ class Shares:
     """Average share of the window in which a rollout had nothing to generate."""
     trainer_starved: float
     """Share of the window in which the trainer waited for groups."""
+    starved_in_training: float = 0.0
+    """The part of `starved` in which the trainer did not wait for groups."""
     seconds: float
     """Length of the window."""
+
+    @property
+    def starved_in_generation(self) -> float:
+        """Average share of the time in which the trainer waited for groups in which a rollout had nothing to generate."""
+        idle = max(self.starved - self.starved_in_training, 0.0)
+        generation = max(self.trainer_starved, idle)
+        return idle / generation if generation else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,41 +59,51 @@ def read(workload: Any) -> Shares | None:
     """Return the idle times of a full window; None while it is not full, or where the values are not valid."""
     if not isinstance(workload, Mapping) or workload.get("full") is not True:
         return None
-    numbers = [workload.get(name) for name in ("starved", "actorStarved", "seconds")]
+    numbers = [workload.get("starved"), workload.get("actorStarved"), workload.get("starvedInTraining", 0.0)]
+    numbers.append(workload.get("seconds"))
     measured = workload.get("rollouts")
     if not isinstance(measured, list) or not all(_is_number(number) for number in numbers):
         return None
-    starved, trainer, seconds = (float(number) for number in numbers if number is not None)
-    if not (0 <= starved <= 1 and 0 <= trainer <= 1):
+    starved, trainer, in_training, seconds = (float(number) for number in numbers if number is not None)
+    if not all(0 <= share <= 1 for share in (starved, trainer, in_training)):
         return None
-    return Shares(rollouts=len(measured), starved=starved, trainer_starved=trainer, seconds=seconds)
+    return Shares(
+        rollouts=len(measured),
+        starved=starved,
+        trainer_starved=trainer,
+        starved_in_training=in_training,
+        seconds=seconds,
+    )
 
 
-def decide(rollout: RolloutSpec, shares: Shares | None) -> Verdict | None:
-    """Return the new number of rollouts, None when `rollout.replicas` stays."""
+def decide(rollout: RolloutSpec, shares: Shares | None, *, on_policy: bool) -> Verdict | None:
+    """Return the new number of rollouts, None when `rollout.replicas` stays. `on_policy`: algorithm.maxStaleness is 0."""
     rule, present = rollout.autoscale, rollout.replicas
     if rule is None or shares is None or shares.rollouts != present:
         return None
-    wanted = _wanted(present, shares, rule.target_idle)
+    excess = shares.starved_in_generation if on_policy else shares.starved
+    wanted = _wanted(present, shares, excess, rule.target_idle)
     low = max(rule.min, rollout.min_replicas)
     high = min(rule.max, rule.max if rollout.max_replicas is None else rollout.max_replicas)
     replicas = min(max(wanted, low), high)
     if replicas == present:
         return None
+    generation = f", for {excess:.0%} of generation" if on_policy else ""
     reason = (
         f"rollout.replicas {present} -> {replicas}: over {shares.seconds:.0f} s rollouts had nothing to generate for {shares.starved:.0%} of the "
-        f"time (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for {shares.trainer_starved:.0%}"
+        f"time{generation} (targetIdle {rule.target_idle:.0%}), the trainer nothing to train for {shares.trainer_starved:.0%}"
     )
     return Verdict(replicas=replicas, reason=reason)
 
 
-def _wanted(present: int, shares: Shares, target: float) -> int:
+def _wanted(present: int, shares: Shares, excess: float, target: float) -> int:
+    """Return the number of rollouts within no bounds; `excess` is the share of time in which fewer of them could do the same work."""
     band = min(HYSTERESIS, target / 2)
-    idle, waits = shares.starved, shares.trainer_starved
-    if idle > target + band:
-        same_work = math.ceil(present * (1 - idle) / (1 - target) - ROUNDING)
+    waits = shares.trainer_starved
+    if excess > target + band:
+        same_work = math.ceil(present * (1 - excess) / (1 - target) - ROUNDING)
         return max(same_work, math.ceil(present / 2))
-    if idle < target - band and waits > HYSTERESIS:
+    if max(excess, shares.starved) < target - band and waits > HYSTERESIS:
         feeding = math.ceil(present / max(1 - waits, 0.5) - ROUNDING)
         return min(max(feeding, present + 1), 2 * present)
     return present

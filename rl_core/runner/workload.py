@@ -50,6 +50,8 @@ class _Mark:
     rollouts: Mapping[Identity, tuple[float, float]]
     """Seconds (busy, starved)."""
     trainer: float
+    starved_in_training: float
+    """Rollout seconds."""
     backlog: float
     ready: float
     """Group seconds in the two queues."""
@@ -64,6 +66,8 @@ class Usage:
     """Seconds (busy, starved) of each rollout that is still here."""
     trainer_starved: float
     """Seconds."""
+    starved_in_training: float
+    """Seconds in which a rollout starved while the trainer did not wait, on average."""
     rollout_queue: float
     actor_queue: float
     """Mean numbers of groups."""
@@ -98,6 +102,8 @@ class Workload:
         """Groups in the queue of the rollouts and in that of the actor."""
         self._since = clock()
         """Up to when the sums below are counted."""
+        self._starved_in_training = 0.0
+        """Seconds of all rollouts that starved while the trainer did not wait."""
         self._trainer = self._backlog_sum = self._ready_sum = 0.0
         self._step: _Mark | None = None
         self._step_seconds = 0.0
@@ -182,6 +188,8 @@ class Workload:
 
     def _set_trainer_waits(self, waits: bool) -> None:
         with self._lock:
+            for rollout in self._rollouts:
+                self._settled(rollout)
             self._count()
             self._trainer_waits = waits
 
@@ -230,6 +238,7 @@ class Workload:
             "full": full,
             "busy": share(usage.mean(0)),
             "starved": share(usage.mean(1)),
+            "starvedInTraining": share(usage.starved_in_training),
             "actorStarved": share(usage.trainer_starved),
             "rolloutQueue": round(usage.rollout_queue, 2),
             "actorQueue": round(usage.actor_queue, 2),
@@ -255,6 +264,7 @@ class Workload:
             known.busy += now - known.since
         elif known.asks and not self._weights_travel:
             known.starved += now - known.since
+            self._starved_in_training += 0.0 if self._trainer_waits else now - known.since
         known.since = now
         return known
 
@@ -273,6 +283,7 @@ class Workload:
             at=self._clock(),
             rollouts={rollout: (sums.busy, sums.starved) for rollout, sums in settled.items()},
             trainer=self._trainer,
+            starved_in_training=self._starved_in_training,
             backlog=self._backlog_sum,
             ready=self._ready_sum,
         )
@@ -288,6 +299,7 @@ class Workload:
             seconds=seconds,
             rollouts=rollouts,
             trainer_starved=now.trainer - then.trainer,
+            starved_in_training=(now.starved_in_training - then.starved_in_training) / max(len(rollouts), 1),
             rollout_queue=(now.backlog - then.backlog) / seconds if seconds else float(self._backlog),
             actor_queue=(now.ready - then.ready) / seconds if seconds else float(self._ready),
         )

@@ -22,7 +22,8 @@ def wanted(view: JobView, decision: Decision, moves: PodMoves) -> Scale | None:
         return None
     if report.applied_generation is None or report.applied_generation < view.generation:
         return None
-    verdict = autoscale.decide(view.spec.rollout, autoscale.read(report.raw.get("workload")))
+    shares = autoscale.read(report.raw.get("workload"))
+    verdict = autoscale.decide(view.spec.rollout, shares, on_policy=not view.spec.algorithm.max_staleness)
     if verdict is None:
         return None
     return Scale(

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.api.roles import RolloutSpec
-from rl_core.plan.autoscale import HYSTERESIS, Shares, decide, read
+from rl_core.plan import autoscale
+from rl_core.plan.autoscale import HYSTERESIS, Shares, read
 
 SYNCHRONOUS, ASYNCHRONOUS = "on policy", "asynchronous"
 
@@ -17,6 +18,10 @@ SYNCHRONOUS, ASYNCHRONOUS = "on policy", "asynchronous"
 def spec(replicas, *, low=1, high=1024, target=0.2, **more):
     rule = {"min": low, "max": high, "targetIdle": target}
     return RolloutSpec.model_validate({"replicas": replicas, "autoscale": rule, **more})
+
+
+def decide(rollout, measured, *, on_policy=False):
+    return autoscale.decide(rollout, measured, on_policy=on_policy)
 
 
 def shares(rollouts, *, starved, trainer, seconds=60.0):
@@ -49,7 +54,9 @@ class Job:
             whole = {
                 "full": wanted == present, "seconds": 60.0, "starved": idle, "actorStarved": waits, "rollouts": [{}] * present,
             }  # fmt: skip
-            verdict = decide(rollout.model_copy(update={"replicas": wanted}), read(whole))
+            on_policy = self.program is SYNCHRONOUS
+            whole |= {"starvedInTraining": idle} if on_policy else {}
+            verdict = decide(rollout.model_copy(update={"replicas": wanted}), read(whole), on_policy=on_policy)
             if verdict is not None:
                 wanted, left = verdict.replicas, self.start
             history.append(wanted)
@@ -88,6 +95,9 @@ def test_a_steady_job_comes_to_rest_within_bounds_without_ever_turning_back(draw
     assert len(set(history[-50:])) == 1, "at rest"
     idle, waits = job.window(history[-1])
     assert idle >= rule.target_idle - 2 * band or waits <= HYSTERESIS + band or history[-1] == rule.max
+    if job.program is SYNCHRONOUS:
+        assert all(turns), "the time of training, in which nothing can be generated, removes no rollout"
+        return
     fewer = max(history[-1] - 1, 1)
     same_work = 1 - history[-1] / fewer * (1 - idle)
     assert idle <= rule.target_idle + 2 * band or history[-1] == rule.min or same_work <= rule.target_idle + band
@@ -104,6 +114,15 @@ def test_idle_rollouts_ask_for_as_many_as_have_the_same_work_at_least_half():
     assert decide(spec(8), shares(8, starved=0.5, trainer=0.0)).replicas == 5
     assert decide(spec(8), shares(8, starved=0.95, trainer=0.9)).replicas == 4, "more would not help the trainer"
     assert decide(spec(1), shares(1, starved=0.9, trainer=0.0)) is None
+
+
+def test_on_policy_the_training_time_removes_no_rollout_and_idle_time_within_generation_does():
+    mostly_training = Shares(rollouts=16, starved=0.75, starved_in_training=0.75, trainer_starved=0.25, seconds=60.0)
+    assert decide(spec(16), mostly_training, on_policy=True) is None
+    assert decide(spec(16), mostly_training).replicas == 8, "asynchronous rollouts could generate meanwhile"
+    half_idle = Shares(rollouts=16, starved=0.875, starved_in_training=0.75, trainer_starved=0.25, seconds=60.0)
+    assert half_idle.starved_in_generation == 0.5 and decide(spec(16), half_idle, on_policy=True).replicas == 10
+    assert "for 88% of the time, for 50% of generation" in decide(spec(16), half_idle, on_policy=True).reason
 
 
 @pytest.mark.parametrize("starved", [0.151, 0.2, 0.249])
@@ -156,6 +175,7 @@ def test_a_whole_window_is_read():
         {**WHOLE, "full": "true"},
         {**WHOLE, "starved": None},
         {**WHOLE, "starved": 1.5},
+        {**WHOLE, "starvedInTraining": -0.5},
         {**WHOLE, "actorStarved": float("nan")},
         {**WHOLE, "seconds": True},
         {**WHOLE, "rollouts": 2},

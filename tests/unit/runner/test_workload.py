@@ -39,6 +39,22 @@ def test_on_policy_rollouts_starve_while_the_trainer_trains_and_it_while_they_ge
     assert found["rollout/starved_seconds"] == 1.0 + 3.0 and found["actor/starved_seconds"] == 4.0
 
 
+def test_the_time_of_training_is_told_apart_from_idle_time_within_generation():
+    s = Step()
+    working = s.account.poll()
+    s.account.poll(who="rollout:1")  # it gets nothing
+    s.dispatcher.tick()
+    s.at(1)
+    with s.dispatcher.trainer_waits():
+        s.dispatcher.open(1, 0)
+        s.at(5)
+        s.account.admit(*working.leases)
+    s.account.poll()
+    s.at(8)
+    shown = s.dispatcher.workload()
+    assert (shown["starved"], shown["starvedInTraining"], shown["actorStarved"]) == (0.75, 0.5, 0.5)
+
+
 def test_starved_seconds_are_those_of_a_rollout_on_average():
     s = Step()
     s.steps.open(1, 0)
