@@ -174,7 +174,7 @@ class Members:
     def await_gang(self, group: str, seconds: float, *, at: Point) -> None:
         """Wait until each member of a gang holds its worker, with `at()` between two looks. Raises DeadlineExceeded in a local run."""
         if not self._roster.patient:
-            self._cluster.wait_ready([group], seconds)
+            self._cluster.wait_ready([group], seconds, at=at)
             return
         while self._cluster.missing([group]):
             at()
@@ -184,7 +184,7 @@ class Members:
         """Wait for the elastic groups without weights: all members, or in a cluster at least one, and those here within deadlines.hello."""
         plain = [name for name, strategy in self._strategies.items() if not isinstance(strategy, PullingJoin)]
         if not self._roster.patient:
-            self._cluster.wait_ready(plain, seconds)
+            self._cluster.wait_ready(plain, seconds, at=at)
             return
         for name in plain:
             self._wait(functools.partial(self._enough, name), at)

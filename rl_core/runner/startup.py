@@ -31,7 +31,7 @@ class Startup:
         self._sync, self._saving, self._stops = sync, saving, stops
 
     def run(self, *, at: Point) -> None:
-        """Return once enough rollouts serve the present weights. Waits without a bound call `at()`, at which the run may end."""
+        """Return once enough rollouts serve the present weights. Waits for members call `at()`, at which the run may end."""
         seconds, stops, progress = self._deadlines.wait_ready, self._stops, self._progress
         self._members.await_gang(ACTOR, seconds, at=at)
         # No device lease is needed yet: rollouts use shared devices only once the first generation begins.

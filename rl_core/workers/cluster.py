@@ -87,9 +87,12 @@ class Cluster:
         """Return the members of `role` (None: all) by group and rank. Drained and lost ones are included on request only."""
         return self.hub.members(role, drained=drained, lost=lost)
 
-    def wait_ready(self, roles: Iterable[str], timeout: float | None = None) -> None:
+    def wait_ready(
+        self, roles: Iterable[str], timeout: float | None = None, *, at: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait until every planned process of `roles` holds its worker. `timeout` None = `deadlines.waitReady`.
 
+        `at()` is called between two looks, at least once a second; what it raises ends the wait.
         Raises DeadlineExceeded naming each missing `group:rank`, its pod and its state, and the error of a construction that failed.
         """
         roles = [roles] if isinstance(roles, str) else list(roles)
@@ -103,6 +106,7 @@ class Cluster:
             version = self.hub.version
             if not (names := missing()):
                 return
+            at()
             pause = wait.pause(missing)
             if pause is None:
                 raise DeadlineExceeded(f"processes must be ready within {limit:.0f} s, missing: {names}")

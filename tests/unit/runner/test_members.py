@@ -194,6 +194,19 @@ def test_a_wait_in_a_cluster_has_no_bound_and_ends_at_its_point():
     assert looks == ["Degraded"] * 3
 
 
+@pytest.mark.parametrize("await_group", ["await_gang", "await_plain"])
+def test_a_local_wait_for_processes_ends_with_a_stop(await_group):
+    run = Run(Cluster(member(state=MemberState.JOINING)))
+    run.cluster.wait_ready = lambda groups, seconds, *, at: at()
+
+    def stop():
+        raise Stopped("the user asked for it")
+
+    arguments = ("actor", 600.0) if await_group == "await_gang" else (600.0,)
+    with pytest.raises(Stopped):
+        getattr(run.members, await_group)(*arguments, at=stop)
+
+
 def test_a_join_wakes_the_wait():
     run = Run(Cluster(member(state=MemberState.JOINING)))
     joins = threading.Thread(target=run.members.open, args=("tcp://publisher",))

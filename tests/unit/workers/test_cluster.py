@@ -9,6 +9,7 @@ from rl_core.api.errors import DeadlineExceeded, WorkerLost
 from rl_core.api.identity import Identity
 from rl_core.messages.calls import WorkerSpec
 from rl_core.messages.members import MemberState
+from rl_core.runner.stopping import Stopped
 from rl_core.transports.sockets import IoThread
 from rl_core.workers import cluster as module
 from rl_core.workers.cluster import Cluster
@@ -73,6 +74,25 @@ def test_eight_constructions_that_fail_do_not_hold_up_the_io_thread(job, monkeyp
     assert [call.future.done() for call in calls] == [True] * 7 + [False]
     with pytest.raises(DeadlineExceeded, match="no answer"):
         job.cluster.missing(["env"])
+
+
+def test_a_stop_ends_the_wait_for_processes_at_its_next_look(job):
+    now, looks = [0.0], []
+    hub = job.cluster.hub
+    hub.version, hub.clock = 0, lambda: now[0]
+
+    def wait_changed(version, seconds):
+        now[0] += seconds
+
+    def stop_at_3():
+        looks.append(now[0])
+        if now[0] >= 3.0:
+            raise Stopped("the user asked for it")
+
+    hub.wait_changed = wait_changed
+    with pytest.raises(Stopped):
+        job.cluster.wait_ready(["env"], 600.0, at=stop_at_3)
+    assert looks == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_call_to_a_member_that_is_lost_while_a_connection_to_it_is_made_fails_at_once(job, monkeypatch):
