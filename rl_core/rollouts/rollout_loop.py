@@ -28,6 +28,7 @@ from rl_core.api.errors import RLJobError, text_of
 from rl_core.api.records import Completion, GroupTimes, PromptGroupRecord
 from rl_core.batching.collate import has_failed
 from rl_core.messages.groups import GroupEntry, PromptLease, RequeueReason, ValidationScores
+from rl_core.messages.members import WaitCause
 from rl_core.rollouts.leases import HubLeases, Renewal
 from rl_core.rollouts.retry import classify_failure
 
@@ -68,14 +69,14 @@ class RolloutLoop:
         row_limit: Callable[[], int],
         group_rows: int,
         version: Callable[[], int],
-        waiting: Callable[[str, str], AbstractContextManager[None]],
+        waiting: Callable[[str, str, WaitCause | None], AbstractContextManager[None]],
         min_std: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`generate` makes the record of a lease that `leases` brought.
 
         `row_limit` is the number of rows in flight at which leasing stops, `group_rows` the expected rows of a group; `version` is that of
-        the served weights; `waiting(what, on)` declares a wait. `min_std`: see `group_entry`.
+        the served weights; `waiting(what, on, cause)` declares a wait. `min_std`: see `group_entry`.
         """
         self._generate = generate
         self._leases = leases
@@ -160,7 +161,7 @@ class RolloutLoop:
         while True:
             self._changed.clear()
             if not self._gate.is_set():
-                with self._waiting("weights", "actor"):
+                with self._waiting("weights", "actor", WaitCause.WEIGHTS):
                     await self._gate.wait()
                 continue  # it may have closed again before this loop woke up
             if self._groups and self._room():
@@ -213,7 +214,9 @@ class RolloutLoop:
         """Declare what an idle worker waits for."""
         if self._groups:
             return nullcontext()
-        return self._waiting("prompts", "ledger") if self._gate.is_set() else self._waiting("weights", "actor")
+        if self._gate.is_set():
+            return self._waiting("prompts", "ledger", None)
+        return self._waiting("weights", "actor", WaitCause.WEIGHTS)
 
     async def _poll(self, want: int) -> bool:
         """Start the groups that the runner leases; return False when it failed, or had none long before the poll's time was up."""
@@ -283,7 +286,8 @@ class RolloutLoop:
             return
         self._groups[lease.token].reporting = True
         record.lease_token, record.order = lease.token, lease.order
-        await self._trajectories.put_async(record, key=lease.token)
+        with self._waiting("room for its record", "trajectories", WaitCause.CHANNEL_FULL):
+            await self._trajectories.put_async(record, key=lease.token)
         if times is not None:
             times.stored = self._clock()
         await self._finish(lease, group_entry(record, min_std=self._min_std, times=times))

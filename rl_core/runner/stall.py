@@ -85,7 +85,8 @@ class StallDetector:
 
 
 def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] = ()) -> tuple[str, str]:
-    """Return (reason, sentence) for a waits-for graph. A cycle is a Deadlock; otherwise the reason is what the last waits are for.
+    """Return (reason, sentence) for a waits-for graph. A cycle is a Deadlock; otherwise the reason is the member at the end of a chain of
+    waits, or, where each such member waits too, the cause that one of them declares.
 
     A group that somebody waits for ends a chain of waits unless each of its members that are `present` waits too: an idle rollout must
     not hide one that hangs.
@@ -101,13 +102,13 @@ def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] =
     text = "; ".join(
         [*(sentences or ["nobody declares a wait"]), *(f"{name} declares none" for name in silent if sentences)]
     )
-    sinks = [e for e in edges if e.on not in waiting]
+    # A member that is waited for and declares nothing is the reason. Others may wait for weights or for room meanwhile.
+    for edge in edges:
+        if edge.cause is None and edge.on not in waiting and _role(edge.on) in REASON_BY_ROLE:
+            return REASON_BY_ROLE[_role(edge.on)], text
     for cause, reason in REASON_BY_CAUSE.items():
-        if any(sink.cause is cause for sink in sinks):
+        if any(edge.cause is cause for edge in edges):
             return reason, text
-    for sink in sinks:
-        if _role(sink.on) in REASON_BY_ROLE:
-            return REASON_BY_ROLE[_role(sink.on)], text
     return "WaitingForActor", text
 
 

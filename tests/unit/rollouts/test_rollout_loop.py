@@ -13,6 +13,8 @@ from rl_core.channel import Channel
 from rl_core.messages.groups import PromptLease, ValidationScores
 from rl_core.rollouts import rollout_loop
 from rl_core.rollouts.rollout_loop import POLL_SECONDS, RolloutLoop, group_entry
+from rl_core.runner.stall import Wait, explain
+from rl_core.workers.context import WorkerContext
 from tests import actor_samples
 
 STOPPED = "the rollout stopped before the group ended"
@@ -94,6 +96,7 @@ class Harness:
     def __init__(self):
         self.trajectories, self.validation = (Channel.create(name, local=True) for name in ("t", "v"))
         self.runner = FakeRunner()
+        self.context = WorkerContext()
         self.waits, self.started, self.holds = [], [], {}
         self.version, self.limit, self.failure, self.now = 1, 100, None, 0.0
         self.loop = RolloutLoop(
@@ -126,9 +129,18 @@ class Harness:
         )
 
     @contextmanager
-    def waiting(self, what, on):
+    def waiting(self, what, on, cause):
         self.waits.append((what, on))
-        yield
+        with self.context.waiting(what, on, cause):
+            yield
+
+    def stall_reason(self):
+        """Return the reason of a stall in which this rollout's heartbeat reports a wait and the runner waits for rollouts."""
+        wait = self.context.heartbeat().wait
+        own = Wait(who="rollout:0", on=wait.on, what=wait.what, since_seconds=wait.since_seconds, cause=wait.cause)
+        return explain(
+            [own, Wait(who="runner", on="rollout", what="generating", since_seconds=300.0)], [], ["rollout:0"]
+        )[0]
 
     def hold(self, *indices):
         self.holds |= {f"g{index}": asyncio.Event() for index in indices}
@@ -177,6 +189,20 @@ async def test_a_finished_group_is_put_with_the_token_of_its_lease(harness):
     await harness.settle()
     assert harness.loop.groups_in_flight == 0 and harness.loop.groups_done == 1
     assert harness.runner.given_back == []
+
+
+async def test_what_a_rollout_declares_to_wait_for_is_the_reason_of_a_stall(harness, monkeypatch):
+    async def full(record, key):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(harness.trajectories, "put_async", full)
+    harness.start(gate=False)
+    await harness.settle()
+    assert harness.stall_reason() == "WaitingForWeights"
+    harness.loop.open()
+    await harness.runner.put(lease(0))
+    await harness.until(lambda: (wait := harness.context.heartbeat().wait) is not None and wait.on == "trajectories")
+    assert harness.stall_reason() == "ChannelFull"
 
 
 async def test_the_runner_hears_of_a_group_once_its_record_is_stored(harness):
@@ -241,7 +267,8 @@ async def test_a_rollout_without_groups_says_that_it_waits_for_them_also_when_th
     before = len(harness.waits)
     harness.holds["g0"].set()
     await harness.settle()
-    assert set(harness.waits[before:]) == {("prompts", "ledger")}
+    room, *idle = harness.waits[before:]
+    assert room == ("room for its record", "trajectories") and set(idle) == {("prompts", "ledger")}
 
 
 async def test_an_idle_rollout_asks_anew_for_all_that_fits_so_that_groups_start_together(harness):

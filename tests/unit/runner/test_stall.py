@@ -64,6 +64,13 @@ def test_idle_rollouts_do_not_hide_one_that_hangs():
     assert explain(nothing_came, [], ["rollout:0", "rollout:1"])[0] == "WaitingForActor"
 
 
+def test_a_pull_of_weights_that_hangs_is_the_reason_while_the_actor_waits_for_trajectories():
+    pulls = wait("rollout:0", "actor", "weights", cause=WaitCause.WEIGHTS)
+    edges = [wait("actor:0", "rollout", "trajectories"), pulls, wait("runner", "rollout")]
+    assert explain(edges, [])[0] == "WaitingForWeights"
+    assert explain([pulls, wait("runner", "actor", "training")], [])[0] == "WaitingForActor", "it hangs in training"
+
+
 def test_missing_pods_come_first():
     assert explain([wait("runner", "rollout")], ["rollout:1"]) == ("WaitingForPods", "missing rollout:1")
 
