@@ -203,3 +203,14 @@ def test_a_status_asks_once_for_the_wanted_members_however_many_are_lost():
     shown._roster.wanted = lambda role: asked.append(role) or wanted(role)
     shown.snapshot()
     assert sorted(asked) == sorted([*("actor", "rollout", "env")] * 2), "once for the status, once for the missing ones"
+
+
+def test_a_look_asks_for_the_wanted_names_equally_often_however_many_members_are_lost(monkeypatch):
+    calls, wanted = [], Roster.wanted
+    monkeypatch.setattr(Roster, "wanted", lambda self, role: (calls.append(role), wanted(self, role))[1])
+    counts = []
+    for lost in (1, 1000):
+        calls.clear()
+        snapshot(board([member(f"rollout:{rank}", state="lost") for rank in range(lost)]))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 6

@@ -1,6 +1,8 @@
 """The trace of a run: spans of a sample follow each other without a gap, whatever the clocks of the hosts say."""
 
+import concurrent.futures
 import json
+import threading
 from itertools import pairwise
 
 from rl_core.api.records import GroupTimes
@@ -75,8 +77,6 @@ def test_a_group_that_was_refused_ends_with_the_refusal(tmp_path):
 
 
 def test_storage_that_is_slower_than_the_steps_costs_gaps_and_no_memory(tmp_path, caplog):
-    import threading
-
     release, folder = threading.Event(), TraceFolder(tmp_path)
     whole = folder.append
 
@@ -92,3 +92,20 @@ def test_storage_that_is_slower_than_the_steps_costs_gaps_and_no_memory(tmp_path
     trace.close()
     (path,) = tmp_path.glob("*.json")
     assert path.read_text().count('"name":"sync"') <= 6 and caplog.text.count("has gaps") == 1
+
+
+def test_the_end_of_a_run_waits_for_a_storage_that_hangs_for_at_most_10_seconds(tmp_path, caplog, monkeypatch):
+    release, folder, limits = threading.Event(), TraceFolder(tmp_path), []
+    wait = concurrent.futures.wait
+
+    def wait_briefly(writes, seconds):
+        limits.append(seconds)
+        return wait(writes, 0.01)
+
+    monkeypatch.setattr(concurrent.futures, "wait", wait_briefly)
+    folder.append = lambda text, *, name: release.wait(30)
+    trace = Trace(folder, epoch=0)
+    trace.add(1, 1, PARTS)
+    trace.close()
+    release.set()
+    assert limits == [10.0] and "the trace lacks its last 1 writes" in caplog.text
