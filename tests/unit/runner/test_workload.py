@@ -45,13 +45,13 @@ def test_the_time_of_training_is_told_apart_from_idle_time_within_generation():
     s.account.poll(who="rollout:1")  # it gets nothing
     s.dispatcher.tick()
     s.at(1)
-    with s.dispatcher.trainer_waits():
-        s.dispatcher.open(1, 0)
+    with s.workload.trainer_waits():
+        s.steps.open(1, 0)
         s.at(5)
-        s.account.admit(*working.leases)
+        s.account.finish(*working.leases)
     s.account.poll()
     s.at(8)
-    shown = s.dispatcher.workload()
+    shown = s.workload.snapshot()
     assert (shown["starved"], shown["starvedInTraining"], shown["actorStarved"]) == (0.75, 0.5, 0.5)
 
 
