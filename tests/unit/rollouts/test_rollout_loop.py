@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from contextlib import contextmanager
 
 import pytest
@@ -12,10 +11,9 @@ from rl_core.api.records import Completion, PromptGroupRecord
 from rl_core.channel import Channel
 from rl_core.messages.groups import PromptLease, ValidationScores
 from rl_core.rollouts import rollout_loop
-from rl_core.rollouts.rollout_loop import POLL_SECONDS, RolloutLoop, group_entry
+from rl_core.rollouts.rollout_loop import POLL_SECONDS, RolloutLoop
 from rl_core.runner.stall import Wait, explain
 from rl_core.workers.context import WorkerContext
-from tests import actor_samples
 
 STOPPED = "the rollout stopped before the group ended"
 LATE = "its weights are not those that are served"
@@ -505,20 +503,3 @@ async def test_a_group_that_the_runner_cancelled_ends_at_once_without_an_answer_
     assert (await harness.record(2)).group_id == "g2"
     await harness.settle()
     assert harness.runner.given_back == [] and harness.loop.groups_in_flight == 1
-
-
-def test_an_entry_tells_the_runner_what_admission_needs():
-    record = actor_samples.make_record(3)
-    for index, completion in enumerate(record.completions):
-        completion.policy_versions = (5, 5 + index)
-    entry = group_entry(record, min_std=0.0)
-    assert (entry.group_id, entry.token) == ("0-3", "token-3")
-    assert (entry.v_min, entry.v_max) == (5, 8)
-    assert entry.tokens == sum(len(c.message_log[-1]["token_ids"]) for c in record.completions)
-    assert math.isnan(entry.rewards[0]) and entry.informative is (len(set(entry.rewards[1:])) > 1)
-    for completion in record.completions:
-        completion.reward = 1.0
-    assert group_entry(record, min_std=0.0).informative is False
-    record.completions[0].reward = 0.0  # its finish reason is an error: no training row comes of it
-    assert group_entry(record, min_std=0.0).informative is False
-    assert group_entry(record, min_std=None).informative is True
