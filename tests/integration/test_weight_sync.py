@@ -155,7 +155,7 @@ def test_a_receiver_that_cannot_map_the_device_gets_the_version_through_the_host
     with publisher("ipc") as source:
         with pytest.raises(ConfigError, match="rollout:. cannot map the device's memory: .*; use auto"):
             source.publish(1, model(1), about(receivers), 2)
-        source._way._wanted = "auto"
+        source._transport._wanted = "auto"
         for version in (2, 3):
             report = source.publish(version, model(version), about(receivers), 2)
             assert report.transport == "shared" and all(serves(one, version, tensors(version)) for one in receivers)
