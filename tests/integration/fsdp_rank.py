@@ -203,7 +203,7 @@ class Rank:
         self.seen["reported"] = report is not None
         if report is not None:
             wire = getattr(torch, self.actor.cfg.model.dtype)
-            entries = self.actor.publisher._joiners.committed.manifest.entries
+            entries = self.actor.publisher._pull_server.committed.manifest.entries
             self.seen["differ"] = [one.name for one in entries if one.checksum != checksum(state[one.name].to(wire))]
 
     def die(self, rank: int) -> None:

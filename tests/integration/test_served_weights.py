@@ -137,7 +137,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_wrong_when_it_reaches_the_engine_is_not_served(world, way, monkeypatch):
     before, after = start_from(world, 1), random_state(2)
-    write = world.publisher._chain.write
+    write = world.publisher._patch_encoder.write
 
     def write_wrongly(*args, **kwargs):
         copy = replace(write(*args, **kwargs), patch=None)
@@ -147,7 +147,7 @@ def test_what_is_wrong_when_it_reaches_the_engine_is_not_served(world, way, monk
         return copy
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.publisher._chain, "write", write_wrongly)
+        patch.setattr(world.publisher._patch_encoder, "write", write_wrongly)
         with pytest.raises(DeadlineExceeded, match="verification failed"):
             world.publish_next(after)
     assert world.worker.status()["version"] == -1
@@ -160,7 +160,7 @@ def test_what_is_wrong_when_it_reaches_the_engine_is_not_served(world, way, monk
 def test_a_patch_that_is_applied_twice_is_followed_by_the_whole_version(world, monkeypatch):
     states = [start_from(world, 3)]
     states.append(stepped(states[-1], 1))
-    copies, write = [], world.publisher._chain.write
+    copies, write = [], world.publisher._patch_encoder.write
 
     def keep(*args, **kwargs):
         copies.append(write(*args, **kwargs))
@@ -169,7 +169,7 @@ def test_a_patch_that_is_applied_twice_is_followed_by_the_whole_version(world, m
         return copies[-1] if len(copies) == 1 else replace(copies[-1], patch=again)
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.publisher._chain, "write", keep)
+        patch.setattr(world.publisher._patch_encoder, "write", keep)
         patch.setattr(world.publisher._copies, "give_back", lambda memory: None)  # the first patch is needed again
         assert world.publish_next(states[-1]).patched == ("rollout:0",)
         states.append(stepped(states[-1], 2))

@@ -184,12 +184,12 @@ def test_a_late_joiner_pulls_the_committed_version(receivers, elsewhere):
 def test_a_removed_segment_is_told_joiners_get_a_stream_and_the_next_version_a_segment(receivers, caplog):
     with publisher() as source:
         source.publish(1, model(1), about(receivers[1:]), 1)
-        removed = source._joiners.committed.memory.segment
+        removed = source._pull_server.committed.memory.segment
         (tokens.DIRECTORY / removed).unlink()
         assert receivers[0].call("pull", source.address)[0] == 1 and serves(receivers[0], 1, tensors(1))
         assert caplog.text.count(f"segment {removed} with version 1 of the weights was removed by somebody") == 1
         source.publish(2, model(2), about(receivers), 2)
-        written = source._joiners.committed.memory
+        written = source._pull_server.committed.memory
         assert written.segment != removed and written.is_there()
         assert all(serves(receiver, 2, tensors(2)) for receiver in receivers)
 
@@ -242,7 +242,7 @@ def test_a_source_that_fails_leaves_nothing_under_way_and_the_next_version_is_pu
 def test_training_goes_on_over_a_held_copy_and_the_segment_comes_back(receivers):
     with publisher() as source:
         source.publish(1, model(1), about(receivers), 2)
-        store, held = source._copies._store, source._joiners.committed
+        store, held = source._copies._store, source._pull_server.committed
         lent = store.stats()["lent"]  # with those of publishers that other files keep
         source._copies.hold(held, "a slow joiner")
         before = held.memory.data.copy()
