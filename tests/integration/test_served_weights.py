@@ -170,7 +170,7 @@ def test_a_patch_that_is_applied_twice_is_followed_by_the_whole_version(world, m
 
     with monkeypatch.context() as patch:
         patch.setattr(world.publisher._patch_encoder, "write", keep)
-        patch.setattr(world.publisher._copies, "give_back", lambda memory: None)  # the first patch is needed again
+        patch.setattr(world.publisher._copies, "free", lambda memory: None)  # the first patch is needed again
         assert world.publish_next(states[-1]).patched == ("rollout:0",)
         states.append(stepped(states[-1], 2))
         assert world.publish_next(states[-1]).patched == ()

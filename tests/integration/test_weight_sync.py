@@ -190,7 +190,7 @@ def test_a_removed_segment_is_told_joiners_get_a_stream_and_the_next_version_a_s
         assert caplog.text.count(f"segment {removed} with version 1 of the weights was removed by somebody") == 1
         source.publish(2, model(2), about(receivers), 2)
         written = source._pull_server.committed.memory
-        assert written.segment != removed and written.is_there()
+        assert written.segment != removed and written.exists()
         assert all(serves(receiver, 2, tensors(2)) for receiver in receivers)
 
 
