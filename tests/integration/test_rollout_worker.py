@@ -183,7 +183,7 @@ def test_batches_per_group_repeat_bit_by_bit_under_any_load():
         world.publish(1, seed=1)
         world.put(0)
         (alone,) = records(world, 1)
-        world.put(*range(4))
+        world.put(*range(4), again="-again")
         together = {record.group_id: record for record in records(world, 4)}["train-0"]
         for one, other in zip(alone.completions, together.completions, strict=True):
             assert one.message_log[1]["token_ids"].equal(other.message_log[1]["token_ids"])
