@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.api.failure import FailurePolicySpec
 from rl_core.plan import failure_rules as rules
-from rl_core.plan.failure_rules import Budget, Ends, PodEnd
+from rl_core.plan.failure_rules import Budget, PodEnd, PodFailures
 from rl_core.plan.groups import BUILT_IN, CONTROL_GROUP, GroupKind
 from rl_core.workers.supervisor import ExitCode
 
@@ -61,7 +61,7 @@ class RestartPolicy:
         self._budget = Budget()
         self._step = 0
         """The last finished step that the runner reported."""
-        self._ends: dict[str, Ends] = {}
+        self._ends: dict[str, PodFailures] = {}
         self._stall_acted_at: float | None = None
 
     @property
@@ -89,7 +89,7 @@ class RestartPolicy:
         step = status.get("step")
         if isinstance(step, int):
             self._step = step
-            self._budget = self._budget.after(step, every=self._spec.forgive_after_steps)
+            self._budget = self._budget.replenish(step, every=self._spec.forgive_after_steps)
         return self.numbers(status) or self.stalled(status.get("stall"))
 
     def numbers(self, status: Mapping[str, Any]) -> Decision | None:
@@ -135,8 +135,8 @@ class RestartPolicy:
         return Decision(action=Action.RESTART_JOB, reason=reason)
 
     def _charge(self, **charges: int) -> None:
-        self._budget = self._budget.charged(**charges, step=self._step, every=self._spec.forgive_after_steps)
+        self._budget = self._budget.consume(**charges, step=self._step, every=self._spec.forgive_after_steps)
 
     def _pod_pause(self, pod: str) -> float:
-        self._ends[pod] = rules.after_end(self._ends.get(pod) or Ends(), self._clock())
+        self._ends[pod] = rules.add_failure(self._ends.get(pod) or PodFailures(), self._clock())
         return self._ends[pod].backoff

@@ -20,7 +20,7 @@ DISRUPTION = "DisruptionTarget"
 """Condition of a pod that the cluster ends: drain, preemption, taint."""
 FATAL_CODES = {2: "InvalidConfiguration", 4: "DataError"}
 """Exit codes that mean an error in the job, which a restart cannot repair."""
-ENDS_BEFORE_BACKOFF, ENDS_WINDOW = 5, 600.0
+FAILURES_BEFORE_BACKOFF, FAILURE_WINDOW = 5, 600.0
 """A pod that ended more often than this within this many seconds is replaced only after a pause."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 10.0, 300.0
 """Length of the first pause and of the longest one, seconds; each further end doubles the pause."""
@@ -62,17 +62,17 @@ class Ruling:
 
 def rule_on(end: PodEnd, rules: Iterable[FailureRule], groups: Mapping[str, GroupKind] = BUILT_IN) -> Ruling:
     """Return what to do about `end`: what the first of the user's rules that matches says, else the default for the pod's group."""
-    whole = _is_gang(end.role, groups)
+    in_gang = _is_gang(end.role, groups)
     for index, rule in enumerate(rules):
         if matches(rule, end):
             return Ruling(
-                action=_for_gang(rule.action) if whole else rule.action, counted=rule.count_towards_limit, rule=index
+                action=_for_gang(rule.action) if in_gang else rule.action, counted=rule.count_towards_limit, rule=index
             )
     if DISRUPTION in end.conditions or end.deleted:
-        return Ruling(action="RestartJob" if whole else "RestartPod", counted=False)
+        return Ruling(action="RestartJob" if in_gang else "RestartPod", counted=False)
     if end.code in FATAL_CODES and not end.init:
         return Ruling(action="FailJob")
-    return Ruling(action="RestartJob" if whole else "RestartPod")
+    return Ruling(action="RestartJob" if in_gang else "RestartPod")
 
 
 def matches(rule: FailureRule, end: PodEnd) -> bool:
@@ -107,7 +107,7 @@ def _for_gang(action: Action) -> Action:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ends:
+class PodFailures:
     """Recent counted ends of one pod, or restarts of the gang: those that decide how long the next replacement waits."""
 
     uid: str = ""
@@ -123,42 +123,42 @@ class Ends:
         return self.times[-1] + self.backoff if self.times and self.backoff else 0.0
 
 
-def after_end(ends: Ends, now: float, *, uid: str = "") -> Ends:
-    """Return `ends` with one more at time `now`.
+def add_failure(failures: PodFailures, now: float, *, uid: str = "") -> PodFailures:
+    """Return `failures` with one more at time `now`.
 
-    The first few ends bring no pause. Further ones bring a pause that doubles each time, until a pod runs for ENDS_WINDOW seconds.
+    The first few failures cause no back-off. Further ones cause a back-off that doubles each time, until a pod runs for FAILURE_WINDOW seconds.
     """
-    recent = tuple(at for at in ends.times if now - at <= ENDS_WINDOW)
-    times = (*recent, now)[-(ENDS_BEFORE_BACKOFF + 1) :]
-    relapsed = bool(ends.backoff and recent)
-    if len(times) <= ENDS_BEFORE_BACKOFF and not relapsed:
-        return Ends(uid=uid, times=times)
-    return Ends(uid=uid, times=times, backoff=min(max(FIRST_BACKOFF, 2 * ends.backoff), LONGEST_BACKOFF))
+    recent = tuple(at for at in failures.times if now - at <= FAILURE_WINDOW)
+    times = (*recent, now)[-(FAILURES_BEFORE_BACKOFF + 1) :]
+    relapsed = bool(failures.backoff and recent)
+    if len(times) <= FAILURES_BEFORE_BACKOFF and not relapsed:
+        return PodFailures(uid=uid, times=times)
+    return PodFailures(uid=uid, times=times, backoff=min(max(FIRST_BACKOFF, 2 * failures.backoff), LONGEST_BACKOFF))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Restarts that were counted against `failurePolicy.maxRestarts`, and the step at which the next one is forgiven."""
+    """Restarts that were counted against `failurePolicy.maxRestarts`, and the step at which the next one is restored."""
 
     restarts: int = 0
-    """Counted restarts that have not been forgiven."""
+    """Counted restarts that have not been restored."""
     stall_actions: int = 0
-    """Actions on stalls that have not been forgiven."""
+    """Actions on stalls that have not been restored."""
     forgive_at: int | None = None
-    """The step at whose end one restart and all actions on stalls are forgiven; None = nothing was counted, or nothing is ever forgiven."""
+    """The step at whose end one restart and all actions on stalls are restored; None = nothing was counted, or nothing is ever restored."""
 
-    def charged(self, *, restarts: int = 0, stall_actions: int = 0, step: int, every: int | None) -> Budget:
+    def consume(self, *, restarts: int = 0, stall_actions: int = 0, step: int, every: int | None) -> Budget:
         """Return the budget after restarts or actions on stalls at `step`; `every`: failurePolicy.forgiveAfterSteps.
 
         `forgive_at` never decreases while something is counted. Otherwise a run that returns to its checkpoint and fails at the same
-        step again would be forgiven for repeating the steps before it.
+        step again would get a restart back for repeating the steps before it.
         """
         at = None if every is None else max(step + every, self.forgive_at or 0)
         return Budget(
             restarts=self.restarts + restarts, stall_actions=self.stall_actions + stall_actions, forgive_at=at
         )
 
-    def after(self, step: int, *, every: int | None) -> Budget:
+    def replenish(self, step: int, *, every: int | None) -> Budget:
         """Return the budget after `step` was finished; `every`: failurePolicy.forgiveAfterSteps."""
         if every is None or self.forgive_at is None or step < self.forgive_at:
             return self
@@ -181,7 +181,7 @@ def stall_is_due(since: float, *, at: float, acted_at: float | None) -> bool:
 def rule_on_stall(
     stall: StallSpec, reason: str, *, acts: int, groups: Mapping[str, GroupKind] = BUILT_IN
 ) -> tuple[str, str]:
-    """Return (action, group) for a stall with the given reason, after `acts` earlier actions; `Ignore` for a shortage of pods."""
+    """Return (action, group) for a stall with the given reason, after `acts` previous actions; `Ignore` for a shortage of pods."""
     if reason == SHORTAGE:
         return "Ignore", ""
     waited_for = {group.stall_reason: group.name for group in groups.values()}

@@ -1,4 +1,7 @@
-"""What each condition says now, from the view and the decision. Messages hold no counts of seconds: they stay equal while nothing changes."""
+"""The status, reason and message of each condition, from the view and the decision.
+
+Messages contain no durations, so that they do not change while the state stays the same.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from rl_core.plan.failure_rules import SHORTAGE
 from rl_core.plan.groups import ROLLOUT
 from rljob_operator.reconcile import pod_lists, storage
 from rljob_operator.reconcile.conditions import TYPES, Fact
-from rljob_operator.reconcile.failures import Act, stall_words
+from rljob_operator.reconcile.failures import Act, stall_description
 from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.storage import Obstacle
 
 UNREACHABLE_SECONDS, UNREACHABLE_POLLS = 15.0, 2
-"""Seconds of failing polls, and polls, until a runner counts as unreachable: one may be lost on a busy machine, ours or its own."""
+"""A runner is unreachable when polls have failed for this many seconds and at least this often. A single poll may fail on a busy machine."""
 IMAGE_ERRORS = (
     "ErrImage",
     "ImagePull",
@@ -27,7 +30,7 @@ NOT_DURABLE = "checkpoints are not durable: checkpoint.path is not on a Persiste
 
 
 def phase_of(view: JobView, decision: Decision) -> str:
-    """Return the phase, for people."""
+    """Return the phase of the job."""
     fixed = {Stage.SUSPENDING: "Suspending", Stage.SUSPENDED: "Suspended", Stage.RESTART: "Restarting"}
     if decision.stage is Stage.END:
         return decision.outcome or "Failed"
@@ -45,7 +48,7 @@ def phase_of(view: JobView, decision: Decision) -> str:
 
 
 def facts(view: JobView, decision: Decision, obstacle: Obstacle | None) -> dict[str, Fact]:
-    """Return what each condition says."""
+    """Return the new state of each condition."""
     common = {
         "Accepted": _accepted(view, obstacle),
         "Suspended": _suspended(view, decision),
@@ -75,7 +78,7 @@ def facts(view: JobView, decision: Decision, obstacle: Obstacle | None) -> dict[
 
 
 def refused(problem: str, known: Iterable[str]) -> dict[str, Fact]:
-    """Return the facts about a job whose spec is not understood, without those that are `known` already."""
+    """Return the conditions of a job with an invalid spec, without the conditions in `known`."""
     first = _all("NotAccepted", "NotRunning") | {
         "Suspended": Fact(status="False", reason="NotSuspended"),
         "Complete": Fact(status="False", reason="NotFinished"),
@@ -86,7 +89,7 @@ def refused(problem: str, known: Iterable[str]) -> dict[str, Fact]:
 
 
 def explains(facts: Mapping[str, Fact]) -> str:
-    """Return the reason that explains the state, for the column REASON."""
+    """Return the reason that explains the phase, for the column REASON of `kubectl get`."""
     for kind, status in (
         ("Failed", "True"),
         ("Complete", "True"),
@@ -130,7 +133,7 @@ def _suspended(view: JobView, decision: Decision) -> Fact:
             if suspension.done
             else "Suspending"
         )
-        return Fact(status="True" if suspension.done else "Unknown", reason=reason, message=suspension.words)
+        return Fact(status="True" if suspension.done else "Unknown", reason=reason, message=suspension.explanation)
     resumed = before is not None or view.record.condition("Suspended")[1] == "Resumed"
     return Fact(status="False", reason="Resumed" if resumed else "NotSuspended")
 
@@ -142,7 +145,7 @@ def _complete(decision: Decision) -> Fact:
 
 
 def _failed(view: JobView, decision: Decision) -> Fact:
-    """On False the reason tells of the last restart, until the next."""
+    """Return the condition Failed. While it is False, its reason is that of the last restart."""
     if decision.stage is Stage.END and decision.outcome == "Failed":
         return Fact(status="True", reason=decision.reason, message=decision.message)
     if decision.stage is Stage.RESTART and decision.reason != "Resumed":
@@ -161,8 +164,8 @@ def _failed(view: JobView, decision: Decision) -> Fact:
 
 
 def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> Fact:
-    if view.earlier:
-        text = f"pods of an earlier job named {view.name} still end: {pod_lists.listed(view.earlier)}"
+    if view.previous_pods:
+        text = f"pods of an earlier job named {view.name} still end: {pod_lists.listed(view.previous_pods)}"
         return Fact(status="False", reason="PreviousJobTerminating", message=text)
     missing = pod_lists.absent_pods(view)
     if obstacle is not None and missing:
@@ -171,9 +174,11 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
     if refusals:
         reason = "QuotaExceeded" if "exceeded quota" in refusals else "CreateRefused"
         return Fact(status="False", reason=reason, message=refusals)
-    words = pod_lists.grouped((pod.unschedulable, pod.name) for pod in pod_lists.wanted_pods(view) if pod.unschedulable)
-    if words:
-        return Fact(status="False", reason="Unschedulable", message=words)
+    messages = pod_lists.grouped(
+        (pod.unschedulable, pod.name) for pod in pod_lists.wanted_pods(view) if pod.unschedulable
+    )
+    if messages:
+        return Fact(status="False", reason="Unschedulable", message=messages)
     held = pod_lists.backing_off(view, decision.record, missing)
     if held:
         return _backing_off("False", held)
@@ -189,11 +194,11 @@ def _scheduled(view: JobView, decision: Decision, obstacle: Obstacle | None) -> 
 
 def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, scheduled: Fact) -> Fact:
     gang, report = [pod for pod in view.pods_of(*view.gangs) if is_active(pod)], view.report
-    whole = len(gang) >= view.desired(*view.gangs)
-    if whole and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
+    complete = len(gang) >= view.desired(*view.gangs)
+    if complete and decision.record.begun:  # the loop begins when all ranks are there; without one the gang restarts
         return Fact(status="True", reason="RanksReady")
     _, reason, message = view.record.condition("Ready")
-    if obstacle is not None and not whole:
+    if obstacle is not None and not complete:
         return Fact(status="False", reason="NotAccepted", message=obstacle.message)
     stuck = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
     if stuck:
@@ -206,7 +211,7 @@ def _ready(view: JobView, decision: Decision, obstacle: Obstacle | None, schedul
     if view.old_gang:
         text = message if reason == "Restarting" else ""
         return Fact(status="False", reason="Restarting", message=text)
-    if not whole or not all(pod.scheduled for pod in gang):
+    if not complete or not all(pod.scheduled for pod in gang):
         return Fact(status="False", reason="WaitingForPods")
     if preparing := pod_lists.grouped(
         (f"init container {pod.preparing} is running", pod.name) for pod in gang if pod.preparing
@@ -222,23 +227,23 @@ def _progressing(view: JobView, decision: Decision) -> Fact:
     progress, report = view.observed.progress, view.report
     if unreachable(view):
         status, reason, message = view.record.condition("Progressing")
-        if reason != "RunnerUnreachable":  # said once: the words of later tries differ
+        if reason != "RunnerUnreachable":  # keep the first message: that of later polls may differ
             message = f"the runner is unreachable: {progress.error if progress is not None else ''}"
         return Fact(status="Unknown", reason="RunnerUnreachable", message=message)
     if report is None:
         status, reason, message = view.record.condition("Progressing")
-        if decision.record.begun and reason:  # a new operator has not asked yet
+        if decision.record.begun and reason:  # this operator has just started and has not polled the runner yet
             return Fact(status=status, reason=reason, message=message)
         return Fact(status="Unknown", reason="NotReady")
     if report.stall is not None and report.stall.get("reason") != SHORTAGE:
-        return Fact(status="False", reason="Stalled", message=stall_words(report.stall))
+        return Fact(status="False", reason="Stalled", message=stall_description(report.stall))
     if report.begun and (report.count("step") or 0) > 0:
         return Fact(status="True", reason="StepFinished")
     return Fact(status="Unknown", reason="NoStepYet")
 
 
 def unreachable(view: JobView) -> bool:
-    """Return whether polls of a running runner have failed for too long."""
+    """Return whether the polls of a running runner have failed for UNREACHABLE_SECONDS and at least UNREACHABLE_POLLS times."""
     progress, first = view.observed.progress, view.first_actor
     if (
         progress is None
@@ -260,7 +265,9 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
             return Fact(status="Unknown", reason="RunnerUnreachable")
         progress = view.observed.progress
         if decision.record.begun and (progress is None or not progress.status):
-            status, reason, message = view.record.condition("WeightsInSync")  # a new operator has not asked yet
+            status, reason, message = view.record.condition(
+                "WeightsInSync"
+            )  # this operator has not polled the runner yet
             return Fact(status=status, reason=reason or "NotReady", message=message)
         return Fact(status="Unknown", reason="NotReady")
     diverged = report.raw.get("diverged")
@@ -276,7 +283,7 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
     if not role.get("ready"):
         return Fact(status="Unknown", reason="NoRollouts")
     lag, bound = role.get("lag"), view.spec.algorithm.max_staleness
-    if isinstance(lag, int) and lag > bound + 1:  # one more while a new version is on its way
+    if isinstance(lag, int) and lag > bound + 1:  # one more while a new version is being pulled
         return Fact(
             status="False",
             reason="RolloutsBehind",
@@ -286,7 +293,7 @@ def _in_sync(view: JobView, decision: Decision) -> Fact:
 
 
 def rollout_role(view: JobView) -> Mapping[str, object]:
-    """Return what the runner tells of the rollouts as a whole; empty when it tells nothing."""
+    """Return the status of all rollouts as the runner reports it; empty when it reports none."""
     roles = view.report.raw.get("roles") if view.report is not None else None
     for role in roles if isinstance(roles, list) else []:
         if isinstance(role, Mapping) and role.get("name") == ROLLOUT:
@@ -295,12 +302,12 @@ def rollout_role(view: JobView) -> Mapping[str, object]:
 
 
 def _backing_off(status: str, held: list[str]) -> Fact:
-    words = f"replacements are delayed after repeated failures: {pod_lists.listed(held)}"
-    return Fact(status=status, reason="RestartBackOff", message=words)
+    message = f"replacements are delayed after repeated failures: {pod_lists.listed(held)}"
+    return Fact(status=status, reason="RestartBackOff", message=message)
 
 
 def _refused_change(view: JobView) -> Fact | None:
-    """Return the fact of a changed spec that the runner refused, while it is the newest and not applied."""
+    """Return the fact about the current spec if the runner rejected it; None if it was not rejected or is applied."""
     refused, report = view.observed.refused_change, view.report
     if refused is None or refused[0] != view.generation:
         return None
@@ -332,9 +339,9 @@ def _degraded(view: JobView, decision: Decision) -> Fact:
                 reason="BelowMinimum",
                 message=f"{text}; the run waits until minReplicas {minimum} are ready",
             )
-    words = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
+    messages = pod_lists.grouped((pod.waiting, pod.name) for pod in pod_lists.wanted_pods(view) if pod.waiting)
     ended = "; ".join(finding.message for finding in decision.findings if finding.act is Act.REPLACE_PODS)
     status, reason, message = view.record.condition("Degraded")
     if ended or (status == "True" and reason == "PodEnded"):
         return Fact(status="True", reason="PodEnded", message=ended or message)
-    return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (text, words))))
+    return Fact(status="True", reason="PodsMissing", message="; ".join(filter(None, (text, messages))))

@@ -1,7 +1,7 @@
-"""What went wrong with the pods, the loop or the numbers, and what the rules say to do.
+"""Detection of failures of pods, of stalls and of metrics out of bounds, and the action that the failure rules select.
 
-`judge` looks at everything once per reconcile; of several findings the gravest decides. Each end of a pod is judged once: the
-record keeps its uid until the pod is gone.
+`judge` runs once per reconcile. If there are several findings, the most severe one decides. The end of a pod is judged once: the
+record keeps the uid of the pod until the pod is deleted.
 """
 
 from __future__ import annotations
@@ -11,63 +11,63 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from rl_core.plan import failure_rules as rules
-from rl_core.plan.failure_rules import Budget, Ends, PodEnd, Ruling
+from rl_core.plan.failure_rules import Budget, PodEnd, PodFailures, Ruling
 from rljob_operator.model import ContainerEnd, PodView
 from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.record import STALL, Record
-from rljob_operator.reconcile.report import last_word
+from rljob_operator.reconcile.report import termination_message
 
 TAIL = 600
 """Characters of a log tail in a message."""
 MOST_ACTS = 8
-"""Acts on stalls that are kept."""
+"""Most times of stall actions that the record keeps."""
 DONE_PAUSE = 15.0
-"""Seconds until a rollout or env pod that ended with code 0 is replaced: most likely the whole run is about to end."""
+"""Seconds until a rollout or env pod that exited with code 0 is replaced. Usually the run is about to finish."""
 
 
 class Act(IntEnum):
-    """What to do, gravest last."""
+    """The action for a finding, in increasing order of severity."""
 
     NOTHING = 0
     REPLACE_PODS = 1
     RESTART_ROLE = 2
     RESTART_JOB = 3
     ROLL_BACK = 4
-    """RESTART_JOB without saving first."""
+    """Like RESTART_JOB, but without saving a checkpoint first."""
     PAUSE = 5
     FAIL = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that went wrong."""
+    """A detected failure and its action."""
 
     act: Act
     reason: str
-    """Reason of the condition it leads to."""
+    """Reason of the condition that reports it."""
     message: str
     counted: bool = True
-    """Towards maxRestarts."""
+    """Whether it counts against failurePolicy.maxRestarts."""
     role: str = ""
-    """For RESTART_ROLE."""
+    """The role to restart, for RESTART_ROLE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """All findings, and the record with each pod's end noted."""
+    """All findings, and the record that has each ended pod counted."""
 
     record: Record
     findings: tuple[Finding, ...] = ()
 
     @property
     def gravest(self) -> Finding | None:
-        """Return the finding that decides."""
+        """Return the most severe finding, None when there is none."""
         return max(self.findings, key=lambda finding: finding.act, default=None)
 
 
 def judge(view: JobView) -> Verdict:
-    """Return what went wrong since the last look."""
-    record, findings = forgiven(view, view.record), []
+    """Return the failures since the previous reconcile."""
+    record, findings = replenish(view, view.record), []
     for pod in _newly_ended(view):
         finding, record = _judge_pod(view, pod, record)
         findings.append(finding)
@@ -79,7 +79,7 @@ def judge(view: JobView) -> Verdict:
 
 
 def completed(view: JobView) -> bool:
-    """Return whether actor-0 of this epoch ended well, which is the job's success."""
+    """Return whether actor-0 of this epoch exited with code 0, which means that the job has succeeded."""
     pod = view.first_actor
     if pod is None or any(end.init for end in pod.ended):
         return False
@@ -87,7 +87,7 @@ def completed(view: JobView) -> bool:
 
 
 def describe(pod: PodView) -> str:
-    """Return how a pod ended, in words: code, reason, the supervisor's reason, the last log lines."""
+    """Return a message about the end of a pod: exit code, reason, the reason from the supervisor, and the last log lines."""
     end = decisive(pod)
     if pod.deleting and not has_ended(pod):
         return f"pod {pod.name} is being deleted" + (f" ({pod.disrupted})" if pod.disrupted else " by another client")
@@ -96,8 +96,8 @@ def describe(pod: PodView) -> str:
         return f"pod {pod.name} ended" + (f" ({why})" if why else "")
     kind = "init container" if end.init else "container"
     code = f"{end.exit_code} ({end.reason})" if end.reason not in ("", "Error", "Completed") else str(end.exit_code)
-    word = last_word(end)
-    text = ": ".join(part for part in (word.reason, word.tail[-TAIL:].strip()) if part)
+    report = termination_message(end)
+    text = ": ".join(part for part in (report.reason, report.tail[-TAIL:].strip()) if part)
     cause = pod.disrupted or ("deleted by another client" if pod.deleted_alive else pod.reason)
     why = f" ({cause})" if cause else ""
     return f"{kind} {end.name} of pod {pod.name} ended with code {code}{why}" + (f": {text}" if text else "")
@@ -109,8 +109,8 @@ def decisive(pod: PodView) -> ContainerEnd | None:
 
 
 def _newly_ended(view: JobView) -> list[PodView]:
-    """Return wanted pods that ended or are being deleted by others, and were not judged before."""
-    record, found = view.record, []
+    """Return the desired pods that ended or that another client deletes, without those that were judged before."""
+    record, ended = view.record, []
     for group in view.groups:
         mark = record.role(group).restart_time
         for pod in view.pods_of(group):
@@ -121,15 +121,15 @@ def _newly_ended(view: JobView) -> list[PodView]:
                 or (mark is not None and pod.created <= mark)
             )
             if not is_active(pod) and not judged and not ours:
-                found.append(pod)
-    return found
+                ended.append(pod)
+    return ended
 
 
 def _judge_pod(view: JobView, pod: PodView, record: Record) -> tuple[Finding, Record]:
     end = decisive(pod)
     code = end.exit_code if end is not None else None
     if view.is_gang(pod.role) and code == 0 and not pod.deleting:
-        return Finding(act=Act.NOTHING, reason="", message=""), record  # its part is done; the runner's end decides
+        return Finding(act=Act.NOTHING, reason="", message=""), record  # a finished rank; the runner decides
     ruling = rules.rule_on(_pod_end(pod, end), view.spec.failure_policy.rules, view.groups)
     text = describe(pod) + (f"; failurePolicy.rules[{ruling.rule}] applies" if ruling.rule is not None else "")
     if ruling.action == "FailJob":
@@ -167,13 +167,13 @@ def _reason(pod: PodView, end: ContainerEnd | None) -> str:
 
 
 def _noted(view: JobView, pod: PodView, record: Record, ruling: Ruling) -> Record:
-    """Return the record with the end of a pod counted once: attempt, failures, and the pause before its replacement."""
-    ends = record.pod_failures.get(pod.name) or Ends()
+    """Return the record with one more end of a pod: its attempt, its failures, and the back-off of its replacement."""
+    ends = record.pod_failures.get(pod.name) or PodFailures()
     end, deleted = decisive(pod), pod.deleted_alive or bool(pod.disrupted)
     if end is not None and end.exit_code == 0 and not deleted:
-        ends = Ends(uid=pod.uid, times=(view.now,), backoff=DONE_PAUSE)
+        ends = PodFailures(uid=pod.uid, times=(view.now,), backoff=DONE_PAUSE)
     elif ruling.counted and ruling.action != "Ignore" and not deleted:
-        ends = rules.after_end(ends, view.now, uid=pod.uid)
+        ends = rules.add_failure(ends, view.now, uid=pod.uid)
     else:
         ends = replace(ends, uid=pod.uid)
     role = record.role(pod.role)
@@ -183,17 +183,17 @@ def _noted(view: JobView, pod: PodView, record: Record, ruling: Ruling) -> Recor
     return replace(record, roles={**record.roles, pod.role: role}, pod_failures={**kept, pod.name: ends})
 
 
-def _forgotten(view: JobView, name: str, ends: Ends) -> bool:
-    """Return whether a pod's ends matter no more: that pod is gone and lived on for the whole window since."""
+def _forgotten(view: JobView, name: str, ends: PodFailures) -> bool:
+    """Return whether the failures of a pod are outdated: the pod is deleted, and its failures are older than the back-off window."""
     if name not in view.pods and "-" not in name:
         return False
     gone = all(pod.uid != ends.uid for pod in view.pods.values())
     last = ends.times[-1] if ends.times else 0.0
-    return gone and view.now - last > rules.ENDS_WINDOW + ends.backoff
+    return gone and view.now - last > rules.FAILURE_WINDOW + ends.backoff
 
 
 def _vanished_gangs(view: JobView) -> Iterator[Finding]:
-    """Yield a finding for each gang that lost pods whose end nobody observed."""
+    """Yield a finding for each gang with pods that were deleted before the operator observed their end."""
     for group in view.gangs if view.epoch == view.record.epoch else ():
         there, before = view.pods_of(group), view.record.role(group).active
         if len(there) >= min(before, view.desired(group)):
@@ -205,7 +205,7 @@ def _vanished_gangs(view: JobView) -> Iterator[Finding]:
 
 
 def _count_vanished(view: JobView, record: Record) -> Record:
-    """Raise the attempt of a role whose pods are gone unseen, so that replacements have a higher incarnation."""
+    """Increment the attempt of a role whose pods were deleted unobserved, so that replacements have a higher incarnation."""
     for group in view.elastic:
         known = record.role(group)
         counted = known.restarts - view.record.role(group).restarts
@@ -222,7 +222,7 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
         return record, []
     since = report.stall.get("since")
     silent = float(since) if isinstance(since, int | float) else 0.0
-    acts = record.pod_failures.get(STALL) or Ends()
+    acts = record.pod_failures.get(STALL) or PodFailures()
     acted_at = acts.times[-1] if acts.times else None
     reason = str(report.stall.get("reason") or "")
     wanted, role = rules.rule_on_stall(view.spec.failure_policy.stall, reason, acts=len(acts.times), groups=view.groups)
@@ -230,36 +230,36 @@ def _judge_stall(view: JobView, record: Record) -> tuple[Record, list[Finding]]:
         return record, []
     act = {"RestartRole": Act.RESTART_ROLE, "Pause": Act.PAUSE, "FailJob": Act.FAIL}.get(wanted, Act.RESTART_JOB)
     if act is Act.RESTART_ROLE and not view.wanted(role):
-        act = Act.RESTART_JOB  # its processes are in the actor's pods
-    message = f"no progress within the timeout of failurePolicy.stall: {stall_words(report.stall)}"
+        act = Act.RESTART_JOB  # the processes of the role run in the pods of the actor
+    message = f"no progress within the timeout of failurePolicy.stall: {stall_description(report.stall)}"
     finding = Finding(act=act, reason="Stalled", message=message, role=role)
-    return charged(view, record, stall_actions=1), [finding]
+    return count_restarts(view, record, stall_actions=1), [finding]
 
 
-def charged(view: JobView, record: Record, *, restarts: int = 0, stall_actions: int = 0) -> Record:
-    """Return the record after a charge to failurePolicy.maxRestarts, or an act on a stall, at the step that is finished now."""
-    every, acts = view.spec.failure_policy.forgive_after_steps, record.pod_failures.get(STALL) or Ends()
-    budget = _budget(record).charged(restarts=restarts, stall_actions=stall_actions, step=view.step, every=every)
+def count_restarts(view: JobView, record: Record, *, restarts: int = 0, stall_actions: int = 0) -> Record:
+    """Return the record with restarts or stall actions counted against failurePolicy.maxRestarts at the current step."""
+    every, acts = view.spec.failure_policy.forgive_after_steps, record.pod_failures.get(STALL) or PodFailures()
+    budget = _budget(record).consume(restarts=restarts, stall_actions=stall_actions, step=view.step, every=every)
     if stall_actions:
         acts = replace(acts, times=(*acts.times, view.now)[-MOST_ACTS:])
         record = replace(record, pod_failures={**record.pod_failures, STALL: acts})
     return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at)
 
 
-def forgiven(view: JobView, record: Record) -> Record:
-    """Return the record with what the finished steps give back."""
-    budget = _budget(record).after(view.step, every=view.spec.failure_policy.forgive_after_steps)
+def replenish(view: JobView, record: Record) -> Record:
+    """Return the record with the restarts that the finished steps restore (failurePolicy.forgiveAfterSteps)."""
+    budget = _budget(record).replenish(view.step, every=view.spec.failure_policy.forgive_after_steps)
     kept = {name: ends for name, ends in record.pod_failures.items() if budget.stall_actions or name != STALL}
     return replace(record, restarts=budget.restarts, forgive_at=budget.forgive_at, pod_failures=kept)
 
 
 def _budget(record: Record) -> Budget:
-    acts = record.pod_failures.get(STALL) or Ends()
+    acts = record.pod_failures.get(STALL) or PodFailures()
     return Budget(restarts=record.restarts, stall_actions=len(acts.times), forgive_at=record.forgive_at)
 
 
-def stall_words(stall: object) -> str:
-    """Return reason and waits of a stall without its seconds, so that the text stays equal while it lasts."""
+def stall_description(stall: object) -> str:
+    """Return the reason of a stall and who waits for whom. The text has no durations, so that it does not change while the stall lasts."""
     if not hasattr(stall, "get"):
         return "unknown"
     waits = stall.get("waits")

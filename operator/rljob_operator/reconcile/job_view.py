@@ -1,4 +1,4 @@
-"""One job at one moment: what is wanted, what was remembered, what is there. All rules are written over this."""
+"""The view of a job: its spec, its recorded status and the observed objects. All decisions are functions of this view."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rljob_operator.model import Object, Observed, OperatorConfig, PodView
 from rljob_operator.reconcile import record as records
 from rljob_operator.reconcile import report as reports
 from rljob_operator.reconcile.record import Record
-from rljob_operator.reconcile.report import Report, whole
+from rljob_operator.reconcile.report import Report, whole_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,17 +22,17 @@ class JobView:
     """The inputs of a decision."""
 
     raw: Object
-    """The object as the API server has it."""
+    """The RLJob object as read from the API server."""
     job: RLJob
     defaults: Defaults
-    """Those the job was accepted under, by which `job` is resolved."""
+    """The defaults that the job was accepted under, with which `job` was resolved."""
     record: Record
-    """What the status remembers."""
+    """The counters and timestamps that are recorded in the status."""
     observed: Observed
     now: float
     config: OperatorConfig
     pods: Mapping[str, PodView]
-    """Our pods, by name."""
+    """The pods that the job owns, by name."""
     groups: Mapping[str, Group]
     """The groups of the job, by name."""
     by_group: Mapping[str, tuple[PodView, ...]]
@@ -40,19 +40,19 @@ class JobView:
     old_gang: tuple[PodView, ...]
     """Pods of gangs of other epochs, by index."""
     names: Mapping[str, tuple[str, ...]]
-    """Names of the pods that are wanted while the job runs, by group and index."""
-    earlier: tuple[str, ...]
-    """Names of pods of an earlier job of this name."""
-    strangers: tuple[str, ...]
-    """Names of pods with our labels that no RLJob owns."""
+    """Names of the desired pods of a running job, by group and index."""
+    previous_pods: tuple[str, ...]
+    """Names of the pods of a deleted job of the same name."""
+    unowned_pods: tuple[str, ...]
+    """Names of pods that have the labels of the job but no RLJob as owner."""
     epoch: int
-    """Epoch of the gang that is, or is to be, there; 0 before the first."""
+    """The current epoch of the gang; 0 before the first one."""
     report: Report | None
-    """The runner's word of this epoch: its newest answer, or its last one when actor-0 has ended."""
+    """The newest status of the runner in this epoch, or its final status if actor-0 has ended."""
 
     @property
     def spec(self) -> RLJobSpec:
-        """What the user asks for."""
+        """The spec of the job."""
         return self.job.spec
 
     @property
@@ -69,9 +69,9 @@ class JobView:
     @property
     def step(self) -> int:
         """The last finished step of this epoch, as the runner or the status knows it."""
-        told = (self.report.count("step") or 0) if self.report is not None and self.report.begun else 0
-        known = whole(self.record.raw.get("step")) or 0
-        return max(told, known if self.record.epoch == self.epoch else 0)
+        reported = (self.report.count("step") or 0) if self.report is not None and self.report.begun else 0
+        known = whole_number(self.record.raw.get("step")) or 0
+        return max(reported, known if self.record.epoch == self.epoch else 0)
 
     @property
     def first_actor(self) -> PodView | None:
@@ -158,8 +158,8 @@ def build(
             name: tuple(naming.pod(job.metadata.name, name, index) for index in own_pods(job.spec, name, groups))
             for name in groups
         },
-        earlier=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
-        strangers=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
+        previous_pods=tuple(sorted(pod.name for pod in observed.pods if pod.job_uid and pod.job_uid != uid)),
+        unowned_pods=tuple(sorted(pod.name for pod in observed.pods if not pod.job_uid)),
         epoch=epoch,
         report=report,
     )
@@ -171,5 +171,5 @@ def has_ended(pod: PodView) -> bool:
 
 
 def is_active(pod: PodView) -> bool:
-    """Return whether the pod is there to stay: neither ended nor being deleted."""
+    """Return whether the pod has neither ended nor is being deleted."""
     return not pod.deleting and not has_ended(pod)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from rl_core.plan.failure_rules import Ends, after_end
+from rl_core.plan.failure_rules import PodFailures, add_failure
 from rljob_operator.reconcile import deadlines, failures
 from rljob_operator.reconcile.failures import Act, Finding
 from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
 from rljob_operator.reconcile.record import GANG, Record, RoleRecord, Suspension
-from rljob_operator.reconcile.report import whole
+from rljob_operator.reconcile.report import whole_number
 
 Outcome = Literal["Succeeded", "Failed"]
 
@@ -94,7 +94,7 @@ def _act_on(view: JobView, decision: Decision, finding: Finding) -> Decision:
         return replace(_end(view, record, "Failed", finding.reason, finding.message), findings=decision.findings)
     if finding.act is Act.PAUSE:
         suspension = Suspension(rule=finding.reason, since=view.now, message=finding.message)
-        return replace(_suspend(view, record, suspension), message=suspension.words, findings=decision.findings)
+        return replace(_suspend(view, record, suspension), message=suspension.explanation, findings=decision.findings)
     if finding.act in (Act.RESTART_JOB, Act.ROLL_BACK):
         return _restart(view, decision, finding)
     return decision
@@ -105,8 +105,8 @@ def _restart(view: JobView, decision: Decision, finding: Finding) -> Decision:
     if finding.counted and record.restarts >= limit:
         text = f"{finding.message}; all {limit} restarts of failurePolicy.maxRestarts are used"
         return replace(_end(view, record, "Failed", "MaxRestartsExceeded", text), findings=decision.findings)
-    record = failures.charged(view, record, restarts=1) if finding.counted else record
-    gang = after_end(record.pod_failures.get(GANG) or Ends(), view.now)
+    record = failures.count_restarts(view, record, restarts=1) if finding.counted else record
+    gang = add_failure(record.pod_failures.get(GANG) or PodFailures(), view.now)
     roles = {group: _restarted(view, record, group) for group in view.gangs}
     record = replace(
         record,
@@ -144,9 +144,9 @@ def _mark_role(view: JobView, record: Record, role: str) -> Record:
     pods = view.pods_of(role)
     known = record.role(role)
     mark = max((pod.created for pod in pods), default=known.restart_time)
-    fresh = sum(1 for pod in pods if is_active(pod))
+    active = sum(1 for pod in pods if is_active(pod))
     return replace(
-        record, roles={**record.roles, role: replace(known, restart_time=mark, restarts=known.restarts + fresh)}
+        record, roles={**record.roles, role: replace(known, restart_time=mark, restarts=known.restarts + active)}
     )
 
 
@@ -158,7 +158,7 @@ def _suspend(view: JobView, record: Record, suspension: Suspension) -> Decision:
     record = replace(record, epoch=view.epoch, draining={})
     first, report = view.first_actor, view.report
     if suspension.rule and first is not None and has_ended(first) and report is not None:
-        suspension = replace(suspension, last_good_step=whole(report.mapping("checkpoint").get("lastStep")))
+        suspension = replace(suspension, last_good_step=whole_number(report.mapping("checkpoint").get("lastStep")))
     if view.pods:
         return Decision(stage=Stage.SUSPENDING, record=replace(record, suspension=replace(suspension, done=False)))
     done = suspension if suspension.done else replace(suspension, done=True, since=view.now)
@@ -186,11 +186,11 @@ def _without_pods(record: Record) -> Record:
 
 def _resume(view: JobView, suspension: Suspension) -> Decision:
     record = view.record
-    asleep = int(view.now - suspension.since) if record.start_time is not None else 0
+    suspended = int(view.now - suspension.since) if record.start_time is not None else 0
     record = replace(
         record,
         start_time=record.start_time or view.now,
-        suspended_seconds=record.suspended_seconds + max(asleep, 0),
+        suspended_seconds=record.suspended_seconds + max(suspended, 0),
         suspension=None,
     )
     epoch = max(view.epoch, record.epoch) + 1

@@ -1,7 +1,7 @@
-"""From the API object to a typed job and the support objects it needs.
+"""Parsing of an RLJob object into a typed job, and the support objects that the job lacks.
 
-Both take time, and most looks at a job meet the spec of the look before: the caller may keep a `ParsedJob` per job and pass it each
-time. It changes nothing but speed: equal specs give equal answers.
+Both are expensive, and the spec rarely changes between two reconciles. The caller may keep a `ParsedJob` for each job as a cache. The
+cache does not change the result.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ KUBECTL_COPY = "kubectl.kubernetes.io/last-applied-configuration"
 
 @dataclass(slots=True)
 class ParsedJob:
-    """What one look made of a job's spec, for the next; some 20 KB. The caller keeps one per job, and lets it go with the job."""
+    """Cache of the parsed spec of one job, about 20 KB. The caller deletes it together with the job."""
 
     text: str | None = None
-    """Name, labels and spec that were parsed, as canonical JSON; None = none yet."""
+    """Name, labels and spec that were parsed, as canonical JSON; None before the first call."""
     result: RLJob | str = ""
     defaults: Defaults = field(default_factory=kept_defaults.present)
-    """Those by which `result` was resolved."""
+    """The defaults with which `result` was resolved."""
     config: OperatorConfig | None = None
-    """Setting under which `digests` were made; None = they were not, for this text."""
+    """The configuration with which `digests` were computed; None when they are not computed for this text."""
     digests: tuple[tuple[str, str, str], ...] = ()
     """(kind, name, manifest hash) of the support objects."""
 
 
 def parse(job: Object, accepted: Defaults | None, known: ParsedJob) -> RLJob | str:
-    """Return the typed job, or why it cannot be understood.
+    """Return the typed job, or a message about the errors in its spec.
 
-    `accepted`: the defaults it was accepted under. Where there are none it is resolved by this operator's: a new job for the first
-    time; a job whose ConfigMap was lost gets another schemaVersion in its status, and the event DefaultsLost.
+    `accepted` are the defaults that the job was accepted under. Without them, the job is resolved with the defaults of this operator:
+    a new job, or a job whose ConfigMap was lost, which gets another schemaVersion in its status and the event DefaultsLost.
     """
     meta = job.get("metadata")
     kept = {key: meta[key] for key in KEPT_METADATA if key in meta} if isinstance(meta, Mapping) else {}
@@ -65,9 +65,9 @@ def parse(job: Object, accepted: Defaults | None, known: ParsedJob) -> RLJob | s
 
 
 def _parse(text: str, defaults: Defaults) -> RLJob | str:
-    whole = {"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)}
+    manifest = {"apiVersion": API_VERSION, "kind": "RLJob", **json.loads(text)}
     try:
-        job = RLJob.model_validate(whole, context=defaults.context)
+        job = RLJob.model_validate(manifest, context=defaults.context)
         build_launch_plan(job, name=job.metadata.name, uid=job.metadata.uid or "")
     except ValidationError as error:
         return problems(error)
@@ -77,7 +77,7 @@ def _parse(text: str, defaults: Defaults) -> RLJob | str:
 
 
 def problems(error: ValidationError) -> str:
-    """Return all violations in one text: path of the field, what is wrong, the value got."""
+    """Return one message with all violations: the path of the field, the error, and the value."""
     parts = []
     for item in error.errors(include_url=False, include_context=False):
         path = ".".join(str(part) for part in item["loc"]) or "the object"
@@ -93,9 +93,9 @@ def _shortened(text: str) -> str:
 def missing_objects(
     job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[Object, ...]:
-    """Return the support objects (Service, ConfigMap, policies, claim templates, gang) that `present` lacks or holds otherwise.
+    """Return the support objects (Service, ConfigMap, policies, claim templates, gang) that are not in `present` or differ there.
 
-    `known`: where `job` came from, by `parse`.
+    `known` is the cache that `parse` returned `job` from.
     """
     held = {(o.get("kind"), _meta(o).get("name")): o for o in present}
     uid = job.metadata.uid
@@ -108,7 +108,7 @@ def missing_objects(
 def old_templates(
     job: RLJob, present: Sequence[Object], *, config: OperatorConfig, known: ParsedJob, groups: Mapping[str, Group]
 ) -> tuple[Deletion, ...]:
-    """Return the deletions of our ResourceClaimTemplates in `present` that the job as it is makes no more."""
+    """Return the deletions of the ResourceClaimTemplates in `present` that the job owns and that its spec does not need any more."""
     wanted = {name for kind, name, _ in _digests(job, config, known, groups) if kind == CLAIM_TEMPLATE}
     ours = (o for o in present if o.get("kind") == CLAIM_TEMPLATE and _owned(o, job.metadata.uid))
     return tuple(
@@ -129,7 +129,7 @@ def _digests(
 
 
 def _holds(found: Object | None, digest: str, uid: str | None) -> bool:
-    """Return whether an object is ours and as we would write it."""
+    """Return whether the job owns an object and its manifest hash is the desired one."""
     return found is not None and _digest(found) == digest and _owned(found, uid)
 
 

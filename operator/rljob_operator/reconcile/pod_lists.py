@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rl_core.plan.failure_rules import Ends
+from rl_core.plan.failure_rules import PodFailures
 from rljob_operator.model import PodView
 from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.record import GANG, Record
@@ -35,7 +35,7 @@ def backing_off(view: JobView, record: Record, absent: Iterable[str]) -> list[st
     return [
         name
         for name in absent
-        if view.now < (record.pod_failures.get(GANG if name in gang else name) or Ends()).retry_at
+        if view.now < (record.pod_failures.get(GANG if name in gang else name) or PodFailures()).retry_at
     ]
 
 
@@ -43,7 +43,7 @@ def refusals(view: JobView, absent: Iterable[str]) -> str:
     """Return the API server's words about absent pods and support objects it refused; empty when it refused none."""
     pods = {f"Pod/{name}" for name in absent}
     refused = view.observed.refusals.items()
-    return grouped((words, label) for label, words in refused if not label.startswith("Pod/") or label in pods)
+    return grouped((message, label) for label, message in refused if not label.startswith("Pod/") or label in pods)
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> str:

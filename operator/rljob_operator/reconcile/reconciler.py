@@ -42,7 +42,7 @@ Groups = Callable[[RLJobSpec], Mapping[str, Group]]
 """Returns the groups of a job by name."""
 OBSTACLE_SECONDS = 15.0
 """Seconds until a job that waits for a name or a claim is looked at again: those are not watched."""
-EARLIER_SECONDS = 2.0
+PREVIOUS_JOB_SECONDS = 2.0
 """The same, for pods of an earlier job of the name."""
 
 
@@ -85,7 +85,7 @@ def _plan(view: JobView, known: ParsedJob) -> Plan:
         progress_only=status is not None and statuses.is_progress_only(view.record.raw, status),
         delete=(*moves.delete, *_old_templates(view, decision, obstacle, known)),
         ensure=_support(view, decision, obstacle, known),
-        ensure_secret=decision.stage is Stage.RUN and obstacle is None and not view.earlier,
+        ensure_secret=decision.stage is Stage.RUN and obstacle is None and not view.previous_pods,
         create=_build(view, decision, moves.create),
         calls=(*moves.calls, *_control(view, decision)),
         events=events.of_transition(view.record, decision, facts, status),
@@ -97,7 +97,7 @@ def _plan(view: JobView, known: ParsedJob) -> Plan:
 def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodMoves:
     """Return the moves of pods. A new epoch or an end is written alone: what it means for pods, the next reconcile sees."""
     if decision.stage is Stage.RUN:
-        free = obstacle is None and not view.earlier
+        free = obstacle is None and not view.previous_pods
         return scaling.run(view, decision.record, may_create=free)
     if decision.stage is Stage.SUSPENDING:
         return cleanup.suspend(view, decision.record)
@@ -110,7 +110,7 @@ def _moves(view: JobView, decision: Decision, obstacle: Obstacle | None) -> PodM
 
 def _support(view: JobView, decision: Decision, obstacle: Obstacle | None, known: ParsedJob) -> tuple[Object, ...]:
     """Return the Service, ConfigMap and the like to write; they stay while the job exists, so that what runs keeps its name and fence."""
-    if decision.stage is not Stage.RUN or obstacle is not None or view.earlier:
+    if decision.stage is not Stage.RUN or obstacle is not None or view.previous_pods:
         return ()
     return parsing.missing_objects(view.job, view.observed.objects, config=view.config, known=known, groups=view.groups)
 
@@ -120,7 +120,7 @@ def _old_templates(
 ) -> tuple[Deletion, ...]:
     """Return the claim templates to delete; a pod that is not bound yet may still need the one it names."""
     unbound = any(not pod.scheduled for pod in view.pods.values())
-    if decision.stage is not Stage.RUN or obstacle is not None or view.earlier or unbound:
+    if decision.stage is not Stage.RUN or obstacle is not None or view.previous_pods or unbound:
         return ()
     return parsing.old_templates(view.job, view.observed.objects, config=view.config, known=known, groups=view.groups)
 
@@ -162,7 +162,7 @@ def _again(view: JobView, decision: Decision, moves: PodMoves, obstacle: Obstacl
     times = list(moves.again)
     if decision.stage is Stage.RUN:
         times += [OBSTACLE_SECONDS] if obstacle is not None else []
-        times += [EARLIER_SECONDS] if view.earlier else []
+        times += [PREVIOUS_JOB_SECONDS] if view.previous_pods else []
         due = deadlines.until_overdue(view)
         times += [due] if due is not None else []
         times += _until_unreachable(view)

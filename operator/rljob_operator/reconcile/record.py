@@ -1,7 +1,7 @@
-"""What the job's status remembers: the counters and marks that must survive a restart of the operator.
+"""The counters and timestamps in the status of a job, which must survive a restart of the operator.
 
-Read leniently: a status written by another version, or by hand, gives defaults where it makes no sense. Decisions return a changed
-copy, which the status is written from before anything else is done.
+Invalid fields, as another version or a user may have written them, are replaced by defaults. A decision returns a changed copy, which
+is written to the status before any other effect of the decision.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.plan.failure_rules import Ends
+from rl_core.plan.failure_rules import PodFailures
 from rl_core.plan.groups import CONTROL_GROUP
 from rljob_operator.model import Object
 from rljob_operator.times import to_seconds, to_text
@@ -27,36 +27,36 @@ class RoleRecord:
     active: int = 0
     """Pods that existed and had not ended when the status was written."""
     failed: int = 0
-    """Ends with an error so far."""
+    """PodFailures with an error so far."""
     restarts: int = 0
-    """Pods replaced so far; the attempt in the incarnation of those made next."""
+    """Number of replaced pods, which is the attempt in the incarnation of the next pods."""
     restart_time: float | None = None
-    """Pods created up to then are replaced."""
+    """Pods that were created up to this time are replaced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspension:
-    """Why the job is to have no pods (`status.halt`). A pause by a rule ends when the user suspends the job and resumes it."""
+    """A suspension by the user, or a pause by a failure rule (`status.halt`). The user ends a pause by suspending and resuming the job."""
 
     rule: str = ""
-    """The reason a rule gave, KlBlowUp or the like; empty = the user's suspend."""
+    """The reason of the rule, for example KlBlowUp; empty when the user suspended the job."""
     last_good_step: int | None = None
-    """Step of the newest checkpoint that the runner of a paused job left; None = it left none, or no word."""
+    """Step of the newest checkpoint of a paused job; None when there is none or the runner did not report it."""
     since: float
-    """When it began, and once it is done when the last pod was gone."""
+    """Time of the beginning, or, when it is done, the time at which the last pod was deleted."""
     done: bool = False
     """Whether no pod is left."""
     message: str = ""
-    """What the rule found."""
+    """The message of the rule."""
 
     @property
     def saves(self) -> bool:
-        """Return whether the runner's present state is worth a checkpoint: not where a rule finds its numbers wrong."""
+        """Return whether the runner saves a checkpoint. It does not when a rule on metrics paused the job."""
         return self.rule in ("", "Stalled")
 
     @property
-    def words(self) -> str:
-        """Return why, and what to do, for people; empty for the user's suspend."""
+    def explanation(self) -> str:
+        """Return a message about a pause by a rule and how to end it; empty for a suspension by the user."""
         if not self.rule:
             return ""
         step = "" if self.last_good_step is None else f"; the last good checkpoint is at step {self.last_good_step}"
@@ -68,28 +68,28 @@ class Suspension:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The remembered half of a status."""
+    """The part of a status that the operator reads back."""
 
     raw: Object = field(default_factory=dict)
-    """The status as read, for what is carried over untouched."""
+    """The status as read. Some of its fields are copied unchanged."""
     phase: str = ""
     """Empty before the first reconcile."""
     epoch: int = 0
     restarts: int = 0
     total_restarts: int = 0
     forgive_at: int | None = None
-    """The step that gives a counted restart back; None = there is none to give."""
+    """The step at which a counted restart is restored; None when there is none to restore."""
     start_time: float | None = None
     first_step_time: float | None = None
     completion_time: float | None = None
     suspended_seconds: int = 0
     roles: Mapping[str, RoleRecord] = field(default_factory=dict)
-    pod_failures: Mapping[str, Ends] = field(default_factory=dict)
+    pod_failures: Mapping[str, PodFailures] = field(default_factory=dict)
     draining: Mapping[str, float] = field(default_factory=dict)
     begun_epoch: int = 0
-    """The newest epoch whose loop has begun."""
+    """The newest epoch whose training loop has begun."""
     suspension: Suspension | None = None
-    """Why the job is to have no pods; None = it may run."""
+    """The suspension of the job; None when the job may run."""
     conditions: Mapping[str, Object] = field(default_factory=dict)
 
     @property
@@ -103,8 +103,12 @@ class Record:
 
     def condition(self, kind: str) -> tuple[str, str, str]:
         """Return (status, reason, message) of a condition; Unknown and empty before the first reconcile."""
-        found = self.conditions.get(kind, {})
-        return str(found.get("status", "Unknown")), str(found.get("reason", "")), str(found.get("message", ""))
+        condition = self.conditions.get(kind, {})
+        return (
+            str(condition.get("status", "Unknown")),
+            str(condition.get("reason", "")),
+            str(condition.get("message", "")),
+        )
 
     @property
     def begun(self) -> bool:
@@ -113,7 +117,7 @@ class Record:
 
 
 def read(status: Any) -> Record:
-    """Return what `status` remembers; anything unreadable is as if it were absent."""
+    """Return the record of a status. Invalid fields are treated as absent."""
     raw: Object = status if isinstance(status, Mapping) else {}
     phase = raw.get("phase")
     return Record(
@@ -136,16 +140,16 @@ def read(status: Any) -> Record:
     )
 
 
-def pod_failures_status(failures: Mapping[str, Ends]) -> list[dict[str, Any]]:
+def pod_failures_status(failures: Mapping[str, PodFailures]) -> list[dict[str, Any]]:
     """Return `status.ends`, by name."""
     return [
         {
             "name": name,
-            **({"uid": one.uid} if one.uid else {}),
-            **({"times": [to_text(at) for at in one.times]} if one.times else {}),
-            **({"backoffSeconds": int(one.backoff)} if one.backoff else {}),
+            **({"uid": ended.uid} if ended.uid else {}),
+            **({"times": [to_text(at) for at in ended.times]} if ended.times else {}),
+            **({"backoffSeconds": int(ended.backoff)} if ended.backoff else {}),
         }
-        for name, one in sorted(failures.items())
+        for name, ended in sorted(failures.items())
     ]
 
 
@@ -179,17 +183,17 @@ def _suspension(value: Any) -> Suspension | None:
 
 
 def _suspension_of_conditions(raw: Object) -> Suspension | None:
-    """Return what an operator that wrote no `halt` told by the condition Suspended: an upgrade must not resume a paused job."""
+    """Return the suspension from the condition Suspended, for a status without `halt`: an upgrade must not resume a paused job."""
     if "halt" in raw or "begunEpoch" in raw or not raw.get("phase"):
         return None
-    said = next((c for c in _maps(raw.get("conditions")) if c.get("type") == "Suspended"), {})
-    if said.get("status") not in ("True", "Unknown"):
+    condition = next((c for c in _maps(raw.get("conditions")) if c.get("type") == "Suspended"), {})
+    if condition.get("status") not in ("True", "Unknown"):
         return None
     return Suspension(
-        rule="Paused" if said.get("reason") in ("Pausing", "Paused") else "",
-        since=to_seconds(said.get("lastTransitionTime")) or 0.0,
-        done=said["status"] == "True",
-        message=str(said.get("message") or ""),
+        rule="Paused" if condition.get("reason") in ("Pausing", "Paused") else "",
+        since=to_seconds(condition.get("lastTransitionTime")) or 0.0,
+        done=condition["status"] == "True",
+        message=str(condition.get("message") or ""),
     )
 
 
@@ -202,10 +206,10 @@ def _role(value: Object) -> RoleRecord:
     )
 
 
-def _ends(value: Object) -> Ends:
+def _ends(value: Object) -> PodFailures:
     times = value.get("times")
     read_times = [to_seconds(at) for at in times] if isinstance(times, list) else []
-    return Ends(
+    return PodFailures(
         uid=str(value.get("uid") or ""),
         times=tuple(at for at in read_times if at is not None),
         backoff=float(_count(value.get("backoffSeconds"))),

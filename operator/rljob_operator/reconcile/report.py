@@ -1,4 +1,4 @@
-"""What the runner tells: its `/status`, or its last word in the termination message of actor-0. Read leniently, as it crosses versions."""
+"""The status of the runner: its `/status`, or the termination message of actor-0. Invalid fields are ignored: versions may differ."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from rljob_operator.model import ContainerEnd, Object, PodView, Progress
 
 MOST = 2**53 - 1
-"""Largest whole number a status holds: JSON readers keep it exactly."""
+"""Largest integer in a status, which all JSON parsers represent exactly."""
 LONGEST_PATH, LONGEST_NAME = 4096, 256
-ASLEEP = frozenset({"", "Starting"})
+NOT_BEGUN = frozenset({"", "Starting"})
 """Phases of a runner that has not begun: its step is not yet the checkpoint's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The runner's word, for one epoch."""
+    """The status of the runner in one epoch."""
 
     raw: Object
     epoch: int
@@ -35,18 +35,18 @@ class Report:
     @property
     def begun(self) -> bool:
         """Return whether the loop runs: steps and versions are those of the run."""
-        return self.phase not in ASLEEP
+        return self.phase not in NOT_BEGUN
 
     def count(self, name: str) -> int | None:
-        """Return a whole number the runner tells; None when it does not."""
-        return whole(self.raw.get(name))
+        """Return an integer field of the status; None when it is absent."""
+        return whole_number(self.raw.get(name))
 
     def number(self, name: str) -> float | None:
-        """Return a finite number the runner tells; None when it does not."""
+        """Return a finite number of the status; None when it is absent."""
         return finite(self.raw.get(name))
 
     def mapping(self, name: str) -> Object:
-        """Return a mapping the runner tells, else an empty one."""
+        """Return a mapping of the status; empty when it is absent."""
         value = self.raw.get(name)
         return value if isinstance(value, Mapping) else {}
 
@@ -57,7 +57,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LastWord:
+class TerminationMessage:
     """The supervisor's termination message."""
 
     reason: str = ""
@@ -68,7 +68,7 @@ class LastWord:
 
 
 def from_progress(progress: Progress | None, pod: PodView | None, *, epoch: int) -> Report | None:
-    """Return the report of `pod`, the actor-0 of `epoch`; None when the word is another pod's or another epoch's."""
+    """Return the report of `pod`, the actor-0 of `epoch`; None when the status is from another pod or another epoch."""
     if progress is None or pod is None or progress.pod_uid != pod.uid or not isinstance(progress.status, Mapping):
         return None
     report = read(progress.status, at=progress.at)
@@ -78,7 +78,7 @@ def from_progress(progress: Progress | None, pod: PodView | None, *, epoch: int)
 def from_end(pod: PodView | None, *, epoch: int, at: float) -> Report | None:
     """Return the last report of an ended actor-0 of `epoch`; None when it left none."""
     for end in pod.ended if pod is not None else ():
-        summary = last_word(end).summary
+        summary = termination_message(end).summary
         if summary:
             report = read({"epoch": epoch, **summary}, at=at)
             return report if report.epoch == epoch else None
@@ -86,37 +86,37 @@ def from_end(pod: PodView | None, *, epoch: int, at: float) -> Report | None:
 
 
 def read(status: Object, *, at: float) -> Report:
-    """Return what `status` says, with nothing where it makes no sense."""
+    """Return the report of a `/status` document, without invalid fields."""
     epoch, applied, stall = status.get("epoch"), status.get("appliedGeneration"), status.get("stall")
     return Report(
         raw=status,
         epoch=epoch if isinstance(epoch, int) else -1,
         phase=str(status.get("phase") or ""),
         at=at,
-        applied_generation=whole(applied),
+        applied_generation=whole_number(applied),
         members=tuple(m for m in _list(status.get("members")) if isinstance(m, Mapping)),
         missing=tuple(_waited(m) for m in _list(status.get("missing")) if isinstance(m, Mapping)),
         stall=stall if isinstance(stall, Mapping) else None,
     )
 
 
-def last_word(end: ContainerEnd) -> LastWord:
+def termination_message(end: ContainerEnd) -> TerminationMessage:
     """Return the termination message of a container: the supervisor's JSON, or plain text as the tail."""
     try:
         value = json.loads(end.message)
     except (ValueError, RecursionError):
-        return LastWord(tail=end.message)
+        return TerminationMessage(tail=end.message)
     if not isinstance(value, Mapping):
-        return LastWord(tail=end.message)
+        return TerminationMessage(tail=end.message)
     tail, summary = value.get("tail"), value.get("summary")
     text = "\n".join(map(str, tail)) if isinstance(tail, list) else str(tail or "")
-    return LastWord(
+    return TerminationMessage(
         reason=str(value.get("reason") or ""), tail=text, summary=summary if isinstance(summary, Mapping) else {}
     )
 
 
-def whole(value: Any) -> int | None:
-    """Return `value` when it is a whole number that a status holds."""
+def whole_number(value: Any) -> int | None:
+    """Return `value` when it is an integer between 0 and MOST, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST else None
 
 

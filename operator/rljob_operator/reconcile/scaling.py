@@ -1,7 +1,7 @@
-"""Which pods to delete and to make while a job runs: the gang of the present epoch, rollouts and envs as many as wanted.
+"""Which pods to create and delete while a job runs: the gang of the current epoch, and the desired number of elastic pods.
 
-Names are deterministic, so a pod is made when its name is free: a replacement waits until the pod before it is gone, and for its
-back-off. Surplus pods finish their work before they go.
+Pod names are deterministic. A replacement is created after the previous pod of the name is deleted and its back-off is over. Surplus
+pods finish their work before they are deleted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rl_core.plan.failure_rules import Ends
+from rl_core.plan.failure_rules import PodFailures
 from rl_core.plan.groups import CONTROL_GROUP
 from rljob_operator.model import ControlCall, Deletion, PodView
 from rljob_operator.reconcile.job_view import JobView, has_ended, is_active
@@ -17,7 +17,7 @@ from rljob_operator.reconcile.record import GANG, Record
 from rljob_operator.reconcile.report import Report
 
 GANG_GRACE = 10
-"""Seconds that pods of a broken gang get to end: without all ranks there is nothing to save."""
+"""Grace period in seconds for pods of an incomplete gang, which cannot save a checkpoint."""
 STUCK_SECONDS = 15.0
 """Seconds after its deletion deadline until a pod on a dead node is deleted by force."""
 DRAIN_MARGIN = 10.0
@@ -26,20 +26,20 @@ DRAIN_MARGIN = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PodMoves:
-    """What to do with pods now."""
+    """The changes to the pods in one reconcile."""
 
     delete: tuple[Deletion, ...] = ()
     create: tuple[tuple[str, int], ...] = ()
     """(group, index) of the pods to create."""
     calls: tuple[ControlCall, ...] = ()
     draining: Mapping[str, float]
-    """Pods asked to finish, and since when."""
+    """Draining pods, and the times at which their drain began."""
     again: tuple[float, ...] = ()
-    """Seconds after which something is due."""
+    """Seconds until the next reconcile, for each reason to have one."""
 
 
 def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
-    """Return the moves towards the wanted pods."""
+    """Return the changes that lead to the desired pods."""
     moves = _drain(view, record)
     delete = {deletion.name: deletion for deletion in (*_teardown(view), *_used_up(view, record), *moves.delete)}
     again = list(moves.again)
@@ -55,7 +55,7 @@ def run(view: JobView, record: Record, *, may_create: bool) -> PodMoves:
 
 
 def stuck(pod: PodView, now: float) -> tuple[Deletion | None, float | None]:
-    """Return (the forced deletion of a pod that its dead node will never end, seconds until it may be due)."""
+    """Return the forced deletion of a pod on a dead node, and the seconds until it is due; at most one of them is not None."""
     unseen = not pod.acknowledged and bool(pod.node)
     if not pod.deleting or pod.deletion_deadline is None or not (pod.node_lost or unseen):
         return None, None
@@ -71,7 +71,7 @@ def removal(pod: PodView, *, grace: int | None = None) -> Deletion:
 
 
 def _teardown(view: JobView) -> list[Deletion]:
-    """End the gangs of older epochs: a whole one by its runner first, which saves; a broken one at once."""
+    """Delete the gangs of previous epochs. If a gang is complete, its runner is deleted first so that it saves; otherwise all pods are."""
     old = view.old_gang
     alive = [pod for pod in old if not pod.deleting]
     first = next((pod for pod in old if pod.role == CONTROL_GROUP and pod.index == 0), None)
@@ -82,23 +82,23 @@ def _teardown(view: JobView) -> list[Deletion]:
 
 def _used_up(view: JobView, record: Record) -> list[Deletion]:
     """Return deletions of the pods of elastic groups that ended, or that a restart of their group replaces."""
-    found = []
+    deletions = []
     for group in view.elastic:
         mark = record.role(group).restart_time
         for pod in view.pods_of(group):
             if not pod.deleting and (has_ended(pod) or (mark is not None and pod.created <= mark)):
-                found.append(removal(pod))
-    return found
+                deletions.append(removal(pod))
+    return deletions
 
 
 def _missing(view: JobView, record: Record) -> tuple[list[tuple[str, int]], list[float]]:
-    """Return the wanted pods whose names are free and whose back-off is over, and the waits of the others."""
+    """Return the missing pods whose back-off is over, and the seconds until the back-off of the others is over."""
     create, waits = [], []
     for group in view.groups:
         for index, name in zip(view.indices(group), view.wanted(group), strict=True):
             if name in view.pods:
                 continue
-            ends = record.pod_failures.get(GANG if view.is_gang(group) else name) or Ends()
+            ends = record.pod_failures.get(GANG if view.is_gang(group) else name) or PodFailures()
             if view.now < ends.retry_at:
                 waits.append(ends.retry_at - view.now)
             else:
@@ -107,24 +107,24 @@ def _missing(view: JobView, record: Record) -> tuple[list[tuple[str, int]], list
 
 
 def _drain(view: JobView, record: Record) -> PodMoves:
-    """Ask surplus pods to finish, highest index first; delete those that have, those that never started, and those whose time is up.
+    """Drain surplus pods, highest index first, and delete those that are drained, never started or exceed drainSeconds.
 
-    That the runner does not answer, or does not list a pod, says nothing about the pod's work: only its `drained` or `lost`, given
-    after the pod was asked, does. A pod once asked goes even if it is wanted again: its processes take no more work. Its entry stays
-    until its name is free.
+    A pod counts as drained only when the runner reports the state `drained` or `lost` after the drain began. An unreachable runner, or
+    one that does not list the pod, is no evidence. A draining pod is deleted even if it is desired again, because its processes accept
+    no more work. Its entry stays until the pod is deleted.
     """
     leaving = [pod for pod in view.pods_of(*view.elastic) if _leaves(view, record, pod)]
     leaving.sort(key=lambda pod: (pod.role, pod.index), reverse=True)
     report, first = answering(view), view.first_actor
-    patience = view.spec.runtime.drain_seconds + DRAIN_MARGIN
+    timeout = view.spec.runtime.drain_seconds + DRAIN_MARGIN
     draining = {pod.name: record.draining.get(pod.name, view.now) for pod in leaving}
     delete, waiting, again = [], [], []
     for pod in leaving:
         if not is_active(pod):
             continue
-        left = draining[pod.name] + patience - view.now
-        fresh = report is not None and report.at >= draining[pod.name]
-        state = report.state_of(pod.name) if report is not None and fresh else None
+        left = draining[pod.name] + timeout - view.now
+        current = report is not None and report.at >= draining[pod.name]
+        state = report.state_of(pod.name) if report is not None and current else None
         if state in ("drained", "lost") or pod.phase == "Pending" or left <= 0:
             delete.append(removal(pod))
             continue
@@ -142,7 +142,7 @@ def _leaves(view: JobView, record: Record, pod: PodView) -> bool:
 
 
 def answering(view: JobView) -> Report | None:
-    """Return the runner's word if it still answers."""
+    """Return the status of the runner if the newest poll succeeded; None otherwise."""
     progress, first = view.observed.progress, view.first_actor
     if progress is None or progress.error or first is None or not first.ip or not is_active(first):
         return None

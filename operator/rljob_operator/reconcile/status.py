@@ -1,4 +1,4 @@
-"""The status of a job, computed whole: what the runner tells, what the pods show, what is remembered, and the conditions."""
+"""The new status of a job, from the report of the runner, the pods, the record and the conditions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rljob_operator.reconcile.conditions import Fact
 from rljob_operator.reconcile.job_view import JobView, is_active
 from rljob_operator.reconcile.lifecycle import Decision, Stage
 from rljob_operator.reconcile.record import Record, draining_status, pod_failures_status, suspension_status
-from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, MOST, Report, finite, whole
+from rljob_operator.reconcile.report import LONGEST_NAME, LONGEST_PATH, MOST, Report, finite, whole_number
 from rljob_operator.times import to_seconds, to_text
 
 PROGRESS = (
@@ -29,7 +29,7 @@ PROGRESS = (
     "devices",
     "columns",
 )
-"""Fields whose change alone may wait for the progress interval."""
+"""Fields that are written at most once per progress interval when nothing else changes."""
 MOST_ROLLOUTS = 1024
 """Most rollouts of a job."""
 DEVICES = 64
@@ -60,7 +60,7 @@ METRICS = (
     "perf/tokens_per_second",
     "time/step",
 )
-"""What answers "is it well" in `kubectl describe`; the runner has all the others (`/status`, metrics.jsonl, the trackers)."""
+"""Metrics in the status, for `kubectl describe`. The runner exports all metrics (`/status`, metrics.jsonl, the trackers)."""
 COLUMNS = {"rollouts": ROLLOUT, "actors": ACTOR, "envs": ENV}
 """Columns of `kubectl get` that count the ready pods of a group."""
 SHARES = {
@@ -74,7 +74,7 @@ SHARES = {
 def build(
     view: JobView, decision: Decision, facts: Mapping[str, Fact], draining: Mapping[str, float]
 ) -> dict[str, Any] | None:
-    """Return the new status; None when it is as it was. `runtimeSeconds` alone is no change."""
+    """Return the new status; None when it is unchanged. A change of `runtimeSeconds` alone does not count."""
     before = view.record.raw
     if decision.stage is Stage.ENDED:
         after = {**before, **_pods(view, decision.record)}
@@ -121,7 +121,7 @@ def build(
 def refuse(
     job: Object, record: Record, facts: Mapping[str, Fact], *, now: float, generation: int
 ) -> dict[str, Any] | None:
-    """Return the status of a job whose spec is not understood: what is known stays, Accepted tells; None when it is as it was."""
+    """Return the status of a job with an invalid spec, which changes only Accepted; None when it is unchanged."""
     merged = {
         c["type"]: c
         for c in conditions.merge(record.conditions, {**_known(record), **facts}, now=now, generation=generation)
@@ -143,7 +143,7 @@ def refuse(
 
 
 def is_progress_only(before: Object, after: Object) -> bool:
-    """Return whether the two differ in progress only."""
+    """Return whether two statuses differ only in fields of PROGRESS."""
     roles = (_steady_roles(before), _steady_roles(after))
     steady = [{k: v for k, v in status.items() if k not in (*PROGRESS, "roles")} for status in (before, after)]
     return steady[0] == steady[1] and roles[0] == roles[1]
@@ -169,7 +169,7 @@ def _known(record: Record) -> dict[str, Fact]:
 
 
 def _runner_progress(view: JobView, phase: str) -> dict[str, Any]:
-    """Return the progress fields. Inside an epoch step and version never fall, whatever order answers come in."""
+    """Return the progress fields. Within an epoch, step and version never decrease, even if reports arrive out of order."""
     before, report = view.record.raw, view.report
     kept = {
         key: before[key]
@@ -190,24 +190,26 @@ def _runner_progress(view: JobView, phase: str) -> dict[str, Any]:
         if report.number("reward") is not None
         else {"lag": _lag(view)}
     )
-    told = {
+    reported = {
         "checkpoint": _checkpoint(report),
         "metrics": _metrics(report),
         "busy": _busy(report),
         "devices": _devices(view, report),
     }
-    return kept | {key: value for key, value in told.items() if value}
+    return kept | {key: value for key, value in reported.items() if value}
 
 
 def _lag(view: JobView) -> int:
     lag = condition_facts.rollout_role(view).get("lag")
-    return min(whole(lag) or 0, 2**31 - 1)
+    return min(whole_number(lag) or 0, 2**31 - 1)
 
 
 def _checkpoint(report: Report) -> dict[str, Any]:
     reported = report.mapping("checkpoint")
     checkpoint: dict[str, Any] = {
-        key: reported[key] for key in ("lastStep", "bestStep", "resumedFrom") if whole(reported.get(key)) is not None
+        key: reported[key]
+        for key in ("lastStep", "bestStep", "resumedFrom")
+        if whole_number(reported.get(key)) is not None
     }
     if isinstance(reported.get("path"), str) and len(reported["path"]) <= LONGEST_PATH:
         checkpoint["path"] = reported["path"]
@@ -227,8 +229,8 @@ def _metrics(report: Report) -> list[dict[str, str]]:
 def _busy(report: Report) -> list[dict[str, str]]:
     """Return the utilisation of each rollout, in hundredths so that a steady job is not written for less."""
     rollouts = report.mapping("workload").get("rollouts")
-    told = [_mapping(one) for one in (rollouts if isinstance(rollouts, list) else [])[:MOST_ROLLOUTS]]
-    shares = {str(one.get("name"))[:LONGEST_NAME]: finite(one.get("busy")) for one in told}  # names are keys in the CRD
+    listed = [_mapping(rollout) for rollout in (rollouts if isinstance(rollouts, list) else [])[:MOST_ROLLOUTS]]
+    shares = {str(rollout.get("name"))[:LONGEST_NAME]: finite(rollout.get("busy")) for rollout in listed}
     return [
         {"name": name, "value": f"{share:.2f}"}
         for name, share in shares.items()

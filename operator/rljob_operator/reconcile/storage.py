@@ -40,7 +40,7 @@ def obstacle(view: JobView) -> Obstacle | None:
             ),
         )
     wanted = set(view.wanted(*view.groups))
-    name_conflicts = {*view.observed.name_conflicts, *(f"Pod/{name}" for name in view.strangers if name in wanted)}
+    name_conflicts = {*view.observed.name_conflicts, *(f"Pod/{name}" for name in view.unowned_pods if name in wanted)}
     if name_conflicts:
         names = ", ".join(sorted(name_conflicts))
         return Obstacle(

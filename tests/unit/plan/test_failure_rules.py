@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rl_core.api.failure import FailurePolicySpec, FailureRule, StallSpec
 from rl_core.plan.failure_rules import (
     Budget,
-    Ends,
     PodEnd,
-    after_end,
+    PodFailures,
+    add_failure,
     contains,
     rule_on,
     rule_on_stall,
@@ -88,11 +88,11 @@ def test_the_actor_restarts_as_a_gang_whatever_a_rule_says_of_its_pod():
 
 @given(st.lists(st.floats(0.0, 2000.0), min_size=1, max_size=40))
 def test_five_ends_in_ten_minutes_cost_no_pause_and_pauses_stay_within_bounds(gaps):
-    ends, now, times = Ends(), 0.0, []
+    ends, now, times = PodFailures(), 0.0, []
     for gap in gaps:
         now += gap
         times.append(now)
-        ends = after_end(ends, now)
+        ends = add_failure(ends, now)
         recent = [at for at in times if now - at <= 600]
         assert 0 <= ends.backoff <= 300 and len(ends.times) <= 6
         if len(recent) > 5:
@@ -103,9 +103,9 @@ def test_five_ends_in_ten_minutes_cost_no_pause_and_pauses_stay_within_bounds(ga
 
 
 def test_the_pause_doubles_up_to_five_minutes():
-    ends, pauses = Ends(), []
+    ends, pauses = PodFailures(), []
     for _ in range(13):
-        ends = after_end(ends, 1000.0)
+        ends = add_failure(ends, 1000.0)
         pauses.append(ends.backoff)
     assert pauses == [0] * 5 + [10, 20, 40, 80, 160, 300, 300, 300]
 
@@ -172,20 +172,20 @@ def test_a_pod_that_somebody_deleted_does_not_count(role):
 
 
 def test_steps_beyond_the_last_charge_give_restarts_back_one_by_one():
-    budget = Budget().charged(restarts=1, step=7, every=10).charged(restarts=1, stall_actions=1, step=12, every=10)
+    budget = Budget().consume(restarts=1, step=7, every=10).consume(restarts=1, stall_actions=1, step=12, every=10)
     assert budget == Budget(restarts=2, stall_actions=1, forgive_at=22)
-    assert budget.after(21, every=10) == budget
-    assert budget.after(22, every=10) == Budget(restarts=1, forgive_at=32)
-    assert budget.after(32, every=10) == Budget() == budget.after(999, every=10)
+    assert budget.replenish(21, every=10) == budget
+    assert budget.replenish(22, every=10) == Budget(restarts=1, forgive_at=32)
+    assert budget.replenish(32, every=10) == Budget() == budget.replenish(999, every=10)
 
 
 def test_a_run_that_fails_at_the_same_step_again_and_again_gets_nothing_back():
     budget = Budget()
     for _ in range(3):
-        budget = budget.after(30, every=10).charged(restarts=1, step=30, every=10)
+        budget = budget.replenish(30, every=10).consume(restarts=1, step=30, every=10)
     assert budget == Budget(restarts=3, forgive_at=40)
 
 
 def test_without_a_number_of_steps_nothing_is_given_back():
-    budget = Budget().charged(restarts=1, step=0, every=None)
-    assert budget.after(10**6, every=None).restarts == 1
+    budget = Budget().consume(restarts=1, step=0, every=None)
+    assert budget.replenish(10**6, every=None).restarts == 1
