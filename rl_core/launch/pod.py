@@ -16,7 +16,7 @@ from rl_core.observability import events
 from rl_core.observability.logging import configure_logging
 
 if TYPE_CHECKING:
-    from rl_core.plan.launch import PodPlan
+    from rl_core.plan.parts import PodPlan
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _read_environment() -> "PodPlan":
 
 
 def _parse(text: str, origin: str) -> "PodPlan":
-    from rl_core.plan.launch import PodPlan
+    from rl_core.plan.parts import PodPlan
 
     try:
         plan = PodPlan.from_json(text)

@@ -44,7 +44,7 @@ def assert_left_after(run, step):
     """The step in training was not finished: neither its groups nor its weights count, and what is saved is the one before."""
     assert run.status()["step"] == step and saved_steps(run) == [step], run.text + run.logs()
     assert {line["step"] for line in run.lines("ledger.jsonl")} == set(range(1, step + 1))
-    assert f"step {step + 1} is given up" in (run.output / "logs/actor-0.log").read_text()
+    assert f"step {step + 1} is cancelled" in (run.output / "logs/actor-0.log").read_text()
 
 
 def assert_resumes_exactly(run, step):
