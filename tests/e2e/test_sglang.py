@@ -5,8 +5,11 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.harness import assert_nothing_left, assert_trained_once
+
+pytestmark = pytest.mark.xdist_group("sglang")  # each test looks at the shared memory of all engines of the machine
 
 
 def engines(run):
