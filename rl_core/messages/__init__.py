@@ -1,5 +1,5 @@
-"""Every record that crosses between processes, by subject. Pure data: no torch, no sockets; any layer above `api` may import it.
+"""The records that processes exchange, by subject. They are pure data without torch or sockets, and any layer above `api` may import them.
 
-A message is a `@record`: a frozen dataclass that the codec knows by name. Arrays and tensors are annotated by name only. What a
-user's data set or environment puts into a sample stays a mapping of the user's own keys; everything else is a field with a name.
+A message is a `@record`: a frozen dataclass that the codec knows by name. Annotations name arrays and tensors without importing their
+types. Values from a user's data set or environment stay in a mapping with the user's keys; all others are fields.
 """

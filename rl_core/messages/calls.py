@@ -13,7 +13,7 @@ from rl_core.messages.registry import record
 
 @record
 class WorkerSpec:
-    """Which object a worker process is to hold."""
+    """The class and the arguments of the worker object that a process is to construct."""
 
     path: str
     """`module:Class`."""
@@ -27,7 +27,7 @@ class WorkerSpec:
 
 @record
 class MethodResult:
-    """What a method returned and how long it took."""
+    """The return value of a method and its duration."""
 
     value: Any
     durations: Mapping[str, float]

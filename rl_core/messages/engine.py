@@ -1,4 +1,4 @@
-"""Between a rollout worker and the child process that runs its engine (`rollouts.sglang`).
+"""The messages between a rollout worker and the child process that runs its engine (`rollouts.sglang`).
 
 worker -> child   EngineSource, answered by EngineReady or EngineFailure; then EngineRows, EngineAbort and EngineCall
 child -> worker   EngineOutputs for rows as they end; EngineAnswer or EngineFailure for each call
@@ -11,7 +11,7 @@ from rl_core.messages.registry import record
 
 @record
 class EngineSource:
-    """What the child needs to build the engine."""
+    """The settings with which the child builds the engine."""
 
     options: dict[str, Any]
     """Keyword arguments of the engine."""
@@ -21,7 +21,7 @@ class EngineSource:
 
 @record
 class EngineReady:
-    """The engine is up, with weights of no version."""
+    """The engine is ready. Its weights do not have a version yet."""
 
     pids: list[int]
     """Every process of the engine: the child's own first."""
@@ -29,7 +29,7 @@ class EngineReady:
 
 @record
 class EngineRow:
-    """One prompt to go on with."""
+    """One sequence to continue."""
 
     key: int
     ids: list[int]
@@ -39,21 +39,21 @@ class EngineRow:
 
 @record
 class EngineRows:
-    """Rows to run, in one batch with whatever runs already."""
+    """Rows to generate. They join the rows that are already running."""
 
     rows: list[EngineRow]
 
 
 @record
 class EngineAbort:
-    """Rows to end now; each comes back with what it has."""
+    """Rows to stop now. Each is returned with the tokens that it has."""
 
     keys: list[int]
 
 
 @record
 class EngineOutput:
-    """What became of a row."""
+    """The result of a row."""
 
     key: int
     ids: list[int]
@@ -74,14 +74,14 @@ class EngineOutput:
 
 @record
 class EngineOutputs:
-    """Rows that ended in one moment."""
+    """The results of rows that ended together."""
 
     outputs: list[EngineOutput]
 
 
 @record
 class EngineCall:
-    """One of the child's methods, by name."""
+    """A call of one of the child's methods."""
 
     call: int
     method: str
@@ -90,7 +90,7 @@ class EngineCall:
 
 @record
 class EngineAnswer:
-    """What a call returned."""
+    """The return value of a call."""
 
     call: int
     value: Any
@@ -98,7 +98,7 @@ class EngineAnswer:
 
 @record
 class EngineFailure:
-    """Why a call, or the building of the engine (`call` 0), failed."""
+    """The error of a call. `call` is 0 if the engine could not be built."""
 
     call: int
     type: str
@@ -108,7 +108,7 @@ class EngineFailure:
 
 @record
 class TensorPlace:
-    """A tensor in the memory that worker and child share."""
+    """The position of a tensor in the memory that worker and child share."""
 
     name: str
     shape: list[int]

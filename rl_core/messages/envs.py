@@ -1,9 +1,9 @@
-"""An environment's step between rollout, env worker and the worker's child processes.
+"""The messages of an environment's step, between rollout, env worker and the child processes of the env worker.
 
 rollout -> env worker   step_rows([EnvRow]) -> [EnvAnswer | EnvFailure], one per row, in order
 env worker -> child     EnvSource, answered by EnvReady or EnvFailure; then [EnvRow], answered by [EnvAnswer] or one EnvFailure
 
-The messages, metadata, options and answers inside are the user's own and stay plain values.
+The chat messages, metadata, options and answers in them are values of the user.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from rl_core.messages.registry import record
 
 @record
 class EnvRow:
-    """One sample that the environment is to answer."""
+    """One sample to which the environment responds."""
 
     key: str
     """Sample id: rows of a key go to the process that served it before. "" = the row belongs to no sample."""
@@ -27,7 +27,7 @@ class EnvRow:
 
 @record
 class EnvAnswer:
-    """What the environment said to one row."""
+    """The response of the environment to one row."""
 
     observation: dict[str, str]
     """The message that goes on the log, {role, content}."""
@@ -46,7 +46,7 @@ class EnvAnswer:
 
 @record
 class EnvFailure:
-    """Why a row, a call or the building of an environment failed."""
+    """The error of a row, of a call, or of building an environment."""
 
     type: str
     """Name of a class of `rl_core.api.errors`."""
@@ -55,7 +55,7 @@ class EnvFailure:
 
 @record
 class EnvSource:
-    """What a child process needs to build the environment."""
+    """The settings with which a child process builds the environment."""
 
     type: str
     """Registered name or `module:Class`."""

@@ -1,4 +1,4 @@
-"""A prompt group on its way between the runner's ledger, the rollouts and the data ranks.
+"""The messages about prompt groups between the runner's ledger, the rollouts and the data ranks.
 
 rollout -> runner    lease_groups(want, seconds, version) -> [PromptLease]     renew(tokens) -> [tokens that are no current leases]
 rollout -> channel   PromptGroupRecord on the channel `trajectories`, under its lease token as key
@@ -67,7 +67,7 @@ class GroupEntry:
 
 @record
 class ValidationScores:
-    """What became of one validation group."""
+    """The scores of one validation group, or the error that it ended with."""
 
     group_id: str
     token: str
@@ -80,7 +80,7 @@ class ValidationScores:
 
 @record
 class ProbeAnswer:
-    """How a rollout went on with the fixed prompt of the content check."""
+    """The completion that a rollout generated for the fixed prompt of the content check."""
 
     ids: tuple[int, ...]
     """Generated token ids."""

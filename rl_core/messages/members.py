@@ -4,8 +4,8 @@ worker     -> hub   hello(HelloReport) -> HelloAccepted | HelloRefused
 worker     -> hub   heartbeat(MemberId, Heartbeat) -> HeartbeatAnswer          goodbye(MemberId)
 supervisor -> hub   child_ended(MemberId, code)
 
-The records are tolerant: a peer of a newer release may add fields that have defaults. A change that older peers cannot read, or would read
-wrongly, raises WIRE_VERSION.
+Unknown fields are ignored, so a newer release may add fields that have defaults. A change that older peers cannot read, or would misread,
+increments WIRE_VERSION.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class MemberId:
 
 @record
 class MemberView:
-    """What the members that may call a member know of it."""
+    """The information about a member that the members that may call it receive."""
 
     wire_tolerant = True
     name: str
@@ -115,7 +115,7 @@ class View:
 
 @record
 class HelloReport:
-    """A process asks to be a member."""
+    """The request of a process to become a member."""
 
     wire_tolerant = True
     wire_version: int
@@ -156,7 +156,7 @@ class HelloRefused:
 
 
 class WaitCause(StrEnum):
-    """What a worker waits for, where the member that it waits for does not say it."""
+    """The cause of a wait, for waits whose cause cannot be found at the member that is waited for."""
 
     CHANNEL_FULL = "channel_full"
     WEIGHTS = "weights"
@@ -206,7 +206,7 @@ class Heartbeat:
 
 @record
 class HeartbeatAnswer:
-    """What the hub answers to a heartbeat."""
+    """The hub's reply to a heartbeat."""
 
     wire_tolerant = True
     known: bool

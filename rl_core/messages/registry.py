@@ -1,4 +1,6 @@
-"""Which classes may travel, by their name on the wire. `record` makes one, `register_record` admits a class made elsewhere."""
+"""The classes whose instances messages may contain, by their name on the wire. `record` defines one; `register_record` adds an existing
+class.
+"""
 
 import dataclasses
 from typing import Any, TypeVar, dataclass_transform
@@ -39,11 +41,11 @@ REGISTRY = _Registry()
 
 
 def register_record(cls: Class, name: str | None = None) -> Class:
-    """Let instances of `cls` travel and return `cls` (usable as a decorator). `name` None = its qualified name.
+    """Allow instances of `cls` in messages and return `cls`. Usable as a decorator. `name` defaults to the qualified name.
 
-    `cls` is a dataclass, a NamedTuple, or has `wire_fields(self) -> dict` and `from_wire(cls, fields)`. With a class
-    attribute `wire_tolerant = True` unknown fields are ignored on receipt. Raises TypeError for other classes and
-    ValueError when the name belongs to another class.
+    `cls` must be a dataclass, a NamedTuple, or define `wire_fields(self) -> dict` and `from_wire(cls, fields)`. With a class attribute
+    `wire_tolerant = True` the receiver ignores unknown fields. Raises TypeError for other classes and ValueError when the name belongs to
+    another class.
     """
     if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or hasattr(cls, "wire_fields")):
         raise TypeError(
@@ -55,5 +57,5 @@ def register_record(cls: Class, name: str | None = None) -> Class:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def record(cls: type[Any]) -> Any:
-    """Make `cls` a frozen, keyword-only, slotted dataclass that travels under its own name."""
+    """Make `cls` a frozen, keyword-only, slotted dataclass and register it under its qualified name."""
     return register_record(dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls))

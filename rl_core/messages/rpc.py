@@ -1,4 +1,4 @@
-"""The messages that open an RPC connection, and an error on its way to the caller.
+"""The messages that open an RPC connection, and the record of a handler's error.
 
 client -> server   hello: Hello        server -> client   welcome: Welcome
 server -> client   error: PackedError
@@ -58,7 +58,7 @@ class PackedError:
 
 @record
 class MemoryProof:
-    """Names a file of this process in /dev/shm; who can read its content shares the memory of this host and user."""
+    """Names a file of this process in /dev/shm. A peer that can read its content runs on the same host as the same user."""
 
     file: str
     digest: bytes

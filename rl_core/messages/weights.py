@@ -1,4 +1,4 @@
-"""A sync of the weights: what publisher, receivers and runner say to each other.
+"""The messages of a weight sync between publisher, receivers and runner.
 
 runner    -> actor      sync_model_to_rollout(version, [ReceiverAddress], min_acks) -> PublishReport on rank 0
 publisher -> receiver   weights_offer(WeightOffer) -> ReceiverReady | ReceiverApplied | ReceiverAck | ReceiverRefusal | ReceiverFailure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @record
 class ReceiverAddress:
-    """A rollout that is to get a version."""
+    """The address of a rollout that is to receive a version."""
 
     name: str
     address: str
@@ -32,7 +32,7 @@ class ReceiverAddress:
 
 @record
 class PublishReport:
-    """What one sync did."""
+    """The result of one sync."""
 
     version: int
     digest: str
@@ -68,7 +68,7 @@ class PublishReport:
 
 @record
 class TensorPatch:
-    """What changed in one tensor, and where that lies in the data of its patch."""
+    """The changes of one tensor, as a range in the data of its patch."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class TensorPatch:
 
 @record
 class GroupPlan:
-    """Who forms a process group, and where they meet."""
+    """The members of a process group and the address of its store."""
 
     name: str
     """What it is for, such as "weights"."""
@@ -105,7 +105,7 @@ class GroupPlan:
 
     @property
     def key(self) -> str:
-        """Prefix of this generation in the store."""
+        """The prefix of this generation's keys in the store."""
         return f"{self.name}/{self.epoch}/{self.generation}"
 
 
@@ -134,7 +134,7 @@ class BulkTicket:
 
 @record
 class StreamSource:
-    """A bulk stream of all buckets, good for one receiver."""
+    """A bulk stream of all buckets. Valid for one receiver."""
 
     kind: ClassVar[str] = "stream"
     ticket: BulkTicket
@@ -144,7 +144,7 @@ class StreamSource:
 
 @record
 class MessageSource:
-    """The bytes themselves, of a patch so small that a stream would take longer to open."""
+    """The bytes of a patch inside the message. Used for a patch so small that opening a stream would take longer."""
 
     kind: ClassVar[str] = "message"
     data: "np.ndarray"
@@ -167,7 +167,7 @@ class GroupSource:
 
 @record
 class DeviceSource:
-    """Memory of the device that publisher and receiver share, with all buckets; good for one receiver."""
+    """Memory with all buckets on the device that publisher and receiver share. Valid for one receiver."""
 
     kind: ClassVar[str] = "ipc"
     handle: tuple[int | bytes | bool, ...]
@@ -187,7 +187,7 @@ class PatchSource:
 
     @property
     def kind(self) -> str:
-        """What carries the data."""
+        """The kind of source that carries the data."""
         return self.data.kind
 
 
@@ -262,7 +262,7 @@ class ReceiverAck:
 
 @record
 class ReceiverRefusal:
-    """REFUSE: the receiver does not take the version, or does not have it to commit."""
+    """REFUSE: the receiver does not accept the version, or does not have the version that it is to commit."""
 
     reason: str
 
@@ -305,6 +305,6 @@ class PullOffer:
 
 @record
 class PullRefusal:
-    """There is no version to give."""
+    """There is no committed version."""
 
     reason: str

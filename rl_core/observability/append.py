@@ -1,4 +1,4 @@
-"""Lines appended to a file as a whole or not at all, so that a full disk leaves no torn one."""
+"""Appends lines to a file completely or not at all, so that a full disk leaves no partial line."""
 
 import os
 from contextlib import suppress
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 class AppendFile:
-    """A file that this process appends to; others may cut it meanwhile."""
+    """A file to which this process appends. Other processes may truncate it."""
 
     def __init__(self, path: Path) -> None:
-        """Append to `path`, made where it is missing."""
+        """Open `path` for appending and create it if it does not exist."""
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def append(self, data: bytes, *, sync: bool = False) -> None:
-        """Append `data`; durable with `sync`. Raises OSError when the storage refuses; the file is then as it was."""
+        """Append `data`, and flush it to disk with `sync`. Raises OSError when the storage fails; the file is then unchanged."""
         end = os.fstat(self._file).st_size
         try:
             left = memoryview(data)

@@ -1,7 +1,9 @@
-"""What a process tells its parent: children started and ended, signs of life, state. One JSON line each on an inherited descriptor.
+"""Events that a process reports to its parent: children that start and end, heartbeats, and state. Each is a JSON line on an inherited
+descriptor.
 
-The parent writes the descriptor's number into RLJOB_EVENTS_FD: worker -> supervisor -> launcher. Without it (a process
-started by hand, or a container's supervisor) nothing is reported. Never blocks: a full pipe drops the line.
+The parent passes the number of the descriptor in RLJOB_EVENTS_FD: a worker reports to its supervisor, and the supervisor to the launcher.
+Without it, as in a process started by hand or in a container, nothing is reported. Reporting never blocks: a line that does not fit into
+the pipe is dropped.
 
 Lines are objects with `event`:
 `started {name, role, index, rank, pid, process}`, `ended {pid, code, reason, ...}`, `alive {state, version}`, `exit {code, reason, tail}`.
@@ -20,7 +22,7 @@ _taken = False
 
 
 def descriptor() -> int | None:
-    """Return the descriptor to the parent, taken out of the environment so that grandchildren do not write into it."""
+    """Return the descriptor of the parent. It is removed from the environment so that grandchildren do not write to it."""
     global _fd, _taken
     with _lock:
         if not _taken:
@@ -34,7 +36,9 @@ def descriptor() -> int | None:
 
 
 def report(event: str, **fields: Any) -> None:
-    """Tell the parent one event; `fields` must be JSON values and the line shorter than 4 KiB (written whole or not at all)."""
+    """Report one event to the parent. `fields` must be JSON values, and the line must be shorter than 4 KiB, so that it is written
+    completely or not at all.
+    """
     fd = descriptor()
     if fd is None:
         return

@@ -1,7 +1,7 @@
-"""Log lines of every process: who (role, rank), which policy version, which module, what.
+"""Log format of every process: role and rank, policy version, module, message.
 
-`configure_logging` is called once by each process's entry point; libraries only use `logging.getLogger(__name__)`. Text for people,
-one JSON object per line with RLJOB_LOG_FORMAT=json. Lines go to standard error, which the supervisor relays.
+`configure_logging` is called once by each process's entry point; libraries only use `logging.getLogger(__name__)`. Lines are text, or JSON
+objects with RLJOB_LOG_FORMAT=json. They go to standard error, which the supervisor forwards.
 """
 
 import json
@@ -28,9 +28,9 @@ class _Context:
 def configure_logging(
     identity: Identity | None = None, *, role: str | None = None, level: str | None = None, stream: TextIO | None = None
 ) -> None:
-    """Send this process's log to `stream` (None: standard error) with its identity.
+    """Configure the log of this process: write to `stream`, by default standard error, and name the process's identity in each line.
 
-    `role` names a process without one; `level` defaults to RLJOB_LOG_LEVEL, else INFO.
+    `role` is the name of a process without an identity. `level` defaults to RLJOB_LOG_LEVEL, and to INFO without that.
     """
     if role is not None:
         _Context.role = role
@@ -46,17 +46,17 @@ def configure_logging(
 
 
 def set_policy_version(version: int | None) -> None:
-    """Name `version` in the lines that follow."""
+    """Add the policy version to the lines that follow; None removes it."""
     _Context.policy_version = version
 
 
 def set_epoch(epoch: int) -> None:
-    """Name `epoch` in the lines that follow."""
+    """Add the epoch to the lines that follow."""
     _Context.epoch = epoch
 
 
 def source() -> str:
-    """Return who writes: `rollout:0`, or the role alone where there is one process of it."""
+    """Return the name of this process in log lines: `rollout:0`, or the role alone if it has only one process."""
     return _Context.role if _Context.rank is None else f"{_Context.role}:{_Context.rank}"
 
 

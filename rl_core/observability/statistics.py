@@ -9,7 +9,10 @@ from typing import Any
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """Return the value at sorted index `min(int(len * p / 100), len - 1)`, no interpolation; 0.0 for none."""
+    """Return percentile `p` (0 to 100) of `values` without interpolation, or 0.0 for no values.
+
+    It is the sorted value at index `min(int(len * p / 100), len - 1)`.
+    """
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -48,17 +51,17 @@ def _stddev(values: list[float]) -> float:
 
 
 def prefixed(name: str, values: Sequence[float], *, percentiles: Sequence[int] = ()) -> dict[str, Any]:
-    """Return `summarize(values)` as `name/mean` and so on, with the asked percentiles as `name/p95`."""
+    """Return `summarize(values)` under keys such as `name/mean`, and the given percentiles under keys such as `name/p95`."""
     found = {f"{name}/{key}": value for key, value in summarize(values).items()}
     return found | {f"{name}/p{p}": percentile(values, p) for p in percentiles}
 
 
 def aggregate_rollout_metrics(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of several groups as one.
+    """Combine the metrics of several groups into one mapping.
 
-    By last path component (or prefix where there is no "/"): min -> min; max -> max, except rates -> mean;
-    `total_turns` -> sum; others mean with NaN ignored; what is not a number is passed through (the last one; lists are
-    joined and count maps added, since they are raw values).
+    The last component of a metric's name, or its prefix if there is no "/", selects the rule: the minimum for `min`; the maximum for `max`,
+    or the mean if it is a rate; the sum for `total_turns`; the mean without NaN for all others. Lists are concatenated and maps of counts
+    are added. Of other values that are not numbers the last one is kept.
     """
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(key for group in groups for key in group):
@@ -92,7 +95,7 @@ def _join(values: list[Any]) -> Any:
 
 
 def add_counts(maps: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """Return the sums per key over maps of numbers."""
+    """Return the sum of the numbers of each key over all maps."""
     total: dict[Any, Any] = {}
     for one in maps:
         for key, value in one.items():

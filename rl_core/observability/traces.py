@@ -1,7 +1,7 @@
-"""Chrome trace JSON, which ui.perfetto.dev and chrome://tracing open: rows by process and thread, spans on them, arrows between them.
+"""Writes Chrome trace JSON for ui.perfetto.dev and chrome://tracing: rows by process and thread, spans on rows, and arrows between spans.
 
-A file is an array that is never closed, as the format allows: one that a crash cut opens as far as it goes. Times are microseconds since
-1970. Files end at FILE_BYTES and the newest KEPT of them stay, so that a run of any length keeps a bounded folder.
+A file is a JSON array without its closing bracket, as the format allows, so a file that a crash truncated can still be opened. Times are
+microseconds since 1970. A file ends at FILE_BYTES and only the newest KEPT files are kept, so the size of the folder is bounded.
 """
 
 import heapq
@@ -21,7 +21,7 @@ KEPT = 8
 
 
 class Events:
-    """Events of one moment, as lines. Rows are named where a file uses them first."""
+    """Collects events as lines of a trace file. A row is named before its first event in a file."""
 
     def __init__(self, rows: "Rows") -> None:
         self._rows = rows
@@ -30,7 +30,9 @@ class Events:
     def span(
         self, row: tuple[int, int], name: str, began: float, ended: float, args: Mapping[str, Any] | None = None
     ) -> None:
-        """Show `name` from `began` to `ended` (seconds) on `row`; spans of one row are nested or apart. `args` None: its parent has them."""
+        """Add a span from `began` to `ended`, in seconds, on `row`. Spans of a row must be nested or disjoint. A nested span can leave
+        out `args`, as its parent has them.
+        """
         process, thread = row
         start = int(began * 1e6)
         told = "" if args is None else f',"args":{_encode(args)}'
@@ -40,7 +42,7 @@ class Events:
         )
 
     def arrow(self, name: str, source: tuple[int, int], target: tuple[int, int], at: float) -> None:
-        """Point from the span that ends on `source` at `at` to the one that begins there on `target`."""
+        """Add an arrow from the span that ends on `source` at time `at` to the span that begins on `target` at that time."""
         micros, label = int(at * 1e6), json.dumps(name)
         for mark, (process, thread), when in (('"s"', source, micros - 1), ('"f","bp":"e"', target, micros)):
             self._lines.append(
@@ -48,7 +50,7 @@ class Events:
             )
 
     def text(self) -> str:
-        """Return the lines, those that name new rows first."""
+        """Return the lines. Those that name new rows come first."""
         return "".join([*self._rows.take_names(), *self._lines])
 
 
@@ -59,7 +61,7 @@ def _text(name: str) -> str:
 
 
 class Rows:
-    """Processes and their threads by number. Threads are slots: a span takes one that is free when it begins."""
+    """Assigns numbers to processes and their rows. A span gets a row of its process that is free when it begins."""
 
     def __init__(self) -> None:
         self._processes: dict[str, int] = {}
@@ -73,7 +75,7 @@ class Rows:
         return self._processes.setdefault(name, len(self._processes) + 1)
 
     def slot(self, process: str, began: float, ended: float, *, of: str) -> tuple[int, int]:
-        """Return a row of `process` on which nothing lies after `began`; `of` says what its slots hold."""
+        """Return a row of `process` that has no span after `began`. `of` names the kind of row."""
         ends = self._ends.setdefault(self.process(process), [])
         if ends and ends[0][0] <= began:
             place = ends[0][1]
@@ -101,7 +103,7 @@ class Rows:
         return taken
 
     def name_again(self) -> None:
-        """Name every row anew: another file begins."""
+        """Write the names of all rows again, because a new file begins."""
         self._named.clear()
 
     def _name(self, what: str, process: int, thread: int, name: str) -> None:
@@ -111,10 +113,10 @@ class Rows:
 
 
 class TraceFolder:
-    """The files of a run's trace; one thread at a time."""
+    """The trace files of a run. Not thread-safe."""
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES, kept: int = KEPT) -> None:
-        """Write below `folder`, which is made with the first event."""
+        """Write to `folder`, which is created with the first event."""
         self._folder, self._file_bytes, self._kept = folder, file_bytes, kept
         self._file: AppendFile | None = None
         self._written = 0
@@ -123,11 +125,11 @@ class TraceFolder:
 
     @property
     def full(self) -> bool:
-        """Return whether the next events begin another file."""
+        """Return whether the current file is full, so that the next events begin another one."""
         return self._file is None or self._written >= self._file_bytes
 
     def append(self, text: str, *, name: str) -> None:
-        """Append events, to a file `name`.json where one begins. Storage that refuses is logged: a trace is never worth the run."""
+        """Append events; a new file is called `name`.json. Errors of the storage are logged and do not stop the run."""
         try:
             if self.full:
                 self._begin(name)

@@ -1,6 +1,6 @@
-"""Metric sinks: JSONL and TensorBoard built in, W&B and MLflow by extra.
+"""Trackers of metrics: JSONL and TensorBoard are built in, W&B and MLflow are optional dependencies.
 
-Called by the runner once per step. A tracker that raises is disabled with a warning: a metric is never worth the run.
+The runner calls them once per step. A tracker that raises is disabled with a warning, and the run goes on.
 """
 
 import json
@@ -25,7 +25,7 @@ Metrics = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """A metrics sink; implemented below and by users' extensions."""
+    """A destination of metrics. The classes below implement it, and users can add their own."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record the resolved job."""
@@ -38,9 +38,9 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object per step; a number that is not finite becomes null.
+    """Writes one JSON object per step. A number that is not finite is written as null.
 
-    Lines that find no room on the disk are written with the next one that does: the run may outlast a full disk.
+    Lines that cannot be written because the disk is full are kept and written later.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class JsonlTracker:
             self._unwritten = b""
 
     def finish(self, status: str) -> None:
-        """Write what is left and close the file."""
+        """Write the lines that are still kept and close the file."""
         try:
             self._file.append(self._unwritten, sync=True)
         finally:
@@ -204,7 +204,7 @@ class MlflowTracker:
 
 
 class Trackers:
-    """All sinks of a run behind one face."""
+    """All trackers of a run."""
 
     def __init__(self, sinks: Iterable[Tracker]) -> None:
         """Hold `sinks`."""
@@ -212,7 +212,8 @@ class Trackers:
 
     @classmethod
     def build(cls, specs: Iterable[TrackerSpec], *, name: str, output: Path) -> "Trackers":
-        """Open metrics.jsonl in `output` and the sinks of the job; one that cannot be opened, as its server is away, is left out.
+        """Open metrics.jsonl in `output` and the trackers of the job. A tracker that cannot be opened, for example because its server is
+        down, is left out.
 
         Raises ConfigError for a missing package, OSError for a folder that cannot be written.
         """
@@ -235,15 +236,15 @@ class Trackers:
                 self._sinks.remove(sink)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Hand the job to every sink."""
+        """Pass the job to every tracker."""
         self._each("log_config", config)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hand a step's metrics to every sink."""
+        """Pass the metrics of a step to every tracker."""
         self._each("log", step, metrics)
 
     def finish(self, status: str) -> None:
-        """End every sink."""
+        """Finish every tracker."""
         self._each("finish", status)
 
 

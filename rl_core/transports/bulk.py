@@ -1,13 +1,13 @@
-"""Bulk streams: large buffers from one process to another by plain ZeroMQ, authentic but not secret.
+"""Bulk streams: they carry large buffers from one process to another over ZeroMQ, authenticated but by default not encrypted.
 
     sender = BulkSender("tcp://127.0.0.1:0")
     ticket = sender.offer([array1, array2])          # a record: hand it out over RPC, whose connection proved who asks
     for chunk in BulkReceiver(ticket): ...           # uint8 memoryviews of at most 1 MiB, in order
 
-A ticket is good for one stream. Each chunk carries a BLAKE3 tag keyed with the ticket's session key over its number and
-bytes, so that nothing can be forged, reordered, repeated or left out. The receiver's credit keeps WINDOW chunks in flight;
-a dead receiver costs the others nothing. The sender works on a thread of its own, the receiver on its caller's. With `keys`
-on both ends the stream is secret as well (CURVE), at a tenth of the speed. Streams of the same buffers may have one `Share`:
+A ticket is valid for one stream. Each chunk carries a BLAKE3 message authentication code over its number and bytes, keyed with the ticket's
+session key, so a chunk that is forged, reordered, repeated or missing is detected. The receiver grants credit for WINDOW chunks in flight;
+a dead receiver does not slow down the other streams. The sender runs on a thread of its own, the receiver on the thread of its caller. With
+`keys` on both ends the stream is also encrypted (CURVE), at a tenth of the speed. Streams of the same buffers may use one `Share`, so that
 each chunk is hashed once for all of them.
 """
 
@@ -53,10 +53,10 @@ def _tag(key: bytes, kind: bytes, number: int, payload: Any = b"") -> bytes:
 
 
 def keep_message_memory() -> None:
-    """Let the memory of messages that were read serve the next ones: up to about 60 MiB stay with the process.
+    """Reuse the memory of messages that were read for later messages. Up to about 60 MiB stay allocated.
 
-    glibc's malloc gives freed memory at its end back to the kernel beyond twice the largest block (of at most 32 MiB) that
-    it saw freed; where that is small each message pays for 256 page faults, a tenth of the processor time of a stream.
+    By default malloc of glibc returns the memory of each message to the kernel and asks for it again: 256 page faults a message, a tenth of
+    the processor time of a stream. The function raises the threshold above which malloc does so.
     """
     np.empty(31 * 2**20, np.uint8)
 
@@ -70,14 +70,16 @@ def chunks(buffers: Iterable[Any]) -> Iterator[memoryview]:
 
 
 class Share:
-    """The key and the tags of buffers that several streams carry. The buffers must not change while it is used."""
+    """The session key and the authentication codes of buffers that several streams carry. The buffers must not change while it is in
+    use.
+    """
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
         self._marks: dict[int, bytes] = {}
 
     def mark(self, number: int, chunk: memoryview) -> bytes:
-        """Return the first frame of a chunk's message, its kind and tag, computed for whoever asks first."""
+        """Return the first frame of the message of a chunk: its kind and its authentication code. It is computed once."""
         mark = self._marks.get(number)
         if mark is None:
             mark = self._marks[number] = _CHUNK + _tag(self.key, _CHUNK, number, chunk)
@@ -111,9 +113,10 @@ class _Stream:
 
 
 class BulkSender:
-    """Streams what `offer` was given. Binds `tcp://host:port`, port 0 = a free one; raises ConfigError when it cannot.
+    """Streams the buffers given to `offer`. Binds `tcp://host:port`, where port 0 means any free port. Raises ConfigError when it cannot
+    bind.
 
-    `keys` None = authentic only; otherwise encrypted, for roles that may use the service "weights".
+    With `keys` the streams are encrypted, and only the groups that may use the service "weights" can connect.
     """
 
     def __init__(self, bind: str, keys: KeyRing | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -143,9 +146,9 @@ class BulkSender:
             raise
 
     def offer(self, buffers: Iterable[Any], *, share: Share | None = None) -> BulkTicket:
-        """Return a ticket for one stream of `buffers`, which must stay unwritten until it ended.
+        """Return a ticket for one stream of `buffers`. The buffers must not be written to until the stream has ended.
 
-        `buffers` may be a generator; it is run on the sender's thread. `share` None = a key and tags of its own.
+        `buffers` may be a generator, which runs on the sender's thread. Without `share` the stream has a session key of its own.
         """
         if self._closing:
             raise InfrastructureError(f"the bulk sender at {self.address} is closed; make a new one")
@@ -242,11 +245,11 @@ class BulkSender:
 
 
 class BulkReceiver:
-    """Iterates over the chunks of a ticket as read-only memoryviews, checked. Each wait is bounded by `timeout` seconds.
+    """Iterates over the chunks of a stream as read-only memoryviews, after verifying each. Each wait is bounded by `timeout` seconds.
 
-    `keys` for a sender that has them. `wake`: an eventfd that ends the wait when it becomes readable.
-    Raises DeadlineExceeded (address, chunks so far), FrameError (a tag or the count does not hold: forged or damaged),
-    InfrastructureError (ticket refused, the source failed, or woken up). Use it on one thread.
+    `keys` are needed when the sender has keys. `wake` is an eventfd; the wait ends when it becomes readable. Raises DeadlineExceeded with
+    the address and the number of chunks received, FrameError when an authentication code or the count is wrong, and InfrastructureError
+    when the ticket is refused, the source fails, or `wake` becomes readable. Not thread-safe.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""The skeleton of a message: plain values in msgpack, everything else as extension types; arrays leave as frames.
+"""Converts Python objects to and from the skeleton of a message: msgpack with extension types. Arrays become separate frames.
 
-`frames` is the face. Extension types: 1 tensor index, 2 tuple, 3 record [name, fields], 4 numpy array index, 5 numpy
-scalar, 6 index of a large `bytes` value. Nothing is pickled, nothing is converted in silence: what cannot travel raises
-at the sender with its path; what does not hold on receipt raises FrameError.
+Use it through `frames`. Extension types: 1 tensor index, 2 tuple, 3 record [name, fields], 4 numpy array index, 5 numpy scalar, 6 index of
+a large `bytes` value. Nothing is pickled and no type is converted silently: a value that cannot be encoded raises at the sender with its
+path, and malformed data raise FrameError at the receiver.
 """
 
 import threading
@@ -58,7 +58,7 @@ def _pack(value: Any) -> bytes:
 
 
 class Packing:
-    """One walk over an object: `skeleton` is its msgpack form, `frames` the arrays met, in order."""
+    """Encodes one object: `skeleton` is its msgpack form, `frames` are its arrays in the order in which they were found."""
 
     def __init__(self, value: Any) -> None:
         self.frames: list[Frame] = []
@@ -175,7 +175,7 @@ class Packing:
 
 
 class Unpacking:
-    """One skeleton turned back into objects; `frames` are the received arrays as (dtype code, shape, bytes)."""
+    """Decodes one skeleton; `frames` are the received arrays as (dtype code, shape, bytes)."""
 
     def __init__(self, frames: list[Frame], *, copy: bool) -> None:
         self._frames = frames
@@ -183,7 +183,7 @@ class Unpacking:
         self._nested = 0
 
     def value(self, skeleton: bytes | memoryview) -> Any:
-        """Return the object. Raises FrameError whatever is wrong with the skeleton."""
+        """Return the object. Raises FrameError for any malformed skeleton."""
         try:
             value = self._unpack(skeleton)
         except FrameError:

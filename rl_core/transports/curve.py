@@ -85,7 +85,9 @@ class KeyRing:
         socket.zap_domain = gate.add(self, service)
 
     def services(self) -> list[str]:
-        """Return the services of all keys, beginning with those that this role may use; for a server whose role is unknown."""
+        """Return all services, those that this role may use first. A client tries them in this order when it does not know the server's
+        role.
+        """
         services = [{"runner": "hub"}.get(role, role) for role in self.publics]
         return sorted(services, key=lambda service: self.role not in self.callers.get(service, ()))
 

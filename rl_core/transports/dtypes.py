@@ -1,7 +1,6 @@
-"""Arrays and tensors as raw bytes: dtype codes 0-14 of the wire, views of memory both ways, what is refused.
+"""Converts arrays and tensors to raw bytes and back, with the dtype codes 0-14 of the wire format, mostly without a copy.
 
-Used by `codec` (and by anyone who needs the wire's dtype numbers). Torch is imported only when a torch tensor is met
-(sending) or asked for (receiving). Nothing here copies unless it says so.
+Used by `codec` and by code that needs the dtype codes. Torch is imported only for a torch tensor. Functions do not copy unless they say so.
 """
 
 import sys
@@ -42,7 +41,8 @@ def is_tensor(value: object) -> bool:
 def array_bytes(array: np.ndarray) -> tuple[int, tuple[int, ...], memoryview]:
     """Return (dtype code, shape, bytes) of a numpy array without copying.
 
-    Raises ValueError, without the path, when the array is not contiguous, not little-endian or of another dtype.
+    Raises ValueError when the array is not contiguous, not little-endian, or of a dtype without a code. The message does not name the
+    array.
     """
     if not array.flags.c_contiguous:
         raise ValueError("is not contiguous; call numpy.ascontiguousarray()")
@@ -55,9 +55,10 @@ def array_bytes(array: np.ndarray) -> tuple[int, tuple[int, ...], memoryview]:
 
 
 def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryview]:
-    """Return (dtype code, shape, bytes) of a torch tensor; host memory is not copied, device memory is fetched.
+    """Return (dtype code, shape, bytes) of a torch tensor. Host memory is not copied; device memory is copied to the host.
 
-    Raises ValueError, without the path, for tensors that are not plain, dense, contiguous and of a wire dtype.
+    Raises ValueError for a tensor that is a subclass, sparse, not contiguous, or of a dtype without a code. The message does not name the
+    tensor.
     """
     import torch
 
@@ -88,7 +89,7 @@ def tensor_bytes(tensor: "torch.Tensor") -> tuple[int, tuple[int, ...], memoryvi
 def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> np.ndarray:
     """Return the numpy array of `shape` over `buffer`; with `copy`, over memory of its own.
 
-    Raises ValueError for a dtype numpy does not have.
+    Raises ValueError for a dtype that numpy does not have, such as bfloat16.
     """
     dtype = _NUMPY_DTYPES[code]
     if dtype is None:
@@ -98,7 +99,9 @@ def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: b
 
 
 def tensor_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> "torch.Tensor":
-    """Return the torch tensor of `shape` over `buffer`; with `copy`, or where the memory is misaligned, over its own."""
+    """Return the torch tensor of `shape` over `buffer`. It has memory of its own with `copy`, or where `buffer` is not aligned for its
+    dtype.
+    """
     import torch
 
     if len(buffer) == 0:

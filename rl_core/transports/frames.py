@@ -1,12 +1,12 @@
-"""Messages on the wire: frame 0 is a version byte and a msgpack header, the rest are raw bytes.
+"""The wire format of messages: frame 0 is a version byte and a msgpack header, the other frames are raw bytes.
 
 Header keys: `k` kind, `e` epoch, `i` request id, `s` sender, `m` method, `p` skeleton, `t` table of [dtype, shape,
-nbytes, crc or nil] and, where not empty, `o` options of the RPC. `encode` and `decode` are the faces for one object: one frame
-per array. `encode_message` is for sockets, which refuse a frame over FRAME_BYTES before they know who sends it: a skeleton over
-SKELETON_BYTES travels behind the header, and `p` is its size; what is larger than a frame travels in several.
+nbytes, crc or nil] and, where not empty, `o` options of the RPC. `encode` and `decode` handle one object, with one frame per array.
+`encode_message` is for sockets, which refuse a frame over FRAME_BYTES before they know the sender. A skeleton over SKELETON_BYTES is sent
+after the header, and `p` is then its size; an array larger than a frame is split into several.
 
-The skeleton is packed into bytes before it enters the header: a router reads the header and never pays for the body.
-Decoded arrays view the received memory and are read-only by contract; those that came in several frames are copied together.
+The skeleton is packed into bytes before it enters the header, so a router reads the header without decoding the body. Decoded arrays are
+views of the received memory and must not be written to. Arrays that arrive in several frames are copied into one buffer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ Part = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bounds of one message; beyond them the sender raises ValueError and the receiver FrameError."""
+    """Size limits of one message. A larger one raises ValueError at the sender and FrameError at the receiver."""
 
     header_bytes: int = 64 * 2**20
     """Size of header and skeleton."""
@@ -62,7 +62,7 @@ LIMITS = Limits()
 
 @dataclass(slots=True)
 class FrameHeader:
-    """Frame 0, checked; the skeleton is not unpacked yet."""
+    """The validated header of a message. The skeleton is not unpacked yet."""
 
     kind: str
     epoch: int | None
@@ -88,10 +88,10 @@ class FrameMessage:
 
 
 def encode(obj: Any, *, limits: Limits = LIMITS, checksum: bool = False) -> list[Part]:
-    """Return `obj` as message parts. Arrays are not copied: leave them unwritten until the parts are sent.
+    """Return `obj` as message parts. Arrays are not copied and must not be written to until the parts are sent.
 
-    `checksum` adds a CRC32C per array. Raises TypeError (a type that cannot travel) or ValueError (not contiguous, out
-    of range, nested over 64, a cycle, over `limits`) with the path of the value.
+    `checksum` adds a CRC32C per array. Raises TypeError for a type that cannot be encoded, and ValueError for an array that is not
+    contiguous, an integer out of range, nesting deeper than 64, a cycle, or a message over `limits`. The error names the path of the value.
     """
     header, buffers = _packed("data", obj, limits, checksum)
     return [_head(header, limits.header_bytes), *buffers]
@@ -178,15 +178,15 @@ def _header_extension(code: int, data: bytes) -> Any:
 
 
 def decode(parts: Sequence[Part], *, copy: bool = False) -> Any:
-    """Return the object of `encode`. Arrays view `parts` (read-only by contract); `copy` gives them their own memory.
+    """Return the object that was given to `encode`. Arrays are views of `parts` and must not be written to, unless `copy` is set.
 
-    Raises FrameError when anything about the parts is wrong.
+    Raises FrameError for malformed parts.
     """
     return decode_message(parts, copy=copy).obj
 
 
 def decode_message(parts: Sequence[Part], *, copy: bool = False) -> FrameMessage:
-    """Return the full message of `encode_message`. Raises FrameError when anything about the parts is wrong."""
+    """Return the message that was given to `encode_message`. Raises FrameError for malformed parts."""
     if not parts:
         raise FrameError("message has no frames")
     header = read_header(parts[0])
@@ -195,7 +195,7 @@ def decode_message(parts: Sequence[Part], *, copy: bool = False) -> FrameMessage
 
 
 def read_header(part: Part, *, limits: Limits = LIMITS) -> FrameHeader:
-    """Return frame 0, checked against version, `limits` and itself. Raises FrameError."""
+    """Return the header in frame 0. Raises FrameError for another version, a header over `limits`, or malformed fields."""
     raw = memoryview(part)
     if raw.nbytes == 0 or raw.nbytes > limits.header_bytes:
         raise FrameError(f"header must have 1 to {limits.header_bytes} bytes, got {raw.nbytes}")
@@ -243,7 +243,7 @@ def _checked_entry(entry: list[Any], limits: Limits) -> tuple[int, tuple[int, ..
 
 
 def read_body(header: FrameHeader, parts: Sequence[Part], *, copy: bool = False) -> Any:
-    """Return the object of a checked header and its frames. Raises FrameError."""
+    """Return the object in the body of a message, given its header and all its frames. Raises FrameError."""
     frames = iter(parts)
     skeleton = header.skeleton if isinstance(header.skeleton, bytes) else _joined(frames, header.skeleton, "skeleton")
     arrays: list[Frame] = []

@@ -1,7 +1,6 @@
-"""Where handlers of an RPC server run: plain functions in a thread pool, coroutine functions on the process's handler loop.
+"""Runs the handlers of an RPC server: functions in a thread pool, coroutine functions on an event loop that the process shares.
 
-Never on the I/O thread. `HandlerRunner` is used by `rpc_server` only; it keeps at most `max_concurrency` handlers running and
-the rest in order.
+Handlers never run on the I/O thread. `HandlerRunner` runs at most `max_concurrency` of them at a time and queues the others in order.
 """
 
 import asyncio
@@ -64,7 +63,7 @@ class HandlerRunner:
         self._start(running)
 
     def close(self) -> None:
-        """Take no more work; running threads end on their own."""
+        """Accept no more calls. Handlers that run are not interrupted."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, running: "_Running") -> None:

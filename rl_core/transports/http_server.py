@@ -1,4 +1,5 @@
-"""A small HTTP/1.1 server: bounded connections, a deadline per exchange, the head judged before a body is read.
+"""A small HTTP/1.1 server with a bounded number of connections, a deadline per exchange, and a check of the headers before the body is
+read.
 
 Used by the runner's control port and by the supervisor's probes. Written over asyncio because aiohttp's server, which nothing else in
 these processes imports (0.3 s and 18 MiB in every pod), bounds neither the number of connections nor the time of a body, and the
@@ -25,7 +26,7 @@ CONNECTIONS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One request; its body is empty while the gate looks at it."""
+    """One request. The body is empty while `gate` checks the headers."""
 
     method: str
     path: str
@@ -37,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """What is sent back; the connection ends with it."""
+    """One response. The connection is closed after it."""
 
     status: HTTPStatus
     body: bytes
@@ -57,7 +58,7 @@ class Response:
 
 
 class BadRequest(ValueError):
-    """A request that cannot be read; `status` says which kind."""
+    """A malformed request. `status` is the HTTP status of the response."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -65,7 +66,7 @@ class BadRequest(ValueError):
 
 
 class HttpServer:
-    """Answers requests one after the other, on the event loop that it was started on."""
+    """Serves HTTP on the event loop on which it was started."""
 
     def __init__(
         self,
@@ -75,7 +76,9 @@ class HttpServer:
         gate: Callable[[Request], Response | None] = lambda request: None,
         seconds: float = EXCHANGE_SECONDS,
     ) -> None:
-        """`gate` may answer before the body is read, `refuse` answers what cannot be read; none of the three may wait."""
+        """`answer` returns the response to a request. `gate` is called first, with the headers only, and may return a response that
+        refuses the request. `refuse` returns the response to a malformed request. None of the three may block.
+        """
         self._answer, self._refuse, self._gate, self._seconds = answer, refuse, gate, seconds
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, None] = {}
@@ -84,7 +87,7 @@ class HttpServer:
         """The bound port."""
 
     async def start(self, host: str, port: int, *, what: str) -> None:
-        """Listen. Raises ConfigError when the port is in use; `what` names it then."""
+        """Listen. Raises ConfigError when the port is in use; the message names the server by `what`."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=HEAD_BYTES)
         except OSError as error:

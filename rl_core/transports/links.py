@@ -1,4 +1,4 @@
-"""Shared memory of one RPC connection: the server lends segments by name, the client gives them back. Used by the channel.
+"""Shared memory of an RPC connection: the server lends segments by name and the client returns them. Used by the channel.
 
 `SharedMemory` is one per process. `Link` is the server's end of a connection and the holder of what was lent to it; `Loans` is
 the client's end. See `shared_memory` for the segments themselves.
@@ -22,7 +22,9 @@ RELEASE_SECONDS = 0.002
 
 
 class SharedMemory:
-    """Store, reader and token of this process. The first job uid given names the segments."""
+    """The segment store, the segment reader and the token of this process. The job uid that is given first becomes part of the segments'
+    names.
+    """
 
     _shared: ClassVar["SharedMemory | None"] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -37,7 +39,7 @@ class SharedMemory:
 
     @classmethod
     def shared(cls, uid: str = "") -> "SharedMemory":
-        """Return the one of this process, made at first use."""
+        """Return the instance of this process. It is created at first use."""
         with cls._lock:
             if cls._shared is None or cls._shared.pid != os.getpid():
                 cls._shared = cls(uid)
@@ -61,7 +63,7 @@ class SharedMemory:
 
 
 class Link:
-    """The server's end: what a client holds of this process's segments."""
+    """The server's end: records which of its segments a client holds."""
 
     def __init__(self) -> None:
         self.lends = False
@@ -74,13 +76,13 @@ class Link:
             store.release(name, generation, self)
 
     def lost(self) -> None:
-        """Free all that the client held: it is gone."""
+        """Free all segments that the client held, after its connection is lost."""
         self.lends = False
         SharedMemory.shared().store.release_holder(self)
 
 
 class Loans:
-    """The client's end: views of the server's segments, given back when nobody looks at them any more."""
+    """The client's end: views of the server's segments. A segment is returned when no array uses it any more."""
 
     def __init__(self, send_release: Callable[[list[list[Any]]], Any]) -> None:
         self._send_release = send_release
@@ -89,14 +91,14 @@ class Loans:
         self._io = IoThread.shared()
 
     def borrow(self, placement: Placement, nbytes: int) -> memoryview:
-        """Return the server's memory; it is given back when the last array over it dies. Any thread."""
+        """Return a view of a segment of the server. The segment is returned when the last array over the view is deleted. Thread-safe."""
         reader = SharedMemory.shared().reader
         return reader.view(placement.segment, 0, nbytes, lambda: self.give_back(placement))
 
     def give_back(self, placement: Placement) -> None:
-        """Give back memory that was lent to this side and that nobody maps. Any thread.
+        """Return a segment that was lent to this process and is not mapped. Thread-safe.
 
-        Takes no lock: finalizers run it, in the middle of whatever their thread does.
+        Takes no lock, because finalizers call it at any point of a thread.
         """
         self._released.append([placement.segment, placement.generation])
         if not self._scheduled:

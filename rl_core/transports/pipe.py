@@ -1,7 +1,7 @@
-"""Messages between a worker and a child process of its own: `transports.frames` parts over a socket pair.
+"""Messages between a worker and its child process, in the format of `transports.frames`, over a socket pair.
 
-On the stream: number of parts (u32), length of each part (u64), the parts; little-endian. Nothing is pickled. Either end
-reads with the asynchronous half on an event loop, or with the blocking one.
+On the stream: number of parts (u32), length of each part (u64), the parts; little-endian. Nothing is pickled. Either end reads with
+`receive` on an event loop, or with `receive_blocking`.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MAX_BYTES = 2**31
 
 
 def pack(message: Any) -> bytes:
-    """Return `message` as it goes on the stream. Raises TypeError or ValueError with the path of what cannot travel."""
+    """Return the encoded message. Raises TypeError or ValueError with the path of a value that cannot be encoded."""
     parts = [bytes(part) for part in frames.encode(message)]
     return struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)) + b"".join(parts)
 

@@ -1,4 +1,4 @@
-"""One request of an RPC client: what the connection must know of it, and the future of its answer."""
+"""One request of an RPC client and the future of its reply."""
 
 import concurrent.futures
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class CallFuture(concurrent.futures.Future[Any]):
-    """A request and the future of its answer. The connection's fields are touched on the I/O thread only.
+    """A request and the future of its reply. Only the I/O thread may use the fields of the connection.
 
-    `result()` may be called on any thread but the I/O thread, where callbacks run; `cancel()` cancels the handler.
+    `result()` may be called on any thread but the I/O thread, on which callbacks run. `cancel()` also cancels the handler on the server.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         self._convert, self._on_cancel = convert, on_cancel
 
     def settle(self, load: Callable[[], Any]) -> None:
-        """End with what `load` returns or raises, unless it was cancelled. Callbacks run before this returns."""
+        """Complete the future with what `load` returns or raises, unless it was cancelled. Callbacks run before this returns."""
         if not self._ends():
             return
         try:
@@ -51,7 +51,7 @@ class CallFuture(concurrent.futures.Future[Any]):
             self.set_result(value)
 
     def fail(self, error: Exception) -> None:
-        """End with `error`, unless it was cancelled."""
+        """Complete the future with `error`, unless it was cancelled."""
         if self._ends():
             self.set_exception(error)
 
@@ -64,7 +64,7 @@ class CallFuture(concurrent.futures.Future[Any]):
         return self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Cancel the call unless it has ended."""
+        """Cancel the call unless it has ended; return whether it was cancelled."""
         cancelled = super().cancel()
         if cancelled:
             self._on_cancel(self)

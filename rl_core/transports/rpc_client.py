@@ -1,4 +1,4 @@
-"""The calling end of RPC, for any thread and any event loop. `rpc_connection` does the work; see `rpc` for the protocol."""
+"""The client of RPC, for any thread and any event loop. See `rpc_connection` for the connection and `rpc` for the protocol."""
 
 import asyncio
 import itertools
@@ -21,9 +21,10 @@ DEFAULT_TIMEOUT = 60.0
 class RpcClient:
     """Calls the server at `address` (`tcp://host:port`); connects in the background and again after a loss.
 
-    `identity` None = anonymous, legal without keys only. `service` names whose key the server must have; None = known where
-    `address` is the identity's hub or channel, else any of the job's keys, which are tried in turn. `share_memory`: find out
-    whether both ends see the same /dev/shm, for `borrow`. Raises ConfigError when the address or keys do not fit.
+    A client without `identity` is anonymous, which is allowed only without keys. `service` names the service whose key the server must
+    have. Without it the client knows the service of the hub and the channel of its identity, and tries the other keys of the job in turn.
+    With `share_memory` both ends find out whether they see the same /dev/shm, which `borrow` needs. Raises ConfigError when the address or
+    the keys do not fit.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RpcClient:
 
     @property
     def counters(self) -> Counter[str]:
-        """Return calls, late, fenced, resent, refused, malformed."""
+        """Return the counts of calls, late replies, fenced replies, resent calls, refused connections and malformed messages."""
         return self._connection.counters
 
     @property
@@ -73,10 +74,11 @@ class RpcClient:
         idempotent: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return what `method` returns. `timeout` None = 60 s. Cancellation cancels the handler.
+        """Call `method` on the server and return its result. `timeout` is in seconds; None means 60. Cancelling the coroutine cancels the
+        handler.
 
-        Raises the handler's error (its own type if public, else RemoteError), DeadlineExceeded, WorkerLost, EpochFenced;
-        TypeError or ValueError when an argument cannot travel.
+        Raises the error of the handler, as its own type if that is public and as RemoteError otherwise; DeadlineExceeded, WorkerLost or
+        EpochFenced; TypeError or ValueError when an argument cannot be encoded.
         """
         return await asyncio.wrap_future(self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent))
 
@@ -89,7 +91,9 @@ class RpcClient:
         idempotent: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Return what `method` returns, blocking the thread. Raises as `call`, and RuntimeError on an event-loop thread."""
+        """Call `method` and block until its result is there. Raises the errors of `call`, and RuntimeError on the thread of an event
+        loop.
+        """
         rpc_wire.refuse_on_event_loop(f"call_sync({method!r})")
         future = self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent)
         try:
@@ -107,7 +111,7 @@ class RpcClient:
         idempotent: bool = False,
         **kwargs: Any,
     ) -> CallFuture:
-        """Return a concurrent.futures.Future of what `method` returns; cancelling it cancels the handler.
+        """Call `method` and return the future of its result. Cancelling the future cancels the handler.
 
         Its callbacks run on the I/O thread; they must not block.
         """
@@ -127,7 +131,8 @@ class RpcClient:
     ) -> CallFuture:
         """Return `call_future(method, *args, **kwargs)`, its value passed through `convert` on the I/O thread.
 
-        `waits`: a long poll, which does not count against flow control. `label`: the name of the call in errors (None: `method`).
+        Set `waits` for a long poll, which does not count against flow control. `label` is the name of the call in errors, by default
+        `method`.
         """
         connection = self._connection
         seconds = DEFAULT_TIMEOUT if timeout is None else rpc_wire.finite_seconds(timeout)
@@ -156,23 +161,25 @@ class RpcClient:
         return call
 
     def borrow(self, placement: Placement, nbytes: int) -> memoryview:
-        """Return memory that the server lent by name; it is given back when the last array over it dies."""
+        """Return a view of a segment that the server lent. The segment is returned to the server when the last array over the view is
+        deleted.
+        """
         return self._connection.loans.borrow(placement, nbytes)
 
     def give_back(self, placement: Placement) -> None:
-        """Give back what the server lent by name and nobody borrowed."""
+        """Return a segment that the server lent and that was never borrowed."""
         self._connection.loans.give_back(placement)
 
     def set_epoch(self, epoch: int) -> None:
-        """Send `epoch` from now on and refuse answers of older ones."""
+        """Send `epoch` from now on and refuse replies of older epochs."""
         self._connection.epoch = epoch
 
     def fail(self, reason: str) -> None:
-        """Fail all calls under way with WorkerLost: the hub declared the server dead."""
+        """Fail all pending calls with WorkerLost, after the hub has declared the server lost."""
         self._connection.fail(reason)
 
     def close(self) -> None:
-        """Close the connection; calls under way fail with InfrastructureError."""
+        """Close the connection. Pending calls fail with InfrastructureError."""
         self._connection.close()
 
 

@@ -1,10 +1,10 @@
-"""One DEALER connection to a server: greeting, credit, resending, deadlines. The engine of `rpc_client`; see `rpc`.
+"""One DEALER connection to a server: handshake, flow control by credit, resending and deadlines. Used by `rpc_client`; see `rpc`.
 
-A connection is WAITING (no handshake yet, or lost), GREETING (hello sent) or READY (welcome received). Calls leave only when
-it is READY, within the credit; the others queue inside their timeout. After a reconnection the server tells which of the
-calls in flight it knows: unknown ones are sent again, so a call is run at most once unless it is idempotent.
+A connection is WAITING (no handshake yet, or lost), GREETING (hello sent) or READY (welcome received). Calls are sent only in READY and
+within the credit; others wait in a queue, and their timeout runs. After a reconnection the server reports which of the pending calls it has
+received, and the others are sent again. So a call runs at most once unless it is idempotent.
 
-The socket and all state belong to the I/O thread; other threads hand it their calls.
+Only the I/O thread uses the socket and the state; other threads pass it their calls.
 """
 
 import enum
@@ -50,7 +50,7 @@ class _State(enum.Enum):
 
 
 class Connection:
-    """See the module. The arguments are those of `RpcClient`, which makes one."""
+    """A connection to one server; see the module. The arguments are those of `RpcClient`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Connection:
         self._io.call_soon(self._submit, call)
 
     def abandon(self, call: CallFuture) -> None:
-        """Forget `call`. The server is asked to cancel it, or to undo the effect of an answer that nobody has received."""
+        """Drop `call`. The server is asked to cancel it, or to undo its effect when it has replied to a call that nobody waits for."""
         self._io.call_soon(self._abandon, call)
 
     def fail(self, reason: str) -> None:

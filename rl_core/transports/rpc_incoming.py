@@ -1,4 +1,4 @@
-"""What an RPC server knows of its clients and of their requests. Made by `rpc_server`, answered by handlers."""
+"""The clients of an RPC server and their requests. `rpc_server` creates both; handlers reply to the requests."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from rl_core.transports.links import Link
 
 
 class Peer:
-    """One client of a server. Touched on the I/O thread only."""
+    """One client of a server. Only the I/O thread may use it."""
 
     def __init__(self, routing_id: bytes) -> None:
         self.routing_id = routing_id
@@ -35,7 +35,7 @@ class Peer:
 
 
 class IncomingCall:
-    """One request: its arguments, and the ways to answer it. Any thread may answer; only the first answer counts."""
+    """One request: its arguments and the methods that reply to it. Any thread may reply; only the first reply counts."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class IncomingCall:
         *,
         answer: "Callable[[IncomingCall, str, Any], bool]",
     ) -> None:
-        """`answer(call, kind, value)` sends the answer and returns whether the value could be encoded."""
+        """`answer(call, kind, value)` sends the reply and returns whether the value could be encoded."""
         self.peer = peer
         self.caller = peer.caller
         self.host = peer.host
@@ -61,7 +61,7 @@ class IncomingCall:
         self._answer = answer
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Decode and return the arguments. Raises FrameError when the body does not hold."""
+        """Decode and return the arguments. Raises FrameError for a malformed body."""
         body = frames.read_body(self.header, self._parts)
         self._parts = []
         if type(body) is not list or len(body) != 2 or type(body[0]) is not list or type(body[1]) is not dict:
@@ -69,9 +69,9 @@ class IncomingCall:
         return body[0], body[1]
 
     def reply(self, value: Any) -> bool:
-        """Answer with `value`; return whether it could be encoded. If not, the caller gets the error."""
+        """Reply with `value` and return whether it could be encoded. If not, the caller gets the error."""
         return self._answer(self, "reply", value)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with `error`."""
+        """Reply with `error`."""
         self._answer(self, "error", rpc_wire.pack_error(error))

@@ -1,7 +1,7 @@
-"""The serving end of RPC: one ROUTER socket on the I/O thread, handlers elsewhere. See `rpc` for the protocol.
+"""The server of RPC: a ROUTER socket on the I/O thread, and handlers on other threads. See `rpc` for the protocol.
 
-The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for
-LOST_SECONDS. The socket and all state belong to the I/O thread; handlers hand it their answers.
+The state of a client (request ids, segments that it holds, its role) is dropped when ZeroMQ cannot route to it for LOST_SECONDS. Only the
+I/O thread uses the socket and the state; handlers pass it their replies.
 """
 
 import logging
@@ -35,22 +35,23 @@ _BATCH = 64
 
 
 def inline(handler: Handler) -> Handler:
-    """Mark a handler that runs on the I/O thread as `handler(call, *args)` and answers through `call`, at once or later.
+    """Mark a handler that runs on the I/O thread as `handler(call, *args)` and replies through `call`, at once or later.
 
-    For code of this package that never blocks (the channel); user code must not be inline.
+    Only for code of this package that never blocks, such as the channel.
     """
     handler.rpc_inline = True  # type: ignore[attr-defined]
     return handler
 
 
 class RpcServer:
-    """Serves `handlers` (a mapping, or the public methods of an object) at `bind`, `tcp://host:port`, port 0 = a free one.
+    """Serves `handlers`, a mapping or the public methods of an object, at `bind`: `tcp://host:port`, where port 0 means any free port.
 
-    `keys` None: loopback only. `allowed` maps a caller's role to the methods it may call (roles absent may call none; None
-    = no restriction). `service` (None = by the identity's role) names the entry of curve.callers_of_services. Methods in `unfenced`
-    answer callers of older epochs too (the hub's hello). `share_memory`: find out which clients see the same /dev/shm, and take
-    back the segments they release. `on_peer`, `on_peer_lost` and `on_late_cancel` (a caller gave up a call that was answered)
-    run on the I/O thread. Raises ConfigError on `start` when the address cannot be bound.
+    Without `keys` it serves the loopback interface only. `allowed` maps the role of a caller to the methods that it may call; a role that
+    is not in it may call none, and None allows all. `service` is the entry of `curve.callers_of_services`, by default that of the
+    identity's role. Methods in `unfenced`, such as the hub's hello, also serve callers of older epochs. With `share_memory` the server
+    finds out which clients see the same /dev/shm, and frees the segments that they release. `on_peer`, `on_peer_lost` and `on_late_cancel`
+    run on the I/O thread; the last one is called when a caller cancels a call after the reply. `start` raises ConfigError when the address
+    cannot be bound.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RpcServer:
         return curve.refused(self.service)
 
     def close(self) -> None:
-        """Stop serving; calls under way are cancelled where they can be."""
+        """Stop serving. Pending calls are cancelled where possible."""
         self._io.run(self._shut)
         self._runner.close()
 

@@ -1,4 +1,4 @@
-"""What both ends of an RPC connection share: who calls, errors as data, constants. See `rpc` for the protocol."""
+"""Shared by client and server of RPC: the caller's identity, the encoding of errors, and constants. See `rpc` for the protocol."""
 
 import asyncio
 import contextvars
@@ -29,10 +29,10 @@ CALLER_HOST: contextvars.ContextVar[str] = contextvars.ContextVar("rljob_rpc_cal
 
 
 def current_caller() -> Caller | None:
-    """Return who called the running handler; None if anonymous.
+    """Return the caller of the running handler, or None for an anonymous one.
 
-    With keys, `group` was proven by the caller's key, and so was `role`, but for "supervisor": a supervisor has the key of the process that
-    it speaks of. Rank and incarnation are what the caller says.
+    With keys, the caller's key proves `group`. It also proves `role`, except for "supervisor": a supervisor has the key of the process
+    whose end it reports. Rank and incarnation are as the caller states them.
     """
     return CALLER.get()
 
@@ -48,7 +48,7 @@ def name_of(caller: Caller | None) -> str:
 
 
 def pack_error(error: BaseException) -> PackedError:
-    """Return `error` as a record. Of any size it is cut: an error must always arrive."""
+    """Return `error` as a record. A long text is truncated, so that the error always fits into a message."""
     trace = "".join(traceback.format_exception(error))[:MAX_TRACEBACK]
     return PackedError(
         type=type(error).__name__, message=text_of(error), traceback=trace.encode("utf-8", "replace").decode()
@@ -56,7 +56,7 @@ def pack_error(error: BaseException) -> PackedError:
 
 
 def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
-    """Return the error of `pack_error` as its own type if that is public, else as RemoteError with the traceback."""
+    """Return the error in `packed`, as its own type if that is public, otherwise as RemoteError with the traceback."""
     cls = error_types().get(packed.type)
     if cls is None:
         return RemoteError(f"{method} at {peer} raised {packed.type}: {packed.message}\n{packed.traceback}")
@@ -66,7 +66,7 @@ def rebuild_error(packed: PackedError, *, method: str, peer: str) -> RLJobError:
 
 
 def finite_seconds(timeout: float) -> float:
-    """Return `timeout`. Raises ValueError for NaN and infinity, which would wait for ever."""
+    """Return `timeout`. Raises ValueError for NaN and infinity, because every wait must end."""
     if not math.isfinite(timeout):
         raise ValueError(f"timeout must be None or a finite number of seconds, got {timeout}")
     return timeout

@@ -1,8 +1,8 @@
-"""Large arrays between processes of one host: pooled segments in /dev/shm.
+"""A pool of shared-memory segments in /dev/shm, for large arrays between processes of one host.
 
-The process that creates a segment owns it: it lends it to holders (connections), gets it back by their release messages or
-when they are gone, and uses it again, because fresh pages cost more than the copy. Readers map a segment once and
-keep the mapping. A full store is not an error: the caller sends by socket. `tokens` tells whose files are whose.
+The process that creates a segment owns it. It lends the segment to holders (connections), gets it back when they release it or are lost,
+and reuses it, because new pages cost more than the copy. Readers map a segment once and keep the mapping. When the store is full the caller
+sends by socket instead. See `tokens` for the names of the files.
 """
 
 import logging
@@ -35,14 +35,14 @@ _MAPPED = 256
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A segment as it was lent: a later generation of it is somebody else's."""
+    """A segment and the generation under which it was lent. The generation rises with each loan."""
 
     segment: str
     generation: int
 
 
 class Segment:
-    """One file of the store; `generation` rises each time it is lent, so that a late release cannot hit the next holder."""
+    """One file of the store. `generation` rises each time it is lent, so that a late release cannot end the loan of the next holder."""
 
     __slots__ = ("generation", "inode", "memory", "name", "path", "size", "tainted")
 
@@ -62,14 +62,14 @@ class Segment:
         """A holder was lost; if it lives after all (stopped, cut off), it may still read or write here: never used again."""
 
     def is_there(self) -> bool:
-        """Return whether its name still leads to it: anybody may have cleaned up /dev/shm."""
+        """Return whether the file still exists under its name. Other programs may have removed it from /dev/shm."""
         try:
             return os.lstat(self.path).st_ino == self.inode
         except OSError:
             return False
 
     def remove(self) -> None:
-        """Delete the file; memory goes when the last mapping does."""
+        """Delete the file. Its memory is freed with the last mapping."""
         if self.is_there():
             self.path.unlink(missing_ok=True)
         try:
@@ -79,7 +79,7 @@ class Segment:
 
 
 class SegmentStore:
-    """The segments this process owns. Thread-safe. `capacity` None = all of /dev/shm but RESERVE."""
+    """The segments that this process owns. Thread-safe. `capacity` is in bytes; by default it is the size of /dev/shm less RESERVE."""
 
     def __init__(self, uid: str = "", *, directory: Path = DIRECTORY, capacity: int | None = None) -> None:
         self.counters: Counter[str] = Counter()
@@ -109,7 +109,7 @@ class SegmentStore:
             return segment
 
     def share(self, name: str, generation: int, holder: Hashable) -> bool:
-        """Add a holder to a lent segment (one more time, if it holds it already); False when it is not lent."""
+        """Add a holder to a lent segment. A holder may be added several times. Returns False when the segment is not lent."""
         with self._lock:
             entry = self._lent.get((name, generation))
             if entry is None:
@@ -118,7 +118,9 @@ class SegmentStore:
             return True
 
     def release(self, name: str, generation: int, holder: Hashable) -> bool:
-        """End one hold; the last one makes the segment free. False when `holder` does not hold that generation."""
+        """Release the segment once for `holder`. It is free after the last release. Returns False when `holder` does not hold that
+        generation.
+        """
         with self._lock:
             entry = self._lent.get((name, generation))
             if entry is None or entry[1][holder] <= 0:
@@ -128,7 +130,9 @@ class SegmentStore:
             return True
 
     def release_holder(self, holder: Hashable) -> int:
-        """End all holds of `holder`, which is lost, and return how many segments it held; they are never used again."""
+        """Release all segments of a lost holder and return how many it held. They are never lent again, as the holder might still write
+        to them.
+        """
         with self._lock:
             held = [key for key, (_, holders) in self._lent.items() if holders[holder] > 0]
             for key in held:
@@ -150,7 +154,7 @@ class SegmentStore:
             self._keep(segment)
 
     def trim(self) -> int:
-        """Delete segments that were not used since the last `trim` and return how many."""
+        """Delete the segments that were not used since the last call and return their number."""
         with self._lock:
             unused = max(0, len(self._idle) - self._kept_since_trim)
             for _ in range(unused):
@@ -159,13 +163,13 @@ class SegmentStore:
             return unused
 
     def stats(self) -> dict[str, int]:
-        """Return bytes and segments held, and the counters."""
+        """Return the bytes and the number of segments in the store, and its counters."""
         with self._lock:
             held = {"bytes": self._total, "lent": len(self._lent), "idle": len(self._idle)}
             return held | {name: self.counters[name] for name in ("created", "reused", "full")}
 
     def close(self) -> None:
-        """Delete every segment; readers keep what they have mapped."""
+        """Delete all segments. Readers keep the memory that they have mapped."""
         with self._lock:
             for segment in [*self._idle.values(), *(segment for segment, _ in self._lent.values())]:
                 segment.remove()
@@ -238,7 +242,7 @@ def copy_into(memory: Any, buffer: memoryview) -> None:
 
 
 class SegmentReader:
-    """Segments of other processes, mapped once. Thread-safe; views run `on_release` when the last of them dies."""
+    """Maps segments of other processes, each once. Thread-safe."""
 
     def __init__(self, *, directory: Path = DIRECTORY) -> None:
         self._directory = directory
@@ -249,9 +253,9 @@ class SegmentReader:
         """Guards `_maps`: two threads must not map a segment twice."""
 
     def view(self, name: str, offset: int, size: int, on_release: Callable[[], None] | None = None) -> memoryview:
-        """Return `size` bytes of segment `name`. `on_release` runs when no array uses them; it must not block.
+        """Return `size` bytes of segment `name`. `on_release` is called when no array uses them any more; it must not block.
 
-        Raises FrameError when the segment does not exist, is not ours to read or is shorter.
+        Raises FrameError when the segment does not exist, belongs to another user, or is shorter.
         """
         memory = self._map(name)
         if offset < 0 or size < 0 or offset + size > len(memory):

@@ -1,8 +1,8 @@
-"""The I/O thread: one per process, the thread that watches all ZeroMQ sockets.
+"""The I/O thread: the one thread of a process that uses its ZeroMQ sockets.
 
-Any thread hands it work with `call_soon` and `call_at`; sockets registered with it have their callback run when they are
-readable. Callbacks must not block: user code runs elsewhere (`handlers`). The thread sleeps in one epoll over the sockets'
-file descriptors and an eventfd; nothing spins. Used by rpc, bulk, curve (ZAP) and the channel.
+Any thread can schedule work on it with `call_soon` and `call_at`. The callback of a registered socket runs when the socket is readable.
+Callbacks must not block: handlers of users run on other threads (`handlers`). The thread waits in one epoll over the sockets' file
+descriptors and an eventfd, without polling. Used by rpc, bulk, curve (ZAP) and the channel.
 """
 
 import atexit
@@ -51,7 +51,7 @@ _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
 class Timer:
-    """A callback waiting for its time; `cancel` forgets it."""
+    """A scheduled callback, which `cancel` removes."""
 
     __slots__ = ("callback",)
 
@@ -64,7 +64,7 @@ class Timer:
 
 
 class IoThread:
-    """Owns the ZeroMQ context and all sockets of the process. `IoThread.shared()` is the instance to use."""
+    """Owns the ZeroMQ context and all sockets of the process. Use the instance that `IoThread.shared()` returns."""
 
     _shared: ClassVar["IoThread | None"] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -91,7 +91,7 @@ class IoThread:
 
     @classmethod
     def shared(cls) -> "IoThread":
-        """Return the I/O thread of this process, started at first use (again in a forked child)."""
+        """Return the I/O thread of this process. It is started at first use, and again in a forked child."""
         shared = cls._shared
         if shared is None or shared._pid != os.getpid():
             with cls._lock:
@@ -106,7 +106,7 @@ class IoThread:
         return threading.current_thread() is self._thread
 
     def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
-        """Run `callback(*args)` on the thread, in the order of the calls. Takes no lock: safe in finalizers."""
+        """Run `callback(*args)` on the thread, in the order of the calls. Takes no lock and is safe in finalizers."""
         self._soon.append((callback, args))
         if self._sleeping:
             self._sleeping = False
@@ -122,10 +122,10 @@ class IoThread:
         return timer
 
     def register(self, socket: zmq.Socket[Any], on_ready: Callable[[], None]) -> None:
-        """Call `on_ready()` when `socket` may be readable. Only on the thread.
+        """Call `on_ready()` when `socket` may be readable. Call it on the I/O thread.
 
-        ZeroMQ tells a change once: `on_ready` must read until `readable(socket)` is False, and whoever sends on the socket
-        must look at `readable` afterwards, because sending may swallow the news.
+        ZeroMQ signals a change once. `on_ready` must read until `readable(socket)` is False. After sending on the socket the caller must
+        check `readable` too, because sending may consume the signal.
         """
         number = descriptor(socket)
         self._ready[number] = on_ready
@@ -133,13 +133,13 @@ class IoThread:
         self.call_soon(on_ready)  # a fresh pipe tells nothing until it was found empty once
 
     def unregister(self, socket: zmq.Socket[Any]) -> None:
-        """Forget `socket`. Only on the thread."""
+        """Stop watching `socket`. Call it on the I/O thread."""
         number = descriptor(socket)
         if self._ready.pop(number, None) is not None:
             self._epoll.unregister(number)
 
     def run(self, function: Callable[[], Any], timeout: float = 10.0) -> Any:
-        """Run `function()` on the thread and return its result or raise its error; `timeout` bounds the wait."""
+        """Run `function()` on the thread and return its result or raise its error. `timeout` bounds the wait, in seconds."""
         if self.is_current():
             return function()
         done = threading.Event()
@@ -160,7 +160,7 @@ class IoThread:
         return outcome["value"]
 
     def stop(self) -> None:
-        """Close all sockets within their linger time and end the thread; for the end of the process."""
+        """Close all sockets within their linger time and end the thread. Call it at the end of the process."""
         if self._pid != os.getpid():
             return
         self._stopping = True
@@ -215,7 +215,7 @@ class IoThread:
 
 
 def readable(socket: zmq.Socket[Any]) -> bool:
-    """Return whether a message waits on `socket`. Takes about 3 us: ask once per turn."""
+    """Return whether a message waits on `socket`. A call takes about 3 us."""
     events: Any = socket.get(_EVENTS)
     return bool(events & _POLLIN)
 
@@ -238,13 +238,15 @@ def receive(socket: zmq.Socket[Any]) -> list[zmq.Frame]:
 
 
 def descriptor(socket: zmq.Socket[Any]) -> int:
-    """Return the file descriptor that tells when `socket` changed."""
+    """Return the file descriptor that becomes readable when the state of `socket` changes."""
     number: Any = socket.getsockopt(zmq.FD)
     return int(number)
 
 
 def configure(socket: zmq.Socket[Any]) -> None:
-    """Set what all sockets share: heartbeats, bounded linger, reconnection, bounded frames; queues are bounded by credit, not dropped."""
+    """Set the options that all sockets share: heartbeats, linger, reconnection and the largest frame. Queues have no limit of their own;
+    credit bounds them.
+    """
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -279,7 +281,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_reach(address: str, *, has_keys: bool, verb: str) -> None:
-    """Raise ConfigError when `address` leaves the machine and there are no keys."""
+    """Raise ConfigError when `address` is not on the loopback interface and there are no keys."""
     host, _ = split_address(address)
     if not has_keys and not is_loopback(host):
         raise ConfigError(
@@ -288,7 +290,7 @@ def check_reach(address: str, *, has_keys: bool, verb: str) -> None:
 
 
 def bind(socket: zmq.Socket[Any], address: str) -> str:
-    """Bind `tcp://host:port` (port 0 = a free one) and return the address to connect to.
+    """Bind `tcp://host:port`, where port 0 means any free port, and return the address to connect to.
 
     Raises ConfigError naming the address when it is in use or not of this machine.
     """

@@ -1,8 +1,8 @@
-"""Whose files in /dev/shm are whose: names, tokens, what dead processes left.
+"""Names of files in /dev/shm, tokens that prove a shared /dev/shm, and the removal of files that dead processes left.
 
-Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is the process's and nobody can guess it, so nobody
-can lie in wait under a name; it is told to peers only. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives
-and proves to a peer that both see the same /dev/shm. What another user put into /dev/shm is never opened for use nor removed.
+Names are `rljob-<uid8>-<pid>-<random>-<n>`, mode 0600. The random part is one per process and is sent to peers only, so that no other user
+can create a file of that name in advance. `rljob-<uid8>-<pid>-<random>-token` is locked while its process lives, and proves to a peer that
+both see the same /dev/shm. Files of other users are never opened or removed.
 """
 
 import errno
@@ -30,20 +30,20 @@ _OWNERLESS_SECONDS = 3_600.0
 
 
 class NotOurs(OSError):
-    """The name in /dev/shm is taken by a folder, a pipe, a link, or a file of another user."""
+    """The name in /dev/shm belongs to a folder, a pipe, a link, or a file of another user."""
 
 
 @functools.cache
 def owner_name(uid: str, pid: int) -> str:
-    """Return what the names of this process begin with: 8 letters and digits of the job's uid, pid and a random part."""
+    """Return the prefix of this process's file names: 8 characters of the job's uid, the pid, and a random part."""
     short = re.sub(r"[^a-z0-9]", "", uid.lower())[:8] or "nojob"
     return f"rljob-{short}-{pid}-{secrets.token_hex(8)}"
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Return a descriptor of a regular file of this user. Follows no link and does not wait for the other end of a pipe.
+    """Open a regular file of this user and return its descriptor. Does not follow links and does not block on a named pipe.
 
-    Raises NotOurs for anything else, and OSError as `os.open`.
+    Raises NotOurs for any other kind of file, and OSError as `os.open` does.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -62,7 +62,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 class Token:
-    """Proof that two processes see the same /dev/shm as the same user; its lock tells that this process lives."""
+    """A file that proves that two processes of one user see the same /dev/shm. It is locked while this process lives."""
 
     def __init__(self, uid: str = "", *, directory: Path = DIRECTORY) -> None:
         self._path = directory / f"{owner_name(uid, os.getpid())}-token"
@@ -75,7 +75,7 @@ class Token:
 
     @property
     def proof(self) -> MemoryProof:
-        """Return what a peer needs for `readable`."""
+        """Return the record that a peer passes to `readable`."""
         return MemoryProof(file=self._path.name, digest=blake2b(self._secret).digest())
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Token:
 
 
 def readable(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
-    """Return whether the peer that showed `proof` has its segments where this process can read them."""
+    """Return whether this process can read the segments of the peer that sent `proof`."""
     try:
         if proof is None or not _TOKEN_NAME.fullmatch(proof.file):
             return False
@@ -96,9 +96,10 @@ def readable(proof: MemoryProof | None, *, directory: Path = DIRECTORY) -> bool:
 
 
 def remove_orphans(*, directory: Path = DIRECTORY, now: Callable[[], float] = time.time) -> list[str]:
-    """Delete segments and tokens of this user's dead processes, of any job, and return their names.
+    """Delete the segments and tokens of dead processes of this user, of any job, and return their names.
 
-    Whoever kills all processes of a run leaves nobody to clean up after them, so every start does it. `now`: the time of files.
+    When all processes of a run are killed none is left to clean up, so each start calls this. `now` is the clock that file times are
+    compared with.
     """
     found, foreign = _entries(directory)
     removed: list[str] = []
@@ -156,9 +157,9 @@ def _lives(token: Path, age: float) -> bool:
 
 @functools.cache
 def host_token(*, directory: Path = DIRECTORY) -> str:
-    """Return a text that is equal in exactly the processes (of one user) that share this host's /dev/shm.
+    """Return a text that is equal for exactly those processes of one user that share this host's /dev/shm.
 
-    Where its name is taken by what is not ours each process gets a text of its own: weights then go by stream.
+    When another user holds the file's name, each process gets a different text, and weights are sent by stream.
     """
     path = directory / f"rljob-host-{os.geteuid()}"
     try:

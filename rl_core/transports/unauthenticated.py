@@ -1,8 +1,8 @@
-"""Bounds the connections of a CURVE server that have not proven a key: each may hold a frame and a file descriptor of this process.
+"""Limits the connections to a CURVE server that have not authenticated. Each could hold a frame and a file descriptor of this process.
 
-ZeroMQ tells when it accepts a connection, but not which one proved its key. TCP does: the last message of the handshake brings the bytes
-that the peer has acknowledged above what any stranger is sent. Only strangers are ever ended, and one that is known for a key
-holder is never looked at again. Costs nothing per message. On the I/O thread.
+ZeroMQ reports accepted connections, but not which of them authenticated. TCP shows it: after the last message of the handshake the peer has
+acknowledged more bytes than a peer without a key is ever sent. Only connections that have not authenticated are closed, and one that has is
+not checked again. There is no cost per message. Runs on the I/O thread.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ _numbers = itertools.count()
 
 
 class UnauthenticatedConnections:
-    """The connections of one listening socket that are not known to hold a key."""
+    """The connections of one listening socket that have not authenticated."""
 
     def __init__(self, io: IoThread, server: zmq.Socket[Any], *, what: str) -> None:
-        """Watch `server`, which is not bound yet; ends with it. `what` names it in the log."""
+        """Watch `server`, which must not be bound yet, until it is closed. `what` is its name in the log."""
         self._io, self._what = io, what
         self._pending: dict[int, tuple[Any, float]] = {}
         """File descriptor -> (peer, time of its arrival), oldest first."""
