@@ -1,5 +1,6 @@
-"""CEL rules: the API server checks with them what a `@rule` method checks in Python. Each is written beside its method, and the generator
-of the CRD collects them.
+"""CEL rules: the API server checks with them what a `@rule` method checks in Python.
+
+Each is written beside its method, and the generator of the CRD collects them.
 
 Notation in an expression: `$name` or `$block.name` is a field with the model's default filled in. A field without a default, or whose
 default is null, is written `self.name` and guarded by `has(self.name)`. Messages take values by format, because the API server's cost

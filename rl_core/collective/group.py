@@ -157,8 +157,11 @@ class TensorGroup:
         self._group = None
 
     def _bury(self, held: list[Any]) -> None:
-        """End the process group in `held`. Its last reference must go here: then its threads are joined, which may sit in a read until
-        the timeout, and nobody else should wait for that."""
+        """End the process group in `held`.
+
+        Its last reference must go here: then its threads are joined, which may sit in a read until the timeout, and nobody else should wait
+        for that.
+        """
         group = held.pop()
         try:
             group.abort()

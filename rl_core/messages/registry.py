@@ -1,5 +1,6 @@
-"""The classes whose instances messages may contain, by their name on the wire. `record` defines one; `register_record` adds an existing
-class.
+"""The classes whose instances messages may contain, by their name on the wire.
+
+`record` defines one; `register_record` adds an existing class.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
-"""Events that a process reports to its parent: children that start and end, heartbeats, and state. Each is a JSON line on an inherited
-descriptor.
+"""Events that a process reports to its parent: children that start and end, heartbeats, and state.
+
+Each is a JSON line on an inherited descriptor.
 
 The parent passes the number of the descriptor in RLJOB_EVENTS_FD: a worker reports to its supervisor, and the supervisor to the launcher.
 Without it, as in a process started by hand or in a container, nothing is reported. Reporting never blocks: a line that does not fit into
@@ -36,8 +37,9 @@ def descriptor() -> int | None:
 
 
 def report(event: str, **fields: Any) -> None:
-    """Report one event to the parent. `fields` must be JSON values, and the line must be shorter than 4 KiB, so that it is written
-    completely or not at all.
+    """Report one event to the parent.
+
+    `fields` must be JSON values, and the line must be shorter than 4 KiB, so that it is written completely or not at all.
     """
     fd = descriptor()
     if fd is None:

@@ -30,8 +30,9 @@ class Events:
     def span(
         self, row: tuple[int, int], name: str, began: float, ended: float, args: Mapping[str, Any] | None = None
     ) -> None:
-        """Add a span from `began` to `ended`, in seconds, on `row`. Spans of a row must be nested or disjoint. A nested span can leave
-        out `args`, as its parent has them.
+        """Add a span from `began` to `ended`, in seconds, on `row`.
+
+        Spans of a row must be nested or disjoint. A nested span can leave out `args`, as its parent has them.
         """
         process, thread = row
         start = int(began * 1e6)

@@ -212,8 +212,9 @@ class Trackers:
 
     @classmethod
     def build(cls, specs: Iterable[TrackerSpec], *, name: str, output: Path) -> "Trackers":
-        """Open metrics.jsonl in `output` and the trackers of the job. A tracker that cannot be opened, for example because its server is
-        down, is left out.
+        """Open metrics.jsonl in `output` and the trackers of the job.
+
+        A tracker that cannot be opened, for example because its server is down, is left out.
 
         Raises ConfigError for a missing package, OSError for a folder that cannot be written.
         """

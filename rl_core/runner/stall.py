@@ -85,8 +85,10 @@ class StallDetector:
 
 
 def explain(edges: list[Wait], missing_pods: list[str], present: Iterable[str] = ()) -> tuple[str, str]:
-    """Return (reason, sentence) for a waits-for graph. A cycle is a Deadlock; otherwise the reason is the member at the end of a chain of
-    waits, or, where each such member waits too, the cause that one of them declares.
+    """Return (reason, sentence) for a waits-for graph.
+
+    A cycle is a Deadlock; otherwise the reason is the member at the end of a chain of waits, or, where each such member waits too, the
+    cause that one of them declares.
 
     A group that somebody waits for ends a chain of waits unless each of its members that are `present` waits too: an idle rollout must
     not hide one that hangs.

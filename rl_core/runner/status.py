@@ -141,8 +141,10 @@ class StatusBoard:
             failures[f"{role}/{kind}"] = failures.get(f"{role}/{kind}", 0) + 1
 
     def totals(self) -> dict[str, float]:
-        """Return the step's metrics that members report: `failures_total/<role>/<kind>`, `weights/lag_max`, counters of environments and
-        rollouts, and the engines' metrics."""
+        """Return the step's metrics that members report:
+
+        `failures_total/<role>/<kind>`, `weights/lag_max`, counters of environments and rollouts, and the engines' metrics.
+        """
         members = list(self._cluster.members())
         with self._lock:
             failures = {f"failures_total/{name}": float(count) for name, count in self._facts["failures"].items()}

@@ -85,8 +85,9 @@ class KeyRing:
         socket.zap_domain = gate.add(self, service)
 
     def services(self) -> list[str]:
-        """Return all services, those that this role may use first. A client tries them in this order when it does not know the server's
-        role.
+        """Return all services, those that this role may use first.
+
+        A client tries them in this order when it does not know the server's role.
         """
         services = [{"runner": "hub"}.get(role, role) for role in self.publics]
         return sorted(services, key=lambda service: self.role not in self.callers.get(service, ()))

@@ -99,8 +99,9 @@ def array_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: b
 
 
 def tensor_view(buffer: memoryview, code: int, shape: tuple[int, ...], *, copy: bool) -> "torch.Tensor":
-    """Return the torch tensor of `shape` over `buffer`. It has memory of its own with `copy`, or where `buffer` is not aligned for its
-    dtype.
+    """Return the torch tensor of `shape` over `buffer`.
+
+    It has memory of its own with `copy`, or where `buffer` is not aligned for its dtype.
     """
     import torch
 

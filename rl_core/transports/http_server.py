@@ -76,8 +76,10 @@ class HttpServer:
         gate: Callable[[Request], Response | None] = lambda request: None,
         seconds: float = EXCHANGE_SECONDS,
     ) -> None:
-        """`answer` returns the response to a request. `gate` is called first, with the headers only, and may return a response that
-        refuses the request. `refuse` returns the response to a malformed request. None of the three may block.
+        """`answer` returns the response to a request.
+
+        `gate` is called first, with the headers only, and may return a response that refuses the request. `refuse` returns the response to
+        a malformed request. None of the three may block.
         """
         self._answer, self._refuse, self._gate, self._seconds = answer, refuse, gate, seconds
         self._server: asyncio.Server | None = None

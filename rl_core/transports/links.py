@@ -22,8 +22,9 @@ RELEASE_SECONDS = 0.002
 
 
 class SharedMemory:
-    """The segment store, the segment reader and the token of this process. The job uid that is given first becomes part of the segments'
-    names.
+    """The segment store, the segment reader and the token of this process.
+
+    The job uid that is given first becomes part of the segments' names.
     """
 
     _shared: ClassVar["SharedMemory | None"] = None

@@ -74,8 +74,9 @@ class RpcClient:
         idempotent: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call `method` on the server and return its result. `timeout` is in seconds; None means 60. Cancelling the coroutine cancels the
-        handler.
+        """Call `method` on the server and return its result.
+
+        `timeout` is in seconds; None means 60. Cancelling the coroutine cancels the handler.
 
         Raises the error of the handler, as its own type if that is public and as RemoteError otherwise; DeadlineExceeded, WorkerLost or
         EpochFenced; TypeError or ValueError when an argument cannot be encoded.
@@ -91,8 +92,9 @@ class RpcClient:
         idempotent: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call `method` and block until its result is there. Raises the errors of `call`, and RuntimeError on the thread of an event
-        loop.
+        """Call `method` and block until its result is there.
+
+        Raises the errors of `call`, and RuntimeError on the thread of an event loop.
         """
         rpc_wire.refuse_on_event_loop(f"call_sync({method!r})")
         future = self.start_call(method, args, kwargs, timeout=timeout, idempotent=idempotent)
@@ -161,8 +163,9 @@ class RpcClient:
         return call
 
     def borrow(self, placement: Placement, nbytes: int) -> memoryview:
-        """Return a view of a segment that the server lent. The segment is returned to the server when the last array over the view is
-        deleted.
+        """Return a view of a segment that the server lent.
+
+        The segment is returned to the server when the last array over the view is deleted.
         """
         return self._connection.loans.borrow(placement, nbytes)
 

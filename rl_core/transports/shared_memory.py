@@ -118,8 +118,9 @@ class SegmentStore:
             return True
 
     def release(self, name: str, generation: int, holder: Hashable) -> bool:
-        """Release the segment once for `holder`. It is free after the last release. Returns False when `holder` does not hold that
-        generation.
+        """Release the segment once for `holder`.
+
+        It is free after the last release. Returns False when `holder` does not hold that generation.
         """
         with self._lock:
             entry = self._lent.get((name, generation))
@@ -130,8 +131,9 @@ class SegmentStore:
             return True
 
     def release_holder(self, holder: Hashable) -> int:
-        """Release all segments of a lost holder and return how many it held. They are never lent again, as the holder might still write
-        to them.
+        """Release all segments of a lost holder and return how many it held.
+
+        They are never lent again, as the holder might still write to them.
         """
         with self._lock:
             held = [key for key, (_, holders) in self._lent.items() if holders[holder] > 0]

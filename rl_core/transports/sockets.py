@@ -244,8 +244,9 @@ def descriptor(socket: zmq.Socket[Any]) -> int:
 
 
 def configure(socket: zmq.Socket[Any]) -> None:
-    """Set the options that all sockets share: heartbeats, linger, reconnection and the largest frame. Queues have no limit of their own;
-    credit bounds them.
+    """Set the options that all sockets share: heartbeats, linger, reconnection and the largest frame.
+
+    Queues have no limit of their own; credit bounds them.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
