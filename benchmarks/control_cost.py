@@ -190,10 +190,10 @@ def step_seconds(rollouts: int, groups: int, steps: int, *, staleness: int) -> d
             member.version = step - 1
         dispatcher.serves([(member.name, (0, 0)) for member in members], step - 1)
         loop.open(step, step - 1)
-        while not account.step_complete:
+        while not account._step.complete:
             for member in members:
                 member.poll()
-                if member.held and not account.step_complete:
+                if member.held and not account._step.complete:
                     member.finish()
         dispatcher.tick()
         loop.cancel_rest()

@@ -64,22 +64,6 @@ def aggregate(
     return (total / _divisor(trainable, mode, normalizers, max_tokens)).to(values.dtype)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of `values` where `mask`, 0-d; 0 (attached to the graph) where nothing is."""
-    return aggregate(values, mask)
-
-
-def masked_mean_ratio(values: Tensor, mask: Tensor, ratio: Tensor) -> Tensor:
-    """Return the masked mean of values / ratio; embodied rows give their share of trainable steps as `ratio`.
-
-    `ratio` broadcasts against `values` and may be 0 or NaN where nothing of it is used.
-    """
-    require_bool(mask=mask)
-    require_same_shape(values=values, mask=mask)
-    safe = torch.where(mask, ratio, torch.ones((), dtype=values.dtype, device=values.device))
-    return aggregate(torch.where(mask, values, 0) / safe, mask)
-
-
 def _check(values: Tensor, mask: Tensor, mode: str, max_tokens: int | None) -> None:
     require_bool(mask=mask)
     require_same_shape(values=values, mask=mask)

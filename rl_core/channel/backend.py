@@ -54,7 +54,7 @@ class Backend(Protocol):
     def confirm(self, tokens: list[str]) -> None:
         """Report items as received; they are deleted."""
 
-    def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
+    def requeue(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
         """Return items to the head that no user received. The memory of `loaded` ones goes back with their arrays."""
 
     def control(self, verb: str, *args: Any) -> "concurrent.futures.Future[Any]":

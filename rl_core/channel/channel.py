@@ -1,11 +1,11 @@
-"""Channel: keyed FIFO queues between processes, with deadlines and weighted batches.
+"""Channel: keyed FIFO queues between processes, with deadlines and batches by weight.
 
     trajectories = Channel.create("trajectories", maxsize=64)
     trajectories.put(record, weight=3)
     records = trajectories.get_batch(target_weight=8)
 
-The same face over a channel server (`client.configure` names it) or inside one process (`local=True`). Sync methods raise
-RuntimeError on an event-loop thread; their `_async` twins are coroutines. Handles travel in RPC calls.
+The same class works with a channel server (see `client.configure`) and inside one process (`local=True`). Synchronous methods raise
+RuntimeError on an event-loop thread; their `_async` variants are coroutines. Handles can be passed in RPC calls.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Future = concurrent.futures.Future
 
 
 class Channel:
-    """A handle of one channel; make it with `create` or `connect`, or receive it in a call."""
+    """A handle of one channel. Create it with `create` or `connect`, or receive it in a call."""
 
     def __init__(self, name: str, backend: Backend, *, local: bool) -> None:
         self.name = name
@@ -47,11 +47,12 @@ class Channel:
         max_bytes: int | None = None,
         client: ChannelClient | None = None,
     ) -> "Channel":
-        """Return the channel `name`, made with these options, or connected to if it exists with the same.
+        """Return the channel `name`. It is created if it does not exist; otherwise its options must be the same.
 
-        `local`: inside this process, by reference, for as long as a handle of it lives. `client`: None = this process's.
-        Raises ValueError for bad options and ConfigError when the existing channel differs or a channel server per node
-        would be needed.
+        `maxsize`: maximum number of stored items per key, 0 for no limit. `max_bytes`: maximum number of payload bytes, None for no limit.
+        `local`: the channel is inside this process, passes items by reference, and exists as long as a handle of it.
+        `client`: None for the client of this process. Raises ValueError for bad options, ConfigError if the existing
+        channel has other options or if a channel server per node would be needed.
         """
         if distributed or node_rank != 0:
             raise ConfigError(
@@ -67,9 +68,9 @@ class Channel:
     def connect(
         cls, name: str, worker: Any = None, timeout: float | None = None, *, client: ChannelClient | None = None
     ) -> "Channel":
-        """Return the channel `name`: a local one of this process, else the server's, waiting until it is created.
+        """Return the channel `name`: a local one of this process, otherwise the server's, waiting until it is created.
 
-        `worker` may bring its own `channel_client`. Raises DeadlineExceeded after `timeout` (None = 600 s).
+        `worker`: an object with its own `channel_client`. Raises DeadlineExceeded after `timeout` seconds (None: 600).
         """
         here = local_channels.find(name)
         if here is not None and client is None:
@@ -83,10 +84,12 @@ class Channel:
     def put(
         self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None
     ) -> "AsyncHandle[None] | None":
-        """Store `item`; returns when it is accepted, or with `async_op` a handle at once (leave its tensors unwritten till done).
+        """Store `item` and return when it is accepted.
 
-        Waits while the key holds maxsize items or the channel max_bytes. Raises DeadlineExceeded, ChannelClosed, ValueError
-        (weight not finite or negative; item larger than max_bytes), TypeError (an item that cannot travel).
+        With `async_op`, return a handle at once; do not change tensors of `item` until it is done.
+        Waits while the key holds `maxsize` items or the channel `max_bytes`. Raises DeadlineExceeded; ChannelClosed;
+        ValueError for a weight that is negative or not finite and for an item larger than `max_bytes`; TypeError for an
+        item that cannot be serialised.
         """
         if async_op:
             return AsyncHandle(self._put(item, weight, key, timeout), lambda none: none, let_go)
@@ -96,11 +99,11 @@ class Channel:
     async def put_async(
         self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY, timeout: float | None = None
     ) -> None:
-        """Store `item`; a cancelled put is undone unless it was accepted."""
+        """Store `item`. If the call is cancelled before the item was accepted, nothing is stored."""
         await wait_async(self._put(item, weight, key, timeout))
 
     def put_nowait(self, item: Any, weight: float = 0, key: Key = DEFAULT_KEY) -> None:
-        """Store `item` if there is room; ChannelFull otherwise."""
+        """Store `item` if there is room; otherwise raise ChannelFull."""
         wait_sync(lambda: self._put(item, weight, key, None, nowait=True), "Channel.put_nowait")
 
     def _put(
@@ -114,14 +117,14 @@ class Channel:
     # --- taking ---
 
     def get(self, key: Key = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Return the oldest item; waiters are served in order. With `async_op` an AsyncHandle.
+        """Return the oldest item. Waiting callers are served in order. With `async_op`, return an AsyncHandle.
 
-        Raises DeadlineExceeded (with depth and live producers), ChannelClosed or ProducerLost when closed and drained.
+        Raises DeadlineExceeded, which tells depth and live producers; ChannelClosed or ProducerLost if the channel is closed and empty.
         """
         return self._take(TakeRequest(key=key, timeout=_seconds(timeout)), async_op, "Channel.get", self._one)
 
     async def get_async(self, key: Key = DEFAULT_KEY, timeout: float | None = None) -> Any:
-        """Return the oldest item; a cancelled get returns it to the head."""
+        """Return the oldest item. If the call is cancelled, the item returns to the head of the queue."""
         return await self._take_async(TakeRequest(key=key, timeout=_seconds(timeout)), self._one)
 
     async def get_some_async(self, most: int, key: Key = DEFAULT_KEY, timeout: float | None = None) -> list[Any]:
@@ -137,7 +140,7 @@ class Channel:
         return items
 
     def get_nowait(self, key: Key = DEFAULT_KEY) -> Any:
-        """Return the oldest item; ChannelEmpty when there is none, ChannelClosed when closed and drained."""
+        """Return the oldest item. Raises ChannelEmpty if there is none, ChannelClosed if the channel is closed and empty."""
         request = TakeRequest(key=key, timeout=DEFAULT_TIMEOUT, nowait=True)
         return self._take(request, False, "Channel.get_nowait", self._one)
 
@@ -149,10 +152,11 @@ class Channel:
         timeout: float | None = None,
         allow_oversize: bool = False,
     ) -> Any:
-        """Return the oldest items whose weights sum to at most `target_weight`, waiting until the sum or the next item stops it.
+        """Return the oldest items whose weights sum to at most `target_weight`.
 
-        A head heavier than the target gives [] at once (with `allow_oversize` that one item). On close: what it holds. On
-        deadline the held items go back in order.
+        Waits until the sum reaches the target or the next item would exceed it. A first item heavier than the target
+        gives [] at once, or that item alone with `allow_oversize`. If the channel is closed, returns what was collected.
+        On a deadline the collected items return to the queue in order.
         """
         request = _batch(target_weight, key, timeout, allow_oversize)
         return self._take(request, async_op, "Channel.get_batch", self._many)
@@ -160,7 +164,7 @@ class Channel:
     async def get_batch_async(
         self, target_weight: float, key: Key = DEFAULT_KEY, timeout: float | None = None, allow_oversize: bool = False
     ) -> list[Any]:
-        """Return `get_batch(...)` from a coroutine; cancelled, the held items go back in order."""
+        """As `get_batch`, as a coroutine. If the call is cancelled, the collected items return to the queue in order."""
         items: list[Any] = await self._take_async(_batch(target_weight, key, timeout, allow_oversize), self._many)
         return items
 
@@ -187,7 +191,7 @@ class Channel:
 
     def _give_up(self, future: "Future[list[Delivery]]") -> None:
         if not future.cancel() and future.exception() is None:
-            self._backend.give_back(future.result())
+            self._backend.requeue(future.result())
 
     def _one(self, deliveries: list[Delivery]) -> Any:
         return self._many(deliveries)[0]
@@ -200,8 +204,8 @@ class Channel:
         except Exception:  # what cannot be decoded is gone: at the head it would stop every later get
             bad = len(items)
             self._backend.confirm([deliveries[bad].token])
-            self._backend.give_back(deliveries[:bad], loaded=True)
-            self._backend.give_back(deliveries[bad + 1 :])
+            self._backend.requeue(deliveries[:bad], loaded=True)
+            self._backend.requeue(deliveries[bad + 1 :])
             raise
         self._backend.confirm([delivery.token for delivery in deliveries])
         return items
@@ -217,7 +221,7 @@ class Channel:
     # --- looking and ending ---
 
     def qsize(self, key: Key = DEFAULT_KEY) -> int:
-        """Return the stored items of `key`; 0 for an unknown key."""
+        """Return the number of stored items of `key`; 0 for an unknown key."""
         depth: int = self._control("depth", key)
         return depth
 
@@ -231,7 +235,7 @@ class Channel:
         return full
 
     def stats(self) -> ChannelStats:
-        """Return depth, bytes and age per key, and the counters; never payloads."""
+        """Return depth, bytes and age per key, and counters. Payloads are not included."""
         stats: ChannelStats = self._control("stats")
         return stats
 
@@ -240,18 +244,18 @@ class Channel:
         return self._backend.control("stats")
 
     def register_producer(self) -> None:
-        """Count one producer; the channel closes when as many are done as were registered. Fixed sets only.
+        """Register this process as a producer once more. The channel closes when every registered producer is done.
 
-        A process that ends with producers of its own has lost them all.
+        Use it for fixed sets of producers. If the process ends, all its producers count as lost.
         """
         self._control("register")
 
     def done_producing(self) -> None:
-        """Report one producer of this process as finished."""
+        """Mark one producer of this process as done."""
         self._control("done")
 
     def close(self, key: Key | None = None, error: BaseException | None = None) -> None:
-        """Refuse later puts; stored items are still delivered, then gets raise `error` or ChannelClosed. Idempotent."""
+        """Refuse later puts. Stored items are still delivered; then gets raise `error` or ChannelClosed. May be repeated."""
         self._control("close", key, error)
 
     def close_key(self, key: Key) -> "Future[None]":
@@ -270,7 +274,7 @@ class Channel:
     # --- travelling ---
 
     def wire_fields(self) -> dict[str, Any]:
-        """Return what a handle is on the wire. Raises TypeError for a local channel."""
+        """Return the fields by which a handle is serialised. Raises TypeError for a local channel."""
         if self._local:
             raise TypeError(
                 f"channel {self.name!r} is local to this process and cannot travel; create it with local=False"
@@ -279,7 +283,7 @@ class Channel:
 
     @classmethod
     def from_wire(cls, fields: dict[str, Any]) -> "Channel":
-        """Return the handle, bound to this process's channel client."""
+        """Return the handle for the channel client of this process."""
         return cls(fields["name"], current().backend(fields["name"], fields["options"]), local=False)
 
 

@@ -127,7 +127,7 @@ class RemoteBackend:
         """Report items as received, with the next take or a little later."""
         self._client.receipts.add(self._name, tokens)
 
-    def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
+    def requeue(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
         """Return items that no user received, and their memory unless arrays over it do that when they die."""
         if not deliveries:
             return
@@ -135,7 +135,7 @@ class RemoteBackend:
             for spot in payload.placements(delivery.payload):
                 self._rpc.give_back(spot)
         tokens = [delivery.token for delivery in deliveries]
-        self._rpc.start_call("give_back", (self._name, tokens), {}, idempotent=True)
+        self._rpc.start_call("requeue", (self._name, tokens), {}, idempotent=True)
 
     def control(self, verb: str, *args: Any) -> "Future[Any]":
         """Start one of the verbs of `backend.Backend`."""

@@ -1,9 +1,9 @@
 """The rules of a channel without any I/O: keyed FIFO queues, waiting puts and takes, receipts, closing.
 
-`server` and `local` drive it: they call the verbs from one thread (or under one lock), pass the present time, and hear of
-results by callbacks. Payloads are opaque. Invariants: items of a key stand in the order of their first acceptance;
-while takes wait on a key its queue is empty; a take is one transaction, its items go back in order when it fails; a key
-that holds nothing is forgotten, so that no verb but `close` and `client_lost` walks the keys.
+`server` and `local` drive it: they call the methods from one thread or under one lock, pass the current time, and get results by
+callbacks. Payloads are opaque. Invariants: the items of a key are in the order of acceptance; while takes wait for a key, its queue is
+empty; a take is one transaction, whose items return in order if it fails; a key without any state is deleted, so only `close` and
+`client_lost` iterate over the keys.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from rl_core.messages.channel import ChannelOptions, ChannelStats, Key, KeyStats
 
 
 class ChannelCore:
-    """One channel. Every verb takes `now` (seconds on one clock) first; `tick` does what time brings.
+    """One channel. Every method takes the current time `now` (seconds of one clock) first; `tick` handles deadlines.
 
-    `on_drop(payload)` is called once for each payload that leaves the channel for good.
+    `on_drop(payload)` is called once for each payload that leaves the channel.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ChannelCore:
                 keys.append(item.key)
         self._pump_freed(now, *keys)
 
-    def give_back(self, now: float, tokens: Iterable[str]) -> None:
+    def requeue(self, now: float, tokens: Iterable[str]) -> None:
         """Return items to the head that their consumer does not want. Tokens that are out of date mean nothing."""
         keys = [self._return(token) for token in tokens if token in self._out]
         self._pump_freed(now, *keys)

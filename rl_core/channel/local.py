@@ -1,6 +1,6 @@
-"""A channel inside one process: items by reference, the same rules, no sockets.
+"""A channel inside one process: items are passed by reference, with the same rules and without sockets.
 
-`LocalBackend` drives one `ChannelCore` under a lock; deadlines are kept by a timer of the I/O thread.
+`LocalBackend` drives one `ChannelCore` under a lock. A timer of the I/O thread handles deadlines.
 """
 
 import concurrent.futures
@@ -125,10 +125,10 @@ class LocalBackend:
         with self._lock:
             self._core.confirm(self._clock(), tokens)
 
-    def give_back(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
+    def requeue(self, deliveries: list[Delivery], *, loaded: bool = False) -> None:
         """Return items that no user received."""
         with self._lock:
-            self._core.give_back(self._clock(), [delivery.token for delivery in deliveries])
+            self._core.requeue(self._clock(), [delivery.token for delivery in deliveries])
 
     def control(self, verb: str, *args: Any) -> "Future[Any]":
         """Return a finished future of one of the verbs of `backend.Backend`."""

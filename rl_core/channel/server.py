@@ -1,8 +1,8 @@
-"""The channel server: all channels of a job, one process, rules in `core`, payloads never decoded.
+"""The channel server: one process that holds all channels of a job. `core` has the rules; payloads are never decoded.
 
-Its RPC handlers are inline: they run on the I/O thread, never block, and answer when the core says so. Large payloads lie
-in segments this process owns: a producer asks for room (`reserve`), writes, and hands over, so a producer's death loses
-nothing accepted; a consumer's views hold the segment until the last of them dies.
+RPC handlers run on the I/O thread, never block, and answer when the core calls back. Large payloads are in shared-memory segments of
+this process: a producer asks for memory (`reserve`), writes, and hands the item over, so the death of a producer loses nothing that was
+accepted. The arrays of a consumer keep their segment until the last of them is deleted.
 """
 
 import itertools
@@ -35,13 +35,13 @@ USES = {
     "put": ChannelUse.PUT,
     "reserve": ChannelUse.PUT,
     "take": ChannelUse.TAKE,
-    "give_back": ChannelUse.TAKE,
+    "requeue": ChannelUse.TAKE,
     "register": ChannelUse.PRODUCE,
     "done": ChannelUse.PRODUCE,
 }
 """What each method does with the channel that its first argument names. `create` of a named channel is for the runner alone."""
 _ELASTIC_METHODS = frozenset(
-    {"create", "connect", "put", "reserve", "hand_over", "abort", "take", "confirm", "give_back"}
+    {"create", "connect", "put", "reserve", "hand_over", "abort", "take", "confirm", "requeue"}
     | {"depth", "full", "stats"}
 )
 _ACTOR_METHODS = _ELASTIC_METHODS | {"register", "done"}
@@ -258,7 +258,7 @@ class ChannelServer:
             room = Room(ticket=next(self._tickets), segments=tuple(self._segment(call.peer, size) for size in sizes))
             self._reservations[room.ticket] = _Reservation(core, put, call.peer, room)
             call.on_cancel = None
-            self._remember(call, partial(self._give_up_room, room.ticket))
+            self._remember(call, partial(self._release_reservation, room.ticket))
             call.reply(room)
 
         put = Put(call.peer, key, sum(sizes), grant, call.fail, now + timeout, now)
@@ -280,7 +280,7 @@ class ChannelServer:
             raise InfrastructureError("the reservation of this item was given up: its producer was taken for lost")
         foreign = [part for part in parts if isinstance(part, SegmentPart) and part not in held.room.segments]
         if foreign or payload.size(parts) != held.put.nbytes:
-            self._give_up_room(ticket)
+            self._release_reservation(ticket)
             raise ConfigError(
                 f"the item has {payload.size(parts)} bytes in {len(parts)} parts, the reservation was for {held.put.nbytes} bytes"
             )
@@ -298,7 +298,7 @@ class ChannelServer:
 
     def _abort(self, call: IncomingCall, ticket: int) -> None:
         if self._reservation(call, ticket) is not None:
-            self._give_up_room(ticket)
+            self._release_reservation(ticket)
         call.reply(None)
 
     def _reservation(self, call: IncomingCall, ticket: int) -> _Reservation | None:
@@ -306,7 +306,7 @@ class ChannelServer:
         held = self._reservations.get(ticket)
         return held if held is not None and held.peer is call.peer else None
 
-    def _give_up_room(self, ticket: int) -> None:
+    def _release_reservation(self, ticket: int) -> None:
         held = self._reservations.pop(ticket, None)
         if held is not None:
             self._release_segments(held)
@@ -376,8 +376,8 @@ class ChannelServer:
             if channel in self._channels:  # receipts of an earlier server's channel mean nothing here
                 self._channels[channel].confirm(self._clock(), tokens)
 
-    def _give_back(self, call: IncomingCall, channel: str, tokens: list[str]) -> None:
-        self._core(channel).give_back(self._clock(), tokens)
+    def _requeue(self, call: IncomingCall, channel: str, tokens: list[str]) -> None:
+        self._core(channel).requeue(self._clock(), tokens)
         call.reply(None)
 
     def _move(self, call: IncomingCall, channel: str, moves: list[tuple[Key, Key | None]]) -> None:
@@ -444,5 +444,5 @@ class ChannelServer:
             core.client_lost(self._clock(), peer)
         # after its waiting puts are forgotten: room given up before would be granted to the next of them
         for ticket in [ticket for ticket, held in self._reservations.items() if held.peer is peer]:
-            self._give_up_room(ticket)
+            self._release_reservation(ticket)
         self._arm()

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.api.failure import FailurePolicySpec
@@ -104,11 +103,6 @@ class LocalCluster:
         self._interrupts = 0
 
     # --- public methods (any thread) ------------------------------------------------------------------------------
-
-    @property
-    def workdir(self) -> Path:
-        """The output folder."""
-        return self._space.folder
 
     @property
     def epoch(self) -> int:

@@ -4,7 +4,7 @@ user -> server   create(name, ChannelOptions) -> ChannelOptions       connect(na
 user -> server   put(channel, key, weight, parts, timeout, nowait)
 user -> server   reserve(channel, key, sizes of the parts, timeout, nowait) -> Room, then hand_over(ticket, weight, parts) or abort(ticket)
 user -> server   take(channel, key, timeout, nowait, target, most, allow_oversize, receipts) -> [[token, parts]]
-user -> server   confirm(receipts), give_back(channel, tokens)         receipts: tokens of received items by channel
+user -> server   confirm(receipts), requeue(channel, tokens)         receipts: tokens of received items by channel
 user -> server   move(channel, [(source key, target key | None)])
 user -> server   depth(channel, key), full(channel, key), stats(channel) -> ChannelStats, server_stats() -> ServerStats
 user -> server   register(channel, registration), done(channel, registration), close(channel, key, PackedError | None)
@@ -21,7 +21,7 @@ Key = Any
 
 @record
 class ChannelOptions:
-    """What `create` fixes for the life of a channel; a second `create` must repeat it."""
+    """Options of a channel, fixed when it is created."""
 
     maxsize: int = 0
     """Most stored items per key; 0 = unbounded. Items with consumers do not count."""
@@ -49,7 +49,7 @@ class ChannelOptions:
 
 @record
 class SegmentPart:
-    """A part of a payload that lies in shared memory of the server."""
+    """A part of a payload that is in shared memory of the server."""
 
     segment: str
     generation: int
@@ -59,7 +59,7 @@ class SegmentPart:
 
 @record
 class Room:
-    """Room for an item, granted to a producer."""
+    """Memory for an item, granted to a producer before it sends the item."""
 
     ticket: int
     """What the item is handed over with."""
@@ -69,7 +69,7 @@ class Room:
 
 @record
 class KeyStats:
-    """One key that holds items or has takes waiting."""
+    """State of one key that has items or waiting takes."""
 
     key: Key
     depth: int
@@ -81,7 +81,7 @@ class KeyStats:
 
 @record
 class ChannelStats:
-    """One channel at one moment; never payloads."""
+    """State of one channel at one moment. Payloads are not included."""
 
     name: str
     queues: tuple[KeyStats, ...]
@@ -136,7 +136,7 @@ class ChannelStats:
 
 @record
 class ServerStats:
-    """All channels of a server, and what its transport and its shared memory count."""
+    """State of all channels of a server, and counters of its transport and shared memory."""
 
     channels: dict[str, ChannelStats]
     transport: dict[str, int]

@@ -34,7 +34,7 @@ from rl_core.rollouts.engine import Engine, Part
 from rl_core.rollouts.environment import RemoteEnvironment
 from rl_core.rollouts.groups import GroupMaker
 from rl_core.rollouts.leases import HubLeases
-from rl_core.rollouts.message_log import as_token_tensor, flatten_messages, token_loss_mask
+from rl_core.rollouts.message_log import as_token_tensor, token_loss_mask
 from rl_core.rollouts.meter import EngineMeter
 from rl_core.rollouts.model_files import max_positions
 from rl_core.rollouts.padded import BatchedDataDict, GenerationInterface
@@ -57,7 +57,6 @@ __all__ = [
     "RemoteEnvironment",
     "RolloutWorkerBase",
     "as_token_tensor",
-    "flatten_messages",
     "sample_seed",
     "token_loss_mask",
 ]

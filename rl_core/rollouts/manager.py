@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 from rl_core.api.errors import RolloutConfigError
 from rl_core.api.records import PromptGroupRecord
@@ -28,7 +28,6 @@ __all__ = [
     "PushOutcome",
     "RetryPolicy",
     "RolloutManager",
-    "TokenizerType",
     "aggregate_rollout_metrics",
     "classify_failure",
     "deadline",
@@ -46,18 +45,6 @@ COUNTERS = (
     "infra_drops_total",
     "max_consecutive_infra_drops",
 )
-
-
-class TokenizerType(Protocol):
-    """The tokenizer calls that rollouts make. `rl_core.data.tokenizer.Tokenizer` and Hugging Face tokenizers have them."""
-
-    eos_token_id: int | None
-
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
-        """Return `{"input_ids": ids}`."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of `token_ids`."""
 
 
 class RolloutManager:

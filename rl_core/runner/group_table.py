@@ -7,7 +7,7 @@ groups. The ledger is its only caller.
 import bisect
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -154,10 +154,6 @@ class GroupTable:
                 break
             found.append(group)
         return found
-
-    def states(self) -> Mapping[str, GroupState]:
-        """Return the state of each outstanding group by id."""
-        return {group.group_id: group.state for group in self._groups.values()}
 
     def _enter(self, group: Group) -> None:
         state = group.state

@@ -352,10 +352,6 @@ class PromptLedger:
             for group in sorted(groups, key=lambda group: group.position)
         ]
 
-    def outstanding(self) -> Mapping[str, GroupState]:
-        """Return the state of each group that is not final."""
-        return self._table.states()
-
     def running(self) -> list[Group]:
         """Return the groups that rollouts generate, those of the oldest lease version first."""
         return sorted(self._table.leased(), key=lambda group: (group.version, group.position))

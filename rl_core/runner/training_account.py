@@ -235,11 +235,6 @@ class TrainingAccount:
         return tokens
 
     @property
-    def step_complete(self) -> bool:
-        """Whether the open step has all its groups; False while none is open."""
-        return self._step is not None and self._step.complete
-
-    @property
     def num_deferred(self) -> int:
         """Number of finished groups that wait for a step."""
         return self.ledger.num_in(GroupState.GENERATED)

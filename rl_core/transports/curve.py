@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,6 @@ def callers_of_services(groups: Mapping[str, GroupKind] = BUILT_IN) -> dict[str,
         "weights": frozenset(group.name for group in groups.values() if group.pulls_weights),
         **{group.name: group.callers | {"runner"} for group in groups.values()},
     }
-
-
-def generate_keys(roles: Iterable[str]) -> dict[str, str]:
-    """Return new key pairs as file name -> Z85 text: `<role>.secret` and `<role>.public`."""
-    files = {}
-    for role in roles:
-        public, secret = zmq.curve_keypair()
-        files[f"{role}.secret"] = secret.decode()
-        files[f"{role}.public"] = public.decode()
-    return files
 
 
 class KeyRing:

@@ -105,11 +105,6 @@ class HttpServer:
         for writer in list(self._open):
             writer.transport.abort()
 
-    @property
-    def connections(self) -> int:
-        """Number of connections held."""
-        return len(self._open)
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None
         if len(self._open) > CONNECTIONS:

@@ -120,10 +120,6 @@ class RpcServer:
         self._io.run(self._shut)
         self._runner.close()
 
-    def peers(self) -> list[Peer]:
-        """Return the connected clients. On the I/O thread only."""
-        return list(self._peers.values())
-
     # --- below: on the I/O thread ---
 
     def _open(self) -> None:

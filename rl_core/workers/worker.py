@@ -121,11 +121,6 @@ class Worker:
         return self._context.address
 
     @property
-    def stand_alone(self) -> bool:
-        """Whether this worker was built outside a job: it has no hub and no other members."""
-        return self._context.hub is None
-
-    @property
     def job(self) -> "RLJob | None":
         """The job; None outside one."""
         return self._context.job

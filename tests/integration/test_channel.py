@@ -25,6 +25,7 @@ from rl_core.channel.server import ChannelServer
 from rl_core.messages.channel import SegmentPart
 from rl_core.transports import curve, frames, rpc_wire, tokens
 from rl_core.transports.links import SharedMemory
+from tests.curve_keys import generate_keys
 
 MIB = 2**20
 
@@ -385,7 +386,7 @@ def _cut(client):
 
 class TestRoles:
     def test_members_may_not_use_the_runners_methods(self, tmp_path):
-        for name, text in curve.generate_keys(["runner", "channel", "rollout"]).items():
+        for name, text in generate_keys(["runner", "channel", "rollout"]).items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o400)
         server = ChannelServer(

@@ -216,7 +216,7 @@ def test_a_large_put_of_a_producer_taken_for_lost_is_no_end_of_the_channel(serve
     fill = puts.fill
 
     def slow(segment, part):
-        server._io.run(lambda: [server._release(peer) for peer in server._rpc.peers()])
+        server._io.run(lambda: [server._release(peer) for peer in list(server._rpc._peers.values())])
         return fill(segment, part)
 
     monkeypatch.setattr(puts, "fill", slow)

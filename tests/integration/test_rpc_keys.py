@@ -9,12 +9,13 @@ import pytest
 from rl_core.api.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rl_core.transports import curve, sockets
 from rl_core.transports.rpc import RpcClient, RpcServer
+from tests.curve_keys import generate_keys
 from tests.integration.rpc_samples import identity
 
 
 @pytest.fixture
 def keys(tmp_path):
-    for name, text in curve.generate_keys(["runner", "rollout", "env", "actor"]).items():
+    for name, text in generate_keys(["runner", "rollout", "env", "actor"]).items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o400)
     return lambda role: curve.KeyRing(tmp_path, role)
@@ -50,7 +51,7 @@ class TestCurve:
 
     def test_a_stranger_is_refused_and_counted(self, hub, keys, tmp_path_factory):
         folder = tmp_path_factory.mktemp("stranger")
-        for name, text in curve.generate_keys(["rollout"]).items():
+        for name, text in generate_keys(["rollout"]).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o400)
         (folder / "runner.public").write_bytes(keys("runner").public)
@@ -129,7 +130,7 @@ class TestCurve:
     def others(self, tmp_path_factory):
         """The env's keys of another job."""
         folder = tmp_path_factory.mktemp("other")
-        for name, text in curve.generate_keys(["env", "rollout"]).items():
+        for name, text in generate_keys(["env", "rollout"]).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o400)
         return curve.KeyRing(folder, "env")

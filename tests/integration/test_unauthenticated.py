@@ -10,6 +10,7 @@ import pytest
 from rl_core.transports import curve, sockets
 from rl_core.transports.rpc import RpcClient, RpcServer
 from rl_core.transports.unauthenticated import MAX_UNAUTHENTICATED
+from tests.curve_keys import generate_keys
 from tests.integration.rpc_samples import Service, identity
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -19,7 +20,7 @@ PIECE = b"\x06" + (4 << 20).to_bytes(8, "big") + bytes(1 << 16)
 
 @pytest.fixture
 def keys(tmp_path):
-    for name, text in curve.generate_keys(["runner", "rollout", "env"]).items():
+    for name, text in generate_keys(["runner", "rollout", "env"]).items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o400)
     return lambda role: curve.KeyRing(tmp_path, role)

@@ -18,12 +18,13 @@ import torch
 from rl_core.api.errors import ConfigError, DeadlineExceeded, InfrastructureError
 from rl_core.api.identity import Identity
 from rl_core.transports import tokens
-from rl_core.transports.curve import KeyRing, generate_keys
+from rl_core.transports.curve import KeyRing
 from rl_core.transports.rpc import RpcClient
 from rl_core.weights.deadlines import Deadlines
 from rl_core.weights.device_buffer import DeviceBuffer
 from rl_core.weights.publisher import WeightPublisher
 from tests import ROOT
+from tests.curve_keys import generate_keys
 from tests.integration.weight_world import (
     QUICK,
     SHAPES,

@@ -170,10 +170,6 @@ class Cache:
         """Yield the keys of all jobs there are."""
         return iter(list(self._entries[RLJOB]))
 
-    def owners(self) -> set[JobKey]:
-        """Return every job that exists or has children left."""
-        return {key for jobs in self._entries.values() for key in jobs}
-
     def sizes(self) -> dict[str, int]:
         """Return how many objects of each kind are held, by plural name."""
         return {kind.plural: sum(len(names) for names in jobs.values()) for kind, jobs in self._entries.items()}

@@ -53,16 +53,6 @@ class Leadership:
         self._held_since = 0.0
         """Loop time before the request that wrote it was sent: the others count from when it lands, which its answer may be long after."""
 
-    @property
-    def leading(self) -> bool:
-        """Whether this replica holds the Lease."""
-        return self._held is not None
-
-    @property
-    def holder(self) -> str:
-        """Who holds the Lease as far as we know; empty for nobody."""
-        return self._identity if self._held is not None else self._seen[0]
-
     async def acquire(self) -> None:
         """Return once this replica holds the Lease, with time left to act on it."""
         loop = asyncio.get_running_loop()

@@ -6,10 +6,9 @@
 
 from rl_core.plan.placement.component import ComponentPlacement, HybridComponentPlacement
 from rl_core.plan.placement.grammar import PlacementPart, parse_placement, parse_ranks
-from rl_core.plan.placement.inventory import Inventory, NodeGroup, NodeInfo, merge_env
+from rl_core.plan.placement.inventory import Inventory, NodeGroup, NodeInfo
 from rl_core.plan.placement.modes import ModelParallelComponentPlacement, PlacementMode
 from rl_core.plan.placement.placement import Placement
-from rl_core.plan.placement.rankmap import rank_map
 from rl_core.plan.placement.strategies import (
     FlexiblePlacementStrategy,
     NodePlacementStrategy,
@@ -31,8 +30,6 @@ __all__ = [
     "PlacementMode",
     "PlacementPart",
     "PlacementStrategy",
-    "merge_env",
     "parse_placement",
     "parse_ranks",
-    "rank_map",
 ]

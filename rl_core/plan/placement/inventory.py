@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from rl_core.api.errors import ConfigError, PlacementError, PlacementRangeError
+from rl_core.api.errors import PlacementError, PlacementRangeError
 
 ACCELERATOR = "accelerator"
 CLUSTER = "cluster"
@@ -194,22 +193,3 @@ class Inventory:
                 )
             units.extend(Unit(node, index, group.label, group.hardware) for index in range(count))
         return tuple(units)
-
-
-def merge_env(
-    old: Mapping[str, str], new: Mapping[str, str], mode: Literal["append", "override"] | str = "append"
-) -> dict[str, str]:
-    """Return `old` overridden by `new`; pod < group < worker.
-
-    Variables whose name ends in PATH are lists joined by ":": with `append` the new entries come first and duplicates go,
-    with `override` the new value replaces the old. Raises ConfigError for another mode.
-    """
-    if mode not in ("append", "override"):
-        raise ConfigError(f"env mode must be append or override, got {mode!r}")
-    merged = dict(old)
-    for key, value in new.items():
-        if mode == "append" and key.endswith("PATH") and merged.get(key):
-            entries = [entry for entry in f"{value}:{merged[key]}".split(":") if entry]
-            value = ":".join(dict.fromkeys(entries))
-        merged[key] = value
-    return merged

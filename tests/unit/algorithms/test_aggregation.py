@@ -12,8 +12,6 @@ from rl_core.algorithms.aggregation import (
     LossNormalizers,
     aggregate,
     count_normalizers,
-    masked_mean,
-    masked_mean_ratio,
 )
 from rl_core.algorithms.stats import Stat, extreme_stat, finish_stats, merge_stats
 
@@ -98,13 +96,6 @@ def test_mistakes_are_named():
         aggregate(VALUES.half(), MASK)
     with pytest.raises(ValueError, match=r"values and mask.*\(2, 3\) and \(1, 3\)"):
         aggregate(VALUES, MASK[:1])
-
-
-def test_masked_means():
-    assert masked_mean(VALUES, MASK).item() == 4.0
-    ratio = torch.tensor([[0.5], [0.0]])
-    mask = torch.tensor([[True, True, False], [False, False, False]])
-    assert masked_mean_ratio(VALUES, mask, ratio).item() == pytest.approx((4.0 + 8.0) / 2)
 
 
 def test_rows_of_any_further_dimensions():

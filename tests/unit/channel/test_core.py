@@ -372,7 +372,7 @@ class TestDelivery:
         batch = bench.take(target=3)
         bench.core.confirm(bench.now, batch.tokens[1:2])
         for _ in range(2):
-            bench.core.give_back(bench.now, [batch.tokens[2], batch.tokens[0]])
+            bench.core.requeue(bench.now, [batch.tokens[2], batch.tokens[0]])
         assert bench.receive() == ["a"] and bench.receive() == ["c"] and bench.core.depth("k") == 0
 
 

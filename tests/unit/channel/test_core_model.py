@@ -173,7 +173,7 @@ class ChannelMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(sorted(self.out)))
         item, _, key = self.out.pop(token)
         for _ in range(2):  # what is said twice is done once
-            (self.core.confirm if confirms else self.core.give_back)(self.now, [token])
+            (self.core.confirm if confirms else self.core.requeue)(self.now, [token])
         if confirms:
             self.gone.add(item)
         else:

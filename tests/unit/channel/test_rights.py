@@ -8,6 +8,7 @@ from rl_core.channel.server import ChannelServer
 from rl_core.messages.channel import ChannelOptions
 from rl_core.transports import curve
 from rl_core.transports.rpc import RpcClient
+from tests.curve_keys import generate_keys
 
 TAKE = (5.0, True, None, 1, False, {})
 
@@ -31,7 +32,7 @@ class Job:
     """A channel server with keys, the channel `trajectories`, and a client of each group."""
 
     def __init__(self, folder):
-        for name, text in curve.generate_keys(["runner", "channel", "actor", "rollout", "env"]).items():
+        for name, text in generate_keys(["runner", "channel", "actor", "rollout", "env"]).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o400)
         self.server = ChannelServer(
@@ -91,7 +92,7 @@ def test_a_rollout_takes_no_trajectory_of_another(job):
     ("method", "args"),
     [
         ("confirm", ({"trajectories": ["0-0"]},)),
-        ("give_back", ("trajectories", ["0-0"])),
+        ("requeue", ("trajectories", ["0-0"])),
         ("take", ("other", "k", *TAKE[:-1], {"trajectories": ["0-0"]})),
     ],
     ids=["confirms", "gives back", "confirms with a take"],

@@ -26,7 +26,7 @@ def test_what_is_not_confirmed_goes_back_in_order():
     for number in range(3):
         bench.put(number)
     take = bench.take(most=2)
-    bench.core.give_back(bench.now, take.tokens)
+    bench.core.requeue(bench.now, take.tokens)
     assert bench.take(most=9).items == [0, 1, 2]
 
 
@@ -47,7 +47,7 @@ def test_a_moved_item_that_its_consumer_gives_back_is_under_its_new_key():
     bench = Bench()
     bench.put("x", key="token")
     bench.core.move(bench.now, [("token", "rank")])
-    bench.core.give_back(bench.now, bench.take(key="rank").tokens)
+    bench.core.requeue(bench.now, bench.take(key="rank").tokens)
     assert bench.receive(key="rank") == ["x"]
 
 

@@ -14,8 +14,6 @@ from rl_core.plan.placement import (
     NodeInfo,
     NodePlacementStrategy,
     PackedPlacementStrategy,
-    merge_env,
-    rank_map,
 )
 
 TWO_BY_FOUR = Inventory([NodeInfo(0, 4, "H100"), NodeInfo(1, 4, "H100")])
@@ -183,40 +181,3 @@ def test_cluster_is_nodes_with_accelerators_and_node_is_all():
     assert [unit.node.rank for unit in mixed.units("cluster")] == [1, 1]
     assert [unit.node.rank for unit in mixed.units("node")] == [0, 1]
     assert len(CPU.units("cluster")) == 3
-
-
-def test_env_of_paths_is_merged_new_first_and_other_values_replaced():
-    old = {"PYTHONPATH": "/a:/b", "LEVEL": "1", "KEPT": "x"}
-    new = {"PYTHONPATH": "/c:/a", "LEVEL": "2"}
-    assert merge_env(old, new) == {"PYTHONPATH": "/c:/a:/b", "LEVEL": "2", "KEPT": "x"}
-    assert merge_env(old, new, "override")["PYTHONPATH"] == "/c:/a"
-    assert merge_env({}, new) == new
-    with pytest.raises(ValueError, match="append or override"):
-        merge_env(old, new, "replace")
-
-
-def test_rank_map_worked_example():
-    assert rank_map(2, 4, 1, 6) == {0: [(0, 0), (4, 0)], 1: [(1, 0), (5, 0)], 2: [(2, 0)], 3: [(3, 0)]}
-
-
-@settings(max_examples=150, deadline=None)
-@given(rollout_tp=st.integers(1, 4), ratio=st.integers(1, 4), replicas=st.integers(1, 4), engines=st.integers(1, 12))
-def test_every_engine_rank_has_exactly_one_source_holding_its_slice(rollout_tp, ratio, replicas, engines):
-    actor_tp = rollout_tp * ratio
-    found = rank_map(actor_tp, actor_tp * replicas, rollout_tp, rollout_tp * engines)
-    assert list(found) == list(range(actor_tp * replicas))
-    pairs = [pair for targets in found.values() for pair in targets]
-    assert sorted(pairs) == [(d, r) for d in range(engines) for r in range(rollout_tp)]
-    for source, targets in found.items():
-        assert targets == sorted(targets)
-        assert all(source % actor_tp // ratio == r for _, r in targets)  # the TP rank that holds slice r
-
-
-def test_rank_map_of_a_replicated_actor_spreads_over_all_ranks():
-    assert rank_map(1, 3, 2, 4) == {0: [(0, 0), (1, 1)], 1: [(0, 1)], 2: [(1, 0)]}
-
-
-@pytest.mark.parametrize("sizes", [(2, 4, 4, 4), (3, 3, 2, 2), (2, 3, 1, 1), (2, 2, 2, 3), (0, 1, 1, 1)])
-def test_other_size_pairs_are_refused(sizes):
-    with pytest.raises(PlacementError):
-        rank_map(*sizes)

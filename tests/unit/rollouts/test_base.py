@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_core.api.errors import DataError
-from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, flatten_messages, sample_seed, token_loss_mask
+from rl_core.rollouts.base import BatchedDataDict, GenerationInterface, sample_seed, token_loss_mask
 
 
 def ids(*values):
@@ -31,49 +29,6 @@ def test_only_sampled_tokens_of_the_assistant_train():
     assert token_loss_mask([]).tolist() == []
 
 
-def test_flatten_pads_to_the_divisor_and_fills_missing_log_probabilities_with_float32_zeros():
-    logs = [
-        [
-            {"role": "user", "content": "", "token_ids": ids(5, 6)},
-            {"role": "assistant", "content": "", "token_ids": ids(7), "generation_logprobs": torch.tensor([-0.5])},
-        ],
-        [{"role": "user", "content": "", "token_ids": ids(8)}],
-    ]
-    flat, lengths = flatten_messages(logs, pad_id=99, divisor=4)
-    assert flat["token_ids"].tolist() == [[5, 6, 7, 99], [8, 99, 99, 99]]
-    assert flat["generation_logprobs"].tolist() == [[0, 0, -0.5, 0], [0, 0, 0, 0]]
-    assert flat["token_loss_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
-    assert flat["generation_logprobs"].dtype == torch.float32
-    assert lengths.tolist() == [3, 1] and lengths.dtype == torch.int32
-
-
-def test_an_empty_text_keeps_int64_token_ids():
-    logs = [
-        [
-            {"role": "user", "content": "a", "token_ids": ids(5)},
-            {"role": "environment", "content": "", "token_ids": torch.tensor([])},
-        ]
-    ]
-    flat, lengths = flatten_messages(logs, pad_id=0)
-    assert flat["token_ids"].dtype == torch.int64 and flat["token_ids"].tolist() == [[5]] and lengths.tolist() == [1]
-
-
-def test_mixed_dtypes_of_one_key_are_refused():
-    logs = [
-        [
-            {
-                "role": "assistant",
-                "content": "",
-                "token_ids": ids(5),
-                "generation_logprobs": torch.zeros(1, dtype=torch.float64),
-            }
-        ],
-        [{"role": "assistant", "content": "", "token_ids": ids(5), "generation_logprobs": torch.zeros(1)}],
-    ]
-    with pytest.raises(RuntimeError, match="generation_logprobs must have one dtype and device"):
-        flatten_messages(logs, pad_id=0)
-
-
 @pytest.mark.parametrize("length", [0, 1, 3])
 @pytest.mark.parametrize("key", ["generation_logprobs", "token_loss_mask"])
 @pytest.mark.parametrize("as_list", [False, True])
@@ -86,23 +41,6 @@ def test_a_message_whose_columns_do_not_cover_its_tokens_is_refused_where_it_sta
     ]
     with pytest.raises(DataError, match=rf"^message 1: {key} must have one entry per token, 2, got shape \[{length}\]"):
         token_loss_mask(log)
-    with pytest.raises(DataError, match=rf"^log 1, message 1: {key} must have one entry per token"):
-        flatten_messages([log[:1], log], pad_id=0)
-
-
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(1, 8))
-def test_flattening_keeps_every_token_in_place(lengths_of_messages, divisor):
-    counter = iter(range(1, 1000))
-    logs = [
-        [{"role": "user", "content": "", "token_ids": ids(*[next(counter) for _ in range(n)])} for n in sizes]
-        for sizes in lengths_of_messages
-    ]
-    flat, lengths = flatten_messages(logs, pad_id=0, divisor=divisor)
-    assert flat["token_ids"].shape[1] % divisor == 0
-    assert flat["token_ids"].shape[1] - int(lengths.max()) < divisor
-    for row, log, length in zip(flat["token_ids"], logs, lengths.tolist(), strict=True):
-        assert row[:length].tolist() == [int(t) for m in log for t in m["token_ids"]]
-        assert not row[length:].any()
 
 
 def test_seeds_are_63_bit_repeatable_and_all_different():

@@ -154,7 +154,7 @@ def test_half_open_requests_are_bounded_and_keep_no_caller_out(server):
         strangers.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
         strangers[-1].sendall(starts[number % 3])
     assert ask(server, "GET", "/status") == (200, {"step": 3})
-    assert server.server.connections <= CONNECTIONS and threading.active_count() == threads and server.asked == []
+    assert len(server.server._open) <= CONNECTIONS and threading.active_count() == threads and server.asked == []
     for stranger in strangers:
         stranger.close()
 

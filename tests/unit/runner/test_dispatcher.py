@@ -61,7 +61,7 @@ def test_a_poll_is_answered_with_nothing_when_its_time_is_up_and_forgotten_when_
     h.dispatcher.tick()
     assert poll.leases == []
     h.steps.open(1, 0)
-    assert left.waits and h.ledger.outstanding() == {}
+    assert left.waits and list(h.ledger._table) == []
 
 
 def test_a_rollout_that_asks_again_has_its_earlier_question_answered_with_nothing():
@@ -75,7 +75,7 @@ def test_a_member_that_is_gone_or_leaves_gets_nothing():
     h.gone.add(("rollout:0", (0, 0)))
     poll = h.poll()
     h.steps.open(1, 0)
-    assert poll.waits and h.ledger.outstanding() == {}
+    assert poll.waits and list(h.ledger._table) == []
 
 
 def test_a_lost_member_s_groups_are_given_out_again_at_once_with_the_same_sample_and_seed():
@@ -247,7 +247,7 @@ def test_data_ranks_hold_equally_many_groups_whatever_is_filtered(seed):
     rng = Random(seed)
     h = Account(promptsPerStep=8, data_ranks=4, dynamicSampling={"enabled": True}, maxGenerationBatches=99)
     h.steps.open(1, 0)
-    while not h.training.step_complete:
+    while not h.training._step.complete:
         for lease in rng.sample(leases := h.lease(), len(leases)):
             h.finish(lease, informative=rng.random() < 0.5)
     assert [len(tokens) for _, tokens in sorted(h.ranks(1).items())] == [2] * 4

@@ -17,8 +17,9 @@ from rl_core.api.errors import DeadlineExceeded, FrameError, InfrastructureError
 from rl_core.messages.weights import BulkTicket
 from rl_core.transports import bulk
 from rl_core.transports.bulk import BulkReceiver, BulkSender
-from rl_core.transports.curve import KeyRing, generate_keys
+from rl_core.transports.curve import KeyRing
 from rl_core.transports.sockets import IoThread
+from tests.curve_keys import generate_keys
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ import zmq
 
 from rl_core.api.errors import ConfigError
 from rl_core.transports import curve
+from tests.curve_keys import generate_keys
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, text in curve.generate_keys(["runner", "actor", "env"]).items():
+    for name, text in generate_keys(["runner", "actor", "env"]).items():
         path = tmp_path / name
         path.write_text(text)
         path.chmod(0o400)

@@ -18,6 +18,7 @@ from rl_core.messages.members import (
 from rl_core.transports import curve, rpc_server
 from rl_core.transports.rpc import RpcClient
 from rl_core.workers.hub import Hub
+from tests.curve_keys import generate_keys
 
 ACTOR, ENV = (MemberId(name=name, incarnation=(0, 0)) for name in ("actor:0", "env:0"))
 DRAINING = Heartbeat(state=MemberState.DRAINING)
@@ -50,7 +51,7 @@ class Job:
     """A hub with keys whose member actor:0 has registered, and clients with any key."""
 
     def __init__(self, folder):
-        for name, text in curve.generate_keys(["runner", "actor", "rollout", "env"]).items():
+        for name, text in generate_keys(["runner", "actor", "rollout", "env"]).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o400)
         self.folder, self.clients = folder, []
